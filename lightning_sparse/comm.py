@@ -1,0 +1,339 @@
+"""One rank's wire: the only place where collectives are called, bytes are counted and time on the wire is measured.
+
+`ProcessGroupComm` talks over torch.distributed; `simulate` runs a function on many ranks as threads of one process,
+without any network:
+
+    def rank(comm: Comm) -> float:
+        return comm.all_reduce(torch.tensor([float(comm.rank)])).item()
+
+    simulate(3, rank)  # [3.0, 3.0, 3.0]
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+Op = Literal["sum", "max"]
+POLL = timedelta(seconds=0.5)
+"""How long a rank waits for the wire before it looks whether another rank has failed."""
+
+
+class RankFailure(RuntimeError):
+    """Another rank cannot go on, so this one cannot either."""
+
+
+class Comm(abc.ABC):
+    """One rank's connection to the others. Every rank makes the same calls in the same order.
+
+    Attributes:
+        rank: this rank, 0 ≤ rank < size.
+        size: number of ranks.
+        sent_bytes: bytes that this rank has put on the wire so far, protocol overhead not counted. All-gather counts
+            (P − 1) times its input, all-reduce 2(P − 1)/P times, as the ring algorithms do; broadcast (source only)
+            and exchange their input, all-to-all the chunks for others.
+        seconds: time spent inside collectives so far, waiting for slower ranks included.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.sent_bytes = 0
+        self.seconds = 0.0
+        self._calls = 0  # collectives completed
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
+        """Replace `x` by the sum or the maximum over all ranks, in place, and return it."""
+        if self.size > 1:
+            self._timed(2 * (self.size - 1) * _nbytes(x) // self.size, self._all_reduce, x, op)
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Return every rank's `x`, in rank order. Shape and dtype must agree on all ranks."""
+        if self.size == 1:
+            return [x.clone()]
+        return self._timed((self.size - 1) * _nbytes(x), self._all_gather, x.contiguous())
+
+    def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        """Send chunk i to rank i and return what each rank sent here, in rank order. All shapes must agree."""
+        if len(chunks) != self.size:
+            raise ValueError(f"all_to_all got {len(chunks)} chunks for {self.size} ranks; give one for each rank.")
+        if self.size == 1:
+            return [chunks[0].clone()]
+        others = sum(_nbytes(chunk) for rank, chunk in enumerate(chunks) if rank != self.rank)
+        return self._timed(others, self._all_to_all, [chunk.contiguous() for chunk in chunks])
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Replace `x` by rank `src`'s, in place, and return it."""
+        if self.size > 1:
+            self._timed(_nbytes(x) if self.rank == src else 0, self._broadcast, x, src)
+        return x
+
+    def exchange(self, x: Tensor, peer: int) -> Tensor:
+        """Send `x` to rank `peer`, which must call with this rank as its peer, and return what it sent."""
+        if peer == self.rank:
+            return x.clone()
+        return self._timed(_nbytes(x), self._exchange, x.contiguous(), peer)
+
+    def _timed(self, nbytes: int, collective: Callable[..., T], *args: Any) -> T:
+        start = time.perf_counter()
+        result = collective(*args)
+        self.seconds += time.perf_counter() - start
+        self.sent_bytes += nbytes
+        self._calls += 1
+        return result
+
+    @abc.abstractmethod
+    def _all_reduce(self, x: Tensor, op: Op) -> None: ...
+
+    @abc.abstractmethod
+    def _all_gather(self, x: Tensor) -> list[Tensor]: ...
+
+    @abc.abstractmethod
+    def _all_to_all(self, chunks: list[Tensor]) -> list[Tensor]: ...
+
+    @abc.abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> None: ...
+
+    @abc.abstractmethod
+    def _exchange(self, x: Tensor, peer: int) -> Tensor: ...
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class ProcessGroupComm(Comm):
+    """A `Comm` over a torch.distributed process group.
+
+    Every wait looks twice a second at two keys in the store, under which a rank leaves word when it fails (`report`) or
+    has no more to exchange (`leave`). A peer that waits for it then raises the same reason at once, instead of waiting
+    for the group's timeout.
+
+    Args:
+        group: the process group; None is the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "ProcessGroupComm needs torch.distributed: call torch.distributed.init_process_group first, or use "
+                "simulate(size, fn) to run ranks as threads."
+            )
+        self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
+        super().__init__(dist.get_rank(self.group), dist.get_world_size(self.group))
+        # A store's client is locked while it waits; a clone has a connection of its own, so looking never blocks.
+        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._failed = f"lightning_sparse/{self.group.group_name}/failed"
+        self._left = f"lightning_sparse/{self.group.group_name}/left"
+        # gloo waits on the host, where a wait can be cut in slices; NCCL's wait only orders CUDA streams.
+        self._waits_on_host = "gloo" in dist.get_backend(self.group)
+
+    def report(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot go on. The first reason stays."""
+        self._tell(self._failed, reason)
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that this one makes no further calls. Those that still wait for it will fail."""
+        self._tell(self._left, f"{self._calls} {reason}")
+
+    def _tell(self, key: str, text: str) -> None:
+        # Without the store its host is gone, and the others lose their connections anyway.
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(key, "", text)
+
+    def check(self) -> None:
+        """Raise RankFailure if a rank has failed, or has left before the collective that this one is in."""
+        try:
+            if self._store.check([self._failed]):
+                raise RankFailure(self._store.get(self._failed).decode())
+            if self._store.check([self._left]):
+                calls, reason = self._store.get(self._left).decode().split(" ", 1)
+                if int(calls) <= self._calls:
+                    raise RankFailure(reason)
+        except dist.DistError as error:
+            raise RankFailure(
+                f"Rank {self.rank} lost the store of the process group: the process that hosts it, usually rank 0, "
+                f"has ended. ({_first_line(error)})"
+            ) from error
+
+    def _wait(self, start: Callable[[], dist.Work | None]) -> None:
+        """Start a collective and wait for it."""
+        try:
+            work = start()
+            assert work is not None  # None is for ranks outside the group
+            if not self._waits_on_host:
+                work.wait()
+                return
+            while not self._waited(work):
+                self.check()
+        except RankFailure:
+            raise
+        except RuntimeError as error:
+            self.check()  # a reason that a rank has left says more
+            raise RankFailure(
+                f"Rank {self.rank} lost its peers in an exchange of gradients: {_first_line(error)}. Either another "
+                f"rank has ended, or it does not take part: check that all ranks use the same strategy and see the "
+                f"same number of batches."
+            ) from error
+
+    def _waited(self, work: dist.Work) -> bool:
+        try:
+            work.wait(POLL)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    def _all_reduce(self, x: Tensor, op: Op) -> None:
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        self._wait(lambda: dist.all_reduce(x, reduce_op, group=self.group, async_op=True))
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        parts = list(x.new_empty((self.size, *x.shape)).unbind())
+        self._wait(lambda: dist.all_gather(parts, x, group=self.group, async_op=True))
+        return parts
+
+    def _all_to_all(self, chunks: list[Tensor]) -> list[Tensor]:
+        received = torch.empty_like(stacked := torch.stack(chunks))
+        self._wait(lambda: dist.all_to_all_single(received, stacked, group=self.group, async_op=True))
+        return list(received.unbind())
+
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        self._wait(lambda: dist.broadcast(x, group=self.group, async_op=True, group_src=src))
+
+    def _exchange(self, x: Tensor, peer: int) -> Tensor:
+        received = torch.empty_like(x)
+        sending = dist.isend(x, group=self.group, group_dst=peer)
+        self._wait(lambda: dist.irecv(received, group=self.group, group_src=peer))
+        self._wait(lambda: sending)
+        return received
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class _Meeting:
+    """Where the threads of `simulate` meet: each call brings one item per member and hands out all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.condition = threading.Condition()
+        # members -> (number of the meeting, items so far, items of the last complete meeting)
+        self.rooms: dict[tuple[int, ...], tuple[int, dict[int, Any], list[Any]]] = {}
+        self.ended: dict[int, BaseException | None] = {}
+        self.first_error: BaseException | None = None
+
+    def meet(self, rank: int, members: tuple[int, ...], item: Any) -> list[Any]:
+        with self.condition:
+            mine, items, last = self.rooms.get(members, (0, {}, []))
+            items[rank] = item
+            if len(items) == len(members):
+                # Nobody can complete the next meeting before everybody has left this one, so one result is enough.
+                self.rooms[members] = (mine + 1, {}, [items[member] for member in members])
+                self.condition.notify_all()
+            else:
+                self.rooms[members] = (mine, items, last)
+            self.condition.wait_for(lambda: self.rooms[members][0] != mine or self._absent(members) is not None)
+            if self.rooms[members][0] == mine:
+                other = self._absent(members)
+                error = self.ended[other]  # type: ignore[index]
+                how = "ended" if error is None else f"failed with {error!r}"
+                raise RankFailure(f"Rank {rank} waits in a collective for rank {other}, which has {how}.")
+            return self.rooms[members][2]
+
+    def _absent(self, members: tuple[int, ...]) -> int | None:
+        gone = [rank for rank, error in self.ended.items() if error is not None or rank in members]
+        return gone[0] if gone else None
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        with self.condition:
+            self.ended[rank] = error
+            self.first_error = self.first_error or error
+            self.condition.notify_all()
+
+
+class _ThreadComm(Comm):
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        super().__init__(rank, meeting.size)
+        self._meeting = meeting
+
+    def _meet(self, what: str, x: Tensor, members: tuple[int, ...] = ()) -> list[Tensor]:
+        members = members or tuple(range(self.size))
+        # A copy: the owner may overwrite its tensor while slower ranks still read it.
+        items = self._meeting.meet(self.rank, members, (what, x.clone()))
+        calls = [f"{name} of {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in items]
+        for rank, call in zip(members, calls, strict=True):
+            if call != calls[0]:
+                raise RankFailure(
+                    f"Ranks are out of step: rank {members[0]} calls {calls[0]}, rank {rank} calls {call}."
+                )
+        return [tensor for _, tensor in items]
+
+    def _all_reduce(self, x: Tensor, op: Op) -> None:
+        parts = self._meet(f"all_reduce({op})", x)
+        x.copy_(parts[0])
+        for part in parts[1:]:
+            if op == "sum":
+                x.add_(part)
+            else:
+                torch.maximum(x, part, out=x)
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        return [part.clone() for part in self._meet("all_gather", x)]
+
+    def _all_to_all(self, chunks: list[Tensor]) -> list[Tensor]:
+        return [part[self.rank].clone() for part in self._meet("all_to_all", torch.stack(chunks))]
+
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        x.copy_(self._meet(f"broadcast({src})", x)[src])
+
+    def _exchange(self, x: Tensor, peer: int) -> Tensor:
+        pair = (min(self.rank, peer), max(self.rank, peer))
+        return self._meet("exchange", x, pair)[pair.index(peer)].clone()
+
+
+def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
+    """Run `fn` once per rank, each in a thread of this process, and return the results in rank order.
+
+    Args:
+        size: number of ranks.
+        fn: called with the rank's `Comm`.
+
+    Raises:
+        Exception: whatever the first rank to fail raised; the others are told and end too.
+        RankFailure: a rank waits for one that has ended, or ranks make different calls.
+    """
+    if size < 1:
+        raise ValueError(f"simulate(size={size}): there must be at least one rank.")
+    meeting = _Meeting(size)
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        error: BaseException | None = None
+        try:
+            results[rank] = fn(_ThreadComm(rank, meeting))
+        except BaseException as caught:  # it is raised again below, in the caller's thread
+            error = caught
+        meeting.end(rank, error)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if meeting.first_error is not None:
+        raise meeting.first_error
+    return results

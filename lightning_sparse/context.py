@@ -1,0 +1,72 @@
+"""What a method is told about the moment (`Context`) and what it may remember (`Entry`, `State`).
+
+Methods are frozen configuration. Whatever changes with time comes in a `Context`; whatever is kept from step to step
+is an entry of the segment's state, declared beforehand so that checkpoints can be written without knowing the method.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+"""One segment's state: entry name to tensor."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Declares one thing that a memory, an aggregator or a compressor keeps.
+
+    Attributes:
+        name: key in the segment's `State`.
+        per: "element" is a 1-D fp32 tensor of the segment's length, zeros at first, saved parameter by parameter, so
+            that another granularity can load it. "segment" is a tensor of any shape that the method itself puts there;
+            it is lost when the partition changes. "scratch" is an fp32 buffer of the segment's length that nobody
+            saves.
+        resize: what a change of the number of workers P to P' does to it. "sum": the sum over all ranks, divided by
+            the number of ranks, stays (error feedback). "replicate": equal on all ranks, stays so. "drop": starts
+            anew.
+    """
+
+    name: str
+    per: Literal["element", "segment", "scratch"] = "element"
+    resize: Literal["sum", "replicate", "drop"] = "sum"
+
+
+@dataclass
+class Context:
+    """What a method may know beside its input, for one segment in one step.
+
+    Attributes:
+        step: number of reductions done before this one.
+        density: fraction of entries to send now; None asks the compressor for its own.
+        lr: learning rate that the optimizer will apply, where the user gave one.
+        state: the segment's state; methods change it in place.
+        seed: the run's seed, equal on all ranks.
+        segment: index of the segment.
+        rank: this rank.
+        fingerprint: 32-bit checksum of method, step, density, segment and layout that ranks compare.
+    """
+
+    step: int = 0
+    density: float | None = None
+    lr: float | None = None
+    state: State = field(default_factory=dict)
+    seed: int = 0
+    segment: int = 0
+    rank: int = 0
+    fingerprint: int = 0
+
+    def generator(self, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return random numbers that are a function of (seed, step, segment) and, unless `shared`, of the rank.
+
+        Nothing about them needs saving, and the global generator is not touched.
+        """
+        key = (self.seed, self.step, self.segment, "shared" if shared else self.rank)
+        # Two checksums of different text give 64 bits; crc32 alone would give every 2³² th key the same numbers.
+        low, high = zlib.crc32(repr(key).encode()), zlib.crc32(repr(("high", *key)).encode())
+        return torch.Generator(device).manual_seed(high << 32 | low)

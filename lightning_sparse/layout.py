@@ -1,0 +1,147 @@
+"""The fixed partition of a model's parameters into segments.
+
+Everything a method remembers lives in this partition, keyed by parameter name. DDP's buckets cannot carry it: their
+number, grouping, order and index change after the first step and after a resume.
+
+    layout = Layout.of({"w": (3, 4), "b": (4,)}, granularity="model")
+    layout.segments[0].names      # ('b', 'w'): reverse registration order, the order in which backward delivers
+    layout.segments[0].views(u)   # one 1-D view of u per parameter
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Granularity = Literal["layer", "bucket", "model"]
+MAX_SEGMENT = 2**31 - 1  # indices travel as int32
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive parameters of a layout that are compressed together.
+
+    Attributes:
+        index: position in the layout.
+        names: the parameters, in layout order.
+        shapes: their shapes.
+        start: offset of the first element in the layout, in elements.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    start: int
+    bounds: tuple[int, ...] = field(init=False, repr=False)
+    """Offsets of the parameters inside the segment, in elements, and the segment's length as the last one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", (0, *accumulate(math.prod(shape) for shape in self.shapes)))
+
+    @property
+    def numel(self) -> int:
+        """Length in elements."""
+        return self.bounds[-1]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Cut a tensor of the segment's length into one 1-D view per parameter."""
+        return list(flat.split([stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]))
+
+    def owner(self, index: int) -> str:
+        """Return the name of the parameter that holds the element `index` of the segment."""
+        return next(name for name, stop in zip(self.names, self.bounds[1:], strict=True) if index < stop)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All segments of a model, back to back.
+
+    Attributes:
+        segments: in the order in which backward delivers their gradients.
+    """
+
+    segments: tuple[Segment, ...]
+
+    @staticmethod
+    def of(
+        shapes: Mapping[str, Sequence[int]],
+        granularity: Granularity = "bucket",
+        bucket_cap_mb: float = 25,
+        *,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> Layout:
+        """Partition parameters, given in registration order.
+
+        Args:
+            shapes: parameter name to shape.
+            granularity: "layer" makes one segment of each parameter, "bucket" closes a segment as soon as it holds
+                `bucket_cap_mb`, as DDP does with its buckets, "model" makes one segment of everything.
+            bucket_cap_mb: size of a "bucket" segment in MiB of the parameters' own dtype.
+            dtypes: parameter name to dtype, fp32 where absent. As in DDP, a bucket holds one dtype.
+
+        Raises:
+            ValueError: no parameters, an unknown granularity, or a segment too long for 32-bit indices.
+        """
+        if granularity not in get_args(Granularity):
+            known = ", ".join(get_args(Granularity))
+            raise ValueError(f"granularity={granularity!r} is not known; choose from {known}.")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB.")
+        if not shapes:
+            raise ValueError(
+                "No trainable parameters: there is no gradient to reduce. Set requires_grad on at least one parameter "
+                "before training starts."
+            )
+        dtypes = dtypes or {}
+        names = list(shapes)
+        groups: list[list[str]] = []
+        if granularity == "model":
+            groups = [list(reversed(names))]
+        elif granularity == "layer":
+            groups = [[name] for name in reversed(names)]
+        else:
+            # Greedy, per dtype, over the reversed parameters: then a segment holds the same parameters as a DDP bucket
+            # and no segment waits for a second bucket.
+            open_groups: dict[torch.dtype, tuple[list[str], int]] = {}
+            for name in reversed(names):
+                dtype = dtypes.get(name, torch.float32)
+                group, nbytes = open_groups.get(dtype, ([], 0))
+                if not group:
+                    groups.append(group)
+                group.append(name)
+                nbytes += math.prod(shapes[name]) * dtype.itemsize
+                open_groups[dtype] = ([], 0) if nbytes >= bucket_cap_mb * 2**20 else (group, nbytes)
+        segments: list[Segment] = []
+        start = 0
+        for index, group in enumerate(groups):
+            segment = Segment(index, tuple(group), tuple(tuple(shapes[name]) for name in group), start)
+            if segment.numel > MAX_SEGMENT:
+                raise ValueError(
+                    f"The segment of {len(group)} parameters from {group[0]!r} on has {segment.numel:,} elements, more "
+                    f"than the {MAX_SEGMENT:,} that 32-bit indices reach. Use granularity='bucket' or 'layer'."
+                )
+            segments.append(segment)
+            start += segment.numel
+        return Layout(tuple(segments))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all segments."""
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All parameters, in layout order."""
+        return tuple(name for segment in self.segments for name in segment.names)
+
+    @property
+    def digest(self) -> int:
+        """A 32-bit checksum that ranks compare: equal on all ranks exactly where the layouts are."""
+        return zlib.crc32(repr([(segment.names, segment.shapes) for segment in self.segments]).encode())

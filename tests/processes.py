@@ -1,0 +1,75 @@
+"""Real ranks for tests: forked processes over gloo."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = 60, timeout: float = 30) -> list[Any]:
+    """Run `fn(rank, *args)` in `size` forked processes that share a gloo group.
+
+    Args:
+        size: number of ranks.
+        fn: called in each process, with torch.distributed initialised.
+        patience: seconds after which the test fails, because a rank hangs.
+        timeout: the group's, in seconds.
+
+    Returns:
+        For each rank what `fn` returned, or the exception that it raised; None for a process that died.
+    """
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    done = context.Event()
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+
+    def child(rank: int) -> None:
+        for other, (_, writing) in enumerate(pipes):
+            if other != rank:
+                writing.close()  # or the end of a rank that dies would go unnoticed
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            result = fn(rank, *args)
+        except BaseException as error:
+            traceback.print_exc()
+            result = error
+        try:
+            data = pickle.dumps(result)
+        except Exception:  # an exception that cannot be pickled
+            data = pickle.dumps(RuntimeError(repr(result)))
+        pipes[rank][1].send_bytes(data)
+        done.wait(patience)  # leave together: one rank hosts the store
+        os._exit(0)
+
+    processes = [context.Process(target=child, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for _, writing in pipes:
+        writing.close()
+    results: list[Any] = []
+    try:
+        for rank, (reading, _) in enumerate(pipes):
+            assert reading.poll(patience), f"rank {rank} of {size} hangs"
+            try:
+                results.append(pickle.loads(reading.recv_bytes()))
+            except EOFError:
+                results.append(None)
+    finally:
+        done.set()
+        for process in processes:
+            process.join(2 if len(results) == size else 0)
+            process.kill()
+    return results

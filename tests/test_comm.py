@@ -1,0 +1,151 @@
+"""Every collective, with threads and with processes: same results, same bytes."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
+from tests.processes import run_ranks
+
+
+def all_collectives(comm: Comm) -> list[object]:
+    rank, size = comm.rank, comm.size
+    x = torch.tensor([float(rank), 1.0])
+    results = [
+        comm.all_reduce(x.clone()).tolist(),
+        comm.all_reduce(-x, "max").tolist(),
+        [part.tolist() for part in comm.all_gather(torch.tensor([rank], dtype=torch.uint8))],
+        [part.tolist() for part in comm.all_to_all([torch.tensor([rank, other]) for other in range(size)])],
+        comm.broadcast(x.clone(), size - 1).tolist(),
+        comm.exchange(x, rank ^ 1 if rank ^ 1 < size else rank).tolist(),
+    ]
+    return [*results, comm.sent_bytes]
+
+
+def expected(rank: int, size: int) -> list[object]:
+    peer = rank ^ 1 if rank ^ 1 < size else rank
+    sent = 2 * (2 * (size - 1) * 8 // size) + (size - 1) + 16 * (size - 1)
+    sent += 8 * (rank == size - 1 and size > 1) + 8 * (peer != rank)
+    return [
+        [sum(range(size)), float(size)],
+        [0.0, -1.0],
+        [[other] for other in range(size)],
+        [[other, rank] for other in range(size)],
+        [float(size - 1), 1.0],
+        [float(peer), 1.0],
+        sent,
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 129])
+def test_threads(size):
+    assert simulate(size, all_collectives) == [expected(rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_processes(size):
+    results = run_ranks(size, lambda rank: all_collectives(ProcessGroupComm()))
+    assert results == [expected(rank, size) for rank in range(size)]
+
+
+def test_results_do_not_alias_other_ranks():
+    def rank(comm: Comm) -> list[float]:
+        mine = torch.ones(3)
+        parts = comm.all_gather(mine)
+        parts[0].add_(comm.rank)
+        mine.fill_(7)
+        comm.all_reduce(torch.zeros(1))
+        return parts[0].tolist()
+
+    assert simulate(3, rank) == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
+def test_sums_are_in_rank_order():
+    # 1e8 absorbs a 1 that comes after it, but not one that comes before -1e8 has taken it away.
+    values = [1e8, 1.0, -1e8, 1.0]
+    results = simulate(4, lambda comm: comm.all_reduce(torch.tensor([values[comm.rank]])).item())
+    assert results == [1.0] * 4
+
+
+def test_a_failing_rank_surfaces_and_frees_the_others():
+    def rank(comm: Comm) -> None:
+        if comm.rank == 1:
+            raise KeyError("mine")
+        comm.all_reduce(torch.ones(1))
+
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="mine"):
+        simulate(3, rank)
+    assert threading.active_count() == before
+
+
+def test_a_rank_that_ends_early_frees_the_others():
+    def rank(comm: Comm) -> None:
+        if comm.rank != 1:
+            comm.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankFailure, match="waits in a collective for rank 1, which has ended"):
+        simulate(2, rank)
+
+
+def test_ranks_out_of_step():
+    with pytest.raises(RankFailure, match=r"out of step: rank 0 calls all_gather of \(1,\).*rank 1.*\(2,\)"):
+        simulate(2, lambda comm: comm.all_gather(torch.ones(comm.rank + 1)))
+    with pytest.raises(RankFailure, match=r"all_reduce\(sum\).*all_reduce\(max\)"):
+        simulate(2, lambda comm: comm.all_reduce(torch.ones(1), "max" if comm.rank else "sum"))
+
+
+def test_bad_sizes():
+    with pytest.raises(ValueError, match="at least one rank"):
+        simulate(0, lambda comm: None)
+    with pytest.raises(ValueError, match="got 1 chunks for 2 ranks"):
+        simulate(2, lambda comm: comm.all_to_all([torch.ones(1)]))
+    with pytest.raises(RuntimeError, match=r"needs torch.distributed.*simulate"):
+        ProcessGroupComm()
+
+
+def failing(rank: int, how: str) -> tuple[str, float]:
+    comm = ProcessGroupComm()
+    comm.all_reduce(torch.ones(1))
+    if rank == 1:
+        if how == "report":
+            comm.report("rank 1 has had enough")
+        else:
+            comm.leave("rank 1 has gone home")
+        # It stays connected until all have answered: nothing but its word frees the others.
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        comm.all_gather(torch.ones(1))
+    except RankFailure as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(("how", "word"), [("report", "rank 1 has had enough"), ("leave", "rank 1 has gone home")])
+def test_word_of_a_failure_reaches_ranks_that_wait(how, word):
+    results = run_ranks(3, failing, how, timeout=30)
+    for text, seconds in (results[0], results[2]):
+        assert text == word
+        assert seconds < 3  # the group's timeout is 30
+
+
+def test_a_peer_that_vanishes_is_an_error_that_says_so():
+    def vanish(rank: int) -> str:
+        import os
+
+        comm = ProcessGroupComm()
+        comm.all_reduce(torch.ones(1))
+        if rank == 1:
+            os._exit(1)
+        try:
+            comm.all_gather(torch.ones(1))
+        except RankFailure as error:
+            return str(error)
+        return "no error"
+
+    first, second = run_ranks(2, vanish)
+    assert second is None
+    assert "Rank 0 lost its peers" in first
