@@ -1,0 +1,27 @@
+"""Communication-efficient data-parallel training for PyTorch Lightning.
+
+import lightning_sparse  # makes the strategy names known
+Trainer(strategy="gaussiank_ddp")
+"""
+
+from lightning_sparse.aggregators import NonFiniteGradient
+from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
+from lightning_sparse.hook import attach
+from lightning_sparse.methods import METHODS, Method, method
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.strategies import SparseDDPStrategy
+
+__version__ = "0.1.0"
+__all__ = [
+    "METHODS",
+    "Comm",
+    "Method",
+    "NonFiniteGradient",
+    "ProcessGroupComm",
+    "RankFailure",
+    "Reducer",
+    "SparseDDPStrategy",
+    "attach",
+    "method",
+    "simulate",
+]

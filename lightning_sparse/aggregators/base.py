@@ -1,0 +1,142 @@
+"""Aggregators: every rank's `u` to one result, bit-identical on all ranks, and what of mine went into it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.comm import Comm, RankFailure
+from lightning_sparse.compressors.base import Agreed, Compressor, Payload
+from lightning_sparse.context import Context, Entry
+from lightning_sparse.layout import Segment
+
+
+class NonFiniteGradient(RuntimeError):
+    """A gradient holds a NaN or an infinity; raised on all ranks."""
+
+
+class Aggregator(abc.ABC):
+    """Turns the `u` of all ranks into their mean, or another agreed result."""
+
+    entries: tuple[Entry, ...] = ()
+    """What it keeps in the segment's state."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
+    ) -> tuple[Agreed, Payload]:
+        """Exchange.
+
+        Args:
+            u: this rank's compensated gradient, 1-D fp32. May be overwritten where `compressor` sends it as it is.
+
+        Returns:
+            The agreed result, equal to the last bit on all ranks, and what of `u` went into it, as a payload of
+            `compressor`: the memory keeps the rest.
+        """
+
+    @abc.abstractmethod
+    def nbytes(self, payload: int, size: int) -> float:
+        """Return how many bytes a rank sends for a payload of `payload` bytes among `size` ranks."""
+
+    def supports(self, compressor: Compressor) -> bool:
+        """Return whether the payloads of `compressor` can be aggregated this way."""
+        return True
+
+
+@dataclass(frozen=True)
+class Mean(Aggregator):
+    """Mean by all-gather: every rank receives all payloads and adds them up in rank order."""
+
+    def __call__(
+        self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
+    ) -> tuple[Agreed, Payload]:
+        payload = compressor.compress(u, segment, ctx)
+        payloads = all_gather_payloads(payload, u, segment, comm, ctx)
+        return compressor.mean(payloads, segment, ctx), payload
+
+    def nbytes(self, payload: int, size: int) -> float:
+        return payload * (size - 1)
+
+
+@dataclass(frozen=True)
+class AllReduceMean(Aggregator):
+    """Mean by all-reduce, for payloads that may be added up as they are: everything, or values at shared indices."""
+
+    def __call__(
+        self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
+    ) -> tuple[Agreed, Payload]:
+        payload = compressor.compress(u, segment, ctx)
+        check_headers(comm.all_gather(header(payload, u, segment, ctx)), segment, ctx)
+        # Summed in place where the payload is u itself: a dense segment must not cost a second buffer.
+        total = tuple(part if part is u else part.clone() for part in payload)
+        for part in total:
+            # Divided before, as DDP does: equal to the last bit at two ranks, and sums stay in range.
+            comm.all_reduce(part.div_(comm.size))
+        return compressor.mean([total], segment, ctx), payload
+
+    def nbytes(self, payload: int, size: int) -> float:
+        return 2 * payload * (size - 1) / size
+
+    def supports(self, compressor: Compressor) -> bool:
+        return compressor.summable
+
+
+def header(payload: Payload, u: Tensor, segment: Segment, ctx: Context) -> Tensor:
+    """Return what travels before every payload: the fingerprint and, if `u` is not finite, a parameter's index + 1."""
+    bad = 0
+    # A sum of finite values may overflow, so it only raises the suspicion; `isfinite` of everything costs ten times
+    # as much.
+    if not all(torch.isfinite(part.sum()) for part in payload if part.is_floating_point()):
+        wrong = (~torch.isfinite(u)).nonzero()
+        bad = 1 + segment.names.index(segment.owner(int(wrong[0]))) if len(wrong) else 0
+    return torch.tensor([ctx.fingerprint, bad], dtype=torch.int64, device=u.device)
+
+
+def check_headers(headers: Sequence[Tensor], segment: Segment, ctx: Context) -> None:
+    """Raise, on all ranks alike, if ranks are out of step or a gradient is not finite."""
+    rows = [tuple(row.tolist()) for row in headers]
+    for rank, (fingerprint, _) in enumerate(rows):
+        if fingerprint != rows[0][0]:
+            raise RankFailure(
+                f"Ranks are out of step: at step {ctx.step}, segment {segment.index} ({segment.names[0]!r} and on), "
+                f"rank {rank} and rank 0 differ in method, density, step or model. Give all ranks the same settings "
+                f"and the same number of batches."
+            )
+    for rank, (_, bad) in enumerate(rows):
+        if bad:
+            raise NonFiniteGradient(
+                f"The gradient of {segment.names[bad - 1]!r} is not finite on rank {rank} at step {ctx.step}. Nothing "
+                f"of this step was applied. Look for a loss that is NaN or inf, lower the learning rate, or clip the "
+                f"gradients."
+            )
+
+
+def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Comm, ctx: Context) -> list[Payload]:
+    """Exchange payloads of equal shapes, in one collective, and check the headers that travel with them.
+
+    Returns:
+        All ranks' payloads, in rank order.
+    """
+    parts = (header(payload, u, segment, ctx), *payload)
+    sizes = [part.numel() * part.element_size() for part in parts]
+    # Every part starts at a multiple of 8 bytes, so that it can be read where it lies.
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + (size + 7) // 8 * 8)
+    wire = torch.zeros(starts[-1], dtype=torch.uint8, device=u.device)
+    for part, start, size in zip(parts, starts, sizes, strict=False):
+        wire[start : start + size] = part.contiguous().view(-1).view(torch.uint8)
+    received = [
+        [
+            row[start : start + size].view(part.dtype).view(part.shape)
+            for part, start, size in zip(parts, starts, sizes, strict=False)
+        ]
+        for row in comm.all_gather(wire)
+    ]
+    check_headers([row[0] for row in received], segment, ctx)
+    return [tuple(row[1:]) for row in received]

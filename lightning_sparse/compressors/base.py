@@ -1,0 +1,173 @@
+"""Compressors: one rank's `u` to a payload and back. No communication, no hidden state.
+
+A payload is the tuple of tensors that goes on the wire, of a length that is fixed by the segment's length and the
+density. Two rules hold for every compressor:
+
+- *Additive.* `accumulate_` adds what a payload stands for, `remove_` subtracts it; so values may be rounded or used in
+  part, and what is lost stays in the residual.
+- *Nothing hides.* The payload of a `u` with a NaN or an infinity holds a NaN or an infinity.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.context import Context, Entry
+from lightning_sparse.layout import Segment
+
+Payload = tuple[Tensor, ...]
+
+
+class Entries(NamedTuple):
+    """Some elements of a segment: `indices` int64, ascending, and as many `values` fp32."""
+
+    indices: Tensor
+    values: Tensor
+
+
+Agreed = Tensor | tuple[Entries, ...]
+"""The result for a segment: dense, or entries to be added up in this order."""
+
+
+def check_density(owner: str, density: object) -> None:
+    """Raise ValueError unless 0 < density <= 1."""
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+        raise ValueError(f"{owner}(density={density!r}): density must be in (0, 1], the fraction of entries to send.")
+
+
+def target_count(density: float, numel: int) -> int:
+    """Return k: how many of `numel` entries a density asks for, at least one where there is one."""
+    return min(numel, max(1, round(density * numel)))
+
+
+class Compressor(abc.ABC):
+    """A local, stateless code for one segment's `u` (1-D, fp32)."""
+
+    entries: tuple[Entry, ...] = ()
+    """What it keeps in the segment's state."""
+
+    summable: bool = False
+    """Whether payloads of different ranks may be added up element by element, and stand for the sum."""
+
+    @abc.abstractmethod
+    def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
+        """Return the payload for `u`, which is left as it is."""
+
+    @abc.abstractmethod
+    def accumulate_(self, out: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
+        """Add what `payload` stands for to `out` (1-D, fp32), in place."""
+
+    @abc.abstractmethod
+    def nbytes(self, numel: int, density: float | None) -> int:
+        """Return the size in bytes of what a payload of `numel` elements says, without its count and header."""
+
+    def decompress(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
+        """Return what `payload` stands for, as a new fp32 tensor of the segment's length."""
+        return self.accumulate_(torch.zeros(segment.numel, device=payload[0].device), payload, segment, ctx)
+
+    def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
+        """Subtract what `payload` stands for from `u`, in place."""
+        return u.sub_(self.decompress(payload, segment, ctx))
+
+    def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
+        """Return the mean of what the payloads of all ranks stand for, added up in the order given."""
+        out = torch.zeros(segment.numel, device=payloads[0][0].device)
+        for payload in payloads:
+            self.accumulate_(out, payload, segment, ctx)
+        return out.div_(len(payloads))
+
+
+@dataclass(frozen=True)
+class Identity(Compressor):
+    """Sends everything. With the `AllReduceMean` aggregator this is what DDP does."""
+
+    summable = True
+
+    def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
+        return (u,)
+
+    def accumulate_(self, out: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
+        return out.add_(payload[0])
+
+    def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
+        return u.zero_()
+
+    def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
+        # One payload, the sum that all-reduce made, needs no pass of its own.
+        return payloads[0][0] if len(payloads) == 1 else super().mean(payloads, segment, ctx)
+
+    def nbytes(self, numel: int, density: float | None) -> int:
+        return 4 * numel
+
+
+class Sparsifier(Compressor):
+    """Sends some entries of `u` exactly: their count, int32 indices and fp32 values. O(k) after the selection.
+
+    A subclass is a frozen dataclass with a field `density` and a `select`.
+    """
+
+    density: float
+
+    def __post_init__(self) -> None:
+        check_density(type(self).__name__, self.density)
+
+    @abc.abstractmethod
+    def select(self, u: Tensor, segment: Segment | None = None, ctx: Context | None = None) -> Tensor:
+        """Choose the entries of `u` (1-D, fp32) to send.
+
+        Returns:
+            int64 indices, ascending, without repetition, at most `capacity` of them. NaN and infinities first.
+        """
+
+    def target(self, numel: int, density: float | None = None) -> int:
+        """Return k for a segment of `numel` elements."""
+        return target_count(self.density if density is None else density, numel)
+
+    def capacity(self, numel: int, density: float | None = None) -> int:
+        """Return how many entries a payload has room for; k, unless the selection may overshoot."""
+        return self.target(numel, density)
+
+    def nbytes(self, numel: int, density: float | None) -> int:
+        return 8 * self.capacity(numel, density)
+
+    def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
+        chosen = self.select(u, segment, ctx)
+        count, capacity = chosen.numel(), self.capacity(segment.numel, ctx.density)
+        indices = torch.zeros(capacity, dtype=torch.int32, device=u.device)
+        values = torch.zeros(capacity, device=u.device)
+        indices[:count] = chosen
+        values[:count] = u[chosen]
+        return torch.tensor([count], dtype=torch.int32, device=u.device), indices, values
+
+    def unpack(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
+        """Return the entries that the payload holds."""
+        count, indices, values = payload
+        used = int(count)
+        return Entries(indices[:used].long(), values[:used])
+
+    def indices(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
+        """Return the int64 indices that the payload holds, ascending."""
+        return self.unpack(payload, segment, ctx).indices
+
+    def accumulate_(self, out: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
+        return out.index_add_(0, *self.unpack(payload, segment, ctx))
+
+    def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
+        return u.index_add_(0, *self.unpack(payload, segment, ctx), alpha=-1)
+
+    def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
+        size = len(payloads)
+        unpacked = (self.unpack(payload, segment, ctx) for payload in payloads)
+        return tuple(Entries(indices, values / size) for indices, values in unpacked)
+
+
+def selection_bound(target: int) -> int:
+    """Return ⌈4k/3⌉: how many entries a threshold method may send before it falls back to exact selection."""
+    return math.ceil(4 * target / 3)

@@ -1,0 +1,371 @@
+"""Compressed averaging for DistributedDataParallel, overlapped with backward.
+
+    ddp = DistributedDataParallel(model)
+    attach(ddp, "gaussiank", density=0.001)
+
+DDP's buckets only bring gradients in and carry results out. The communication hook puts each bucket in a queue and
+returns a future; one communication thread owns all state and does the rest: a segment is reduced as soon as its last
+gradient is there, and a bucket's future completes when all segments that touch it are done. DDP calls the hook in the
+same order on all ranks, so the segments' order agrees without further talk.
+
+An exception in the thread must not leave anybody waiting: the thread tells the other ranks, completes all futures as if
+nothing had happened (a future that never completes hangs backward for ever), and the training thread raises at the end
+of backward.
+"""
+
+# No `from __future__ import annotations` here: DDP looks at the hook's annotations and refuses strings.
+import atexit
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure
+from lightning_sparse.layout import Granularity
+from lightning_sparse.methods import Method
+from lightning_sparse.methods import method as make_method
+from lightning_sparse.reducer import Reducer
+
+log = logging.getLogger(__name__)
+JOIN_SECONDS = 5.0
+SUSPECT_SECONDS = 20.0
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    method: str | Method = "topk",
+    *,
+    density: float | None = None,
+    granularity: Granularity = "bucket",
+    lr: float | Callable[[], float] | None = None,
+    seed: int = 0,
+    warmup: Sequence[float] = (),
+    warmup_steps: int | None = None,
+    timeout: timedelta | None = None,
+) -> Reducer:
+    """Replace the gradient all-reduce of `ddp` by a compressed exchange. All ranks call it, before the first backward.
+
+    Args:
+        ddp: the wrapped model; its communication hook is set.
+        method: a name in `METHODS`, or a `Method` made of own parts.
+        density: fraction of entries to send, in (0, 1]; None keeps the method's own. Only beside a name.
+        granularity: what is compressed together: "layer", "bucket" (of the size of DDP's own buckets) or "model".
+        lr: the learning rate, or a function that returns the present one, for methods that need it.
+        seed: of all random choices; equal on all ranks.
+        warmup: densities to use in turn before `density`, `warmup_steps` steps each.
+        warmup_steps: number of steps for each density of `warmup`.
+        timeout: how long to wait for other ranks; None takes the default process group's.
+
+    Returns:
+        The reducer at work: its `comm` counts bytes, its `state_dict` holds what a checkpoint needs.
+
+    Raises:
+        TypeError, ValueError: an option, a parameter or a feature of DDP that cannot be used; the message says which.
+        RankFailure: other ranks use other settings, or do not attach.
+    """
+    if warmup and warmup_steps is None:
+        raise ValueError(
+            f"warmup={tuple(warmup)!r} without epochs: say how many steps each density lasts, warmup_steps."
+        )
+    return CommThread(
+        ddp,
+        method_of(method, density),
+        granularity=granularity,
+        lr=lr,
+        seed=seed,
+        warmup=warmup,
+        warmup_steps=warmup_steps,
+        timeout=timeout,
+    ).reducer
+
+
+def method_of(method: str | Method, density: float | None) -> Method:
+    """Return the method that a user's pair of options means."""
+    if isinstance(method, str):
+        return make_method(method, density=density)
+    if not isinstance(method, Method):
+        raise TypeError(f"method={method!r}: give a method's name, or a Method.")
+    if density is not None:
+        raise ValueError(f"density={density!r} beside method={method!r}: set the density of its compressor instead.")
+    return method
+
+
+@dataclass
+class _Bucket:
+    """One call of the hook: what it brought and who waits for it."""
+
+    future: Any
+    buffer: Tensor
+    views: dict[str, Tensor]
+    unused: set[str]
+    ready: torch.cuda.Event | None
+    open_segments: set[int] = field(default_factory=set)
+
+
+class CommThread:
+    """The communication thread of one DDP instance in one process.
+
+    Attributes:
+        reducer: does the work, in this thread only.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, method: Method, *, timeout: timedelta | None = None, **options: Any
+    ) -> None:
+        params = trainable_parameters(ddp)
+        timeout = timeout or dist.distributed_c10d._get_default_group()._get_backend(ddp.device).options._timeout
+        bucket_cap_mb = ddp.bucket_bytes_cap / 2**20
+        described = {
+            "method": repr(method),
+            "granularity": options.get("granularity"),
+            "seed": options.get("seed"),
+            "warmup": f"{tuple(options.get('warmup', ()))} of {options.get('warmup_steps')} steps",
+            "bucket_cap_mb": bucket_cap_mb,
+            "model": ", ".join(f"{name}{list(param.shape)}" for name, param in params.items()),
+        }
+        agree(described, timeout)
+        self._group = dist.new_group(timeout=timeout)
+        self.comm = ProcessGroupComm(self._group)
+        self.reducer = Reducer(method, self.comm, bucket_cap_mb=bucket_cap_mb, **options)
+        self.reducer.setup(params)
+        assert self.reducer.layout is not None
+        self._segment_of = {name: segment for segment in self.reducer.layout.segments for name in segment.names}
+        self._name_of = {id(param): name for name, param in params.items()}
+        self._params = list(params.values())  # keeps the ids valid
+        self._queue: queue.Queue[_Bucket | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._buckets: list[_Bucket] = []  # of the present step, the thread's own
+        self._arrived: dict[str, _Bucket] = {}  # likewise
+        self._in_backward = False
+        self._closed = False
+        # DDP hands over parameters that took no part as well, with whatever their .grad holds; only autograd knows.
+        self._watches_use = bool(ddp.find_unused_parameters or ddp.static_graph)
+        self._used: set[str] = set()
+        self._watches = (
+            [param.register_post_accumulate_grad_hook(self._mark_used) for param in self._params]
+            if self._watches_use
+            else []
+        )
+        self._stream = torch.cuda.Stream(ddp.device) if ddp.device.type == "cuda" else None
+        ddp.register_comm_hook(self, _on_bucket)
+        atexit.register(self.close)
+
+    # In the training thread:
+
+    def _mark_used(self, param: Tensor) -> None:
+        self._used.add(self._name_of[id(param)])
+
+    def enqueue(self, bucket: Any) -> Any:
+        """Take over one of DDP's buckets; called by DDP within backward."""
+        if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
+            raise TypeError(
+                "The communication hook was called by torch's Python reducer. Set "
+                "torch._dynamo.config.optimize_ddp = 'ddp_optimizer' (the default), which calls it with real buckets."
+            )
+        buffer = bucket.buffer()
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+        future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        # By flat position: gradients() has the strides of the parameters, which need not be those of memory.
+        names = [self._name_of[id(param)] for param in bucket.parameters()]
+        views = dict(zip(names, buffer.split([param.numel() for param in bucket.parameters()]), strict=True))
+        unused = set(names) - self._used if self._watches_use else set()
+        self._used -= set(names)
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.Event()
+            ready.record()
+        if self._thread is None and not self._closed:
+            # Started here, in the process that trains: a thread does not survive fork, nor can it be pickled.
+            self._thread = threading.Thread(
+                target=self._run, args=(torch.get_num_threads(),), name="lightning_sparse", daemon=True
+            )
+            self._thread.start()
+        self._queue.put(_Bucket(future, buffer, views, unused, ready))
+        return future
+
+    def _end_of_backward(self) -> None:
+        """Wait for the thread and raise what went wrong in it. Runs before DDP itself waits for the futures."""
+        self._in_backward = False
+        self._queue.join()
+        if self._error is None and self._arrived:
+            missing = sorted(set(self._segment_of) - set(self._arrived))
+            self._fail(
+                RuntimeError(
+                    f"Backward ended, but DDP has not delivered the gradients of {', '.join(missing)}. Every backward "
+                    f"pass must reduce all parameters."
+                )
+            )
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that training has failed here, outside the thread."""
+        if not self._closed:
+            self.comm.report(self._describe(error))
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one takes no further step."""
+        self.comm.leave(
+            f"Rank {self.comm.rank} has ended training after {self.reducer.step} steps, while other ranks go on. Give "
+            f"all ranks the same number of batches."
+        )
+
+    def close(self) -> None:
+        """End the thread and leave the group. May be called twice, and after a failure."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self.leave()
+        for watch in self._watches:
+            watch.remove()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(JOIN_SECONDS)
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    # In the communication thread:
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # OpenMP keeps this number per thread
+        while (bucket := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    if self._stream is None:
+                        self._process(bucket)
+                    else:
+                        with torch.cuda.stream(self._stream):
+                            assert bucket.ready is not None
+                            bucket.ready.wait(self._stream)
+                            self._process(bucket)
+            except BaseException as error:  # raised again in the training thread
+                self._fail(error)
+            if self._error is not None and not bucket.future.done():
+                bucket.future.set_result(bucket.buffer)
+            self._queue.task_done()
+            del bucket
+
+    def _process(self, bucket: _Bucket) -> None:
+        self._buckets.append(bucket)
+        bucket.open_segments = {self._segment_of[name].index for name in bucket.views}
+        for name in bucket.views:
+            if name in self._arrived:
+                raise RuntimeError(
+                    f"The gradient of {name!r} arrived twice in a step: an earlier backward pass was cut short."
+                )
+            self._arrived[name] = bucket
+            segment = self._segment_of[name]
+            if all(other in self._arrived for other in segment.names):
+                self.reducer.reduce_segment_(
+                    segment,
+                    [self._arrived[other].views[other] for other in segment.names],
+                    [other for other in segment.names if other in self._arrived[other].unused],
+                )
+                for touched in self._buckets:
+                    if segment.index in touched.open_segments:
+                        touched.open_segments.discard(segment.index)
+                        if not touched.open_segments:
+                            touched.future.set_result(touched.buffer)
+        if len(self._arrived) == len(self._segment_of):
+            self._buckets, self._arrived = [], {}
+            self.reducer.finish_step()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self.comm.report(self._describe(error))
+        for bucket in self._buckets:
+            if not bucket.future.done():
+                bucket.future.set_result(bucket.buffer)
+
+    def _describe(self, error: BaseException) -> str:
+        if isinstance(error, RankFailure):
+            return str(error)  # somebody else's reason, or a finding about all ranks
+        return f"Rank {self.comm.rank} failed at step {self.reducer.step}: {type(error).__name__}: {error}"
+
+
+def _on_bucket(state: CommThread, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    future: torch.futures.Future[torch.Tensor] = state.enqueue(bucket)
+    return future
+
+
+def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters that DDP reduces, by name, in registration order.
+
+    Raises:
+        TypeError, ValueError: the model or DDP uses something that cannot be combined with compression.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."
+        )
+    for option, given in (
+        ("skip_all_reduce_unused_params", getattr(ddp, "skip_all_reduce_unused_params", False)),
+        ("delay_all_reduce_named_params", getattr(ddp, "_delay_all_reduce_params", None)),
+    ):
+        if given:
+            raise ValueError(f"DistributedDataParallel({option}=...) bypasses the exchange of gradients: leave it out.")
+    for name, module in ddp.module.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise TypeError(
+                f"{name or 'The model'!r} is a {type(module).__name__} with sparse=True: sparse gradients cannot be "
+                f"compressed. Set sparse=False, or train with strategy='ddp'."
+            )
+    return {
+        name.replace("_orig_mod.", ""): param  # torch.compile's prefix
+        for name, param in ddp.module.named_parameters()
+        if param.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def agree(described: dict[str, Any], timeout: timedelta) -> None:
+    """Compare settings with all ranks, before any collective could be out of step.
+
+    Args:
+        described: what must be equal on all ranks, name to value.
+        timeout: how long to wait for the slowest rank.
+
+    Raises:
+        RankFailure: the settings differ, or a rank does not come.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    # The store itself counts how often a rank attached, so a second fit compares afresh.
+    number = store.add(f"lightning_sparse/attached/{rank}", 1)
+    store.set(f"lightning_sparse/attach/{number}/{rank}", json.dumps(described))
+    deadline = time.monotonic() + timeout.total_seconds()
+    warn_at = time.monotonic() + SUSPECT_SECONDS
+    for other in range(size):
+        key = f"lightning_sparse/attach/{number}/{other}"
+        while not store.check([key]):
+            suspicion = (
+                f"Rank {rank} waits for rank {other} to attach {described['method']}. If it is running already, it "
+                f"uses another strategy, such as stock 'ddp': give all ranks the same one."
+            )
+            if time.monotonic() > deadline:
+                raise RankFailure(suspicion)
+            if time.monotonic() > warn_at:
+                log.warning(suspicion)
+                warn_at = float("inf")
+            time.sleep(min(0.05, POLL.total_seconds()))
+        theirs = json.loads(store.get(key))
+        for setting, mine in described.items():
+            if theirs[setting] != mine:
+                raise RankFailure(
+                    f"Ranks differ in {setting}: rank {rank} has {mine}, rank {other} has {theirs[setting]}. Give all "
+                    f"ranks the same settings."
+                )

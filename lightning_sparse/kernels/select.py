@@ -1,0 +1,195 @@
+"""The k entries of largest magnitude, at about the cost of reading the data.
+
+    indices = topk_indices(u, k)  # int64, ascending; exact; of equal magnitudes the lowest index first
+
+Block maxima make this cheap. Let T be the k-th largest of the maxima of blocks of B consecutive elements. At least k
+elements reach T, so the k largest lie in blocks whose maximum reaches T, and k blocks are enough: if m < k maxima
+exceed T, the first k - m blocks that equal it hold the first k - m elements that equal it. At density 0.001 and B = 64
+this leaves 6.4 % of the data to look at. It is the delegate idea of Dr. Top-k (Gaihre et al. 2021, arXiv 2109.08219).
+
+Magnitudes are compared as integers, the bits without the sign: the order of |u|, with NaN above infinity above all
+finite numbers, so that whatever is broken is selected and seen. The data is read in chunks that stay in cache, because
+a fresh temporary of u's length costs more than reading u: its pages have to be mapped first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+MAGNITUDE = 0x7FFFFFFF
+"""The bits of an fp32 number without its sign."""
+
+CHUNK = 1 << 20
+"""Elements that are worked on at a time: 4 MB, and never more than an eighth of the data."""
+
+DIRECT = 1 << 16
+"""Up to this many elements one `torch.topk` is as fast as narrowing down by a histogram first."""
+
+
+def topk_indices(u: Tensor, k: int) -> Tensor:
+    """Return where the k entries of largest magnitude are.
+
+    Args:
+        u: 1-D, fp32. Left as it is.
+        k: how many; more than there are means all.
+
+    Returns:
+        min(k, len(u)) int64 indices, ascending. NaN counts as larger than infinity; of equal magnitudes the lowest
+        index comes first.
+
+    Raises:
+        ValueError: `u` is not 1-D or k is negative.
+        TypeError: `u` is not fp32.
+    """
+    bits = magnitude_bits("topk_indices", u)
+    if k < 0:
+        raise ValueError(f"topk_indices(k={k}): k must not be negative.")
+    numel = bits.numel()
+    if k == 0 or k >= numel:
+        return torch.arange(min(k, numel), device=u.device)
+    block = block_size(numel, k)
+    return largest_of_blocks(bits, block_maxima(bits, block), block, k)
+
+
+def magnitude_bits(owner: str, u: Tensor) -> Tensor:
+    """Return `u` seen as int32: its magnitudes, once the sign bit is masked out. Raise unless it is 1-D fp32."""
+    if u.dim() != 1:
+        raise ValueError(f"{owner}: u must be 1-D, got shape {tuple(u.shape)}. Flatten it first.")
+    if u.dtype != torch.float32:
+        raise TypeError(f"{owner}: u must be torch.float32, got {u.dtype}.")
+    return u.detach().contiguous().view(torch.int32)
+
+
+def block_size(numel: int, k: int) -> int:
+    """Return how many elements share a maximum; 1 where maxima would not pay."""
+    for block in (64, 32, 16):
+        if numel // block >= 8 * k:
+            return block
+    return 1
+
+
+def block_maxima(bits: Tensor, block: int) -> Tensor:
+    """Return the largest magnitude of each full block, int32. What is left at the end belongs to no block.
+
+    A block of one element is its own maximum: then `bits` themselves are returned, signs and all.
+    """
+    if block == 1:
+        return bits
+    blocks = bits.numel() // block
+    maxima = torch.empty(blocks, dtype=torch.int32, device=bits.device)
+    size = chunk_size(bits.numel())
+    scratch = torch.empty(size, dtype=torch.int32, device=bits.device)
+    for chunk, out in zip(bits[: blocks * block].split(size), maxima.split(size // block), strict=True):
+        magnitudes = torch.bitwise_and(chunk, MAGNITUDE, out=scratch[: chunk.numel()])
+        torch.amax(magnitudes.view(-1, block), 1, out=out)
+    return maxima
+
+
+def largest_of_blocks(bits: Tensor, maxima: Tensor, block: int, k: int) -> Tensor:
+    """Return the int64 indices of the k largest magnitudes, ascending, given at least k block maxima."""
+    blocks, tops = largest(*_entries(maxima, _bound(maxima, k)), k)
+    if block == 1:
+        return blocks
+    return largest(*_entries_of_blocks(bits, blocks, block, int(tops.min())), k)[0]
+
+
+def count_reaching(bits: Tensor, threshold: int) -> int:
+    """Return how many magnitudes reach a threshold."""
+    return sum(int((chunk >= threshold).count_nonzero()) for _, chunk in _chunks(bits))
+
+
+def entries_reaching(bits: Tensor, maxima: Tensor, block: int, threshold: int) -> tuple[Tensor, Tensor]:
+    """Return indices, ascending, and magnitudes of all entries that reach a threshold; looks only where some do."""
+    blocks, tops = _entries(maxima, threshold)
+    return (blocks, tops) if block == 1 else _entries_of_blocks(bits, blocks, block, threshold)
+
+
+def _entries_of_blocks(bits: Tensor, blocks: Tensor, block: int, threshold: int) -> tuple[Tensor, Tensor]:
+    """Return indices, ascending, and magnitudes of the entries of some blocks, and of the end, that reach a threshold.
+
+    Args:
+        bits: int32, 1-D.
+        blocks: which blocks to look into, int64, ascending.
+        block: elements per block.
+        threshold: smallest magnitude wanted, as bits.
+    """
+    shift, stop = block.bit_length() - 1, bits.numel() // block * block
+    rows = bits[:stop].view(-1, block)
+    size = min(chunk_size(bits.numel()), blocks.numel() * block)
+    scratch = torch.empty(size // block, block, dtype=torch.int32, device=bits.device)
+    indices, magnitudes = [], []
+    for some in blocks.split(max(1, size // block)):
+        found = torch.index_select(rows, 0, some, out=scratch[: some.numel()]).bitwise_and_(MAGNITUDE).view(-1)
+        hits = _nonzero(found >= threshold)
+        magnitudes.append(found.index_select(0, hits))
+        # A block is a power of two long: shift and mask take a fifth of the time of // and %.
+        indices.append(some.index_select(0, hits >> shift).mul_(block).add_(hits & (block - 1)))
+    tail, tail_magnitudes = _entries(bits[stop:], threshold)
+    return torch.cat([*indices, tail.add_(stop)]), torch.cat([*magnitudes, tail_magnitudes])
+
+
+def _entries(bits: Tensor, threshold: int) -> tuple[Tensor, Tensor]:
+    """Return indices, ascending, and magnitudes of all entries that reach a threshold."""
+    indices, magnitudes = [], []
+    for start, chunk in _chunks(bits):
+        hits = _nonzero(chunk >= threshold)
+        magnitudes.append(chunk.index_select(0, hits))
+        indices.append(hits.add_(start))
+    return torch.cat(indices), torch.cat(magnitudes)
+
+
+def largest(indices: Tensor, magnitudes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return, of at least k entries, the k of largest magnitude; their order stays, the first win ties."""
+    extra = magnitudes.numel() - k
+    if extra == 0:
+        return indices, magnitudes
+    # The k-th largest is the (extra + 1)-th smallest, usually the shorter way.
+    if extra < k:
+        threshold = torch.topk(magnitudes, extra + 1, largest=False, sorted=False).values.max()
+    else:
+        threshold = torch.topk(magnitudes, k, sorted=False).values.min()
+    keep = magnitudes > threshold
+    ties = _nonzero(magnitudes == threshold)
+    keep[ties[: k - int(keep.count_nonzero())]] = True
+    kept = _nonzero(keep)
+    return indices.index_select(0, kept), magnitudes.index_select(0, kept)
+
+
+def _bound(bits: Tensor, k: int) -> int:
+    """Return a magnitude, as bits, that at least k entries reach, and not many more unless they are close to equal."""
+    if bits.numel() <= DIRECT:
+        return int(torch.topk(bits & MAGNITUDE, k, sorted=False).values.min())
+    # The upper 16 bits of a magnitude: bins less than 1 % wide.
+    counts = torch.zeros(1 << 15, dtype=torch.int64, device=bits.device)
+    for _, chunk in _chunks(bits):
+        counts += torch.bincount(chunk.bitwise_right_shift_(16), minlength=1 << 15)
+    reached = counts.flip(0).cumsum(0)
+    return int((1 << 15) - 1 - torch.searchsorted(reached, k)) << 16
+
+
+def _chunks(bits: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield offset and magnitudes of one chunk after the other; each overwrites the last, and may be overwritten."""
+    size = chunk_size(bits.numel())
+    scratch = torch.empty(min(size, bits.numel()), dtype=torch.int32, device=bits.device)
+    for start in range(0, max(1, bits.numel()), size):
+        chunk = bits[start : start + size]
+        yield start, torch.bitwise_and(chunk, MAGNITUDE, out=scratch[: chunk.numel()])
+
+
+def chunk_size(numel: int) -> int:
+    """Return the length of a chunk: a multiple of every block size."""
+    return max(1 << 15, min(CHUNK, numel // 8 // 64 * 64))
+
+
+def _nonzero(mask: Tensor) -> Tensor:
+    """Return where a bool mask is true, int64, ascending."""
+    numel = mask.numel()
+    if mask.is_cuda or numel < 1 << 14 or numel % 8 or int(mask.count_nonzero()) > numel >> 4:
+        return mask.nonzero().squeeze(1)
+    # Few are true: find the groups of eight that hold one, as 64-bit words, then look into these. Three times faster.
+    words = mask.view(torch.int64).nonzero().squeeze(1)
+    within = mask.view(-1, 8).index_select(0, words).view(-1).nonzero().squeeze(1)
+    return words.index_select(0, within >> 3).mul_(8).add_(within & 7)

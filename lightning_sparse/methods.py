@@ -1,0 +1,93 @@
+"""The menu: a row per method, each with its citation. Every row becomes a strategy name, `<row>_ddp`.
+
+method("gaussiank", density=0.01)                  # Method(GaussianK(density=0.01), Residual(), Mean())
+Method(TopK(density=0.01), memory=NoMemory())      # own parts
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from lightning_sparse.aggregators import Aggregator, AllReduceMean, Mean
+from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
+from lightning_sparse.memory import Memory, NoMemory, Residual
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compressor, a memory and an aggregator that go together.
+
+    Raises:
+        TypeError: a part is not of its kind.
+        ValueError: the aggregator cannot aggregate what the compressor sends.
+    """
+
+    compressor: Compressor
+    memory: Memory = Residual()
+    aggregator: Aggregator = Mean()
+
+    def __post_init__(self) -> None:
+        for part, kind in (("compressor", Compressor), ("memory", Memory), ("aggregator", Aggregator)):
+            if not isinstance(getattr(self, part), kind):
+                raise TypeError(f"Method({part}={getattr(self, part)!r}): {part} must be a {kind.__name__}.")
+        if not self.aggregator.supports(self.compressor):
+            raise ValueError(
+                f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends: payloads of different ranks do "
+                f"not add up element by element. Use Mean(), which gathers them."
+            )
+
+    @property
+    def density(self) -> float | None:
+        """The fraction of entries that it sends, None where that is not an option of its compressor."""
+        return getattr(self.compressor, "density", None)
+
+
+class Recipe(NamedTuple):
+    """How to make a method, and who published it."""
+
+    make: Callable[..., Compressor]
+    memory: Memory
+    aggregator: Aggregator
+    citation: str
+
+
+METHODS: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "dense": Recipe(Identity, NoMemory(), AllReduceMean(), "What DistributedDataParallel does: all-reduce."),
+        "topk": Recipe(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
+        "randk": Recipe(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
+        "gaussiank": Recipe(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
+    }
+)
+
+
+def method(name: str, *, density: float | None = None, **options: Any) -> Method:
+    """Make a method by its name in `METHODS`.
+
+    Args:
+        name: a key of `METHODS`.
+        density: fraction of entries to send, in (0, 1]; None keeps the method's default, 0.001.
+        **options: further options of the method's compressor.
+
+    Raises:
+        ValueError: an unknown name, or a value out of range.
+        TypeError: an option that the method does not have.
+    """
+    if name not in METHODS:
+        near = difflib.get_close_matches(str(name), METHODS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"Method {name!r} is not known; choose from {', '.join(METHODS)}.{hint}")
+    recipe = METHODS[name]
+    if density is not None:
+        options["density"] = density
+    known = list(inspect.signature(recipe.make).parameters)
+    if unknown := [option for option in options if option not in known]:
+        raise TypeError(
+            f"Method {name!r} has no option {unknown[0]!r}" + (f"; it has {', '.join(known)}." if known else "s.")
+        )
+    return Method(recipe.make(**options), recipe.memory, recipe.aggregator)

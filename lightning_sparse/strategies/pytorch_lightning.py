@@ -1,0 +1,14 @@
+"""The strategy for `import pytorch_lightning`."""
+
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_sparse.strategies.shared import SparseDDP
+
+
+class SparseDDPStrategy(SparseDDP, DDPStrategy):
+    """`SparseDDP` for this namespace."""
+
+    __doc__ = SparseDDP.__doc__
+
+
+SparseDDPStrategy.register_strategies(StrategyRegistry)

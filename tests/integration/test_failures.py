@@ -1,0 +1,302 @@
+"""When something is wrong, every rank ends soon with an error that names the cause. Nobody hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, simulate
+from tests.processes import free_port, run_ranks
+
+SOON = 10  # seconds; the groups' timeout is 30
+
+
+def step(ddp: nn.Module, scale: float = 1.0) -> None:
+    (ddp(torch.ones(2, 50)) * scale).pow(2).sum().backward()
+
+
+def caught(fn: Any) -> tuple[str, str, float]:
+    started = time.monotonic()
+    try:
+        fn()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "no error", "", time.monotonic() - started
+
+
+def attach_with(rank: int, settings: list[dict[str, Any]]) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    return caught(lambda: attach(ddp, **settings[rank]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([{"method": "topk"}, {"method": "gaussiank"}], "Ranks differ in method: rank 0 has Method(compressor=TopK("),
+        ([{"density": 0.1}, {"density": 0.2}], "density=0.2"),
+        ([{"seed": 1}, {"seed": 2}], "Ranks differ in seed: rank 0 has 1, rank 1 has 2"),
+        ([{}, {"granularity": "model"}], "Ranks differ in granularity"),
+        ([{}, {"warmup": [0.1], "warmup_steps": 5}], "Ranks differ in warmup"),
+    ],
+)
+def test_ranks_with_different_settings(settings, message):
+    results = run_ranks(2, attach_with, settings)
+    assert message in results[0][1]
+    for kind, text, seconds in results:
+        assert kind == "RankFailure"
+        assert "Give all ranks the same settings" in text
+        assert seconds < SOON
+
+
+def different_models(rank: int) -> tuple[str, str, float]:
+    net = nn.ParameterDict({("weight" if rank == 0 else "kernel"): nn.Parameter(torch.ones(3))})
+    return caught(lambda: attach(DistributedDataParallel(net)))
+
+
+def test_ranks_with_different_models():
+    # DDP itself compares shapes, not names.
+    for kind, text, _ in run_ranks(2, different_models):
+        assert kind == "RankFailure"
+        assert "Ranks differ in model: rank" in text
+        assert "kernel[3]" in text
+
+
+def one_on_stock_ddp(rank: int) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    if rank == 0:
+        return caught(lambda: attach(ddp))
+    return caught(lambda: step(ddp))
+
+
+def test_one_rank_on_stock_ddp():
+    first, _ = run_ranks(2, one_on_stock_ddp, timeout=4)
+    assert first[0] == "RankFailure"
+    assert "waits for rank 1 to attach" in first[1]
+    assert "another strategy, such as stock 'ddp'" in first[1]
+    assert first[2] < SOON
+
+
+def breaks_in_thread(rank: int, size: int) -> tuple[str, str, float]:
+    net = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
+    reducer = attach(ddp, "topk", density=0.1)
+    step(ddp)
+    step(ddp)
+    if rank == size - 1:
+
+        def broken(*args: Any) -> None:
+            raise ArithmeticError("the abacus is missing a bead")
+
+        reducer.reduce_segment_ = broken
+    return caught(lambda: step(ddp))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_exception_in_one_communication_thread(size):
+    *others, broken = run_ranks(size, breaks_in_thread, size)
+    assert broken[:2] == ("ArithmeticError", "the abacus is missing a bead")
+    for kind, text, seconds in others:
+        assert kind == "RankFailure"
+        assert text == f"Rank {size - 1} failed at step 2: ArithmeticError: the abacus is missing a bead"
+        assert seconds < SOON
+
+
+def different_step_counts(rank: int) -> tuple[str, str, float]:
+    net = nn.Linear(50, 50)
+    ddp = DistributedDataParallel(net)
+    attach(ddp, "topk")
+
+    def run() -> None:
+        for _ in range(3 + rank):
+            step(ddp)
+
+    outcome = caught(run)
+    if rank == 0:
+        import atexit
+
+        atexit._run_exitfuncs()  # what the end of its script would do
+    return outcome
+
+
+def test_ranks_with_different_step_counts():
+    first, second = run_ranks(2, different_step_counts)
+    assert first[0] == "no error"
+    assert second[:2] == (
+        "RankFailure",
+        "Rank 0 has ended training after 3 steps, while other ranks go on. Give all ranks the same number of batches.",
+    )
+    assert second[2] < SOON
+
+
+def not_finite(rank: int) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    attach(ddp, "topk")
+    step(ddp)
+    return caught(lambda: step(ddp, float("nan") if rank == 1 else 1.0))
+
+
+def test_a_non_finite_gradient_names_parameter_rank_and_step():
+    for kind, text, seconds in run_ranks(2, not_finite):
+        assert kind == NonFiniteGradient.__name__
+        assert "is not finite on rank 1 at step 1" in text
+        assert "module" not in text
+        assert "weight" in text or "bias" in text
+        assert seconds < SOON
+
+
+def dies(rank: int) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    attach(ddp, "topk")
+    step(ddp)
+    step(ddp)  # before its second step DDP talks to the others itself
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return caught(lambda: step(ddp))
+
+
+def test_a_rank_that_is_killed():
+    first, second = run_ranks(2, dies)
+    assert second is None
+    assert first[0] == "RankFailure"
+    assert "lost its peers" in first[1]
+    assert first[2] < SOON
+
+
+def refused(rank: int) -> list[tuple[str, str, float]]:
+    class Odd(nn.Module):
+        def __init__(self, param: torch.Tensor) -> None:
+            super().__init__()
+            self.odd = nn.Parameter(param)
+
+    def stock(module: nn.Module, **options: Any) -> DistributedDataParallel:
+        return DistributedDataParallel(module, **options)
+
+    good = stock(nn.Linear(2, 2))
+    return [
+        caught(lambda: attach(nn.Linear(2, 2))),
+        caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.float64))))),
+        caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.complex64))))),
+        caught(lambda: attach(stock(nn.Embedding(4, 4, sparse=True)))),
+        caught(lambda: attach(stock(nn.Linear(2, 2), skip_all_reduce_unused_params=True))),
+        caught(lambda: attach(good, "topk", warmup=[0.1])),
+        caught(lambda: attach(good, "topkk")),
+        caught(lambda: attach(good, 3)),
+        caught(lambda: attach(good, granularity="row")),
+    ]
+
+
+def test_what_is_refused_says_why():
+    (results,) = run_ranks(1, refused)
+    for (kind, text, _), (error, message) in zip(
+        results,
+        [
+            ("TypeError", "attach got a Linear: wrap the model in DistributedDataParallel first"),
+            ("TypeError", "'odd' is torch.float64; gradients of torch.float32, torch.float16 and torch.bfloat16 can"),
+            ("TypeError", "'odd' is torch.complex64"),
+            ("TypeError", "is a Embedding with sparse=True: sparse gradients cannot be compressed. Set sparse=False"),
+            ("ValueError", "skip_all_reduce_unused_params=...) bypasses the exchange of gradients"),
+            ("ValueError", "warmup=(0.1,) without epochs: say how many steps"),
+            ("ValueError", "Method 'topkk' is not known; choose from dense, topk"),
+            ("TypeError", "method=3: give a method's name, or a Method"),
+            ("ValueError", "granularity='row' is not known; choose from layer, bucket, model"),
+        ],
+        strict=True,
+    ):
+        assert (kind, message in text) == (error, True), text
+
+
+@pytest.mark.parametrize(
+    ("grad", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), "'w' is torch.int64"),
+        (torch.ones(2, dtype=torch.float64), "'w' is torch.float64"),
+        (torch.ones(2).to_sparse(), r"gradient of 'w' is sparse \(torch.sparse_coo\)"),
+    ],
+)
+def test_reduce_refuses(grad, message):
+    with pytest.raises(TypeError, match=message):
+        simulate(1, lambda comm: Reducer("topk", comm).reduce_({"w": grad}))
+
+
+def test_reduce_wants_the_same_gradients_every_time():
+    def rank(comm):
+        reducer = Reducer("topk", comm)
+        reducer.reduce_({"w": torch.ones(2)})
+        with pytest.raises(ValueError, match=r"missing \['w'\], new \['v'\]"):
+            reducer.reduce_({"v": torch.ones(2)})
+        with pytest.raises(ValueError, match=r"'w' has shape \(3,\), before \(2,\)"):
+            reducer.reduce_({"w": torch.ones(3)})
+
+    simulate(1, rank)
+
+
+def test_too_long_a_segment():
+    def rank(comm):
+        Reducer("topk", comm, granularity="model").setup({"w": torch.empty(2**16, 2**16, device="meta")})
+
+    with pytest.raises(ValueError, match=r"4,294,967,296 elements.*granularity='bucket' or 'layer'"):
+        simulate(1, rank)
+
+
+def test_ranks_that_drift_apart_are_found():
+    def rank(comm):
+        reducer = Reducer("topk", comm, seed=comm.rank)
+        reducer.reduce_({"w": torch.ones(9000)})
+
+    with pytest.raises(RankFailure, match="rank 1 and rank 0 differ in method, density, step or model"):
+        simulate(2, rank)
+
+
+SCRIPT = """
+    import sys, time, torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from lightning_sparse import attach
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(torch.nn.Linear(50, 50))
+    attach(ddp, "topk")
+    while True:
+        ddp(torch.ones(2, 50)).sum().backward()
+        print("step", flush=True)
+        if dist.get_rank() == 1:
+            time.sleep(0.5)  # so that rank 0 is waiting in backward when the signal comes
+"""
+
+
+def test_ctrl_c(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            for _ in range(3):
+                assert rank.stdout.readline() == "step\n"
+        started = time.monotonic()
+        ranks[0].send_signal(signal.SIGINT)  # the other must notice by itself
+        errors = [rank.communicate(timeout=SOON)[1] for rank in ranks]
+        assert time.monotonic() - started < SOON
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "KeyboardInterrupt" in errors[0]
+    assert "RankFailure" in errors[1]

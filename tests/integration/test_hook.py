@@ -1,0 +1,232 @@
+"""`attach` on plain DistributedDataParallel, over forked processes: equal to a simulation without DDP, bit for bit."""
+
+import random
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
+from tests.processes import run_ranks
+
+STEPS = 5
+
+
+class Net(nn.Module):
+    """Layers of different sizes, a strided convolution in channels_last order, BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.hidden = nn.Linear(8 * 16, 200)
+        self.out = nn.Linear(200, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        return self.out(torch.relu(self.hidden(x)))
+
+
+def train(net: nn.Module, forward: Any, average: Any, rank: int) -> list[Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        x, y = torch.randn(4, 3, 6, 6, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(forward(x), y).backward()
+        average()
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def make(name: str, density: float) -> Any:
+    return method(name) if name == "dense" else method(name, density=density)
+
+
+def by_hook(rank: int, name: str | None, density: float, granularity: str, options: dict[str, Any]) -> list[Tensor]:
+    options = dict(options)
+    jitter = options.pop("jitter", None)
+    net = Net()
+    ddp = DistributedDataParallel(net, **options)
+    if name is not None:
+        reducer = attach(ddp, make(name, density), granularity=granularity)
+        if jitter:
+            reduce_segment_ = reducer.reduce_segment_
+
+            def late(*args: Any) -> None:
+                time.sleep(random.Random(jitter * (1 + rank)).random() * 0.02)
+                reduce_segment_(*args)
+
+            reducer.reduce_segment_ = late
+    weights = train(net, ddp, lambda: None, rank)
+    if name is not None:
+        assert reducer.step == STEPS
+    return weights
+
+
+def by_simulation(name: str, density: float, granularity: str, size: int) -> list[list[Tensor]]:
+    nets = [Net() for _ in range(size)]  # one after the other: they seed the global generator
+
+    def rank(comm: Comm) -> list[Tensor]:
+        net = nets[comm.rank]
+        reducer = Reducer(make(name, density), comm, granularity=granularity)
+
+        def average() -> None:
+            # As DDP's buckets have it: elements in the order of memory.
+            grads = {n: (p.grad.permute(0, 2, 3, 1) if n == "conv.weight" else p.grad) for n, p in params.items()}
+            reducer.reduce_(grads)
+
+        params = dict(net.named_parameters())
+        return train(net, net, average, comm.rank)
+
+    return simulate(size, rank)
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_cap_mb": 0.05},
+        {"bucket_cap_mb": 0.01, "jitter": 1},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True, "bucket_cap_mb": 0.05},
+        {"find_unused_parameters": True, "bucket_cap_mb": 0.05},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("granularity", ["layer", "model"])
+def test_equals_simulation(granularity, options):
+    size = 3 if "jitter" in options else 2
+    with warnings.catch_warnings():
+        results = run_ranks(size, by_hook, "topk", 0.02, granularity, options)
+    for mine, theirs in zip(by_simulation("topk", 0.02, granularity, size), results, strict=True):
+        assert same(mine, theirs)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_equals_simulation(name):
+    results = run_ranks(2, by_hook, name, 0.02, "layer", {})
+    for mine, theirs in zip(by_simulation(name, 0.02, "layer", 2), results, strict=True):
+        assert same(mine, theirs)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_full_density_equals_stock_ddp(name):
+    stock = run_ranks(2, by_hook, None, 1.0, "bucket", {})
+    ours = run_ranks(2, by_hook, name, 1.0, "bucket", {})
+    assert same(stock[0], stock[1])
+    for weights in ours:
+        assert same(stock[0], weights)
+
+
+def unused(rank: int, find: bool) -> tuple[float, float, int]:
+    """Branch b is used by both ranks, by rank 0 alone, or by nobody, in turn; gradients are never set to None."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"a": nn.Linear(40, 40), "b": nn.Linear(40, 40)})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor, use_b: bool) -> Tensor:
+            y = net["a"](x)
+            return net["b"](y) if use_b else y
+
+    ddp = DistributedDataParallel(Both(), find_unused_parameters=find)
+    reducer = attach(ddp, "topk", density=0.02, granularity="model")
+    given = torch.zeros(())
+    received = torch.zeros(())
+    for step in range(9):
+        use_b = step % 3 == 0 or (step % 3 == 1 and rank == 0)
+        used = [net["a"], net["b"]] if use_b else [net["a"]]
+        # What backward will produce, without DDP:
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+        y = net["b"](net["a"](x)) if use_b else net["a"](x)
+        params = [param for module in used for param in module.parameters()]
+        grads = torch.autograd.grad(y.pow(2).mean(), params)
+        given = given + sum(grad.double().sum() for grad in grads)
+        before = [param.grad.clone() if param.grad is not None else None for param in net["b"].parameters()]
+        for param in net.parameters():
+            if param.grad is not None and (use_b or param in set(net["a"].parameters())):
+                param.grad.zero_()  # b's stays as it was, stale, where b is not used
+        ddp(x, use_b).pow(2).mean().backward()
+        got = [param.grad for param in net.parameters()]
+        if step % 3 == 2:  # nobody used b: DDP leaves its gradients as they were, so nothing arrived
+            assert all(torch.equal(a, b) for a, b in zip(before, [p.grad for p in net["b"].parameters()], strict=True))
+            got = [param.grad for param in net["a"].parameters()]
+        received = received + sum(grad.double().sum() for grad in got)
+    kept = sum(value.double().sum() for value in reducer.state_dict()["elements"]["residual"].values())
+    return given.item(), received.item(), kept.item()
+
+
+def test_parameters_that_come_and_go_lose_nothing():
+    (given0, received, kept0), (given1, received1, kept1) = run_ranks(2, unused, True)
+    assert received == received1
+    assert given0 + given1 == pytest.approx(2 * received + kept0 + kept1, rel=1e-5)
+    assert abs(kept0) > 1e-3, "otherwise there was nothing to lose"
+
+
+def two_on_one_thread(rank: int) -> list[bool]:
+    """Two models, each with its own thread and group; then both are closed."""
+    outcomes = []
+    for name in ("topk", "dense"):
+        net = Net()
+        ddp = DistributedDataParallel(net)
+        attach(ddp, name)
+        outcomes.append(all(torch.isfinite(w).all() for w in train(net, ddp, lambda: None, rank)))
+    threads = [thread for thread in threading.enumerate() if thread.name == "lightning_sparse"]
+    return [*outcomes, len(threads) == 2, all(thread.daemon for thread in threads)]
+
+
+def test_two_models_in_one_process():
+    assert run_ranks(2, two_on_one_thread) == [[True] * 4] * 2
+
+
+def loader(rank: int) -> float:
+    net = nn.Linear(6, 3)
+    ddp = DistributedDataParallel(net)
+    attach(ddp, "topk", density=0.3)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 6))
+    total = 0.0
+    for _ in range(2):  # the second round forks workers while the communication thread lives
+        for (x,) in torch.utils.data.DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork"):
+            ddp(x).sum().backward()
+            total += x.sum().item()
+    return total
+
+
+def test_forked_data_loader_workers_while_the_thread_lives():
+    for total in run_ranks(2, loader):
+        assert isinstance(total, float)
+
+
+def warmed_up(rank: int) -> list[int]:
+    net = nn.Linear(100, 10, bias=False)
+    ddp = DistributedDataParallel(net)
+    reducer = attach(ddp, "topk", density=0.01, warmup=[1.0, 0.1], warmup_steps=2)
+    counts = []
+    for _ in range(5):
+        net.zero_grad()
+        ddp(torch.ones(4, 100)).pow(2).sum().backward()
+        counts.append(int(net.weight.grad.count_nonzero()))
+    assert reducer.density == 0.01
+    return counts
+
+
+def test_warm_up_by_steps():
+    first, second = run_ranks(2, warmed_up)
+    assert first == second
+    assert first[:2] == [1000, 1000]
+    assert all(100 <= count <= 200 for count in first[2:4])
+    assert 10 <= first[4] <= 20

@@ -1,0 +1,227 @@
+"""What every method in the table must do. A new row joins by itself."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse import METHODS, Method, Reducer, method, simulate
+from lightning_sparse.aggregators import AllReduceMean, Mean, NonFiniteGradient
+from lightning_sparse.comm import Comm
+from lightning_sparse.compressors import Identity, Sparsifier, TopK
+from lightning_sparse.memory import NoMemory, Residual
+from tests.processes import run_ranks
+
+SHAPES = {"conv": (7, 3, 3, 3), "bias": (7,), "one": (1,), "scalar": (), "none": (0, 4), "wide": (37, 53)}
+
+
+def make(name: str, density: float = 0.05) -> Method:
+    return method(name) if name == "dense" else method(name, density=density)
+
+
+def gradients(kind: str, rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    grads = {}
+    for name, shape in SHAPES.items():
+        x = torch.randn(shape, generator=generator)
+        grads[name] = {
+            "normal": x,
+            "zeros": torch.zeros(shape),
+            "equal": torch.full(shape, -2.5),
+            "heavy": x / torch.rand(shape, generator=generator).clamp(min=1e-3),
+            "one rank": x if rank == 0 else torch.zeros(shape),
+            "bf16": x.to(torch.bfloat16),
+            "mixed": x.to(torch.bfloat16) if name in ("bias", "wide") else x,
+            "huge": x * 1e30,
+            "tiny": x * 1e-42,
+        }[kind]
+    return grads
+
+
+KINDS = ["normal", "zeros", "equal", "heavy", "one rank", "bf16", "mixed", "huge", "tiny"]
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].double().reshape(-1) for name in SHAPES])
+
+
+def kept(reducer: Reducer) -> Tensor:
+    """Everything that a rank holds back, per element."""
+    return sum(flat(per_param) for per_param in reducer.state_dict()["elements"].values()) + torch.zeros(())
+
+
+def train(comm: Comm, name: str, kind: str, granularity: str, steps: int = 4) -> tuple[Tensor, Tensor, Tensor, int]:
+    reducer = Reducer(make(name), comm, granularity=granularity, bucket_cap_mb=0.001, seed=3)
+    given, received = torch.zeros(()), torch.zeros(())
+    for step in range(steps):
+        grads = gradients(kind, comm.rank, step)
+        given = given + flat(grads)
+        reducer.reduce_(grads)
+        received = received + flat(grads)
+    return given, received, kept(reducer), comm.sent_bytes
+
+
+@pytest.mark.parametrize("granularity", ["layer", "bucket", "model"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_on_all_ranks_and_nothing_lost(name, size, granularity):
+    for kind in KINDS:
+        ranks = simulate(size, lambda comm, kind=kind: train(comm, name, kind, granularity))
+        for _, received, _, _ in ranks:
+            assert torch.equal(received, ranks[0][1]), kind
+        if isinstance(make(name).memory, NoMemory) and name != "dense":
+            continue
+        given = sum(rank[0] for rank in ranks)
+        found = size * ranks[0][1] + sum(rank[2] for rank in ranks)
+        if name == "dense" and kind in ("bf16", "mixed"):
+            # Nothing remembers what rounding to bf16 takes: half a unit in the last of 8 bits, each step.
+            tolerance = 4 * 2**-9 * 8 * given.abs().max()
+        else:
+            # A few fp32 roundings for every rank and step, relative to the largest value that ever stood there.
+            largest = max(flat(gradients(kind, r, s)).abs().max() for r in range(size) for s in range(4)) * 4 * size
+            tolerance = largest * 2**-22
+        # Denormals are rounded to a multiple of the smallest.
+        assert (given - found).abs().max() <= tolerance + 64 * 2**-149, kind
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_same_numbers_over_processes_and_run_to_run(name):
+    from lightning_sparse import ProcessGroupComm
+
+    threads = simulate(2, lambda comm: train(comm, name, "heavy", "bucket"))
+    again = simulate(2, lambda comm: train(comm, name, "heavy", "bucket"))
+    processes = run_ranks(2, lambda rank: train(ProcessGroupComm(), name, "heavy", "bucket"))
+    for a, b, c in zip(threads, again, processes, strict=True):
+        for x, y, z in zip(a, b, c, strict=True):
+            assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+            assert torch.equal(torch.as_tensor(x), torch.as_tensor(z))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_non_finite_gradient_is_an_error_everywhere(name, bad):
+    def rank(comm: Comm) -> str:
+        reducer = Reducer(make(name), comm, granularity="model")
+        reducer.reduce_(gradients("normal", comm.rank, 0))
+        grads = gradients("normal", comm.rank, 1)
+        if comm.rank == 1:
+            grads["wide"][3, 4] = bad
+        with pytest.raises(NonFiniteGradient) as caught:
+            reducer.reduce_(grads)
+        return str(caught.value)
+
+    texts = simulate(3, rank)
+    assert len(set(texts)) == 1
+    assert "'wide' is not finite on rank 1 at step 1" in texts[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_finite_sums_that_overflow_are_no_error(name):
+    def rank(comm: Comm) -> Tensor:
+        grads = {"w": torch.full((100,), 3e38)}
+        Reducer(make(name), comm).reduce_(grads)
+        return grads["w"]
+
+    for out in simulate(2, rank):
+        assert out.max() == pytest.approx(3e38)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_full_density_is_the_mean(name):
+    def rank(comm: Comm) -> Tensor:
+        grads = gradients("heavy", comm.rank, 0)
+        Reducer(make(name, 1.0), comm).reduce_(grads)
+        return flat(grads)
+
+    mean = sum(flat(gradients("heavy", r, 0)).float() / 3 for r in range(3))
+    for out in simulate(3, rank):
+        assert torch.allclose(out.float(), mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_global_random_state_is_left_alone(name):
+    before = torch.get_rng_state()
+    simulate(2, lambda comm: train(comm, name, "normal", "model"))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("granularity", ["layer", "model"])
+def test_saved_state_goes_on_bit_for_bit(name, granularity):
+    def rank(comm: Comm) -> bool:
+        straight = Reducer(make(name), comm, granularity="layer")
+        outs = []
+        for step in range(4):
+            grads = gradients("normal", comm.rank, step)
+            straight.reduce_(grads)
+            outs.append(flat(grads))
+            if step == 1:
+                saved = straight.state_dict()
+        resumed = Reducer(make(name), comm, granularity="layer")
+        resumed.load_state_dict(saved)
+        for step in (2, 3):
+            grads = gradients("normal", comm.rank, step)
+            resumed.reduce_(grads)
+            if not torch.equal(flat(grads), outs[step]):
+                return False
+        other = Reducer(make(name), comm, granularity=granularity)
+        other.load_state_dict(saved)
+        other.setup(gradients("normal", 0, 0))
+        return bool(torch.equal(kept(other), sum(map(flat, saved["elements"].values())) + torch.zeros(())))
+
+    assert simulate(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_are_complete(name):
+    recipe = METHODS[name]
+    assert recipe.citation
+    made = make(name)
+    assert isinstance(made, Method)
+    assert made == make(name)
+    assert hash(made) == hash(make(name)), "configuration is frozen"
+    if isinstance(made.compressor, Sparsifier):
+        assert made.density == 0.05
+        assert method(name).density == 0.001
+
+
+def test_randk_is_worse_than_topk():
+    """At equal density random entries carry less of the gradient: what stays behind is larger."""
+    left = {}
+    for name in ("topk", "randk"):
+        ranks = simulate(2, lambda comm, name=name: train(comm, name, "heavy", "model"))
+        left[name] = sum(rank[2].norm().item() for rank in ranks)
+    assert left["randk"] > 2 * left["topk"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: method("topkk"), ValueError, r"'topkk' is not known; choose from dense, topk.*Did you mean 'topk'\?"),
+        (lambda: method("topk", density=0), ValueError, r"TopK\(density=0\): density must be in \(0, 1\]"),
+        (lambda: method("topk", density=1.5), ValueError, r"TopK\(density=1.5\)"),
+        (lambda: method("topk", density=math.nan), ValueError, r"TopK\(density=nan\)"),
+        (lambda: method("topk", density="0.1"), ValueError, r"TopK\(density='0.1'\)"),
+        (lambda: method("topk", colour="red"), TypeError, "'topk' has no option 'colour'; it has density"),
+        (lambda: method("dense", density=0.1), TypeError, "'dense' has no option 'density'"),
+        (
+            lambda: Method(TopK(), aggregator=AllReduceMean()),
+            ValueError,
+            r"AllReduceMean\(\) cannot aggregate what TopK\(density=0.001\) sends",
+        ),
+        (lambda: Method(Residual()), TypeError, r"Method\(compressor=Residual\(\)\): compressor must be a Compressor"),
+        (lambda: Method(TopK(), memory=Mean()), TypeError, "memory must be a Memory"),
+        (lambda: Reducer(3, None), TypeError, r"Reducer\(method=3\)"),
+        (lambda: Reducer("dense", None, warmup=[0.1]), ValueError, "no density to warm up"),
+        (lambda: Reducer("topk", None, warmup=[2]), ValueError, r"warmup\(density=2\)"),
+        (lambda: Reducer("topk", None, warmup_steps=3), ValueError, "warmup_steps=3"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_dense_method_is_identity():
+    assert method("dense") == Method(Identity(), NoMemory(), AllReduceMean())
