@@ -24,6 +24,15 @@ Granularity = Literal["layer", "bucket", "model"]
 MAX_SEGMENT = 2**31 - 1  # indices travel as int32
 
 
+def check_partition(granularity: str, bucket_cap_mb: float) -> None:
+    """Raise ValueError unless these options make a partition."""
+    if granularity not in get_args(Granularity):
+        known = ", ".join(get_args(Granularity))
+        raise ValueError(f"granularity={granularity!r} is not known; choose from {known}.")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB.")
+
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive parameters of a layout that are compressed together.
@@ -89,11 +98,7 @@ class Layout:
         Raises:
             ValueError: no parameters, an unknown granularity, or a segment too long for 32-bit indices.
         """
-        if granularity not in get_args(Granularity):
-            known = ", ".join(get_args(Granularity))
-            raise ValueError(f"granularity={granularity!r} is not known; choose from {known}.")
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB.")
+        check_partition(granularity, bucket_cap_mb)
         if not shapes:
             raise ValueError(
                 "No trainable parameters: there is no gradient to reduce. Set requires_grad on at least one parameter "

@@ -26,7 +26,7 @@ from lightning_sparse.compressors import Compressor, Identity
 from lightning_sparse.compressors.base import Agreed, Entries, check_density
 from lightning_sparse.context import Context, Entry, State
 from lightning_sparse.kernels.write_back import write_dense_, write_entries_
-from lightning_sparse.layout import Granularity, Layout, Segment
+from lightning_sparse.layout import Granularity, Layout, Segment, check_partition
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
 
@@ -70,6 +70,7 @@ class Reducer:
         if not isinstance(self.method, Method):
             raise TypeError(f"Reducer(method={method!r}): method must be a Method or the name of one.")
         check_warmup(self.method, warmup, warmup_steps)
+        check_partition(granularity, bucket_cap_mb)
         self.comm = comm
         self.seed = seed
         self.granularity = granularity

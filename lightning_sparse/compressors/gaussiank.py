@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Sparsifier, selection_bound
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.select import topk_indices
+from lightning_sparse.kernels.select import magnitude_bits, topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
 from lightning_sparse.layout import Segment
 
@@ -68,6 +67,7 @@ class GaussianK(Sparsifier):
 
 def _published_loop(u: Tensor, k: int, z: float) -> Tensor:
     """Return the indices that the published loop ends with."""
+    magnitude_bits("GaussianK", u)  # refuses what is not 1-D fp32
     t = u.mean() + z * u.std()
     magnitudes = u.abs()
     for _ in range(3):

@@ -37,7 +37,9 @@ class RandK(Sparsifier):
         k = self.target(numel, ctx.density)
         generator = ctx.generator(shared=True, device=device)
         if 4 * k > numel:
-            return torch.randperm(numel, generator=generator, device=device)[:k].sort().values
+            drawn = torch.zeros(numel, dtype=torch.bool, device=device)
+            drawn[torch.randperm(numel, generator=generator, device=device)[:k]] = True
+            return drawn.nonzero().squeeze(1)
         # O(k): draw with replacement until k are distinct. No index is preferred, so whatever their number, the
         # distinct ones are a uniform choice, and so is what is left after leaving out as many as are too many.
         distinct = torch.empty(0, dtype=torch.int64, device=device)

@@ -23,7 +23,10 @@ MAGNITUDE = 0x7FFFFFFF
 """The bits of an fp32 number without its sign."""
 
 CHUNK = 1 << 20
-"""Elements that are worked on at a time: 4 MB, and never more than an eighth of the data."""
+"""Elements that are worked on at a time: 4 MB, or an eighth of the data where that is less, but not below 0.5 MB."""
+
+BLOCKS_PER_ENTRY = 3
+"""With fewer blocks than this per entry wanted, too many blocks hold one."""
 
 DIRECT = 1 << 16
 """Up to this many elements one `torch.topk` is as fast as narrowing down by a histogram first."""
@@ -65,10 +68,7 @@ def magnitude_bits(owner: str, u: Tensor) -> Tensor:
 
 def block_size(numel: int, k: int) -> int:
     """Return how many elements share a maximum; 1 where maxima would not pay."""
-    for block in (64, 32, 16):
-        if numel // block >= 8 * k:
-            return block
-    return 1
+    return next((block for block in (64, 32, 16) if numel >= BLOCKS_PER_ENTRY * block * k), 1)
 
 
 def block_maxima(bits: Tensor, block: int) -> Tensor:
@@ -81,7 +81,7 @@ def block_maxima(bits: Tensor, block: int) -> Tensor:
     blocks = bits.numel() // block
     maxima = torch.empty(blocks, dtype=torch.int32, device=bits.device)
     size = chunk_size(bits.numel())
-    scratch = torch.empty(size, dtype=torch.int32, device=bits.device)
+    scratch = torch.empty(min(size, blocks * block), dtype=torch.int32, device=bits.device)
     for chunk, out in zip(bits[: blocks * block].split(size), maxima.split(size // block), strict=True):
         magnitudes = torch.bitwise_and(chunk, MAGNITUDE, out=scratch[: chunk.numel()])
         torch.amax(magnitudes.view(-1, block), 1, out=out)
@@ -90,10 +90,24 @@ def block_maxima(bits: Tensor, block: int) -> Tensor:
 
 def largest_of_blocks(bits: Tensor, maxima: Tensor, block: int, k: int) -> Tensor:
     """Return the int64 indices of the k largest magnitudes, ascending, given at least k block maxima."""
-    blocks, tops = largest(*_entries(maxima, _bound(maxima, k)), k)
+    blocks, tops = largest(maxima, k)
     if block == 1:
         return blocks
-    return largest(*_entries_of_blocks(bits, blocks, block, int(tops.min())), k)[0]
+    indices, magnitudes = _entries_of_blocks(bits, blocks, block, int(tops.min()))
+    return indices.index_select(0, largest(magnitudes, k)[0])
+
+
+def largest(bits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return indices, ascending, and magnitudes of the k largest, 0 < k <= len(bits), looking at all of them."""
+    threshold = _kth_largest(bits, k)
+    indices, magnitudes = _entries(bits, threshold)
+    extra = indices.numel() - k
+    if extra == 0:
+        return indices, magnitudes
+    keep = torch.ones_like(indices, dtype=torch.bool)
+    keep[_nonzero(magnitudes == threshold)[-extra:]] = False
+    kept = _nonzero(keep)
+    return indices.index_select(0, kept), magnitudes.index_select(0, kept)
 
 
 def count_reaching(bits: Tensor, threshold: int) -> int:
@@ -141,33 +155,28 @@ def _entries(bits: Tensor, threshold: int) -> tuple[Tensor, Tensor]:
     return torch.cat(indices), torch.cat(magnitudes)
 
 
-def largest(indices: Tensor, magnitudes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return, of at least k entries, the k of largest magnitude; their order stays, the first win ties."""
-    extra = magnitudes.numel() - k
-    if extra == 0:
-        return indices, magnitudes
-    # The k-th largest is the (extra + 1)-th smallest, usually the shorter way.
-    if extra < k:
-        threshold = torch.topk(magnitudes, extra + 1, largest=False, sorted=False).values.max()
-    else:
-        threshold = torch.topk(magnitudes, k, sorted=False).values.min()
-    keep = magnitudes > threshold
-    ties = _nonzero(magnitudes == threshold)
-    keep[ties[: k - int(keep.count_nonzero())]] = True
-    kept = _nonzero(keep)
-    return indices.index_select(0, kept), magnitudes.index_select(0, kept)
-
-
-def _bound(bits: Tensor, k: int) -> int:
-    """Return a magnitude, as bits, that at least k entries reach, and not many more unless they are close to equal."""
+def _kth_largest(bits: Tensor, k: int) -> int:
+    """Return the k-th largest magnitude, as bits."""
     if bits.numel() <= DIRECT:
         return int(torch.topk(bits & MAGNITUDE, k, sorted=False).values.min())
-    # The upper 16 bits of a magnitude: bins less than 1 % wide.
+    # Radix select: first the upper 16 bits, then the lower 15 of those that agree in them, usually below 1 %.
     counts = torch.zeros(1 << 15, dtype=torch.int64, device=bits.device)
     for _, chunk in _chunks(bits):
         counts += torch.bincount(chunk.bitwise_right_shift_(16), minlength=1 << 15)
+    upper, above = _bin_of(counts, k)
+    alike = []
+    for _, chunk in _chunks(bits):
+        lower = chunk.sub_(upper << 16)
+        alike.append(lower.index_select(0, _nonzero((lower >= 0).logical_and_(lower < 1 << 16))))
+    lower = torch.cat(alike)
+    return (upper << 16) + _bin_of(torch.bincount(lower, minlength=1 << 16), k - above)[0]
+
+
+def _bin_of(counts: Tensor, k: int) -> tuple[int, int]:
+    """Return the bin that holds the k-th largest, and how many are in the bins above it."""
     reached = counts.flip(0).cumsum(0)
-    return int((1 << 15) - 1 - torch.searchsorted(reached, k)) << 16
+    place = int(torch.searchsorted(reached, k))
+    return counts.numel() - 1 - place, int(reached[place - 1]) if place else 0
 
 
 def _chunks(bits: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -181,7 +190,7 @@ def _chunks(bits: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def chunk_size(numel: int) -> int:
     """Return the length of a chunk: a multiple of every block size."""
-    return max(1 << 15, min(CHUNK, numel // 8 // 64 * 64))
+    return max(1 << 17, min(CHUNK, numel // 8 // 64 * 64))
 
 
 def _nonzero(mask: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def gaussian_indices(u: Tensor, k: int, z: float) -> Tensor:
             indices, magnitudes = entries_reaching(bits, maxima, block, threshold)
             if len(indices) > most:
                 # They crowd in few blocks, and all lie at hand.
-                return largest(indices, magnitudes, k)[0]
+                return indices.index_select(0, largest(magnitudes, k)[0])
             if len(indices) >= fewest:
                 return indices
             high = threshold

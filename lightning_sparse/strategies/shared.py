@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_sparse.hook import CommThread, method_of
+from lightning_sparse.layout import check_partition
 from lightning_sparse.methods import METHODS, Method
 from lightning_sparse.reducer import Reducer, check_warmup
 
@@ -57,6 +58,7 @@ class SparseDDP(DDPStrategy):
         super().__init__(**kwargs)
         self._method = method_of(method, density)
         check_warmup(self._method, warmup, warmup_steps)
+        check_partition(granularity, kwargs["bucket_cap_mb"])
         self._options = {"granularity": granularity, "warmup": tuple(warmup), "warmup_steps": warmup_steps}
         self._comm_thread: CommThread | None = None
 

@@ -1,0 +1,26 @@
+# Each target makes the environment that it needs, in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test demo format clean
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,144 @@
+"""The strategy under both of Lightning's names, with every launcher."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+
+import lightning_sparse
+from lightning_sparse import METHODS, Method, SparseDDPStrategy, method
+from lightning_sparse.compressors import TopK
+from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
+from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize(
+    ("namespace", "strategy", "second_fit"),
+    [
+        ("pytorch_lightning", "gaussiank_ddp", "ok"),
+        ("lightning.pytorch", "topk_ddp_fork", "twice on the same Trainer instance using a spawn-based strategy"),
+        ("lightning.pytorch", "randk_ddp_spawn", "twice on the same Trainer instance using a spawn-based strategy"),
+        ("pytorch_lightning", "torchrun dense_ddp", "ok"),
+        ("pytorch_lightning", "topk_ddp_notebook_find_unused_parameters_true", "twice on the same Trainer instance"),
+    ],
+)
+def test_launchers(namespace, strategy, second_fit, tmp_path):
+    script = [str(Path(__file__).with_name("fit.py")), namespace, strategy.split()[-1], str(tmp_path)]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"] if " " in strategy else []
+    done = subprocess.run(
+        [sys.executable, *launcher, *script], env=ENVIRONMENT, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["steps"] == 8
+    name = strategy.split()[-1].split("_")[0]
+    expected = method(name)
+    assert first["density"] == expected.density
+    # 32·64 + 64 + 64·2 + 2 parameters; two ranks send 2(P − 1)/P of 4 bytes each, or less.
+    dense = 8 * 4 * 2242
+    assert (dense <= first["sent"] < 1.1 * dense) if name == "dense" else first["sent"] < dense / 50
+    assert first["module"].endswith(namespace.replace(".", "_"))
+    assert second_fit in json.loads((tmp_path / "done0.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("imports", "chosen"),
+    [
+        ("import pytorch_lightning, lightning_sparse", "pytorch_lightning"),
+        ("import lightning.pytorch, lightning_sparse", "lightning.pytorch"),
+        ("import lightning_sparse, lightning.pytorch", "pytorch_lightning"),
+        ("import pytorch_lightning, lightning.pytorch, lightning_sparse", "pytorch_lightning"),
+    ],
+)
+def test_import_orders(imports, chosen):
+    check = f"""
+{imports}
+import importlib
+for namespace in ("pytorch_lightning", "lightning.pytorch"):
+    registry = importlib.import_module(namespace + ".strategies").StrategyRegistry
+    assert "gaussiank_ddp" in registry and "ddp" in registry, namespace
+    importlib.import_module(namespace).Trainer(strategy="topk_ddp", devices=2, accelerator="cpu", logger=False)
+base = importlib.import_module("{chosen}.strategies").DDPStrategy
+assert issubclass(lightning_sparse.SparseDDPStrategy, base)
+"""
+    subprocess.run([sys.executable, "-c", check], env=ENVIRONMENT, check=True, timeout=120, capture_output=True)
+
+
+@pytest.mark.parametrize("namespace", [pytorch_lightning, lightning.pytorch])
+def test_names(namespace):
+    registry = namespace.strategies.StrategyRegistry
+    for name in METHODS:
+        for start in ("", "_spawn", "_fork", "_notebook"):
+            for end in ("", "_find_unused_parameters_true"):
+                assert f"{name}_ddp{start}{end}" in registry
+    strategy = registry.get("topk_ddp_fork_find_unused_parameters_true")
+    assert isinstance(strategy, namespace.strategies.DDPStrategy)
+    assert strategy._start_method == "fork"
+    assert strategy._ddp_kwargs["find_unused_parameters"]
+
+
+def test_registering_twice_is_harmless():
+    for cls, namespace in ((ForPytorchLightning, pytorch_lightning), (ForLightning, lightning.pytorch)):
+        before = set(namespace.strategies.StrategyRegistry)
+        cls.register_strategies(namespace.strategies.StrategyRegistry)
+        assert set(namespace.strategies.StrategyRegistry) == before
+
+
+def test_strategy_survives_pickling_before_fit():
+    strategy = pickle.loads(pickle.dumps(SparseDDPStrategy("topk", density=0.1, warmup=[0.5])))
+    assert strategy._method == method("topk", density=0.1)
+
+
+def test_teardown_before_setup():
+    pytorch_lightning.Trainer(strategy="topk_ddp", devices=1, accelerator="cpu", logger=False).strategy.teardown()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": "topkk"}, ValueError, "'topkk' is not known; choose from dense"),
+        ({"density": 0}, ValueError, r"TopK\(density=0\)"),
+        ({"method": Method(TopK()), "density": 0.1}, ValueError, "density=0.1 beside method=Method"),
+        ({"method": 7}, TypeError, "method=7: give a method's name, or a Method"),
+        ({"granularity": "row"}, ValueError, "granularity='row' is not known; choose from layer, bucket, model"),
+        ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb=-1 must be a positive number"),
+        ({"warmup": [0.25, 7]}, ValueError, r"warmup\(density=7\)"),
+        ({"warmup_steps": 10}, ValueError, "warmup_steps=10 is the number of steps for each density of warmup"),
+        ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=...\): DDP takes one communication hook"),
+        ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        SparseDDPStrategy(**options)
+
+
+def test_unknown_strategy_name_is_lightnings_own_error():
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='topkk_ddp'`"):
+        pytorch_lightning.Trainer(strategy="topkk_ddp", accelerator="cpu", logger=False)
+
+
+def test_mps_is_refused(monkeypatch):
+    # Lightning itself refuses the whole family, by a name that it finds in the strategy's.
+    monkeypatch.setattr(pytorch_lightning.accelerators.MPSAccelerator, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"strategies from the DDP family are not supported on the MPS accelerator"):
+        pytorch_lightning.Trainer(strategy="topk_ddp", accelerator="mps", devices=1, logger=False)
+
+
+def test_reducer_exists_only_while_fit_runs():
+    with pytest.raises(RuntimeError, match="only while fit runs"):
+        _ = SparseDDPStrategy().reducer
+
+
+def test_version_is_public():
+    assert lightning_sparse.__version__

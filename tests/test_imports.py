@@ -1,0 +1,57 @@
+"""Dependencies point one way, and importing costs nothing that is not needed."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_sparse"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# What a part may import of the package, besides its own folder.
+ALLOWED = {
+    "layout": set(),
+    "context": set(),
+    "comm": set(),
+    "kernels": set(),
+    "compressors": {"layout", "context", "kernels"},
+    "memory": {"layout", "context", "compressors"},
+    "aggregators": {"layout", "context", "compressors", "comm", "kernels"},
+    "methods": {"compressors", "memory", "aggregators"},
+    "reducer": {"layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
+    "hook": {"layout", "comm", "methods", "reducer"},
+    "strategies": {"layout", "hook", "methods", "reducer"},
+}
+LIGHTNING = {"strategies", "callbacks", "cli"}
+DISTRIBUTED = {"comm", "hook", "strategies"}
+
+
+def part(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path, *, top_level: bool = False) -> set[str]:
+    tree = ast.parse(file.read_text())
+    found = set()
+    for node in tree.body if top_level else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_dependencies_point_one_way(file):
+    mine = part(file)
+    if mine == "__init__":
+        return  # it gathers the public names
+    assert mine in ALLOWED, f"say in this test what {mine} may import"
+    for name in imports(file):
+        top, *rest = name.split(".")
+        if top == "lightning_sparse" and rest:
+            assert rest[0] == mine or rest[0] in ALLOWED[mine], name
+        if top in ("lightning", "pytorch_lightning"):
+            assert mine in LIGHTNING, name
+        if name.startswith("torch.distributed"):
+            assert mine in DISTRIBUTED, name
+        assert top != "triton" or (mine == "kernels" and name not in imports(file, top_level=True)), name
