@@ -53,7 +53,12 @@ class Comm(abc.ABC):
         self._calls = 0  # collectives completed
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
-        """Replace `x` by the sum or the maximum over all ranks, in place, and return it."""
+        """Replace `x` by the sum or the maximum over all ranks, in place, and return it.
+
+        For the maximum NaN counts as infinity: left to itself, gloo drops a NaN or not, depending on the rank.
+        """
+        if op == "max" and x.is_floating_point():
+            x.masked_fill_(x.isnan(), torch.inf)
         if self.size > 1:
             self._timed(2 * (self.size - 1) * _nbytes(x) // self.size, self._all_reduce, x, op)
         return x
@@ -80,10 +85,13 @@ class Comm(abc.ABC):
         return x
 
     def exchange(self, x: Tensor, peer: int) -> Tensor:
-        """Send `x` to rank `peer`, which must call with this rank as its peer, and return what it sent."""
-        if peer == self.rank:
+        """Swap `x` with rank `peer`, which names this rank as its peer, and return what it sent.
+
+        As with any collective all ranks call; one that has nobody to talk to names itself.
+        """
+        if self.size == 1:
             return x.clone()
-        return self._timed(_nbytes(x), self._exchange, x.contiguous(), peer)
+        return self._timed(_nbytes(x) if peer != self.rank else 0, self._exchange, x.contiguous(), peer)
 
     def _timed(self, nbytes: int, collective: Callable[..., T], *args: Any) -> T:
         start = time.perf_counter()
@@ -136,8 +144,6 @@ class ProcessGroupComm(Comm):
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._failed = f"lightning_sparse/{self.group.group_name}/failed"
         self._left = f"lightning_sparse/{self.group.group_name}/left"
-        # gloo waits on the host, where a wait can be cut in slices; NCCL's wait only orders CUDA streams.
-        self._waits_on_host = "gloo" in dist.get_backend(self.group)
 
     def report(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on. The first reason stays."""
@@ -148,9 +154,9 @@ class ProcessGroupComm(Comm):
         self._tell(self._left, f"{self._calls} {reason}")
 
     def _tell(self, key: str, text: str) -> None:
-        # Without the store its host is gone, and the others lose their connections anyway.
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(key, "", text)
+        # Without the store its host is gone, and the others lose their connections anyway. Nothing may go wrong here.
+        with contextlib.suppress(Exception):
+            self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
 
     def check(self) -> None:
         """Raise RankFailure if a rank has failed, or has left before the collective that this one is in."""
@@ -167,15 +173,12 @@ class ProcessGroupComm(Comm):
                 f"has ended. ({_first_line(error)})"
             ) from error
 
-    def _wait(self, start: Callable[[], dist.Work | None]) -> None:
-        """Start a collective and wait for it."""
+    def _wait(self, start: Callable[[], dist.Work], x: Tensor) -> None:
+        """Start a collective on `x` and wait for it."""
         try:
             work = start()
-            assert work is not None  # None is for ranks outside the group
-            if not self._waits_on_host:
-                work.wait()
-                return
-            while not self._waited(work):
+            waited = self._gloo_waited if self.group._get_backend(x.device).name() == "gloo" else self._polled
+            while not waited(work):
                 self.check()
         except RankFailure:
             raise
@@ -187,37 +190,52 @@ class ProcessGroupComm(Comm):
                 f"same number of batches."
             ) from error
 
-    def _waited(self, work: dist.Work) -> bool:
+    def _gloo_waited(self, work: dist.Work) -> bool:
         try:
             work.wait(POLL)
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait()  # it came to an end in the meantime: well, or with an error of its own
+        return True
+
+    def _polled(self, work: dist.Work) -> bool:
+        # A wait on NCCL's work does not block the host, it orders streams: until then nothing may depend on it.
+        deadline = time.monotonic() + POLL.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-4)
+        work.wait()
         return True
 
     def _all_reduce(self, x: Tensor, op: Op) -> None:
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        self._wait(lambda: dist.all_reduce(x, reduce_op, group=self.group, async_op=True))
+        self._wait(lambda: dist.all_reduce(x, reduce_op, group=self.group, async_op=True), x)
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
         parts = list(x.new_empty((self.size, *x.shape)).unbind())
-        self._wait(lambda: dist.all_gather(parts, x, group=self.group, async_op=True))
+        self._wait(lambda: dist.all_gather(parts, x, group=self.group, async_op=True), x)
         return parts
 
     def _all_to_all(self, chunks: list[Tensor]) -> list[Tensor]:
         received = torch.empty_like(stacked := torch.stack(chunks))
-        self._wait(lambda: dist.all_to_all_single(received, stacked, group=self.group, async_op=True))
+        self._wait(lambda: dist.all_to_all_single(received, stacked, group=self.group, async_op=True), stacked)
         return list(received.unbind())
 
     def _broadcast(self, x: Tensor, src: int) -> None:
-        self._wait(lambda: dist.broadcast(x, group=self.group, async_op=True, group_src=src))
+        self._wait(lambda: dist.broadcast(x, group=self.group, async_op=True, group_src=src), x)
 
     def _exchange(self, x: Tensor, peer: int) -> Tensor:
+        # Not send and receive: a wait with a limit on these closes gloo's connection when the limit is reached.
         received = torch.empty_like(x)
-        sending = dist.isend(x, group=self.group, group_dst=peer)
-        self._wait(lambda: dist.irecv(received, group=self.group, group_src=peer))
-        self._wait(lambda: sending)
+        sizes = [x.numel() if rank == peer else 0 for rank in range(self.size)]
+        self._wait(
+            lambda: dist.all_to_all_single(
+                received.view(-1), x.view(-1), sizes, sizes, group=self.group, async_op=True
+            ),
+            x,
+        )
         return received
 
 
@@ -226,37 +244,33 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Meeting:
-    """Where the threads of `simulate` meet: each call brings one item per member and hands out all of them."""
+    """Where the threads of `simulate` meet: each call brings one item per rank and hands out all of them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.condition = threading.Condition()
-        # members -> (number of the meeting, items so far, items of the last complete meeting)
-        self.rooms: dict[tuple[int, ...], tuple[int, dict[int, Any], list[Any]]] = {}
+        self.items: dict[int, Any] = {}
+        self.result: list[Any] = []
+        self.number = 0
         self.ended: dict[int, BaseException | None] = {}
         self.first_error: BaseException | None = None
 
-    def meet(self, rank: int, members: tuple[int, ...], item: Any) -> list[Any]:
+    def meet(self, rank: int, item: Any) -> list[Any]:
         with self.condition:
-            mine, items, last = self.rooms.get(members, (0, {}, []))
-            items[rank] = item
-            if len(items) == len(members):
+            mine = self.number
+            self.items[rank] = item
+            if len(self.items) == self.size:
                 # Nobody can complete the next meeting before everybody has left this one, so one result is enough.
-                self.rooms[members] = (mine + 1, {}, [items[member] for member in members])
+                self.result = [self.items[member] for member in range(self.size)]
+                self.items = {}
+                self.number += 1
                 self.condition.notify_all()
-            else:
-                self.rooms[members] = (mine, items, last)
-            self.condition.wait_for(lambda: self.rooms[members][0] != mine or self._absent(members) is not None)
-            if self.rooms[members][0] == mine:
-                other = self._absent(members)
-                error = self.ended[other]  # type: ignore[index]
+            self.condition.wait_for(lambda: self.number != mine or self.ended)
+            if self.number == mine:
+                other, error = next(iter(self.ended.items()))
                 how = "ended" if error is None else f"failed with {error!r}"
                 raise RankFailure(f"Rank {rank} waits in a collective for rank {other}, which has {how}.")
-            return self.rooms[members][2]
-
-    def _absent(self, members: tuple[int, ...]) -> int | None:
-        gone = [rank for rank, error in self.ended.items() if error is not None or rank in members]
-        return gone[0] if gone else None
+            return self.result
 
     def end(self, rank: int, error: BaseException | None) -> None:
         with self.condition:
@@ -270,16 +284,13 @@ class _ThreadComm(Comm):
         super().__init__(rank, meeting.size)
         self._meeting = meeting
 
-    def _meet(self, what: str, x: Tensor, members: tuple[int, ...] = ()) -> list[Tensor]:
-        members = members or tuple(range(self.size))
+    def _meet(self, what: str, x: Tensor) -> list[Tensor]:
         # A copy: the owner may overwrite its tensor while slower ranks still read it.
-        items = self._meeting.meet(self.rank, members, (what, x.clone()))
+        items = self._meeting.meet(self.rank, (what, x.clone()))
         calls = [f"{name} of {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in items]
-        for rank, call in zip(members, calls, strict=True):
+        for rank, call in enumerate(calls):
             if call != calls[0]:
-                raise RankFailure(
-                    f"Ranks are out of step: rank {members[0]} calls {calls[0]}, rank {rank} calls {call}."
-                )
+                raise RankFailure(f"Ranks are out of step: rank 0 calls {calls[0]}, rank {rank} calls {call}.")
         return [tensor for _, tensor in items]
 
     def _all_reduce(self, x: Tensor, op: Op) -> None:
@@ -301,8 +312,7 @@ class _ThreadComm(Comm):
         x.copy_(self._meet(f"broadcast({src})", x)[src])
 
     def _exchange(self, x: Tensor, peer: int) -> Tensor:
-        pair = (min(self.rank, peer), max(self.rank, peer))
-        return self._meet("exchange", x, pair)[pair.index(peer)].clone()
+        return self._meet("exchange", x)[peer].clone()
 
 
 def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:

@@ -50,6 +50,7 @@ class Context:
         segment: index of the segment.
         rank: this rank.
         fingerprint: 32-bit checksum of method, step, density, segment and layout that ranks compare.
+        cache: what a part wants to find again within the same step.
     """
 
     step: int = 0
@@ -60,6 +61,7 @@ class Context:
     segment: int = 0
     rank: int = 0
     fingerprint: int = 0
+    cache: dict[str, Tensor] = field(default_factory=dict)
 
     def generator(self, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
         """Return random numbers that are a function of (seed, step, segment) and, unless `shared`, of the rank.

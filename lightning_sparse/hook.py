@@ -14,14 +14,15 @@ of backward.
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and refuses strings.
-import atexit
+import contextlib
 import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure
+from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
@@ -103,14 +104,14 @@ def method_of(method: str | Method, density: float | None) -> Method:
 
 @dataclass
 class _Bucket:
-    """One call of the hook: what it brought and who waits for it."""
+    """One call of the hook: what it brought and how many segments still keep it waiting."""
 
     future: Any
     buffer: Tensor
     views: dict[str, Tensor]
     unused: set[str]
     ready: torch.cuda.Event | None
-    open_segments: set[int] = field(default_factory=set)
+    open: int = 0
 
 
 class CommThread:
@@ -123,19 +124,23 @@ class CommThread:
     def __init__(
         self, ddp: DistributedDataParallel, method: Method, *, timeout: timedelta | None = None, **options: Any
     ) -> None:
-        params = trainable_parameters(ddp)
-        timeout = timeout or dist.distributed_c10d._get_default_group()._get_backend(ddp.device).options._timeout
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(
+                f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."
+            )
+        # All ranks of DDP's group, which need not be the whole world.
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        timeout = timeout or ddp.process_group._get_backend(ddp.device).options._timeout
         bucket_cap_mb = ddp.bucket_bytes_cap / 2**20
-        described = {
-            "method": repr(method),
-            "granularity": options.get("granularity"),
-            "seed": options.get("seed"),
-            "warmup": f"{tuple(options.get('warmup', ()))} of {options.get('warmup_steps')} steps",
-            "bucket_cap_mb": bucket_cap_mb,
-            "model": ", ".join(f"{name}{list(param.shape)}" for name, param in params.items()),
-        }
-        agree(described, timeout)
-        self._group = dist.new_group(timeout=timeout)
+        with agreement(ddp.process_group.group_name, ranks, timeout) as described:
+            params = trainable_parameters(ddp)
+            described.update(
+                method=repr(method),
+                **{name: repr(value) for name, value in options.items() if not callable(value)},
+                bucket_cap_mb=bucket_cap_mb,
+                model=", ".join(f"{name}{list(param.shape)}" for name, param in params.items()),
+            )
+        self._group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         self.comm = ProcessGroupComm(self._group)
         self.reducer = Reducer(method, self.comm, bucket_cap_mb=bucket_cap_mb, **options)
         self.reducer.setup(params)
@@ -145,9 +150,13 @@ class CommThread:
         self._params = list(params.values())  # keeps the ids valid
         self._queue: queue.Queue[_Bucket | None] = queue.Queue()
         self._thread: threading.Thread | None = None
+        self._device = ddp.device
+        self._stream = torch.cuda.Stream(ddp.device) if ddp.device.type == "cuda" else None
         self._error: BaseException | None = None
-        self._buckets: list[_Bucket] = []  # of the present step, the thread's own
-        self._arrived: dict[str, _Bucket] = {}  # likewise
+        # Of the present step, and the thread's own:
+        self._buckets: list[_Bucket] = []
+        self._arrived: dict[str, _Bucket] = {}
+        self._missing: dict[int, int] = {}  # parameters per segment
         self._in_backward = False
         self._closed = False
         # DDP hands over parameters that took no part as well, with whatever their .grad holds; only autograd knows.
@@ -158,9 +167,8 @@ class CommThread:
             if self._watches_use
             else []
         )
-        self._stream = torch.cuda.Stream(ddp.device) if ddp.device.type == "cuda" else None
         ddp.register_comm_hook(self, _on_bucket)
-        atexit.register(self.close)
+        weakref.finalize(ddp, self.close)  # when the model goes, or the interpreter
 
     # In the training thread:
 
@@ -176,10 +184,21 @@ class CommThread:
             )
         buffer = bucket.buffer()
         if not self._in_backward:
+            try:
+                Variable._execution_engine.queue_callback(self._end_of_backward)
+            except RuntimeError as error:
+                raise self._told(
+                    "DDP reduces gradients outside of backward, as it does within ddp.join(). Give all ranks the same "
+                    "number of batches instead."
+                ) from error
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)
         future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         # By flat position: gradients() has the strides of the parameters, which need not be those of memory.
+        if unknown := [param for param in bucket.parameters() if id(param) not in self._name_of]:
+            raise self._told(
+                f"DDP delivered a gradient of shape {list(unknown[0].shape)} whose parameter had requires_grad=False "
+                f"when compression was attached. Freeze and unfreeze parameters before the model is wrapped."
+            )
         names = [self._name_of[id(param)] for param in bucket.parameters()]
         views = dict(zip(names, buffer.split([param.numel() for param in bucket.parameters()]), strict=True))
         unused = set(names) - self._used if self._watches_use else set()
@@ -199,16 +218,9 @@ class CommThread:
 
     def _end_of_backward(self) -> None:
         """Wait for the thread and raise what went wrong in it. Runs before DDP itself waits for the futures."""
+        # With reentrant checkpointing this is the end of a part only: the next bucket queues it again.
         self._in_backward = False
         self._queue.join()
-        if self._error is None and self._arrived:
-            missing = sorted(set(self._segment_of) - set(self._arrived))
-            self._fail(
-                RuntimeError(
-                    f"Backward ended, but DDP has not delivered the gradients of {', '.join(missing)}. Every backward "
-                    f"pass must reduce all parameters."
-                )
-            )
         if self._error is not None:
             raise self._error
 
@@ -217,20 +229,21 @@ class CommThread:
         if not self._closed:
             self.comm.report(self._describe(error))
 
-    def leave(self) -> None:
-        """Tell the other ranks that this one takes no further step."""
-        self.comm.leave(
-            f"Rank {self.comm.rank} has ended training after {self.reducer.step} steps, while other ranks go on. Give "
-            f"all ranks the same number of batches."
-        )
+    def _told(self, text: str) -> RuntimeError:
+        error = RuntimeError(text)
+        self.fail(error)
+        return error
 
     def close(self) -> None:
         """End the thread and leave the group. May be called twice, and after a failure."""
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
-        self.leave()
+        self.comm.leave(
+            f"Rank {self.comm.rank} has ended training after {self.reducer.step} steps, while other ranks go on. Look "
+            f"for an error in its output, or give all ranks the same number of batches."
+        )
+
         for watch in self._watches:
             watch.remove()
         if self._thread is not None:
@@ -243,6 +256,8 @@ class CommThread:
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # OpenMP keeps this number per thread
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)  # and CUDA the current device
         while (bucket := self._queue.get()) is not None:
             try:
                 if self._error is None:
@@ -255,14 +270,15 @@ class CommThread:
                             self._process(bucket)
             except BaseException as error:  # raised again in the training thread
                 self._fail(error)
-            if self._error is not None and not bucket.future.done():
-                bucket.future.set_result(bucket.buffer)
-            self._queue.task_done()
+            finally:
+                if self._error is not None and not bucket.future.done():
+                    bucket.future.set_result(bucket.buffer)
+                self._queue.task_done()
             del bucket
 
     def _process(self, bucket: _Bucket) -> None:
         self._buckets.append(bucket)
-        bucket.open_segments = {self._segment_of[name].index for name in bucket.views}
+        bucket.open = len({self._segment_of[name].index for name in bucket.views})
         for name in bucket.views:
             if name in self._arrived:
                 raise RuntimeError(
@@ -270,27 +286,33 @@ class CommThread:
                 )
             self._arrived[name] = bucket
             segment = self._segment_of[name]
-            if all(other in self._arrived for other in segment.names):
+            missing = self._missing[segment.index] = self._missing.get(segment.index, len(segment.names)) - 1
+            if missing == 0:
+                brought_by = [self._arrived[other] for other in segment.names]
                 self.reducer.reduce_segment_(
                     segment,
-                    [self._arrived[other].views[other] for other in segment.names],
-                    [other for other in segment.names if other in self._arrived[other].unused],
+                    [touched.views[other] for other, touched in zip(segment.names, brought_by, strict=True)],
+                    [
+                        other
+                        for other, touched in zip(segment.names, brought_by, strict=True)
+                        if other in touched.unused
+                    ],
                 )
-                for touched in self._buckets:
-                    if segment.index in touched.open_segments:
-                        touched.open_segments.discard(segment.index)
-                        if not touched.open_segments:
-                            touched.future.set_result(touched.buffer)
+                for touched in {id(touched): touched for touched in brought_by}.values():
+                    touched.open -= 1
+                    if touched.open == 0:
+                        touched.future.set_result(touched.buffer)
         if len(self._arrived) == len(self._segment_of):
-            self._buckets, self._arrived = [], {}
+            self._buckets, self._arrived, self._missing = [], {}, {}
             self.reducer.finish_step()
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        self.comm.report(self._describe(error))
+        # First of all, so that backward ends whatever happens here.
         for bucket in self._buckets:
             if not bucket.future.done():
                 bucket.future.set_result(bucket.buffer)
+        self.comm.report(self._describe(error))
 
     def _describe(self, error: BaseException) -> str:
         if isinstance(error, RankFailure):
@@ -309,10 +331,6 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     Raises:
         TypeError, ValueError: the model or DDP uses something that cannot be combined with compression.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."
-        )
     for option, given in (
         ("skip_all_reduce_unused_params", getattr(ddp, "skip_all_reduce_unused_params", False)),
         ("delay_all_reduce_named_params", getattr(ddp, "_delay_all_reduce_params", None)),
@@ -325,33 +343,48 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
                 f"{name or 'The model'!r} is a {type(module).__name__} with sparse=True: sparse gradients cannot be "
                 f"compressed. Set sparse=False, or train with strategy='ddp'."
             )
+    reduced = {id(param) for param in ddp._module_parameters}
     return {
         name.replace("_orig_mod.", ""): param  # torch.compile's prefix
         for name, param in ddp.module.named_parameters()
-        if param.requires_grad and name not in ddp.parameters_to_ignore
+        if param.requires_grad and id(param) in reduced
     }
 
 
-def agree(described: dict[str, Any], timeout: timedelta) -> None:
+@contextlib.contextmanager
+def agreement(group: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[dict[str, Any]]:
     """Compare settings with all ranks, before any collective could be out of step.
 
+    Yields a dictionary to fill in with what must be equal on all ranks, name to value. An exception in the meantime
+    is told to the others.
+
     Args:
-        described: what must be equal on all ranks, name to value.
-        timeout: how long to wait for the slowest rank.
+        group: name of the process group.
+        ranks: its members.
+        timeout: how long to wait for the slowest.
 
     Raises:
-        RankFailure: the settings differ, or a rank does not come.
+        RankFailure: the settings differ, or a rank cannot attach, or does not come.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     # The store itself counts how often a rank attached, so a second fit compares afresh.
-    number = store.add(f"lightning_sparse/attached/{rank}", 1)
-    store.set(f"lightning_sparse/attach/{number}/{rank}", json.dumps(described))
+    number = store.add(f"lightning_sparse/{group}/attached/{rank}", 1)
+
+    def key(rank: int) -> str:
+        return f"lightning_sparse/{group}/attach/{number}/{rank}"
+
+    described: dict[str, Any] = {}
+    try:
+        yield described
+    except Exception as error:
+        store.set(key(rank), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    store.set(key(rank), json.dumps(described))
     deadline = time.monotonic() + timeout.total_seconds()
     warn_at = time.monotonic() + SUSPECT_SECONDS
-    for other in range(size):
-        key = f"lightning_sparse/attach/{number}/{other}"
-        while not store.check([key]):
+    for other in ranks:
+        while not store.check([key(other)]):
             suspicion = (
                 f"Rank {rank} waits for rank {other} to attach {described['method']}. If it is running already, it "
                 f"uses another strategy, such as stock 'ddp': give all ranks the same one."
@@ -361,8 +394,10 @@ def agree(described: dict[str, Any], timeout: timedelta) -> None:
             if time.monotonic() > warn_at:
                 log.warning(suspicion)
                 warn_at = float("inf")
-            time.sleep(min(0.05, POLL.total_seconds()))
-        theirs = json.loads(store.get(key))
+            time.sleep(0.02)
+        theirs = json.loads(store.get(key(other)))
+        if "error" in theirs:
+            raise RankFailure(f"Rank {other} cannot attach: {theirs['error']}")
         for setting, mine in described.items():
             if theirs[setting] != mine:
                 raise RankFailure(

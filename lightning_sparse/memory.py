@@ -19,6 +19,9 @@ class Memory(abc.ABC):
     entries: tuple[Entry, ...] = ()
     """What it keeps in the segment's state."""
 
+    needs_lr: bool = False
+    """Whether it asks for `Context.lr`."""
+
     @abc.abstractmethod
     def compensate(self, grads: list[Tensor], segment: Segment, ctx: Context) -> Tensor:
         """Combine the gradients with what was kept.
@@ -43,7 +46,10 @@ class Memory(abc.ABC):
         """
 
     def gain(self, ctx: Context) -> float:
-        """Return how much of `u` one unit of gradient is; the result is divided by it when it is handed out."""
+        """Return how much of `u` one unit of gradient is; the result is divided by it when it is handed out.
+
+        Zero means that nothing moves: the step is left out and the state stays. Equal on all ranks.
+        """
         return 1.0
 
 

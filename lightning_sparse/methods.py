@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,10 +35,14 @@ class Method:
         for part, kind in (("compressor", Compressor), ("memory", Memory), ("aggregator", Aggregator)):
             if not isinstance(getattr(self, part), kind):
                 raise TypeError(f"Method({part}={getattr(self, part)!r}): {part} must be a {kind.__name__}.")
+            # Ranks compare configurations by their repr, and threads share them.
+            value: Any = getattr(self, part)
+            if not is_dataclass(value) or not value.__dataclass_params__.frozen:  # type: ignore[union-attr]
+                raise TypeError(f"Method({part}={value!r}): make {type(value).__name__} a @dataclass(frozen=True).")
         if not self.aggregator.supports(self.compressor):
             raise ValueError(
-                f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends: payloads of different ranks do "
-                f"not add up element by element. Use Mean(), which gathers them."
+                f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. Use Mean(), which gathers all "
+                f"payloads and takes any."
             )
 
     @property

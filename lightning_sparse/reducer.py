@@ -71,6 +71,8 @@ class Reducer:
             raise TypeError(f"Reducer(method={method!r}): method must be a Method or the name of one.")
         check_warmup(self.method, warmup, warmup_steps)
         check_partition(granularity, bucket_cap_mb)
+        if self.method.memory.needs_lr and lr is None:
+            raise ValueError(f"{self.method!r} needs the learning rate: pass lr, a number or a function.")
         self.comm = comm
         self.seed = seed
         self.granularity = granularity
@@ -115,7 +117,8 @@ class Reducer:
             self.bucket_cap_mb,
             dtypes={name: param.dtype for name, param in params.items()},
         )
-        device = next(iter(params.values())).device
+        self._digest = self.layout.digest
+        device = self._device = next(iter(params.values())).device
         self.states = [{} for _ in self.layout.segments]
         for entry in self._entries.values():
             if entry.per != "segment":
@@ -167,16 +170,25 @@ class Reducer:
         state, density = self.states[segment.index], self.density
         memory = self.method.memory
         compressor, aggregator = self._path(density, segment)
+        lr = None
+        if memory.needs_lr:
+            lr = self.lr() if callable(self.lr) else self.lr
         ctx = Context(
             step=self.step,
             density=density,
-            lr=self.lr() if callable(self.lr) else self.lr,
+            lr=lr,
             state=state,
             seed=self.seed,
             segment=segment.index,
             rank=self.comm.rank,
-            fingerprint=zlib.crc32(repr((self.method, self.seed, self.step, density, segment)).encode()),
+            fingerprint=zlib.crc32(repr((self.method, self.seed, self.step, density, lr, segment.index)).encode())
+            ^ self._digest,
         )
+        gain = memory.gain(ctx)
+        if gain == 0:
+            # With the learning rate inside the memory and at zero, u is what it was, and nothing may leave it.
+            torch._foreach_zero_(grads)
+            return
         clock = time.perf_counter
         started = clock()
         aside = self._set_aside(segment, grads, unused) if unused else []
@@ -184,7 +196,7 @@ class Reducer:
         compensated = clock()
         agreed, used = aggregator(u, segment, compressor, self.comm, ctx)
         aggregated = clock()
-        lost = write_(grads, segment, agreed, 1 / memory.gain(ctx))
+        lost = write_(grads, segment, agreed, 1 / gain)
         written = clock()
         memory.keep(u, used, lost, compressor, segment, ctx)
         for kept, value in aside:
@@ -196,6 +208,16 @@ class Reducer:
             strict=True,
         ):
             self.seconds[phase] += spent
+
+    def reset(self) -> None:
+        """Forget all steps: as after `setup`."""
+        self.step = 0
+        for state in self.states:
+            for name in list(state):
+                if self._entries[name].per == "segment":
+                    del state[name]
+                else:
+                    state[name].zero_()
 
     def finish_step(self) -> None:
         """Count a step; to be called when all segments have been reduced."""
@@ -219,15 +241,18 @@ class Reducer:
         return DENSE
 
     def _sends_less(self, density: float | None, segment: Segment) -> bool:
-        size, aggregator = self.comm.size, self.method.aggregator
-        dense = DENSE[1].nbytes(4 * segment.numel, size)
-        return size == 1 or aggregator.nbytes(self.method.compressor.nbytes(segment.numel, density), size) < dense
+        size, compressor = self.comm.size, self.method.compressor
+        if size == 1 or segment.numel == 0:
+            return True
+        dense = DENSE[1].nbytes(DENSE[0], segment, None, size)
+        return self.method.aggregator.nbytes(compressor, segment, density, size) < dense
 
     def _set_aside(self, segment: Segment, grads: list[Tensor], unused: Collection[str]) -> list[tuple[Tensor, Tensor]]:
         """Empty the gradients and the per-element state of unused parameters; return the state to add again later."""
         aside = []
         for entry in self._entries.values():
-            if entry.per == "element":
+            # What is equal on all ranks must stay so, whoever used the parameter.
+            if entry.per == "element" and entry.resize == "sum":
                 views = segment.views(self.states[segment.index][entry.name])
                 for name, kept in zip(segment.names, views, strict=True):
                     if name in unused:
@@ -243,8 +268,10 @@ class Reducer:
 
         Returns:
             Tensors and primitives only: "step"; "elements", entry name to parameter name to a tensor of the parameter's
-            shape; "segments", first parameter of the segment to entry name to tensor; and what it belongs to.
+            shape; "segments", names of a segment's parameters to entry name to tensor; and what it belongs to.
         """
+        if self._saved is not None:
+            return dict(self._saved)  # loaded, but the parameters are not known yet
         state: dict[str, Any] = {
             "version": 1,
             "method": repr(self.method),
@@ -258,7 +285,7 @@ class Reducer:
             for name, per_param in state["elements"].items():
                 for param, shape, view in zip(segment.names, segment.shapes, segment.views(kept[name]), strict=True):
                     per_param[param] = view.reshape(shape).clone()
-            state["segments"][segment.names[0]] = {
+            state["segments"]["\n".join(segment.names)] = {
                 name: value.clone()
                 for name, value in kept.items()
                 if name in self._entries and self._entries[name].per == "segment"
@@ -279,11 +306,11 @@ class Reducer:
         ):
             if state.get(key) != mine:
                 raise ValueError(f"Reducer state is of {key} {state.get(key)!r}, here it is {mine!r}: cannot load it.")
-        self.step = int(state["step"])
         if self.layout is None:
             self._saved = state  # there is no place for it before the parameters are known
         else:
             self._restore(self.layout, state)
+        self.step = int(state["step"])
 
     def _restore(self, layout: Layout, state: Mapping[str, Any]) -> None:
         for name, per_param in state["elements"].items():
@@ -297,8 +324,11 @@ class Reducer:
                         raise ValueError(f"Reducer state of {param!r} has shape {tuple(saved.shape)}, not {shape}.")
                     view.copy_(saved.reshape(-1))
         for segment, kept in zip(layout.segments, self.states, strict=True):
-            for name, value in state["segments"].get(segment.names[0], {}).items():
-                kept[name] = value.clone()
+            saved_here = state["segments"].get("\n".join(segment.names), {})
+            for name in (name for name, entry in self._entries.items() if entry.per == "segment"):
+                kept.pop(name, None)
+                if name in saved_here:
+                    kept[name] = saved_here[name].to(self._device, copy=True)
 
 
 def write_(grads: Sequence[Tensor], segment: Segment, agreed: Agreed, scale: float) -> Agreed | None:

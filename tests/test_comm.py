@@ -132,6 +132,41 @@ def test_word_of_a_failure_reaches_ranks_that_wait(how, word):
         assert seconds < 3  # the group's timeout is 30
 
 
+def late_exchange(rank: int) -> float:
+    comm = ProcessGroupComm()
+    time.sleep(1.2 * rank)  # longer than a slice of waiting
+    return comm.exchange(torch.tensor([float(rank)]), 1 - rank).item()
+
+
+def test_exchange_with_a_peer_that_is_late():
+    assert run_ranks(2, late_exchange) == [1.0, 0.0]
+
+
+def maximum_with_nan(rank: int) -> float:
+    return ProcessGroupComm().all_reduce(torch.tensor([float("nan") if rank else 1.0]), "max").item()
+
+
+def test_a_nan_shows_in_the_maximum():
+    assert run_ranks(2, maximum_with_nan) == [float("inf")] * 2
+
+
+def test_a_wait_that_ends_just_after_its_limit():
+    class Work:
+        calls = 0
+
+        def wait(self, *limit):
+            self.calls += 1
+            if limit:
+                raise RuntimeError("Operation timed out!")
+
+        def is_completed(self):
+            return True
+
+    work = Work()
+    assert ProcessGroupComm._gloo_waited(None, work)
+    assert work.calls == 2
+
+
 def test_a_peer_that_vanishes_is_an_error_that_says_so():
     def vanish(rank: int) -> str:
         import os

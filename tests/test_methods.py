@@ -128,6 +128,25 @@ def test_finite_sums_that_overflow_are_no_error(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_results_too_large_for_fp16_wait_in_the_residual(name):
+    """Two steps of 60000: what does not fit into fp16, 65504 at most, must be neither infinite nor lost."""
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        reducer = Reducer(make(name, 0.02), comm, granularity="model")
+        received = torch.zeros(100, dtype=torch.float64)
+        for _ in range(2):
+            grads = {"w": torch.full((100,), 60000.0, dtype=torch.float16)}
+            reducer.reduce_(grads)
+            received += grads["w"].double()
+        elements = reducer.state_dict()["elements"]
+        return received, sum((e["w"].double() for e in elements.values()), torch.zeros(100))
+
+    ranks = simulate(2, rank)
+    assert torch.isfinite(ranks[0][0]).all()
+    assert torch.equal(2 * ranks[0][0] + ranks[0][1] + ranks[1][1], torch.full((100,), 4 * 60000.0).double())
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_full_density_is_the_mean(name):
     def rank(comm: Comm) -> Tensor:
         grads = gradients("heavy", comm.rank, 0)

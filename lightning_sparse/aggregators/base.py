@@ -40,8 +40,8 @@ class Aggregator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def nbytes(self, payload: int, size: int) -> float:
-        """Return how many bytes a rank sends for a payload of `payload` bytes among `size` ranks."""
+    def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
+        """Return how many bytes a rank sends for a segment among `size` ranks, without counts and headers."""
 
     def supports(self, compressor: Compressor) -> bool:
         """Return whether the payloads of `compressor` can be aggregated this way."""
@@ -59,8 +59,8 @@ class Mean(Aggregator):
         payloads = all_gather_payloads(payload, u, segment, comm, ctx)
         return compressor.mean(payloads, segment, ctx), payload
 
-    def nbytes(self, payload: int, size: int) -> float:
-        return payload * (size - 1)
+    def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
+        return compressor.nbytes(segment, density) * (size - 1)
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class AllReduceMean(Aggregator):
         self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
     ) -> tuple[Agreed, Payload]:
         payload = compressor.compress(u, segment, ctx)
+        # Sums carry no header, so it goes ahead.
         check_headers(comm.all_gather(header(payload, u, segment, ctx)), segment, ctx)
         # Summed in place where the payload is u itself: a dense segment must not cost a second buffer.
         total = tuple(part if part is u else part.clone() for part in payload)
@@ -79,22 +80,30 @@ class AllReduceMean(Aggregator):
             comm.all_reduce(part.div_(comm.size))
         return compressor.mean([total], segment, ctx), payload
 
-    def nbytes(self, payload: int, size: int) -> float:
-        return 2 * payload * (size - 1) / size
+    def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
+        return 2 * compressor.nbytes(segment, density) * (size - 1) / size
 
     def supports(self, compressor: Compressor) -> bool:
         return compressor.summable
 
 
 def header(payload: Payload, u: Tensor, segment: Segment, ctx: Context) -> Tensor:
-    """Return what travels before every payload: the fingerprint and, if `u` is not finite, a parameter's index + 1."""
-    bad = 0
+    """Return what travels before every payload: the fingerprint and what is wrong.
+
+    0 is for nothing, n for a gradient of the segment's n-th parameter that is not finite, -1 for a payload that is not
+    finite although `u` is.
+    """
+    wrong = 0
+    floats = [part for part in payload if part.is_floating_point()]
     # A sum of finite values may overflow, so it only raises the suspicion; `isfinite` of everything costs ten times
     # as much.
-    if not all(torch.isfinite(part.sum()) for part in payload if part.is_floating_point()):
-        wrong = (~torch.isfinite(u)).nonzero()
-        bad = 1 + segment.names.index(segment.owner(int(wrong[0]))) if len(wrong) else 0
-    return torch.tensor([ctx.fingerprint, bad], dtype=torch.int64, device=u.device)
+    if not all(torch.isfinite(part.sum()) for part in floats):
+        broken = (~torch.isfinite(u)).nonzero()
+        if len(broken):
+            wrong = 1 + segment.names.index(segment.owner(int(broken[0])))
+        elif not all(torch.isfinite(part).all() for part in floats):
+            wrong = -1
+    return torch.tensor([ctx.fingerprint, wrong], dtype=torch.int64, device=u.device)
 
 
 def check_headers(headers: Sequence[Tensor], segment: Segment, ctx: Context) -> None:
@@ -104,15 +113,19 @@ def check_headers(headers: Sequence[Tensor], segment: Segment, ctx: Context) -> 
         if fingerprint != rows[0][0]:
             raise RankFailure(
                 f"Ranks are out of step: at step {ctx.step}, segment {segment.index} ({segment.names[0]!r} and on), "
-                f"rank {rank} and rank 0 differ in method, density, step or model. Give all ranks the same settings "
-                f"and the same number of batches."
+                f"rank {rank} and rank 0 differ in method, density, learning rate, step or model. Give all ranks the "
+                f"same settings and the same number of batches."
             )
-    for rank, (_, bad) in enumerate(rows):
-        if bad:
+    for rank, (_, wrong) in enumerate(rows):
+        if wrong:
+            what = (
+                f"The gradient of {segment.names[wrong - 1]!r} is not finite"
+                if wrong > 0
+                else f"The gradients from {segment.names[0]!r} on are too large for the compressor"
+            )
             raise NonFiniteGradient(
-                f"The gradient of {segment.names[bad - 1]!r} is not finite on rank {rank} at step {ctx.step}. Nothing "
-                f"of this step was applied. Look for a loss that is NaN or inf, lower the learning rate, or clip the "
-                f"gradients."
+                f"{what} on rank {rank} at step {ctx.step}. Training cannot go on from here: start from the last "
+                f"checkpoint. Look for a loss that is NaN or inf, lower the learning rate, or clip the gradients."
             )
 
 

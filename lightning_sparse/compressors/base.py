@@ -65,8 +65,8 @@ class Compressor(abc.ABC):
         """Add what `payload` stands for to `out` (1-D, fp32), in place."""
 
     @abc.abstractmethod
-    def nbytes(self, numel: int, density: float | None) -> int:
-        """Return the size in bytes of what a payload of `numel` elements says, without its count and header."""
+    def nbytes(self, segment: Segment, density: float | None) -> int:
+        """Return the size in bytes of what a segment's payload says, without its count and header."""
 
     def decompress(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         """Return what `payload` stands for, as a new fp32 tensor of the segment's length."""
@@ -97,14 +97,14 @@ class Identity(Compressor):
         return out.add_(payload[0])
 
     def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
-        return u.zero_()
+        return u.zero_() if payload[0] is u else u.sub_(payload[0])
 
     def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
         # One payload, the sum that all-reduce made, needs no pass of its own.
         return payloads[0][0] if len(payloads) == 1 else super().mean(payloads, segment, ctx)
 
-    def nbytes(self, numel: int, density: float | None) -> int:
-        return 4 * numel
+    def nbytes(self, segment: Segment, density: float | None) -> int:
+        return 4 * segment.numel
 
 
 class Sparsifier(Compressor):
@@ -134,17 +134,20 @@ class Sparsifier(Compressor):
         """Return how many entries a payload has room for; k, unless the selection may overshoot."""
         return self.target(numel, density)
 
-    def nbytes(self, numel: int, density: float | None) -> int:
-        return 8 * self.capacity(numel, density)
+    def nbytes(self, segment: Segment, density: float | None) -> int:
+        return 8 * self.capacity(segment.numel, density)
 
     def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
         chosen = self.select(u, segment, ctx)
-        count, capacity = chosen.numel(), self.capacity(segment.numel, ctx.density)
-        indices = torch.zeros(capacity, dtype=torch.int32, device=u.device)
-        values = torch.zeros(capacity, device=u.device)
-        indices[:count] = chosen
-        values[:count] = u[chosen]
-        return torch.tensor([count], dtype=torch.int32, device=u.device), indices, values
+        return self.pack(Entries(chosen, u[chosen]), segment, ctx)
+
+    def pack(self, entries: Entries, segment: Segment, ctx: Context) -> Payload:
+        """Return a payload that holds these entries, at most `capacity` of them."""
+        count, capacity, device = entries.indices.numel(), self.capacity(segment.numel, ctx.density), entries[0].device
+        indices = torch.zeros(capacity, dtype=torch.int32, device=device)
+        values = torch.zeros(capacity, device=device)
+        indices[:count], values[:count] = entries
+        return torch.tensor([count], dtype=torch.int32, device=device), indices, values
 
     def unpack(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
         """Return the entries that the payload holds."""

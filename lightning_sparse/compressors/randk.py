@@ -34,6 +34,11 @@ class RandK(Sparsifier):
         return self._draw(u.numel(), u.device, ctx or Context())
 
     def _draw(self, numel: int, device: torch.device, ctx: Context) -> Tensor:
+        if "randk" not in ctx.cache:
+            ctx.cache["randk"] = self._drawn(numel, device, ctx)
+        return ctx.cache["randk"]
+
+    def _drawn(self, numel: int, device: torch.device, ctx: Context) -> Tensor:
         k = self.target(numel, ctx.density)
         generator = ctx.generator(shared=True, device=device)
         if 4 * k > numel:
@@ -50,8 +55,8 @@ class RandK(Sparsifier):
         chosen = torch.randperm(distinct.numel(), generator=generator, device=device)[:k]
         return distinct.index_select(0, chosen.sort().values)
 
-    def nbytes(self, numel: int, density: float | None) -> int:
-        return 4 * self.target(numel, density)
+    def nbytes(self, segment: Segment, density: float | None) -> int:
+        return 4 * self.target(segment.numel, density)
 
     def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
         values = u.index_select(0, self.select(u, segment, ctx))

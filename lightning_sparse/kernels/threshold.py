@@ -1,8 +1,8 @@
 """Entries above a threshold that starts at a Gaussian's and is refined until about k are left.
 
-The pass over the data that takes block maxima also takes the moments. From then on the maxima say where to look: a
-block whose maximum does not reach the threshold has nothing to offer, and more than 4k/3 blocks that do are more than
-4k/3 entries, without looking into any.
+After one pass for block maxima and one for the moments, the maxima say where to look: a block whose maximum does not
+reach the threshold has nothing to offer, and more than 4k/3 blocks that do are more than 4k/3 entries, without looking
+into any.
 """
 
 from __future__ import annotations

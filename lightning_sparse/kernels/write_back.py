@@ -35,10 +35,19 @@ def write_entries_(
         for grad, start, (first, last) in zip(grads, bounds, pairwise(cuts), strict=False):
             if first < last:
                 where, what = indices[first:last] - start, values[first:last]
-                grad.index_add_(0, where, what.to(grad.dtype))
+                fitting = fit(what, grad.dtype)
+                grad.index_add_(0, where, fitting)
                 if rounded:
-                    lost.append(what - what.to(grad.dtype).float())
+                    lost.append(what - fitting.float())
     return (terms[0][0], torch.cat([*lost, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
+
+
+def fit(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round finite values to a dtype; what is too large for it becomes its largest number, not infinity."""
+    if dtype == values.dtype:
+        return values
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)
 
 
 def coalesce(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -58,7 +67,7 @@ def write_dense_(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor) ->
     """
     parts = [out[start:stop] for start, stop in pairwise(bounds)]
     for grad, part in zip(grads, parts, strict=True):
-        grad.copy_(part)
+        grad.copy_(fit(part, grad.dtype))
     if all(grad.dtype == torch.float32 for grad in grads):
         return None
     return torch.cat([part - grad for grad, part in zip(grads, parts, strict=True)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +30,7 @@ class SparseDDP(DDPStrategy):
         granularity: what is compressed together: each "layer", each "bucket" of `bucket_cap_mb`, or the whole "model".
         warmup: densities to use in turn before `density`, an epoch each, or `warmup_steps` steps each.
         warmup_steps: number of optimizer steps for each density of `warmup`.
+        seed: of the method's random choices.
         **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel.
 
     Attributes:
@@ -44,6 +44,7 @@ class SparseDDP(DDPStrategy):
         granularity: Literal["layer", "bucket", "model"] = "bucket",
         warmup: Sequence[float] = (),
         warmup_steps: int | None = None,
+        seed: int = 0,
         **kwargs: Any,
     ) -> None:
         for option in REFUSED:
@@ -59,7 +60,12 @@ class SparseDDP(DDPStrategy):
         self._method = method_of(method, density)
         check_warmup(self._method, warmup, warmup_steps)
         check_partition(granularity, kwargs["bucket_cap_mb"])
-        self._options = {"granularity": granularity, "warmup": tuple(warmup), "warmup_steps": warmup_steps}
+        self._options: dict[str, Any] = {
+            "granularity": granularity,
+            "warmup": tuple(warmup),
+            "warmup_steps": warmup_steps,
+            "seed": seed,
+        }
         self._comm_thread: CommThread | None = None
 
     @property
@@ -70,12 +76,16 @@ class SparseDDP(DDPStrategy):
         return self._comm_thread.reducer
 
     def _register_ddp_hooks(self) -> None:
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' scales the loss and skips steps that overflow, which the residuals cannot follow "
+                "yet. Use precision='bf16-mixed' or '32-true', or strategy='ddp'."
+            )
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
         self._comm_thread = CommThread(
             self.model,  # type: ignore[arg-type]
             self._method,
             lr=self._learning_rate,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
             timeout=self._timeout,
             **self._options,
         )
@@ -95,10 +105,10 @@ class SparseDDP(DDPStrategy):
         assert self.lightning_module is not None
         self.reducer.epoch = self.lightning_module.trainer.current_epoch
 
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        if self._comm_thread is not None:
-            self._comm_thread.leave()
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # A learning-rate or batch-size finder has trained before, and has put the weights back.
+        self.reducer.reset()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

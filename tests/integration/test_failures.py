@@ -44,7 +44,7 @@ def attach_with(rank: int, settings: list[dict[str, Any]]) -> tuple[str, str, fl
         ([{"method": "topk"}, {"method": "gaussiank"}], "Ranks differ in method: rank 0 has Method(compressor=TopK("),
         ([{"density": 0.1}, {"density": 0.2}], "density=0.2"),
         ([{"seed": 1}, {"seed": 2}], "Ranks differ in seed: rank 0 has 1, rank 1 has 2"),
-        ([{}, {"granularity": "model"}], "Ranks differ in granularity"),
+        ([{}, {"granularity": "model"}], "Ranks differ in granularity: rank 0 has 'bucket', rank 1 has 'model'"),
         ([{}, {"warmup": [0.1], "warmup_steps": 5}], "Ranks differ in warmup"),
     ],
 )
@@ -132,9 +132,60 @@ def test_ranks_with_different_step_counts():
     assert first[0] == "no error"
     assert second[:2] == (
         "RankFailure",
-        "Rank 0 has ended training after 3 steps, while other ranks go on. Give all ranks the same number of batches.",
+        "Rank 0 has ended training after 3 steps, while other ranks go on. Look for an error in its output, or "
+        "give all ranks the same number of batches.",
     )
     assert second[2] < SOON
+
+
+def refuses_alone(rank: int) -> tuple[str, str, float]:
+    net = nn.Linear(2, 2)
+    ddp = DistributedDataParallel(net, skip_all_reduce_unused_params=rank == 1)
+    return caught(lambda: attach(ddp))
+
+
+def test_a_rank_that_cannot_attach_tells_the_others():
+    first, second = run_ranks(2, refuses_alone)
+    assert second[0] == "ValueError"
+    assert first[0] == "RankFailure"
+    assert first[1].startswith("Rank 1 cannot attach: ValueError: DistributedDataParallel(skip_all_reduce_unused")
+
+
+def joins(rank: int) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    attach(ddp)
+
+    def run() -> None:
+        with ddp.join():
+            for _ in range(2 + 3 * rank):
+                step(ddp)
+
+    return caught(run)
+
+
+def test_uneven_inputs_by_join_are_refused():
+    results = run_ranks(2, joins)
+    assert any("outside of backward, as it does within ddp.join()" in text for _, text, _ in results)
+    assert all(seconds < SOON for _, _, seconds in results)
+
+
+def odd_error(rank: int) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    reducer = attach(ddp, "topk")
+    if rank == 1:
+
+        def broken(*args: Any) -> None:
+            raise OSError("cannot read 'caf\udce9'")
+
+        reducer.reduce_segment_ = broken
+    kind, text, seconds = caught(lambda: step(ddp))
+    return kind, text.encode(errors="backslashreplace").decode(), seconds
+
+
+def test_an_error_text_that_cannot_be_encoded():
+    first, second = run_ranks(2, odd_error)
+    assert second[0] == "OSError"
+    assert (first[0], "caf\\udce9" in first[1]) == ("RankFailure", True)
 
 
 def not_finite(rank: int) -> tuple[str, str, float]:
@@ -252,7 +303,7 @@ def test_ranks_that_drift_apart_are_found():
         reducer = Reducer("topk", comm, seed=comm.rank)
         reducer.reduce_({"w": torch.ones(9000)})
 
-    with pytest.raises(RankFailure, match="rank 1 and rank 0 differ in method, density, step or model"):
+    with pytest.raises(RankFailure, match="rank 1 and rank 0 differ in method, density, learning rate, step or model"):
         simulate(2, rank)
 
 

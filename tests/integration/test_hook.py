@@ -1,5 +1,6 @@
 """`attach` on plain DistributedDataParallel, over forked processes: equal to a simulation without DDP, bit for bit."""
 
+import gc
 import random
 import threading
 import time
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -177,20 +180,82 @@ def test_parameters_that_come_and_go_lose_nothing():
     assert abs(kept0) > 1e-3, "otherwise there was nothing to lose"
 
 
-def two_on_one_thread(rank: int) -> list[bool]:
-    """Two models, each with its own thread and group; then both are closed."""
+def communication_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lightning_sparse"]
+
+
+def two_models(rank: int) -> list[bool]:
+    models = []
     outcomes = []
     for name in ("topk", "dense"):
         net = Net()
-        ddp = DistributedDataParallel(net)
+        models.append(DistributedDataParallel(net))
+        attach(models[-1], name)
+        outcomes.append(all(torch.isfinite(w).all() for w in train(net, models[-1], lambda: None, rank)))
+    outcomes.append(len(communication_threads()) == 2)
+    outcomes.append(all(thread.daemon for thread in communication_threads()))
+    groups = len(dist.distributed_c10d._world.pg_map)
+    models.clear()
+    gc.collect()
+    return [*outcomes, not communication_threads(), len(dist.distributed_c10d._world.pg_map) == groups - 2]
+
+
+def test_two_models_in_one_process_and_nothing_left_when_they_go():
+    assert run_ranks(2, two_models) == [[True] * 6] * 2
+
+
+def group_of_one(rank: int) -> float:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    net = nn.Linear(3, 1, bias=False)
+    ddp = DistributedDataParallel(net, process_group=alone)
+    attach(ddp, "dense")
+    ddp(torch.full((1, 3), float(rank + 1))).sum().backward()
+    return float(net.weight.grad[0, 0])
+
+
+def test_ddps_own_process_group_is_respected():
+    assert run_ranks(2, group_of_one) == [1.0, 2.0]
+
+
+def accumulated(rank: int, name: str | None, reentrant: bool) -> list[Tensor]:
+    net = nn.Sequential(*[nn.Linear(30, 30) for _ in range(6)])
+    torch.manual_seed(0)
+    for param in net.parameters():
+        nn.init.normal_(param, std=0.1)
+    body = Checkpointed(net) if reentrant else net
+    ddp = DistributedDataParallel(body, bucket_cap_mb=0.008)
+    if name is not None:
         attach(ddp, name)
-        outcomes.append(all(torch.isfinite(w).all() for w in train(net, ddp, lambda: None, rank)))
-    threads = [thread for thread in threading.enumerate() if thread.name == "lightning_sparse"]
-    return [*outcomes, len(threads) == 2, all(thread.daemon for thread in threads)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(3, 2, 30, generator=torch.Generator().manual_seed(10 * step + rank))
+        if not reentrant:
+            with ddp.no_sync():
+                ddp(x[0]).pow(2).sum().backward()
+                ddp(x[1]).pow(2).sum().backward()
+        ddp(x[2].requires_grad_()).pow(2).sum().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters()]
 
 
-def test_two_models_in_one_process():
-    assert run_ranks(2, two_on_one_thread) == [[True] * 4] * 2
+class Checkpointed(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["no_sync", "reentrant checkpointing"])
+def test_several_backward_passes_for_a_step(reentrant):
+    stock = run_ranks(2, accumulated, None, reentrant)
+    ours = run_ranks(2, accumulated, "dense", reentrant)
+    assert same(stock[0], ours[0])
+    assert same(ours[0], ours[1])
 
 
 def loader(rank: int) -> float:
