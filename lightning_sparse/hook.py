@@ -140,7 +140,10 @@ class CommThread:
                 bucket_cap_mb=bucket_cap_mb,
                 model=", ".join(f"{name}{list(param.shape)}" for name, param in params.items()),
             )
-        self._group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        # A part of the world has to make its group without the others. Such a group is named after its ranks, and its
+        # name cannot be used again, so it is left open at the end; others are numbered.
+        self._part_of_world = len(ranks) < dist.get_world_size()
+        self._group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=self._part_of_world)
         self.comm = ProcessGroupComm(self._group)
         self.reducer = Reducer(method, self.comm, bucket_cap_mb=bucket_cap_mb, **options)
         self.reducer.setup(params)
@@ -249,7 +252,7 @@ class CommThread:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(JOIN_SECONDS)
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._part_of_world:
             dist.destroy_process_group(self._group)
 
     # In the communication thread:

@@ -14,7 +14,7 @@ a fresh temporary of u's length costs more than reading u: its pages have to be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -71,20 +71,22 @@ def block_size(numel: int, k: int) -> int:
     return next((block for block in (64, 32, 16) if numel >= BLOCKS_PER_ENTRY * block * k), 1)
 
 
-def block_maxima(bits: Tensor, block: int) -> Tensor:
+def block_maxima(bits: Tensor, block: int, visit: Callable[[Tensor], None] | None = None) -> Tensor:
     """Return the largest magnitude of each full block, int32. What is left at the end belongs to no block.
 
-    A block of one element is its own maximum: then `bits` themselves are returned, signs and all.
+    A block of one element is its own maximum: then `bits` themselves are returned, signs and all. `visit` is called
+    with one chunk of the full blocks after the other, as fp32, while it is in cache.
     """
-    if block == 1:
-        return bits
     blocks = bits.numel() // block
-    maxima = torch.empty(blocks, dtype=torch.int32, device=bits.device)
+    maxima = bits if block == 1 else torch.empty(blocks, dtype=torch.int32, device=bits.device)
     size = chunk_size(bits.numel())
-    scratch = torch.empty(min(size, blocks * block), dtype=torch.int32, device=bits.device)
+    scratch = torch.empty(size if block > 1 else 0, dtype=torch.int32, device=bits.device)
     for chunk, out in zip(bits[: blocks * block].split(size), maxima.split(size // block), strict=True):
-        magnitudes = torch.bitwise_and(chunk, MAGNITUDE, out=scratch[: chunk.numel()])
-        torch.amax(magnitudes.view(-1, block), 1, out=out)
+        if block > 1:
+            magnitudes = torch.bitwise_and(chunk, MAGNITUDE, out=scratch[: chunk.numel()])
+            torch.amax(magnitudes.view(-1, block), 1, out=out)
+        if visit is not None:
+            visit(chunk.view(torch.float32))
     return maxima
 
 

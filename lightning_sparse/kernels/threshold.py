@@ -16,7 +16,6 @@ from lightning_sparse.kernels.select import (
     MAGNITUDE,
     block_maxima,
     block_size,
-    chunk_size,
     count_reaching,
     entries_reaching,
     largest,
@@ -44,25 +43,25 @@ def gaussian_indices(u: Tensor, k: int, z: float) -> Tensor:
     """
     bits = magnitude_bits("gaussian_indices", u)
     block = block_size(bits.numel(), k)
-    maxima = block_maxima(bits, block)
-    mean, deviation = _moments(u)
+    moments = _Moments()
+    maxima = block_maxima(bits, block, moments.add)
+    mean, deviation = moments.mean_and_deviation()
     fewest, most = -(-2 * k // 3), 4 * k // 3
-    start = abs(mean) + z * deviation
     # A NaN or an infinity makes the moments NaN, large numbers overflow, small ones vanish, constants have no spread:
     # nothing to start from.
     rounds = ROUNDS if 0 < deviation < math.inf else 0
     # In bits, a step of the exponent is a factor of two and the middle of two numbers about their geometric mean.
-    low, high, threshold = 0, MAGNITUDE, _bits(start) + 1
+    low, high, threshold = 0, MAGNITUDE, _bits(abs(mean) + z * deviation) + 1
     for _ in range(rounds):
-        if count_reaching(maxima, threshold) > most:
+        # Every block that passes has an entry to send, and few have two: so the maxima alone tell when to look.
+        passing = count_reaching(maxima, threshold)
+        if fewest <= passing <= most:
+            indices, magnitudes = entries_reaching(bits, maxima, block, threshold)
+            # More than 4k/3 crowd in few blocks; then the k largest lie at hand.
+            return indices if len(indices) <= most else indices.index_select(0, largest(magnitudes, k)[0])
+        if passing > most:
             low = threshold
         else:
-            indices, magnitudes = entries_reaching(bits, maxima, block, threshold)
-            if len(indices) > most:
-                # They crowd in few blocks, and all lie at hand.
-                return indices.index_select(0, largest(magnitudes, k)[0])
-            if len(indices) >= fewest:
-                return indices
             high = threshold
         if low and high < MAGNITUDE:
             threshold = (low + high) // 2
@@ -75,14 +74,21 @@ def gaussian_indices(u: Tensor, k: int, z: float) -> Tensor:
     return largest_of_blocks(bits, maxima, block, k)
 
 
-def _moments(u: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation of `u`, in one pass. Precise enough for a threshold that will be refined."""
-    total = squares = 0.0
-    for chunk in u.detach().split(chunk_size(u.numel())):
-        total += float(chunk.sum())
-        squares += float(chunk.dot(chunk))
-    mean = total / u.numel()
-    return mean, math.sqrt(max(0.0, squares / u.numel() - mean * mean))
+class _Moments:
+    """Mean and standard deviation in one pass. Precise enough for a threshold that will be refined."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+        self.total = self.squares = 0.0
+
+    def add(self, chunk: Tensor) -> None:
+        self.numel += chunk.numel()
+        self.total += float(chunk.sum())
+        self.squares += float(chunk.dot(chunk))
+
+    def mean_and_deviation(self) -> tuple[float, float]:
+        mean = self.total / self.numel
+        return mean, math.sqrt(max(0.0, self.squares / self.numel - mean * mean))
 
 
 def _bits(x: float) -> int:

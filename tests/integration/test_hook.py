@@ -204,6 +204,24 @@ def test_two_models_in_one_process_and_nothing_left_when_they_go():
     assert run_ranks(2, two_models) == [[True] * 6] * 2
 
 
+def one_after_the_other(rank: int) -> list[int]:
+    steps = []
+    for name in ("topk", "dense", "topk"):
+        net = Net()
+        ddp = DistributedDataParallel(net)
+        reducer = attach(ddp, name)
+        train(net, ddp, lambda: None, rank)
+        steps.append(reducer.step)
+        if rank == 0:  # ranks need not let go at the same time
+            del ddp
+            gc.collect()
+    return steps
+
+
+def test_attach_again_and_again():
+    assert run_ranks(2, one_after_the_other) == [[STEPS] * 3] * 2
+
+
 def group_of_one(rank: int) -> float:
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     net = nn.Linear(3, 1, bias=False)
