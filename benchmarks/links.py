@@ -1,0 +1,390 @@
+"""Several hosts with slow links on one machine, out of Linux network namespaces.
+
+    with Links(hosts=4, rate="1gbit") as links:
+        for probe in links.calibrate():
+            print(probe.name, probe.ratio)              # payload rate over the rate that the link should give
+        worker = links.popen(0, [sys.executable, "train.py"])
+
+Every host is a namespace with one interface, `eth0`; the other end of its veth pair is a port of a bridge in a
+namespace of its own. So nothing is added to the machine's own network, there is no way out to any other network, and
+deleting the namespaces deletes everything. A token bucket (`tc … tbf`) shapes both ends of each pair: one end alone
+would leave the sum of what several hosts send to one of them unlimited.
+
+Needs root, `ip` and `tc`. This module imports nothing but the standard library, because it is also the program that
+calibration runs inside the namespaces: `python links.py receive …` and `python links.py send …`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import IO, Any, final
+
+INTERFACE = "eth0"
+PREFIX = "sparse"
+# Of the 1514 bytes of a full frame, as the shaper counts it, TCP with time stamps leaves 1448 to the application.
+PAYLOAD_SHARE = 1448 / 1514
+TOLERANCE = 0.10
+_PORT = 29400
+_names = itertools.count()
+
+
+def bits_per_second(rate: str) -> float:
+    """Read a rate as `tc` writes it, such as "100mbit" or "1gbit".
+
+    Raises:
+        ValueError: not a number followed by kbit, mbit or gbit.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
+    if not match:
+        raise ValueError(f"rate={rate!r} is not a rate; write it as 100mbit or 1gbit.")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def burst(rate: str) -> str:
+    """Choose the token bucket's size: what passes at full speed after a pause.
+
+    Large enough for the timer to keep up with the rate, and small against one step's traffic: with 512 KB at
+    1 Gbit/s a whole sparse step of 0.6 MB would pass nearly unshaped.
+    """
+    speed = bits_per_second(rate)
+    return "16kb" if speed <= 100e6 else "64kb" if speed <= 1e9 else "512kb"
+
+
+def missing() -> str | None:
+    """Say what this machine lacks for namespaces, or None."""
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if absent:
+        return f"{' and '.join(absent)} not found (package iproute2)"
+    name = f"{PREFIX}{os.getpid()}-{next(_names)}-try"
+    # Root inside a container often may not; the only way to know is to try.
+    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
+    if made.returncode:
+        return f"`ip netns add` failed: {made.stderr.strip()}"
+    _run("ip", "netns", "del", name)
+    return None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One calibration measurement.
+
+    Attributes:
+        name: what was sent.
+        rate: the link's nominal rate.
+        payload_bytes: bytes handed to TCP.
+        seconds: from the first byte's departure to the arrival of the receiver's one-byte answer.
+    """
+
+    name: str
+    rate: str
+    payload_bytes: int
+    seconds: float
+
+    @property
+    def goodput(self) -> float:
+        """Payload in bits per second."""
+        return 8 * self.payload_bytes / self.seconds
+
+    @property
+    def ratio(self) -> float:
+        """Goodput over the goodput of full frames at the nominal rate (95.6 % of it): 1 is ideal."""
+        return self.goodput / (bits_per_second(self.rate) * PAYLOAD_SHARE)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the ratio is within 10 % of 1."""
+        return abs(self.ratio - 1) <= TOLERANCE
+
+
+@final
+class Links:
+    """A context manager that makes the hosts and removes them again.
+
+    Removal happens also after an exception, SIGINT, SIGTERM or SIGHUP, and ends every process in the hosts, by its
+    process id. What a killed (SIGKILL) run left behind is removed at the next start.
+
+    Args:
+        hosts: number of hosts.
+        rate: of each link, in each direction, as `tc` writes it.
+
+    Raises:
+        RuntimeError: the machine cannot make namespaces.
+    """
+
+    def __init__(self, hosts: int, rate: str) -> None:
+        self.hosts = hosts
+        self.rate = rate
+        self.burst = burst(rate)
+        base = f"{PREFIX}{os.getpid()}-{next(_names)}"
+        self._switch = f"{base}-switch"
+        self._namespaces = [f"{base}-host{host}" for host in range(hosts)]
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Links:
+        reason = missing()
+        if reason:
+            raise RuntimeError(f"Links(hosts={self.hosts}, rate={self.rate!r}): {reason}.")
+        for name in stale():
+            _remove(name)
+        # SIGINT raises KeyboardInterrupt already; the others would end Python without unwinding.
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            self._make()
+        except BaseException:
+            self._clean_up()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clean_up()
+
+    def address(self, host: int) -> str:
+        """Return a host's IPv4 address."""
+        return f"10.77.0.{host + 1}"
+
+    @property
+    def congestion_control(self) -> str:
+        """TCP's congestion control, which the hosts inherit from the machine."""
+        path = "/proc/sys/net/ipv4/tcp_congestion_control"
+        return _run("ip", "netns", "exec", self._namespaces[0], "cat", path).strip()
+
+    def popen(
+        self,
+        host: int,
+        argv: Sequence[str],
+        *,
+        env: dict[str, str] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start a process on a host. It is ended when the links are removed, if it has not ended by then."""
+        # `ip netns exec` becomes the program, so the process id is the program's own. A session of its own keeps the
+        # terminal's Ctrl-C for us alone.
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self._namespaces[host], *argv],
+            env=env,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def calibrate(self) -> list[Probe]:
+        """Measure the links: single transfers, a stream of small messages, and all hosts sending to one.
+
+        Returns:
+            600 KB (the median of nine), 20 MB, a stream of 50 KB messages, each written only when the one before has
+            been taken by the socket, and 20 MB in equal parts from all other hosts to host 0.
+        """
+        # A stream long enough that the part sent at full speed, one burst, does not matter.
+        stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
+        share = 20_000_000 // (self.hosts - 1)
+        receiver = self.popen(
+            0,
+            [sys.executable, "-S", __file__, "receive", self.address(0), str(_PORT), str(self.hosts)],
+            stdout=subprocess.PIPE,
+        )
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        seconds = {
+            "600 KB": statistics.median(self._send(1, 600_000, 1, repeat=9)),
+            "20 MB": self._send(1, 20_000_000, 1)[0],
+            "50 KB messages": self._send(1, 50_000, stream)[0],
+        }
+        start = time.monotonic() + 0.5
+        senders = [self._sender(host, share, 1, start=start) for host in range(1, self.hosts)]
+        seconds["all to one, 20 MB"] = max(self._answer(sender)[0] for sender in senders)
+        receiver.terminate()
+        receiver.communicate()
+        sizes = {
+            "600 KB": 600_000,
+            "20 MB": 20_000_000,
+            "50 KB messages": 50_000 * stream,
+            "all to one, 20 MB": share * (self.hosts - 1),
+        }
+        return [Probe(name, self.rate, sizes[name], seconds[name]) for name in sizes]
+
+    def _send(self, host: int, size: int, count: int, repeat: int = 1) -> list[float]:
+        return self._answer(self._sender(host, size, count, repeat=repeat))
+
+    def _sender(self, host: int, size: int, count: int, *, repeat: int = 1, start: float = 0) -> subprocess.Popen[str]:
+        numbers = [str(number) for number in (_PORT, size, count, repeat, start)]
+        return self.popen(
+            host, [sys.executable, "-S", __file__, "send", self.address(0), *numbers], stdout=subprocess.PIPE
+        )
+
+    def _answer(self, sender: subprocess.Popen[str]) -> list[float]:
+        out, _ = sender.communicate(timeout=120)
+        if sender.returncode:
+            raise RuntimeError(f"A calibration sender ended with status {sender.returncode}.")
+        return list(json.loads(out))
+
+    def _make(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+        shape = ["root", "tbf", "rate", self.rate, "burst", self.burst, "latency", "100ms"]
+        for host, name in enumerate(self._namespaces):
+            port = f"host{host}"
+            _run("ip", "netns", "add", name)
+            _run(
+                "ip",
+                "link",
+                "add",
+                INTERFACE,
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                self._switch,
+            )
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
+            _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *shape)
+            _run("tc", "-n", self._switch, "qdisc", "add", "dev", port, *shape)
+
+    def _clean_up(self) -> None:
+        # A second Ctrl-C must not stop what the first one started.
+        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.terminate()
+            for process in self._processes:
+                try:
+                    process.wait(timeout=3)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            for name in (*self._namespaces, self._switch):
+                if name in _namespaces():
+                    _remove(name)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stale() -> list[str]:
+    """Return the namespaces that runs which exist no more left behind."""
+    found = []
+    for name in _namespaces():
+        match = re.fullmatch(PREFIX + r"(\d+)-\d+-\w+", name)
+        if match and not os.path.exists(f"/proc/{match[1]}"):
+            found.append(name)
+    return found
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
+
+
+def _remove(name: str) -> None:
+    # A namespace lives as long as a process in it, whatever becomes of its name.
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + 3
+        for pid in _run("ip", "netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), number)
+        while _run("ip", "netns", "pids", name).split() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    _run("ip", "netns", "del", name)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(argv)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _receive(address: str, port: int, backlog: int) -> None:
+    """Serve connections for ever: read as many bytes as announced in eight, answer with one."""
+
+    def serve(connection: socket.socket) -> None:
+        buffer = bytearray(1 << 20)
+        while header := connection.recv(8, socket.MSG_WAITALL):
+            left = int.from_bytes(header, "big")
+            while left:
+                left -= connection.recv_into(buffer, min(left, len(buffer)))
+            connection.sendall(b"!")
+
+    with socket.create_server((address, port), backlog=backlog) as server:
+        print("ready", flush=True)
+        while True:
+            connection, _ = server.accept()
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+
+def _send(address: str, port: int, size: int, count: int, repeat: int, start: float) -> None:
+    """Send `count` messages of `size` bytes, `repeat` times, and print the seconds that each time took."""
+    message = bytes(size)
+    seconds = []
+    with socket.create_connection((address, port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        time.sleep(max(0, start - time.monotonic()))
+        for _ in range(repeat):
+            before = time.monotonic()
+            connection.sendall((size * count).to_bytes(8, "big"))
+            for _ in range(count):
+                connection.sendall(message)
+            connection.recv(1)
+            seconds.append(time.monotonic() - before)
+            # Steps come with pauses, in which the token bucket fills up again.
+            time.sleep(0.05 if repeat > 1 else 0)
+    print(json.dumps(seconds))
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="The two ends of a calibration transfer.")
+    parser.add_argument("end", choices=["receive", "send"])
+    parser.add_argument("address")
+    parser.add_argument("port", type=int)
+    parser.add_argument("numbers", nargs="*", type=float)
+    args = parser.parse_args()
+    if args.end == "receive":
+        _receive(args.address, args.port, int(args.numbers[0]))
+    else:
+        size, count, repeat, start = args.numbers
+        _send(args.address, args.port, int(size), int(count), int(repeat), start)
+
+
+if __name__ == "__main__":
+    _main()

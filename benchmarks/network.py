@@ -1,0 +1,475 @@
+"""Step times of ways to average gradients, over links of a given rate.
+
+    sudo python -m benchmarks.network --rates 100mbit 1gbit
+    sudo python -m benchmarks.network --workload real --rates 100mbit
+    python -m benchmarks.network --plot
+
+Each worker is a process on a host of its own (see `benchmarks.links`); the links are calibrated first, and nothing is
+reported when they are off by more than 10 %. Without root the workers share the loopback interface, unshaped. The
+contestants run one after the other in the same processes, several times over, each checked before it is timed
+(see `benchmarks.rank`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.links import INTERFACE, Links, missing
+
+RESULTS = Path(__file__).parent / "results"
+CONTESTANTS = ["none", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank", "parts"]
+# What must hold: how many times faster than another contestant, by rate.
+TARGETS = {"1gbit": {"ddp": 5.0, "powersgd": 1.8}, "100mbit": {"ddp": 35.0}}
+# One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
+# process: by default glibc hands large blocks back to the kernel or not depending on what ran before, and the page
+# faults that follow make the same step 60 to 90 ms long on one core.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+}
+# A step may take this much longer than one without communication plus selection plus decoding.
+SLACK = 1.2
+# What other programs may use of the processors.
+FOREIGN_LOAD = 0.05
+Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
+Row = dict[str, Any]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.network",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=["1gbit"],
+        metavar="RATE",
+        help="link rates as tc writes them (100mbit, 1gbit, 10gbit), or loopback: one host, unshaped. Default: 1gbit",
+    )
+    parser.add_argument(
+        "--workload",
+        choices=["mlp", "real"],
+        default="mlp",
+        help="mlp: time steps of a model of 25.6 million parameters on random data. real: train a small convolutional "
+        "network on scikit-learn's handwritten digits and record the test loss over time. Default: mlp",
+    )
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        choices=CONTESTANTS,
+        default=CONTESTANTS,
+        metavar="NAME",
+        help=f"among {', '.join(CONTESTANTS)}; parts times selection and decoding alone. Default: all",
+    )
+    parser.add_argument("--workers", type=int, default=4, help="number of ranks. Default: 4")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all contestants take turns. Default: 1")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10,
+        help="mlp: time each contestant for about so long in each round; real: train so long at most. Default: 10",
+    )
+    parser.add_argument("--min-steps", type=int, default=3, help="timed steps at least. Default: 3")
+    parser.add_argument("--max-steps", type=int, default=30, help="timed steps at most, in each round. Default: 30")
+    parser.add_argument("--batch", type=int, default=16, help="examples per rank and step. Default: 16")
+    parser.add_argument("--density", type=float, default=0.001, help="of the sparse contestants. Default: 0.001")
+    parser.add_argument(
+        "--bucket-cap-mb", type=float, default=25, help="size of DDP's buckets for our contestants. Default: 25"
+    )
+    parser.add_argument("--target-loss", type=float, default=0.2, help="real: stop at this test loss. Default: 0.2")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120,
+        help="seconds without news from the ranks after which a contestant counts as hung and the others go on. "
+        "Default: 120",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder of the CSV files and figures. Default: benchmarks/results"
+    )
+    parser.add_argument("--plot", action="store_true", help="measure nothing, draw the figures of the CSV files")
+    args = parser.parse_args(argv)
+    if args.workers < 2:
+        parser.error(f"--workers {args.workers}: at least two ranks are needed to communicate.")
+    return args
+
+
+@contextlib.contextmanager
+def hosts(workers: int, rate: str) -> Iterator[tuple[Start, dict[str, str], list[Row], str]]:
+    """Make the hosts, or stay on loopback.
+
+    Yields:
+        A function that starts a rank, the environment the ranks need, the calibration's rows, and what the links are.
+
+    Raises:
+        SystemExit: the links are not what they should be.
+    """
+    if rate == "loopback":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes: list[subprocess.Popen[str]] = []
+
+        def start(rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
+            with log.open("w") as file:
+                processes.append(subprocess.Popen(argv, env=env, stderr=file, text=True))
+            return processes[-1]
+
+        try:
+            yield start, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}, [], "none"
+        finally:
+            end(processes)
+        return
+    with Links(workers, rate) as links:
+        rows = []
+        for measured in links.calibrate():
+            print(
+                f"  {measured.name}: {measured.goodput / 1e6:.0f} Mbit/s of payload, {measured.ratio:.3f} of expected"
+            )
+            rows.append(
+                {
+                    "rate": rate,
+                    "burst": links.burst,
+                    "probe": measured.name,
+                    "payload_bytes": measured.payload_bytes,
+                    "seconds": round(measured.seconds, 5),
+                    "payload_mbit_per_s": round(measured.goodput / 1e6, 1),
+                    "ratio_to_expected": round(measured.ratio, 3),
+                }
+            )
+            if not measured.ok:
+                raise SystemExit(
+                    f"The {rate} links carry {measured.ratio:.2f} times what they should ({measured.name}): more than "
+                    f"10 % off, so nothing is measured. Is there another load on the machine, or is the rate beyond "
+                    f"what its processors move?"
+                )
+
+        def start(rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
+            with log.open("w") as file:
+                return links.popen(rank, argv, env=env, stderr=file)
+
+        yield (
+            start,
+            {"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},
+            rows,
+            f"tbf {links.burst}, {links.congestion_control}",
+        )
+
+
+def end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """End processes, by force after three seconds."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def launch(
+    args: argparse.Namespace, start: Start, env: dict[str, str], todo: list[tuple[str, int]]
+) -> tuple[list[Row], str | None]:
+    """Run contestants in one set of processes.
+
+    Returns:
+        A record per finished contestant and round, and what ended the run early, None if nothing did.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "results")
+        out.touch()
+        job = {
+            name: getattr(args, name)
+            for name in (
+                "workload",
+                "seconds",
+                "min_steps",
+                "max_steps",
+                "batch",
+                "density",
+                "bucket_cap_mb",
+                "target_loss",
+            )
+        }
+        argv = [sys.executable, "-m", "benchmarks.rank", json.dumps({**job, "todo": todo, "out": str(out)})]
+        logs = [Path(folder, f"rank{rank}") for rank in range(args.workers)]
+        processes = [
+            start(
+                rank,
+                argv,
+                {**ENVIRONMENT, **os.environ, **env, "RANK": str(rank), "WORLD_SIZE": str(args.workers)},
+                logs[rank],
+            )
+            for rank in range(args.workers)
+        ]
+        size, news, reason = 0, time.monotonic(), None
+        while reason is None and None in (states := [process.poll() for process in processes]) and not any(states):
+            time.sleep(0.2)
+            if out.stat().st_size > size:
+                size, news = out.stat().st_size, time.monotonic()
+            if time.monotonic() - news > args.patience:
+                reason = f"no news for {args.patience:g} s"
+        if any(states):
+            # One rank knows the reason and the others only miss it, in whatever order they end: show all.
+            time.sleep(2)
+            reason = "".join(
+                f"\n    rank {rank} (status {process.poll()}): {last_line(logs[rank])}"
+                for rank, process in enumerate(processes)
+            )
+        end(processes)
+        return [json.loads(line) for line in out.read_text().splitlines()], reason
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that a rank wrote."""
+    return ([line.strip() for line in log.read_text().splitlines() if line.strip()] or ["no message"])[-1]
+
+
+def measure(args: argparse.Namespace, rate: str) -> None:
+    """Measure all contestants at one rate, print the result and put it in the CSV files."""
+    print(f"{rate}, {args.workers} workers")
+    with hosts(args.workers, rate) as (start, env, calibration, links):
+        names = [name for name in args.contestants if args.workload == "mlp" or name != "parts"]
+        todo = [(name, number) for number in range(args.rounds) for name in names]
+        if args.workload == "real":
+            todo = todo[: len(names)]
+        results: dict[str, list[Any]] = {}
+        while todo:
+            records, reason = launch(args, start, env, todo)
+            for record in records:
+                if "finished" in record:
+                    results.setdefault(record["finished"], []).append(record["result"])
+                    todo.remove((record["finished"], record["round"]))
+            if reason:
+                if not records:
+                    raise SystemExit(f"The ranks did not start: {reason}")
+                print(f"  {todo[0][0]} has no result: {reason}")
+                results.pop(todo[0][0], None)
+                todo = [(name, number) for name, number in todo if name != todo[0][0]]
+    save(args.out / "network_links.csv", calibration, rate)
+    common = {
+        "rate": rate,
+        "links": links,
+        "workers": args.workers,
+        "batch": args.batch,
+        "density": args.density,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "cpu": cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads_per_rank": 1,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if args.workload == "real":
+        rows = [
+            {"contestant": name, **{key: round(value, 4) for key, value in point.items()}, **common}
+            for name, curves in results.items()
+            for point in curves[0]
+        ]
+        save(args.out / "network_real.csv", rows, rate)
+        for name, (curve, *_) in results.items():
+            last = curve[-1]
+            print(
+                f"  {name:12} test loss {last['test_loss']:.3f}, accuracy {last['test_accuracy']:.3f} after "
+                f"{last['step']} steps, {last['seconds']:.1f} s"
+            )
+        return
+    rows = [{**row, **common} for row in summarise(results)]
+    save(args.out / "network.csv", rows, rate)
+    report(rows, rate)
+
+
+def summarise(results: dict[str, list[Any]]) -> list[Row]:
+    """Make one row per contestant, per phase of our reducer, and per part timed alone."""
+    rows: list[Row] = []
+
+    def row(kind: str, name: str, ms: list[float], **more: Any) -> None:
+        p20, _, _, p80 = statistics.quantiles(ms, n=5, method="inclusive") if len(ms) > 1 else ms * 4
+        rows.append(
+            {
+                "kind": kind,
+                "contestant": name,
+                "params": "",
+                "steps": len(ms),
+                "median_ms": round(statistics.median(ms), 1),
+                "p20_ms": round(p20, 1),
+                "p80_ms": round(p80, 1),
+                "times_faster_than_ddp": "",
+                "sent_bytes_per_step": "",
+                "tx_bytes_per_step": "",
+                "cpu_ms_per_step_and_rank": "",
+                "foreign_load": "",
+                **more,
+            }
+        )
+
+    medians: dict[str, float] = {}
+    for name, rounds in results.items():
+        if name == "parts":
+            continue
+        # Rounds that other programs disturbed count only where there is no other.
+        results[name] = rounds = [one for one in rounds if one["foreign_load"] <= FOREIGN_LOAD] or rounds
+        ms = [value for one in rounds for value in one["ms"]]
+        medians[name] = statistics.median(ms)
+        row(
+            "step",
+            name,
+            ms,
+            params=rounds[0]["params"],
+            times_faster_than_ddp=round(medians["ddp"] / medians[name], 2) if "ddp" in medians else "",
+            sent_bytes_per_step=round(rounds[0]["sent_bytes"]) or "",
+            tx_bytes_per_step=round(rounds[0]["tx_bytes"]) or "",
+            cpu_ms_per_step_and_rank=round(statistics.mean(one["cpu_ms"] for one in rounds), 1),
+            foreign_load=round(max(one["foreign_load"] for one in rounds), 3),
+        )
+    for name, rounds in results.items():
+        for phase in rounds[0].get("phases_ms", {}):
+            row("phase", f"{name} {phase}", [one["phases_ms"][phase] for one in rounds])
+    for part in results.get("parts", [{}])[0]:
+        row("part", part, [value for one in results["parts"] for value in one[part]])
+    return rows
+
+
+def report(rows: list[Row], rate: str) -> None:
+    """Print a table, and what became of the targets."""
+    for row in rows:
+        times = f"{row['median_ms']:9.1f} ms  [{row['p20_ms']:.1f}, {row['p80_ms']:.1f}]  n={row['steps']}"
+        faster = f"  {row['times_faster_than_ddp']} x ddp" if row["times_faster_than_ddp"] else ""
+        if row["cpu_ms_per_step_and_rank"]:
+            faster += f"  cpu {row['cpu_ms_per_step_and_rank']} ms"
+        wire = "".join(
+            f"  {key.partition('_')[0]} {row[key] / 1e6:.3f} MB"
+            for key in ("sent_bytes_per_step", "tx_bytes_per_step")
+            if row[key]
+        )
+        print(f"  {row['kind']:6}{row['contestant']:24}{times}{faster}{wire}")
+    for row in rows:
+        if row["foreign_load"] and row["foreign_load"] > FOREIGN_LOAD:
+            print(f"  {row['contestant']}: other programs used {row['foreign_load']:.0%} of the processors; repeat it")
+    median = {row["contestant"]: row["median_ms"] for row in rows}
+    for name in ("topk", "gaussiank"):
+        for other, factor in TARGETS.get(rate, {}).items():
+            if name in median and other in median:
+                reached = median[other] / median[name]
+                print(f"  {name}: {reached:.2f} times faster than {other}, {verdict(reached >= factor)} {factor:g}")
+        if {name, "none", f"select {name}", "decode"} <= set(median):
+            allowed = SLACK * (median["none"] + median[f"select {name}"] + median["decode"])
+            met = verdict(median[name] <= allowed)
+            print(f"  {name}: {median[name]:.0f} ms, {met} {SLACK:g} x (none + select + decode) = {allowed:.0f} ms")
+
+
+def verdict(met: bool) -> str:
+    """Say whether a target is met."""
+    return "meets" if met else "MISSES"
+
+
+def save(path: Path, rows: list[Row], rate: str) -> None:
+    """Replace what a CSV file holds on one rate."""
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [row for row in load(path) if row["rate"] != rate and set(row) == set(rows[0])]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*kept, *rows])
+
+
+def load(path: Path) -> list[Row]:
+    """Read a CSV file; no rows where there is none."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def cpu() -> str:
+    """Return the processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def plot(folder: Path) -> None:
+    """Draw the figures of the CSV files beside them."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in load(folder / "network.csv") if row["kind"] == "step"]
+    if rows:
+        rates = list(dict.fromkeys(row["rate"] for row in rows))
+        figure, panels = plt.subplots(1, len(rates), figsize=(5 * len(rates), 3.2), squeeze=False, layout="constrained")
+        for panel, rate in zip(panels[0], rates, strict=True):
+            mine = [row for row in rows if row["rate"] == rate]
+            medians = [float(row["median_ms"]) for row in mine]
+            errors = [
+                [median - float(row["p20_ms"]) for median, row in zip(medians, mine, strict=True)],
+                [float(row["p80_ms"]) - median for median, row in zip(medians, mine, strict=True)],
+            ]
+            # Points, not bars: a logarithmic axis has no zero for a bar to start from.
+            for row, median, low, high in zip(mine, medians, *errors, strict=True):
+                color = "C0" if row["sent_bytes_per_step"] else "0.5"
+                panel.errorbar(median, row["contestant"], xerr=[[low], [high]], fmt="o", color=color, capsize=3)
+                panel.annotate(
+                    f"{median:.0f}", (median, row["contestant"]), (0, 6), textcoords="offset points", ha="center"
+                )
+            panel.set(xscale="log", xlabel="ms per step, median", title=f"{rate}, {mine[0]['workers']} workers")
+            panel.margins(x=0.15, y=0.1)
+            panel.grid(axis="x", alpha=0.3)
+            panel.invert_yaxis()
+        figure.savefig(folder / "network.png", dpi=150)
+    rows = load(folder / "network_real.csv")
+    if rows:
+        rates = list(dict.fromkeys(row["rate"] for row in rows))
+        figure, panels = plt.subplots(1, len(rates), figsize=(5 * len(rates), 3.2), squeeze=False, layout="constrained")
+        for panel, rate in zip(panels[0], rates, strict=True):
+            for name in dict.fromkeys(row["contestant"] for row in rows if row["rate"] == rate):
+                curve = [row for row in rows if row["rate"] == rate and row["contestant"] == name]
+                seconds = [float(row["seconds"]) for row in curve[1:]]
+                panel.plot(seconds, [float(row["test_loss"]) for row in curve[1:]], label=name)
+            panel.set(xscale="log", yscale="log", xlabel="seconds of training", ylabel="test loss", title=rate)
+            panel.legend(fontsize=7)
+        figure.savefig(folder / "network_real.png", dpi=150)
+
+
+def main() -> None:
+    """Measure, or draw."""
+    args = parse()
+    if args.plot:
+        plot(args.out)
+        return
+    rates = args.rates
+    reason = missing()
+    if reason and rates != ["loopback"]:
+        print(f"No links can be made here: {reason}. Running unshaped over loopback instead.")
+        rates = ["loopback"]
+    for rate in rates:
+        measure(args, rate)
+
+
+if __name__ == "__main__":
+    main()
