@@ -95,14 +95,14 @@ def largest_of_blocks(bits: Tensor, maxima: Tensor, block: int, k: int) -> Tenso
     blocks, tops = largest(maxima, k)
     if block == 1:
         return blocks
-    indices, magnitudes = _entries_of_blocks(bits, blocks, block, int(tops.min()))
+    indices, magnitudes = _entries_of_blocks(bits, blocks, block, int(tops.min()), enough=k)
     return indices.index_select(0, largest(magnitudes, k)[0])
 
 
 def largest(bits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return indices, ascending, and magnitudes of the k largest, 0 < k <= len(bits), looking at all of them."""
     threshold = _kth_largest(bits, k)
-    indices, magnitudes = _entries(bits, threshold)
+    indices, magnitudes = _entries(bits, threshold, enough=k)
     extra = indices.numel() - k
     if extra == 0:
         return indices, magnitudes
@@ -123,26 +123,31 @@ def entries_reaching(bits: Tensor, maxima: Tensor, block: int, threshold: int) -
     return (blocks, tops) if block == 1 else _entries_of_blocks(bits, blocks, block, threshold)
 
 
-def _entries_of_blocks(bits: Tensor, blocks: Tensor, block: int, threshold: int) -> tuple[Tensor, Tensor]:
+def _entries_of_blocks(
+    bits: Tensor, blocks: Tensor, block: int, threshold: int, enough: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return indices, ascending, and magnitudes of the entries of some blocks, and of the end, that reach a threshold.
 
     Args:
         bits: int32, 1-D.
         blocks: which blocks to look into, int64, ascending.
-        block: elements per block.
+        block: elements per block, a power of two.
         threshold: smallest magnitude wanted, as bits.
+        enough: so many are wanted, the first of equal ones: once they are found, later ones have to be larger than the
+            threshold. Without this a constant or mostly zero input would return all it has.
     """
     shift, stop = block.bit_length() - 1, bits.numel() // block * block
     rows = bits[:stop].view(-1, block)
-    size = min(chunk_size(bits.numel()), blocks.numel() * block)
-    scratch = torch.empty(size // block, block, dtype=torch.int32, device=bits.device)
-    indices, magnitudes = [], []
-    for some in blocks.split(max(1, size // block)):
+    size = CHUNK // 4 // block
+    scratch = torch.empty(min(size, blocks.numel()), block, dtype=torch.int32, device=bits.device)
+    indices, magnitudes, count = [], [], 0
+    for some in blocks.split(size):
         found = torch.index_select(rows, 0, some, out=scratch[: some.numel()]).bitwise_and_(MAGNITUDE).view(-1)
-        hits = _nonzero(found >= threshold)
+        hits = _nonzero(found >= threshold + (enough is not None and count >= enough))
         magnitudes.append(found.index_select(0, hits))
-        # A block is a power of two long: shift and mask take a fifth of the time of // and %.
+        # Shift and mask take a fifth of the time of // and %.
         indices.append(some.index_select(0, hits >> shift).mul_(block).add_(hits & (block - 1)))
+        count += hits.numel()
     if stop < bits.numel():
         tail, tail_magnitudes = _entries(bits[stop:], threshold)
         indices.append(tail.add_(stop))
@@ -150,13 +155,14 @@ def _entries_of_blocks(bits: Tensor, blocks: Tensor, block: int, threshold: int)
     return torch.cat(indices), torch.cat(magnitudes)
 
 
-def _entries(bits: Tensor, threshold: int) -> tuple[Tensor, Tensor]:
-    """Return indices, ascending, and magnitudes of all entries that reach a threshold."""
-    indices, magnitudes = [], []
+def _entries(bits: Tensor, threshold: int, enough: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return indices, ascending, and magnitudes of all entries that reach a threshold; `enough` as above."""
+    indices, magnitudes, count = [], [], 0
     for start, chunk in _chunks(bits):
-        hits = _nonzero(chunk >= threshold)
+        hits = _nonzero(chunk >= threshold + (enough is not None and count >= enough))
         magnitudes.append(chunk.index_select(0, hits))
         indices.append(hits.add_(start))
+        count += hits.numel()
     return torch.cat(indices), torch.cat(magnitudes)
 
 
@@ -164,8 +170,8 @@ def _kth_largest(bits: Tensor, k: int) -> int:
     """Return the k-th largest magnitude, as bits."""
     if bits.numel() <= DIRECT:
         magnitudes = bits & MAGNITUDE
-        least = magnitudes.min()
         # Where most are equal, as after a threshold or among zeros, sorting takes longest and is not needed.
+        least = magnitudes.min()
         if int((magnitudes > least).count_nonzero()) < k:
             return int(least)
         return int(torch.topk(magnitudes, k, sorted=False).values.min())

@@ -93,8 +93,8 @@ class SparseDDP(DDPStrategy):
         assert reducer.layout is not None
         if self.global_rank == 0:
             log.info(
-                f"{self._method!r}: {len(reducer.layout.segments)} segments of {reducer.layout.numel:,} parameters, "
-                f"{self.world_size} ranks."
+                f"{self._method!r} on {self.world_size} ranks; {reducer.layout.numel:,} parameters, "
+                f"segments: {len(reducer.layout.segments)}."
             )
 
     def _learning_rate(self) -> float:

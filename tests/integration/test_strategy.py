@@ -5,17 +5,20 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import lightning.pytorch
 import pytest
 import pytorch_lightning
+import torch
 
 import lightning_sparse
 from lightning_sparse import METHODS, Method, SparseDDPStrategy, method
 from lightning_sparse.compressors import TopK
 from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
+from tests.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -138,6 +141,67 @@ def test_mps_is_refused(monkeypatch):
 def test_reducer_exists_only_while_fit_runs():
     with pytest.raises(RuntimeError, match="only while fit runs"):
         _ = SparseDDPStrategy().reducer
+
+
+class Tiny(pytorch_lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(100, 10)
+        self.lr = 1e-3
+        self.seen: list[tuple[int, float]] = []
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+    def on_train_batch_end(self, *_):
+        reducer = self.trainer.strategy.reducer
+        self.seen.append((reducer.step, reducer.density))
+
+
+def fit_alone(rank: int, strategy: SparseDDPStrategy, **options) -> list[tuple[int, float]]:
+    torch.manual_seed(0)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 100)), batch_size=4)
+    net = Tiny()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice on a toy run
+        trainer = pytorch_lightning.Trainer(
+            strategy=strategy,
+            devices=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        trainer.fit(net, data)
+    return net.seen
+
+
+def test_warm_up_by_epochs():
+    strategy = SparseDDPStrategy("topk", density=0.01, warmup=[0.5, 0.1])
+    (seen,) = run_ranks(1, lambda rank: fit_alone(rank, strategy, max_epochs=3))
+    assert seen == [(1, 0.5), (2, 0.5), (3, 0.1), (4, 0.1), (5, 0.01), (6, 0.01)]
+
+
+def test_a_learning_rate_finder_leaves_nothing_behind(tmp_path):
+    def tune_and_fit(rank: int) -> list[tuple[int, float]]:
+        finder = pytorch_lightning.callbacks.LearningRateFinder(num_training_steps=5)
+        strategy = SparseDDPStrategy("topk")
+        return fit_alone(rank, strategy, max_epochs=1, callbacks=[finder], default_root_dir=str(tmp_path))
+
+    (seen,) = run_ranks(1, tune_and_fit)
+    assert [step for step, _ in seen[-2:]] == [1, 2]
+    assert len(seen) > 2
+
+
+def test_a_gradient_scaler_is_refused():
+    precision = pytorch_lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match=r"precision='16-mixed' scales the loss.*Use precision='bf16-mixed'"):
+        SparseDDPStrategy(precision_plugin=precision)._register_ddp_hooks()
 
 
 def test_version_is_public():

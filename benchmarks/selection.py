@@ -1,0 +1,330 @@
+"""What does it cost to select the entries to send?
+
+All contestants run in one process, in turn, on the same data, which was checked to be selected rightly before. Each
+turn is timed twice: "cold", after the caches were filled with other data, as in a training step, where a forward and a
+backward pass lie between two selections; and "warm", once more at once. Times are the median of all repetitions,
+between their 20th and 80th percentiles.
+
+    python -m benchmarks.selection                                     # 1 M to 25 M elements
+    python -m benchmarks.selection --numel 100000000 --repetitions 5 --append
+    python -m benchmarks.selection --figure                            # only draws what was measured
+
+Written: `results/selection_cpu.csv`, one row per contestant. Its parts: "selection" of a Gaussian `u`; "step", the
+whole of error feedback (add the gradient, select, take out what is sent); "hostile" inputs; "memory", the highest
+memory that a process needs for one selection beyond what it needs before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import GaussianK, RandK, Sparsifier, TopK
+from lightning_sparse.context import Context
+from lightning_sparse.layout import Segment
+
+RESULT = Path(__file__).parent / "results" / "selection_cpu.csv"
+EVICTION = 32_000_000  # elements, 128 MB: more than the caches hold
+
+Row = dict[str, object]
+Select = Callable[[Tensor, float], Tensor]
+
+
+def torch_topk(u: Tensor, density: float) -> Tensor:
+    """Select as everybody does."""
+    return torch.topk(u.abs(), count(u, density)).indices
+
+
+def numpy_partition(u: Tensor, density: float) -> Tensor:
+    """Find the k-th largest magnitude in linear time, then compare."""
+    magnitudes = np.abs(u.numpy())
+    place = len(magnitudes) - count(u, density)
+    return torch.from_numpy(np.flatnonzero(magnitudes >= np.partition(magnitudes, place)[place]))
+
+
+def ours(make: Callable[[float], Sparsifier]) -> Select:
+    """Return the selection of a sparsifier."""
+    return lambda u, density: make(density).select(u)
+
+
+SELECTIONS: dict[str, Select] = {
+    "torch.topk": torch_topk,
+    "numpy partition": numpy_partition,
+    "GaussianK as published": ours(lambda density: GaussianK(density, refine="paper")),
+    "TopK": ours(TopK),
+    "GaussianK": ours(GaussianK),
+    "RandK": ours(RandK),
+}
+
+
+def count(u: Tensor, density: float) -> int:
+    """Return k."""
+    return round(density * u.numel())
+
+
+def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
+    """Raise unless a selection is what it should be."""
+    k, ascending = count(u, density), chosen.sort().values
+    if name == "RandK":
+        right = len(chosen) == k and bool((chosen.diff() > 0).all()) and 0 <= chosen[0] <= chosen[-1] < len(u)
+    else:
+        # Everything larger than the smallest that was chosen, and of those equal to it the first.
+        magnitudes = u.view(torch.int32) & 0x7FFFFFFF
+        smallest = magnitudes[chosen].min()
+        above, equal = (magnitudes > smallest).nonzero(), (magnitudes == smallest).nonzero()
+        if name == "torch.topk":  # which of equal ones it takes is not said
+            right = len(chosen) == k and len(above) <= k == len(ascending.unique())
+        else:
+            expected = torch.cat([above, equal[: max(0, len(chosen) - len(above))]]).squeeze(1).sort().values
+            right = torch.equal(ascending, expected)
+        right &= {"GaussianK": 2 * k / 3 <= len(chosen) <= 4 * k / 3, "TopK": len(chosen) == k}.get(name, True)
+    if not right:
+        raise SystemExit(f"{name} selects wrongly at {len(u):,} elements, density {density}: no times for that.")
+
+
+class Step:
+    """Error feedback with one way to select: adds the gradient to the residual, takes out what would be sent."""
+
+    def __init__(self, grad: Tensor, density: float, select: Select | Sparsifier) -> None:
+        self.grad, self.density, self.select = grad, density, select
+        self.residual = torch.zeros_like(grad)
+        self.segment = Segment(0, ("w",), (tuple(grad.shape),), 0)
+
+    def __call__(self) -> object:
+        u = self.residual.add_(self.grad)
+        if isinstance(self.select, Sparsifier):
+            payload = self.select.compress(u, self.segment, Context())
+            self.select.remove_(u, payload, self.segment, Context())
+            return payload
+        chosen = self.select(u, self.density)
+        values = u[chosen]
+        u[chosen] = 0
+        return values
+
+    def check(self, name: str) -> None:
+        """Raise unless what is left is what was not sent."""
+        before = self.residual + self.grad
+        self()
+        sent = (self.residual != before).nonzero().squeeze(1)
+        if bool(self.residual[sent].any()) or not count(before, self.density) / 2 < len(sent):
+            raise SystemExit(f"The step with {name} keeps the wrong rest: no times for that.")
+        chosen = SELECTIONS.get(name, torch_topk)(before, self.density)
+        if not torch.equal(chosen.sort().values, sent):
+            raise SystemExit(f"The step with {name} sends the wrong entries: no times for that.")
+
+
+def measure(contestants: dict[str, Callable[[], object]], repetitions: int) -> Iterator[Row]:
+    """Time all contestants in turn."""
+    other = torch.ones(EVICTION)
+    times: dict[tuple[str, str], list[float]] = {
+        (name, cache): [] for name in contestants for cache in ("cold", "warm")
+    }
+    for repetition in range(repetitions + 1):
+        for name, run in contestants.items():
+            other.sum()
+            for cache in ("cold", "warm"):
+                start = time.perf_counter()
+                run()
+                if repetition:  # the first round is to warm up
+                    times[name, cache].append(1e3 * (time.perf_counter() - start))
+    for (name, cache), values in times.items():
+        p20, _, _, p80 = statistics.quantiles(values, n=5)
+        yield {"contestant": name, "cache": cache, "ms": statistics.median(values), "ms_p20": p20, "ms_p80": p80}
+
+
+def selection(numel: int, density: float, repetitions: int) -> Iterator[Row]:
+    """Time selections on a Gaussian vector, beside reading it once."""
+    u, e = torch.randn(numel), torch.zeros(numel)
+    contestants: dict[str, Callable[[], object]] = {"read (sum)": u.sum, "add_": lambda: e.add_(u)}
+    for name, select in SELECTIONS.items():
+        check(name, u, select(u, density), density)
+        contestants[name] = lambda select=select: select(u, density)  # type: ignore[misc]
+    yield from measure(contestants, repetitions)
+
+
+def step(numel: int, density: float, repetitions: int) -> Iterator[Row]:
+    """Time whole steps of error feedback."""
+    grad, e = torch.randn(numel), torch.zeros(numel)
+    contestants: dict[str, Callable[[], object]] = {"add_": lambda: e.add_(grad)}
+    for name, select in {
+        "torch.topk": torch_topk,
+        "GaussianK as published": SELECTIONS["GaussianK as published"],
+        "TopK": TopK(density),
+        "GaussianK": GaussianK(density),
+    }.items():
+        whole = Step(grad, density, select)
+        whole.check(name)
+        contestants[name] = whole
+    yield from measure(contestants, repetitions)
+
+
+HOSTILE: dict[str, Callable[[int], Tensor]] = {
+    "constant": lambda numel: torch.full((numel,), -0.25),
+    "mostly zero": lambda numel: torch.randn(numel) * (torch.rand(numel) < 1e-4),
+    "clustered": lambda numel: torch.cat([100 * torch.randn(numel // 500), torch.randn(numel - numel // 500)]),
+    "bf16": lambda numel: torch.randn(numel).bfloat16().float(),
+    "Student t, 3 d.o.f.": lambda numel: torch.distributions.StudentT(3.0).sample((numel,)),
+}
+
+
+def hostile(name: str, numel: int, density: float, repetitions: int) -> Iterator[Row]:
+    """Time selections on an input that is not friendly."""
+    u = HOSTILE[name](numel)
+    contestants: dict[str, Callable[[], object]] = {"read (sum)": u.sum}
+    for contestant in ("torch.topk", "TopK", "GaussianK"):
+        select = SELECTIONS[contestant]
+        check(contestant, u, select(u, density), density)
+        contestants[contestant] = lambda select=select: select(u, density)  # type: ignore[misc]
+    yield from measure(contestants, repetitions)
+
+
+def memory(name: str, numel: int, density: float) -> int:
+    """Return how many bytes more than before this process needs at its highest, for its first large selection."""
+
+    def status(key: str) -> int:
+        found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return 1024 * int(found[1]) if found else 0
+
+    u = torch.randn(numel)
+    SELECTIONS[name](torch.randn(70_000), density)  # starts threads, loads code
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)  # what is free already must not hide what is needed
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    before = status("VmRSS")
+    SELECTIONS[name](u, density)
+    return status("VmHWM") - before
+
+
+def machine() -> Row:
+    """Describe what the times depend on."""
+    cpu = platform.processor() or "unknown"
+    if Path("/proc/cpuinfo").exists():
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        cpu = found[1] if found else cpu
+    return {
+        "threads": torch.get_num_threads(),
+        "cpu": cpu,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Measure all that was asked for."""
+    repetitions = arguments.repetitions
+    for numel in arguments.numel:
+        for density in arguments.density:
+            case: Row = {"numel": numel, "density": density, "input": "Gaussian", "repetitions": repetitions}
+            if "selection" in arguments.parts:
+                yield from (case | {"part": "selection"} | row for row in selection(numel, density, repetitions))
+            if "step" in arguments.parts:
+                yield from (case | {"part": "step"} | row for row in step(numel, density, repetitions))
+            if "hostile" in arguments.parts:
+                for name in HOSTILE:
+                    case_of_input = case | {"part": "hostile", "input": name}
+                    yield from (case_of_input | row for row in hostile(name, numel, density, repetitions))
+            if "memory" in arguments.parts:
+                for name in SELECTIONS:
+                    command = [sys.executable, "-m", "benchmarks.selection", "--peak", name]
+                    command += ["--numel", str(numel), "--density", str(density)]
+                    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                    extra = {"contestant": name, "extra_bytes": peak, "extra_share": peak / (4 * numel)}
+                    yield case | {"part": "memory", "repetitions": 1} | extra
+
+
+COLUMNS = [
+    *("part", "input", "numel", "density", "contestant", "cache", "ms", "ms_p20", "ms_p80", "times_read", "times_add"),
+    *("extra_bytes", "extra_share", "repetitions", "threads", "cpu", "torch", "numpy", "python"),
+]
+
+
+def report(measured: Iterator[Row], append: bool) -> None:
+    """Print and write rows as they come."""
+    surroundings = machine()
+    print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
+    fresh = not (append and RESULT.exists())
+    with RESULT.open("w" if fresh else "a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        if fresh:
+            writer.writeheader()
+        read: dict[object, float] = {}
+        for row in measured:
+            title = "{part:10}{input:20}{numel:>12,}{density:>7}  {contestant:24}".format(**row)
+            if "ms" in row:
+                ms, cache = float(str(row["ms"])), row["cache"]
+                for base in ("read (sum)", "add_"):
+                    if row["contestant"] == base:
+                        read[base, cache, row["part"], row["input"], row["numel"], row["density"]] = ms
+                    found = read.get((base, cache, row["part"], row["input"], row["numel"], row["density"]))
+                    if found:
+                        row["times_read" if base != "add_" else "times_add"] = f"{ms / found:.2f}"
+                ratios = f"{row.get('times_read', '-'):>8} reads {row.get('times_add', '-'):>8} adds"
+                print(f"{title}{cache:6}{ms:9.2f} ms ({row['ms_p20']:.2f} to {row['ms_p80']:.2f}) {ratios}", flush=True)
+                row |= {key: f"{float(str(row[key])):.4g}" for key in ("ms", "ms_p20", "ms_p80")}
+            else:
+                print(f"{title}{float(str(row['extra_share'])):.3f} of the input", flush=True)
+                row["extra_share"] = f"{float(str(row['extra_share'])):.4f}"
+            writer.writerow(row | surroundings)
+            file.flush()
+
+
+def figure() -> None:
+    """Draw the times of selection at the smallest density, cold, from the CSV."""
+    import matplotlib.pyplot as plt
+
+    with RESULT.open(newline="") as file:
+        measured = [row for row in csv.DictReader(file) if row["part"] == "selection" and row["cache"] == "cold"]
+    density = min(float(row["density"]) for row in measured)
+    measured = [row for row in measured if float(row["density"]) == density]
+    _, axes = plt.subplots(figsize=(7, 4.5))
+    for name in dict.fromkeys(row["contestant"] for row in measured):
+        line = sorted((int(row["numel"]), float(row["ms"])) for row in measured if row["contestant"] == name)
+        base = name in ("read (sum)", "add_")
+        axes.plot(*zip(*line, strict=True), marker="o", ls=":" if base else "-", color="gray" if base else None)
+        axes.annotate(f" {name}", line[-1], fontsize=8, va="center")
+    axes.set(xscale="log", yscale="log", xlabel="elements", ylabel="ms, median", xlim=(None, 6 * line[-1][0]))
+    axes.set_title(f"Selecting {density:.1%}, {measured[0]['threads']} threads, {measured[0]['cpu']}", fontsize=10)
+    axes.grid(alpha=0.3)
+    plt.savefig(RESULT.with_suffix(".png"), dpi=150, bbox_inches="tight")
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, nargs="+", default=[1_000_000, 10_000_000, 25_000_000])
+    parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01])
+    parts = ["selection", "step", "hostile", "memory"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--threads", type=int, help="default: torch's own choice")
+    parser.add_argument("--append", action="store_true", help="keep the rows that were measured before")
+    parser.add_argument("--figure", action="store_true", help="only draw")
+    parser.add_argument("--peak", choices=SELECTIONS, help="only print the extra memory of one selection, in bytes")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    if arguments.peak:
+        print(memory(arguments.peak, arguments.numel[0], arguments.density[0]))
+    elif arguments.figure:
+        figure()
+    else:
+        report(rows(arguments), arguments.append)
+
+
+if __name__ == "__main__":
+    main()

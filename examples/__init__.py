@@ -1,0 +1,1 @@
+"""Small trainings that show how the package is used."""

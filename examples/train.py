@@ -1,0 +1,193 @@
+"""Train a ResNet-20 on handwritten digits, over several processes on this machine.
+
+    python examples/train.py --strategy gaussiank_ddp --density 0.01 --devices 2
+
+`--strategy` is all that changes between dense and compressed training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.utilities import rank_zero_only
+
+# The script's own folder is on the path when it runs as a script, the folder above is not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import lightning_sparse
+from examples.data import Digits
+from examples.models import Classifier, ResNet20
+
+
+class StepCost(pl.Callback):
+    """Logs after every epoch what a step costs a worker, as the mean over the workers.
+
+    "step/seconds" is the median time from the start of a batch to its end: forward, backward, exchange, optimizer.
+    "step/bytes" is what it puts on the wire. Stock DDP does not count; there it is the volume of a ring
+    all-reduce, 2(P - 1)/P times the gradient, with P workers.
+    """
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start to count."""
+        self.seconds: list[float] = []
+        self.sent_before = sent_bytes(trainer)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start the clock."""
+        self.started = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Stop the clock."""
+        self.seconds.append(time.perf_counter() - self.started)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the epoch's median time and mean volume."""
+        sent = (sent_bytes(trainer) - self.sent_before) / len(self.seconds)
+        if not isinstance(trainer.strategy, lightning_sparse.SparseDDPStrategy):
+            gradient = sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
+            sent = 2 * (trainer.world_size - 1) / trainer.world_size * gradient
+        pl_module.log("step/seconds", statistics.median(self.seconds), sync_dist=True)
+        pl_module.log("step/bytes", sent, sync_dist=True)
+
+
+def sent_bytes(trainer: pl.Trainer) -> int:
+    """Return the bytes that this worker has put on the wire so far, 0 with a strategy that does not count."""
+    strategy = trainer.strategy
+    return strategy.reducer.comm.sent_bytes if isinstance(strategy, lightning_sparse.SparseDDPStrategy) else 0
+
+
+def make_strategy(name: str, density: float | None = None) -> str | DDPStrategy:
+    """Return what `Trainer(strategy=...)` takes.
+
+    Without a density the name is enough. With one it takes an object, here the one that the name stands for.
+    """
+    if density is None:
+        return name
+    if name not in StrategyRegistry:
+        raise ValueError(f"strategy={name!r} is not known; choose from {', '.join(sorted(StrategyRegistry))}.")
+    entry = StrategyRegistry[name]
+    if not issubclass(entry["strategy"], lightning_sparse.SparseDDPStrategy):
+        raise ValueError(f"strategy={name!r} sends everything; a density goes with those of lightning_sparse only.")
+    strategy: DDPStrategy = entry["strategy"](**entry["init_params"], density=density)
+    return strategy
+
+
+def train(
+    strategy: str | DDPStrategy,
+    *,
+    devices: int = 2,
+    epochs: int = 6,
+    batch_size: int = 16,
+    max_lr: float = 0.1,
+    momentum: float = 0.9,
+    seed: int = 0,
+    fold: int = 0,
+    log_dir: str | None = None,
+    progress: bool = False,
+    **trainer_options: Any,
+) -> dict[str, float]:
+    """Train once and return what was logged last, "val/accuracy" and `StepCost`'s figures among it.
+
+    Args:
+        strategy: name or object, as for the Trainer.
+        devices: number of workers, each a process.
+        epochs: passes over the training digits.
+        batch_size: images per worker and step.
+        max_lr: top of the learning rate's cycle.
+        momentum: of SGD.
+        seed: of the initial weights and of the order of the data.
+        fold: which fifth of the digits is held out.
+        log_dir: folder for one CSV file of metrics; None logs nothing.
+        progress: show a progress bar and a summary of the model.
+        **trainer_options: further options of the Trainer.
+    """
+    pl.seed_everything(seed, workers=True, verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_epochs=epochs,
+        logger=CSVLogger(log_dir, name="") if log_dir else False,
+        callbacks=StepCost(),
+        enable_checkpointing=False,
+        enable_progress_bar=progress,
+        enable_model_summary=progress,
+        log_every_n_steps=10,
+        num_sanity_val_steps=0,
+        **trainer_options,
+    )
+    network = ResNet20(in_channels=1)
+    trainer.fit(Classifier(network, max_lr=max_lr, momentum=momentum), Digits(batch_size, fold))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def quiet() -> None:
+    """Drop Lightning's notices that say nothing about this training; other warnings and all errors stay."""
+    # Where `lightning` is installed too, whichever of the two was imported last writes the other's notices.
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric", "lightning_sparse"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # The digits are in memory already: worker processes would only copy them about.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # Lightning's own affair with torch.
+    warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Print, on the first worker only."""
+    print(text, flush=True)
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--strategy",
+        default="gaussiank_ddp",
+        help="name of a strategy: ddp, or <method>_ddp with one of " + ", ".join(lightning_sparse.METHODS),
+    )
+    parser.add_argument("--density", type=float, help="fraction of gradient entries to send, default 0.001")
+    parser.add_argument("--devices", type=int, default=2, help="number of worker processes, default 2")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the data, default 6")
+    parser.add_argument("--batch-size", type=int, default=16, help="images per worker and step, default 16")
+    parser.add_argument("--lr", type=float, default=0.1, help="top of the learning rate's cycle, default 0.1")
+    parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD, default 0.9")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order, default 0")
+    parser.add_argument("--log-dir", default="runs/train", help="folder for the metrics, default runs/train")
+    args = parser.parse_args()
+    try:
+        strategy = make_strategy(args.strategy, args.density)
+    except ValueError as error:
+        parser.error(str(error))
+    quiet()
+    result = train(
+        strategy,
+        devices=args.devices,
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        max_lr=args.lr,
+        momentum=args.momentum,
+        seed=args.seed,
+        log_dir=args.log_dir,
+        progress=True,
+    )
+    say(
+        f"{args.strategy}: accuracy {result['val/accuracy']:.2%}, {result['step/bytes']:,.0f} bytes and "
+        f"{1e3 * result['step/seconds']:.1f} ms per step and worker; metrics in {args.log_dir}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""GaussianK: lands between 2k/3 and 4k/3, or shows the published loop as it is."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_sparse.compressors import GaussianK
+from lightning_sparse.context import Context
+from lightning_sparse.kernels import select, threshold
+from lightning_sparse.layout import Segment
+from tests.test_select import INPUTS, oracle
+
+
+def segment(numel: int) -> Segment:
+    return Segment(0, ("w",), ((numel,),), 0)
+
+
+def laplace(numel):
+    return torch.empty(numel).exponential_() * torch.randn(numel).sign()
+
+
+def student(numel, freedom):
+    return torch.randn(numel) / (torch.randn(freedom, numel).square_().mean(0)).sqrt_()
+
+
+SMOOTH = {
+    "Gaussian": torch.randn,
+    "Laplace": laplace,
+    "Student 3": lambda d: student(d, 3),
+    "Student 5": lambda d: student(d, 5),
+    "shifted up": lambda d: torch.randn(d) + 3,
+    "shifted down": lambda d: laplace(d) - 30,
+    "mixed scales": lambda d: torch.randn(d) * torch.logspace(-6, 0, d),
+    "small": lambda d: laplace(d) * 1e-15,
+    "large": lambda d: laplace(d) * 1e15,
+}
+DENSITIES = [0.001, 0.005, 0.01, 0.05]
+
+
+@pytest.mark.parametrize("refine", ["bracket", "paper"])
+def test_by_hand(refine):
+    u = torch.tensor([0.0, -3.0, 0.0, 1.0, 0.0, 0.0, -1.0, 0.0, 3.0, 0.0])  # mean 0, variance 2
+    # k = 2: z = Φ⁻¹(1 - 0.2 / 2) = 1.28, so the threshold is 1.8, and two entries are above it.
+    assert GaussianK(0.2, refine).select(u).tolist() == [1, 8]
+    # k = 4: z = 0.84, so the threshold is 1.2; two are too few, above half of it there are four.
+    assert GaussianK(0.4, refine).select(u).tolist() == [1, 3, 6, 8]
+    payload = GaussianK(0.2, refine).compress(u, segment(10), Context())
+    assert GaussianK(0.2, refine).remove_(u, payload, segment(10), Context()).tolist() == [
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+        -1,
+        0,
+        0,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_lands_between_two_and_four_thirds(name, monkeypatch):
+    def give_up(*_):
+        raise AssertionError("fell back to exact selection")
+
+    monkeypatch.setattr(threshold, "largest_of_blocks", give_up)
+    for numel in (100_003, 400_000):
+        u = SMOOTH[name](numel)
+        for density in DENSITIES:
+            k = round(density * numel)
+            chosen = GaussianK(density).select(u)
+            assert 2 * k / 3 <= len(chosen) <= 4 * k / 3, (name, numel, density, len(chosen) / k)
+            # They are the largest: everything beyond a threshold, nothing else.
+            assert torch.equal(chosen, oracle(u, len(chosen)))
+
+
+@pytest.mark.parametrize("refine", ["bracket", "paper"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_hostile_inputs(name, refine):
+    for numel in (1, 2, 63, 1000, 131072, 300_007):
+        u = INPUTS[name](numel)
+        for density in (0.001, 0.01, 0.1, 1.0):
+            gaussiank = GaussianK(density, refine)
+            k = gaussiank.target(numel)
+            chosen = gaussiank.select(u)
+            assert torch.equal(chosen, oracle(u, len(chosen)))
+            assert 1 <= len(chosen) <= gaussiank.capacity(numel)
+            if refine == "bracket":
+                assert 2 * k / 3 <= len(chosen) <= 4 * k / 3
+
+
+@pytest.mark.parametrize(
+    ("draw", "density", "expected"),
+    [
+        (torch.randn, 0.001, 1.00),
+        (torch.randn, 0.01, 1.00),
+        (laplace, 0.001, 0.93),
+        (lambda d: student(d, 5), 0.001, 0.21),
+        (laplace, 0.005, 10.19),
+        (laplace, 0.01, 6.51),
+        (lambda d: student(d, 5), 0.01, 5.49),
+    ],
+)
+def test_the_published_loop_and_its_defect(draw, density, expected):
+    """The numbers are computed from the distributions: nnz/k at the last of the three tests."""
+    numel = 2_000_000
+    k = density * numel
+    ratio = len(GaussianK(density, refine="paper").select(draw(numel))) / k
+    # 4 deviations of a count, half a digit of the table, and what the sample's own deviation does to the threshold:
+    # its relative error is at most 1 / sqrt(numel) times 3, and the tails fall with at most the tenth power there.
+    assert abs(ratio - expected) < 4 * math.sqrt(expected / k) + 0.005 + 30 / math.sqrt(numel) * expected
+
+
+def test_the_published_loop_is_bounded_and_never_empty():
+    gaussiank = GaussianK(0.01, refine="paper")
+    shifted = torch.randn(10_000) - 50  # the threshold is negative: everything is above it
+    assert torch.equal(gaussiank.select(shifted), oracle(shifted, 1200))
+    assert gaussiank.capacity(10_000) == 1200
+    assert gaussiank.capacity(50) == 12
+    assert GaussianK(0.5, refine="paper").capacity(10) == 10
+    broken = torch.randn(10_000)
+    broken[77] = torch.nan  # the threshold is NaN: nothing is above it
+    assert torch.equal(gaussiank.select(broken), oracle(broken, 100))
+
+
+@pytest.mark.parametrize("refine", ["bracket", "paper"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_broken_is_sent(refine, bad):
+    u = torch.randn(5000)
+    u[4999] = bad
+    assert 4999 in GaussianK(0.001, refine).select(u).tolist()
+
+
+@pytest.mark.parametrize("density", [0.001, 0.03])
+@pytest.mark.parametrize("share", [0.1, 2 / 3])
+def test_a_vector_with_two_thirds_of_k_entries_is_reproduced_exactly(density, share):
+    numel = 60_000
+    gaussiank, ctx, u = GaussianK(density), Context(), torch.zeros(numel)
+    filled = torch.randperm(numel)[: round(share * gaussiank.target(numel))]
+    u[filled] = torch.randn(len(filled))
+    payload = gaussiank.compress(u, segment(numel), ctx)
+    assert torch.equal(gaussiank.decompress(payload, segment(numel), ctx), u)
+    assert not gaussiank.remove_(u, payload, segment(numel), ctx).any()
+
+
+def test_a_vector_of_k_equal_magnitudes_is_reproduced_exactly():
+    numel, ctx = 60_000, Context()
+    u = torch.zeros(numel)
+    u[torch.randperm(numel)[:60]] = -0.5
+    payload = GaussianK().compress(u, segment(numel), ctx)
+    assert torch.equal(GaussianK().decompress(payload, segment(numel), ctx), u)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_contraction(name):
+    numel, gaussiank, ctx = 50_000, GaussianK(0.01), Context()
+    u = SMOOTH[name](numel)
+    payload = gaussiank.compress(u, segment(numel), ctx)
+    count = len(gaussiank.indices(payload, segment(numel), ctx))
+    rest = gaussiank.remove_(u.clone(), payload, segment(numel), ctx).double().square().sum()
+    assert 0 < rest <= (1 - count / numel) * u.double().square().sum() * (1 + 1e-12)
+
+
+def test_the_length_of_a_payload_is_fixed():
+    lengths = set()
+    for draw in SMOOTH.values():
+        _, indices, values = GaussianK(0.01).compress(draw(10_000), segment(10_000), Context())
+        lengths.add((len(indices), len(values)))
+    assert lengths == {(134, 134)}
+
+
+def test_looks_only_into_blocks_that_can_pass(monkeypatch):
+    seen = []
+
+    def spy(bits, blocks, block, bound):
+        seen.append(len(blocks))
+        return entries_of_blocks(bits, blocks, block, bound)
+
+    entries_of_blocks = select._entries_of_blocks
+    monkeypatch.setattr(select, "_entries_of_blocks", spy)
+    for draw in SMOOTH.values():
+        GaussianK().select(draw(400_000))
+    assert seen
+    assert max(seen) <= 4 * 400 / 3
+
+
+def test_the_context_may_ask_for_another_density():
+    u = torch.randn(100_000)
+    assert 2 / 3 * 5000 <= len(GaussianK().select(u, None, Context(density=0.05))) <= 4 / 3 * 5000
+
+
+def test_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match=r"GaussianK\(refine='newton'\): choose from bracket, paper"):
+        GaussianK(refine="newton")
+    for refine in ("bracket", "paper"):
+        with pytest.raises(ValueError, match=r"must be 1-D"):
+            GaussianK(0.5, refine).select(torch.randn(3, 4))
+        with pytest.raises(TypeError, match=r"must be torch.float32"):
+            GaussianK(0.5, refine).select(torch.randn(3).double())

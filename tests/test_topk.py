@@ -1,0 +1,60 @@
+"""TopK: what it sends, by hand and in general."""
+
+import pytest
+import torch
+
+from lightning_sparse.compressors import TopK
+from lightning_sparse.context import Context
+from lightning_sparse.layout import Segment
+
+
+def segment(numel: int) -> Segment:
+    return Segment(0, ("w",), ((numel,),), 0)
+
+
+def test_by_hand():
+    u = torch.tensor([0.5, -4.0, 3.0, -0.1, -3.0])
+    topk, where, ctx = TopK(density=0.4), segment(5), Context()
+    assert topk.select(u).tolist() == [1, 2]
+    payload = topk.compress(u, where, ctx)
+    assert topk.decompress(payload, where, ctx).tolist() == [0.0, -4.0, 3.0, 0.0, 0.0]
+    kept = topk.remove_(u, payload, where, ctx)
+    assert kept is u
+    assert kept.tolist() == pytest.approx([0.5, 0.0, 0.0, -0.1, -3.0])
+
+
+def test_the_context_may_ask_for_another_density():
+    u = torch.randn(1000)
+    assert len(TopK(density=0.1).select(u)) == 100
+    assert len(TopK(density=0.1).select(u, None, Context(density=0.25))) == 250
+    assert len(TopK(density=0.1).select(u, None, Context())) == 100
+    assert len(TopK().select(u)) == 1
+    assert len(TopK().select(u[:3])) == 1
+    assert len(TopK(density=1.0).select(u)) == 1000
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3])
+def test_a_sparse_vector_is_reproduced_exactly(density):
+    numel = 50_001
+    u, topk, ctx = torch.zeros(numel), TopK(density), Context()
+    chosen = torch.randperm(numel)[: topk.target(numel)]
+    u[chosen] = torch.randn(len(chosen))
+    payload = topk.compress(u, segment(numel), ctx)
+    assert torch.equal(topk.decompress(payload, segment(numel), ctx), u)
+    assert not topk.remove_(u, payload, segment(numel), ctx).any()
+
+
+@pytest.mark.parametrize("draw", [torch.randn, torch.ones, lambda d: torch.randn(d) ** 7])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3])
+def test_contraction(draw, density):
+    u, topk, where, ctx = draw(20_011), TopK(density), segment(20_011), Context()
+    k = topk.target(20_011)
+    rest = topk.remove_(u.clone(), topk.compress(u, where, ctx), where, ctx).double()
+    # For entries of equal magnitude both sides are equal.
+    assert rest.square().sum() <= (1 - k / 20_011) * u.double().square().sum() * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("density", [0, 1.5, -0.1, float("nan"), True, "a"])
+def test_refuses_a_density_outside_of_0_to_1(density):
+    with pytest.raises(ValueError, match=r"TopK\(density=.*\): density must be in \(0, 1\]"):
+        TopK(density=density)
