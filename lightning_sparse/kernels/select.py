@@ -106,8 +106,8 @@ def largest(bits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     extra = indices.numel() - k
     if extra == 0:
         return indices, magnitudes
-    keep = torch.ones_like(indices, dtype=torch.bool)
-    keep[_nonzero(magnitudes == threshold)[-extra:]] = False
+    keep = magnitudes > threshold
+    keep[_nonzero(magnitudes == threshold)[:-extra]] = True
     kept = _nonzero(keep)
     return indices.index_select(0, kept), magnitudes.index_select(0, kept)
 
