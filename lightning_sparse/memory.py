@@ -19,6 +19,9 @@ class Memory(abc.ABC):
     entries: tuple[Entry, ...] = ()
     """What it keeps in the segment's state."""
 
+    keeps: bool = True
+    """Whether it has a use for what rounding took; finding that out costs passes over the data."""
+
     needs_lr: bool = False
     """Whether it asks for `Context.lr`."""
 
@@ -65,6 +68,8 @@ def add_(x: Tensor, term: Agreed | None) -> None:
 @dataclass(frozen=True)
 class NoMemory(Memory):
     """Forgets what was not sent."""
+
+    keeps = False
 
     entries = (Entry("u", per="scratch"),)
 

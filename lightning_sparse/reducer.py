@@ -196,7 +196,7 @@ class Reducer:
         compensated = clock()
         agreed, used = aggregator(u, segment, compressor, self.comm, ctx)
         aggregated = clock()
-        lost = write_(grads, segment, agreed, 1 / gain)
+        lost = write_(grads, segment, agreed, 1 / gain, memory.keeps)
         written = clock()
         memory.keep(u, used, lost, compressor, segment, ctx)
         for kept, value in aside:
@@ -331,14 +331,14 @@ class Reducer:
                     kept[name] = saved_here[name].to(self._device, copy=True)
 
 
-def write_(grads: Sequence[Tensor], segment: Segment, agreed: Agreed, scale: float) -> Agreed | None:
+def write_(grads: Sequence[Tensor], segment: Segment, agreed: Agreed, scale: float, keeps: bool) -> Agreed | None:
     """Overwrite a segment's gradients with scale × the agreed result.
 
     Returns:
         What rounding to 16-bit gradients took away, in units of `agreed`; None where nothing was rounded.
     """
     if isinstance(agreed, Tensor):
-        lost = write_dense_(grads, segment.bounds, agreed if scale == 1 else agreed * scale)
+        lost = write_dense_(grads, segment.bounds, agreed if scale == 1 else agreed * scale, keeps)
         return lost if lost is None or scale == 1 else lost.div_(scale)
     terms = agreed if scale == 1 else tuple((indices, values * scale) for indices, values in agreed)
     entries = write_entries_(grads, segment.bounds, terms)

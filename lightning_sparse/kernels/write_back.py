@@ -59,15 +59,16 @@ def coalesce(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return indices, values
 
 
-def write_dense_(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor) -> Tensor | None:
+def write_dense_(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, keeps: bool) -> Tensor | None:
     """Overwrite gradients with a dense result (1-D fp32, of the segment's length).
 
     Returns:
-        What rounding to 16-bit gradients took away, of the segment's length; None where all gradients are fp32.
+        What rounding to 16-bit gradients took away, of the segment's length; None where all gradients are fp32, or
+        nobody `keeps` it.
     """
     parts = [out[start:stop] for start, stop in pairwise(bounds)]
     for grad, part in zip(grads, parts, strict=True):
         grad.copy_(fit(part, grad.dtype))
-    if all(grad.dtype == torch.float32 for grad in grads):
+    if not keeps or all(grad.dtype == torch.float32 for grad in grads):
         return None
     return torch.cat([part - grad for grad, part in zip(grads, parts, strict=True)])
