@@ -223,7 +223,9 @@ class CommThread:
         """Wait for the thread and raise what went wrong in it. Runs before DDP itself waits for the futures."""
         # With reentrant checkpointing this is the end of a part only: the next bucket queues it again.
         self._in_backward = False
+        started = time.perf_counter()
         self._queue.join()
+        self.reducer.seconds["exposed"] += time.perf_counter() - started
         if self._error is not None:
             raise self._error
 

@@ -11,10 +11,11 @@ simulate(2, rank)  # both ranks: tensor([0., 0., 0., -3.]); the 1.0 waits in eac
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_sparse.kernels.write_back import write_dense_, write_entries_
 from lightning_sparse.layout import Granularity, Layout, Segment, check_partition
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
+from lightning_sparse.observer import Observer
 
 log = logging.getLogger(__name__)
 DENSE: tuple[Compressor, Aggregator] = (Identity(), AllReduceMean())
@@ -51,7 +53,9 @@ class Reducer:
         step: reductions done so far.
         epoch: the present epoch, set from outside; it matters only for a warm-up by epochs.
         seconds: time spent so far per phase, "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
-            exchange alone), "write" and "keep".
+            exchange alone), "write" and "keep"; "exposed" is how long training has waited for all this after
+            backward, where a communication thread does it.
+        observers: who is shown the segments; empty on most steps.
     """
 
     def __init__(
@@ -82,7 +86,8 @@ class Reducer:
         self.lr = lr
         self.step = 0
         self.epoch = 0
-        self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "keep"), 0.0)
+        self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "keep", "exposed"), 0.0)
+        self.observers: list[Observer] = []
         self.layout: Layout | None = None
         self.states: list[State] = []
         self._saved: Mapping[str, Any] | None = None
@@ -189,25 +194,29 @@ class Reducer:
             # With the learning rate inside the memory and at zero, u is what it was, and nothing may leave it.
             torch._foreach_zero_(grads)
             return
-        clock = time.perf_counter
-        started = clock()
         aside = self._set_aside(segment, grads, unused) if unused else []
-        u = memory.compensate(grads, segment, ctx)
-        compensated = clock()
-        agreed, used = aggregator(u, segment, compressor, self.comm, ctx)
-        aggregated = clock()
-        lost = write_(grads, segment, agreed, 1 / gain, memory.keeps)
-        written = clock()
-        memory.keep(u, used, lost, compressor, segment, ctx)
-        for kept, value in aside:
-            kept.add_(value)
-        kept_at = clock()
-        for phase, spent in zip(
-            self.seconds,
-            (compensated - started, aggregated - compensated, written - aggregated, kept_at - written),
-            strict=True,
-        ):
-            self.seconds[phase] += spent
+        for observer in self.observers:
+            observer.gradients(segment, grads, ctx)
+        with self._timed("compensate"):
+            u = memory.compensate(grads, segment, ctx)
+        for observer in self.observers:
+            observer.compensated(segment, u, ctx)
+        with self._timed("aggregate"):
+            agreed, used = aggregator(u, segment, compressor, self.comm, ctx)
+        for observer in self.observers:
+            observer.aggregated(segment, u, used, compressor, ctx)
+        with self._timed("write"):
+            lost = write_(grads, segment, agreed, 1 / gain, memory.keeps)
+        with self._timed("keep"):
+            memory.keep(u, used, lost, compressor, segment, ctx)
+            for kept, value in aside:
+                kept.add_(value)
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started
 
     def reset(self) -> None:
         """Forget all steps: as after `setup`."""

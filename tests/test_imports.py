@@ -17,7 +17,8 @@ ALLOWED = {
     "memory": {"layout", "context", "compressors"},
     "aggregators": {"layout", "context", "compressors", "comm", "kernels"},
     "methods": {"compressors", "memory", "aggregators"},
-    "reducer": {"layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
+    "observer": {"layout", "context", "compressors"},
+    "reducer": {"observer", "layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
     "hook": {"layout", "comm", "methods", "reducer"},
     "strategies": {"layout", "hook", "methods", "reducer"},
 }

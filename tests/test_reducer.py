@@ -2,11 +2,13 @@ import logging
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_sparse import Method, Reducer, method, simulate
+from lightning_sparse import METHODS, Method, Reducer, method, simulate
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
 from lightning_sparse.memory import NoMemory
+from lightning_sparse.observer import Observer
 
 
 def test_two_steps_by_hand():
@@ -174,3 +176,42 @@ def test_two_reducers_share_a_method_but_no_state():
         return two.state_dict()["elements"]["residual"]["w"].count_nonzero().item() == 0
 
     assert all(simulate(2, rank))
+
+
+class Recorder(Observer):
+    def __init__(self):
+        self.seen = []
+
+    def gradients(self, segment, grads, ctx):
+        self.g = torch.cat([grad.float() for grad in grads])
+        self.e = ctx.state["residual"].clone() if "residual" in ctx.state else torch.zeros_like(self.g)
+
+    def compensated(self, segment, u, ctx):
+        self.u = u.clone()
+
+    def aggregated(self, segment, u, used, compressor, ctx):
+        self.seen.append((self.g, self.e, self.u, compressor.remove_(u.clone(), used, segment, ctx)))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_observer_sees_what_is_added_sent_and_kept_and_changes_nothing(name):
+    def rank(comm: Comm, watched: bool) -> tuple[Tensor, list]:
+        reducer = Reducer(name, comm, granularity="layer")
+        recorder = Recorder()
+        for step in range(4):
+            reducer.observers = [recorder] if watched and step != 2 else []
+            generator = torch.Generator().manual_seed(10 * step + comm.rank)
+            grads = {"a": torch.randn(300, generator=generator), "b": torch.randn(40, 50, generator=generator)}
+            reducer.reduce_(grads)
+        kept = reducer.state_dict()["elements"].get("residual", {}).get("a")
+        assert not watched or kept is None or torch.equal(recorder.seen[-1][3], kept)
+        return torch.cat([grad.view(-1) for grad in grads.values()]), recorder.seen
+
+    unwatched = simulate(2, lambda comm: rank(comm, False))
+    watched = simulate(2, lambda comm: rank(comm, True))
+    for (expected, _), (result, seen) in zip(unwatched, watched, strict=True):
+        assert torch.equal(result, expected)
+        assert len(seen) == 2 * 3
+        for g, e, u, rest in seen:
+            assert torch.equal(u, g + e)
+            assert rest.norm() < u.norm()
