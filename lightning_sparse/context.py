@@ -45,6 +45,7 @@ class Context:
         step: number of reductions done before this one.
         density: fraction of entries to send now; None asks the compressor for its own.
         lr: learning rate that the optimizer will apply, where the user gave one.
+        scale: factor on the gradients before anything is added: 1 / loss scale, and what local clipping asks for.
         state: the segment's state; methods change it in place.
         seed: the run's seed, equal on all ranks.
         segment: index of the segment.
@@ -56,6 +57,7 @@ class Context:
     step: int = 0
     density: float | None = None
     lr: float | None = None
+    scale: float = 1.0
     state: State = field(default_factory=dict)
     seed: int = 0
     segment: int = 0

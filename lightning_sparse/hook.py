@@ -33,10 +33,10 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
-from lightning_sparse.layout import Granularity
+from lightning_sparse.layout import Granularity, Segment
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
-from lightning_sparse.reducer import Reducer
+from lightning_sparse.reducer import OnNonFinite, Reducer
 
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0
@@ -53,6 +53,9 @@ def attach(
     seed: int = 0,
     warmup: Sequence[float] = (),
     warmup_steps: int | None = None,
+    loss_scale: Callable[[], float] | None = None,
+    on_nonfinite: OnNonFinite = "raise",
+    clip_norm: float | None = None,
     timeout: timedelta | None = None,
 ) -> Reducer:
     """Replace the gradient all-reduce of `ddp` by a compressed exchange. All ranks call it, before the first backward.
@@ -66,6 +69,13 @@ def attach(
         seed: of all random choices; equal on all ranks.
         warmup: densities to use in turn before `density`, `warmup_steps` steps each.
         warmup_steps: number of steps for each density of `warmup`.
+        loss_scale: the `get_scale` of a GradScaler, where one is used. Where a gradient overflows on any rank, all
+            ranks get NaN, so that all scalers leave the step out, and no residual changes.
+        on_nonfinite: without a loss scale, what a gradient with a NaN or an infinity means: "raise" NonFiniteGradient
+            on all ranks, or "skip": all ranks get NaN gradients, no residual changes, and it is yours to leave the
+            optimizer step out.
+        clip_norm: largest 2-norm of a rank's own gradient, before compression. Clipping afterwards would destroy what
+            has already left the residuals.
         timeout: how long to wait for other ranks; None takes the default process group's.
 
     Returns:
@@ -87,6 +97,9 @@ def attach(
         seed=seed,
         warmup=warmup,
         warmup_steps=warmup_steps,
+        loss_scale=loss_scale,
+        on_nonfinite=on_nonfinite,
+        clip_norm=clip_norm,
         timeout=timeout,
     ).reducer
 
@@ -136,7 +149,7 @@ class CommThread:
             params = trainable_parameters(ddp)
             described.update(
                 method=repr(method),
-                **{name: repr(value) for name, value in options.items() if not callable(value)},
+                **{name: "given" if callable(value) else repr(value) for name, value in options.items()},
                 bucket_cap_mb=bucket_cap_mb,
                 model=", ".join(f"{name}{list(param.shape)}" for name, param in params.items()),
             )
@@ -151,6 +164,11 @@ class CommThread:
         self._segment_of = {name: segment for segment in self.reducer.layout.segments for name in segment.names}
         self._name_of = {id(param): name for name, param in params.items()}
         self._params = list(params.values())  # keeps the ids valid
+        self._frozen = {
+            name: param
+            for name, param in ddp.module.named_parameters()
+            if not param.requires_grad and name not in ddp.parameters_to_ignore
+        }
         self._queue: queue.Queue[_Bucket | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._device = ddp.device
@@ -228,6 +246,13 @@ class CommThread:
         self.reducer.seconds["exposed"] += time.perf_counter() - started
         if self._error is not None:
             raise self._error
+        for name, param in self._frozen.items():
+            if param.requires_grad:
+                raise self._told(
+                    f"{name!r} was frozen when the model was wrapped and takes gradients now: DDP does not exchange "
+                    f"them, so the ranks would drift apart. Let it require gradients before the model is wrapped, and "
+                    f"set its learning rate to 0 until it is to be trained."
+                )
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that training has failed here, outside the thread."""
@@ -292,24 +317,36 @@ class CommThread:
             self._arrived[name] = bucket
             segment = self._segment_of[name]
             missing = self._missing[segment.index] = self._missing.get(segment.index, len(segment.names)) - 1
-            if missing == 0:
-                brought_by = [self._arrived[other] for other in segment.names]
-                self.reducer.reduce_segment_(
-                    segment,
-                    [touched.views[other] for other, touched in zip(segment.names, brought_by, strict=True)],
-                    [
-                        other
-                        for other, touched in zip(segment.names, brought_by, strict=True)
-                        if other in touched.unused
-                    ],
-                )
-                for touched in {id(touched): touched for touched in brought_by}.values():
-                    touched.open -= 1
-                    if touched.open == 0:
-                        touched.future.set_result(touched.buffer)
-        if len(self._arrived) == len(self._segment_of):
-            self._buckets, self._arrived, self._missing = [], {}, {}
+            if missing == 0 and not self.reducer.looks_ahead:
+                self._reduce(segment)
+        if len(self._arrived) < len(self._segment_of):
+            return
+        if not self.reducer.looks_ahead or self._reduce_all():
             self.reducer.finish_step()
+        self._buckets, self._arrived, self._missing = [], {}, {}
+
+    def _reduce(self, segment: Segment) -> None:
+        brought_by = {name: self._arrived[name] for name in segment.names}
+        self.reducer.reduce_segment_(
+            segment,
+            [touched.views[name] for name, touched in brought_by.items()],
+            [name for name, touched in brought_by.items() if name in touched.unused],
+        )
+        for touched in {id(touched): touched for touched in brought_by.values()}.values():
+            touched.open -= 1
+            if touched.open == 0:
+                touched.future.set_result(touched.buffer)
+
+    def _reduce_all(self) -> bool:
+        assert self.reducer.layout is not None
+        grads = {name: self._arrived[name].views[name] for name in self.reducer.layout.names}
+        if self.reducer.look_ahead(grads, set().union(*(bucket.unused for bucket in self._buckets))):
+            for segment in self.reducer.layout.segments:
+                self._reduce(segment)
+            return True
+        for bucket in self._buckets:
+            bucket.future.set_result(bucket.buffer)
+        return False
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

@@ -30,7 +30,8 @@ class Memory(abc.ABC):
         """Combine the gradients with what was kept.
 
         Args:
-            grads: one 1-D gradient per parameter of the segment, of any floating dtype; left as they are.
+            grads: one 1-D gradient per parameter of the segment, of any floating dtype; left as they are. They count
+                `ctx.scale` times.
 
         Returns:
             u, 1-D fp32 of the segment's length; it may be a buffer of the state.
@@ -77,7 +78,7 @@ class NoMemory(Memory):
         u = ctx.state["u"]
         for part, grad in zip(segment.views(u), grads, strict=True):
             part.copy_(grad)
-        return u
+        return u if ctx.scale == 1 else u.mul_(ctx.scale)
 
     def keep(
         self, u: Tensor, used: Payload, lost: Agreed | None, compressor: Compressor, segment: Segment, ctx: Context
@@ -94,7 +95,7 @@ class Residual(Memory):
     def compensate(self, grads: list[Tensor], segment: Segment, ctx: Context) -> Tensor:
         u = ctx.state["residual"]
         # In place: the residual is u until `keep` takes out what was used.
-        torch._foreach_add_(segment.views(u), grads)
+        torch._foreach_add_(segment.views(u), grads, alpha=ctx.scale)
         return u
 
     def keep(

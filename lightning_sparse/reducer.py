@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators import Aggregator, AllReduceMean
-from lightning_sparse.comm import Comm
+from lightning_sparse.aggregators import Aggregator, AllReduceMean, NonFiniteGradient
+from lightning_sparse.aggregators.base import NOT_FINITE
+from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors import Compressor, Identity
 from lightning_sparse.compressors.base import Agreed, Entries, check_density
 from lightning_sparse.context import Context, Entry, State
@@ -33,6 +35,9 @@ from lightning_sparse.methods import method as make_method
 from lightning_sparse.observer import Observer
 
 log = logging.getLogger(__name__)
+OnNonFinite = Literal["raise", "skip"]
+VERSION = 2
+"""Of `Reducer.state_dict`."""
 DENSE: tuple[Compressor, Aggregator] = (Identity(), AllReduceMean())
 
 
@@ -48,9 +53,16 @@ class Reducer:
         warmup: densities to use in turn before the method's own, from dense to sparse.
         warmup_steps: number of steps for each density of `warmup`; None: one epoch each, counted by `epoch`.
         lr: learning rate, or a function that returns the present one, for methods that need it.
+        loss_scale: a function that returns what the loss is multiplied with, as `GradScaler.get_scale` does. What is
+            kept is unscaled; where a gradient overflows, all ranks get NaN and nothing else changes.
+        on_nonfinite: what a gradient with a NaN or an infinity means without a loss scale: "raise" NonFiniteGradient on
+            all ranks, or "skip": all ranks get NaN, and the step is left out.
+        clip_norm: largest 2-norm of this rank's own gradient, all parameters together; a longer one is shortened
+            before anything is added. None leaves it as it is.
 
     Attributes:
         step: reductions done so far.
+        skipped: steps that were left out because a gradient was not finite.
         epoch: the present epoch, set from outside; it matters only for a warm-up by epochs.
         seconds: time spent so far per phase, "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
             exchange alone), "write" and "keep"; "exposed" is how long training has waited for all this after
@@ -69,12 +81,16 @@ class Reducer:
         warmup: Sequence[float] = (),
         warmup_steps: int | None = None,
         lr: float | Callable[[], float] | None = None,
+        loss_scale: Callable[[], float] | None = None,
+        on_nonfinite: OnNonFinite = "raise",
+        clip_norm: float | None = None,
     ) -> None:
         self.method = make_method(method) if isinstance(method, str) else method
         if not isinstance(self.method, Method):
             raise TypeError(f"Reducer(method={method!r}): method must be a Method or the name of one.")
         check_warmup(self.method, warmup, warmup_steps)
         check_partition(granularity, bucket_cap_mb)
+        check_foresight(on_nonfinite, clip_norm)
         if self.method.memory.needs_lr and lr is None:
             raise ValueError(f"{self.method!r} needs the learning rate: pass lr, a number or a function.")
         self.comm = comm
@@ -84,7 +100,11 @@ class Reducer:
         self.warmup = tuple(warmup)
         self.warmup_steps = warmup_steps
         self.lr = lr
+        self.loss_scale = loss_scale
+        self.on_nonfinite = on_nonfinite
+        self.clip_norm = clip_norm
         self.step = 0
+        self.skipped = 0
         self.epoch = 0
         self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "keep", "exposed"), 0.0)
         self.observers: list[Observer] = []
@@ -92,12 +112,11 @@ class Reducer:
         self.states: list[State] = []
         self._saved: Mapping[str, Any] | None = None
         self._reported: set[float | None] = set()
-        kept = [
-            entry
-            for part in (self.method.memory, self.method.aggregator, self.method.compressor)
-            for entry in part.entries
-        ]
-        self._entries: dict[str, Entry] = {entry.name: entry for entry in kept}
+        self._scale = self._loss_scale = 1.0
+        parts = (self.method.memory, self.method.aggregator, self.method.compressor)
+        kept = [(entry, repr(part)) for part in parts for entry in part.entries]
+        self._entries: dict[str, Entry] = {entry.name: entry for entry, _ in kept}
+        self._owners = {entry.name: owner for entry, owner in kept if entry.per != "scratch"}
         if len(self._entries) < len(kept):
             raise ValueError(f"{self.method!r}: two of its parts keep a state under the same name.")
 
@@ -106,6 +125,11 @@ class Reducer:
         """The density of the present step; None where the method has none."""
         phase = self.epoch if self.warmup_steps is None else self.step // self.warmup_steps
         return self.warmup[phase] if phase < len(self.warmup) else self.method.density
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step needs all gradients before the first is added, so that nothing overlaps with backward."""
+        return self.loss_scale is not None or self.on_nonfinite == "skip" or self.clip_norm is not None
 
     def setup(self, params: Mapping[str, Tensor]) -> None:
         """Lay out the state for these parameters (or gradients), given in registration order.
@@ -151,6 +175,8 @@ class Reducer:
                 f"reduce_ got other gradients than at first: missing {sorted(missing)}, new {sorted(new)}. Pass the "
                 f"same parameters in every step."
             )
+        if self.looks_ahead and not self.look_ahead(grads):
+            return
         for segment in self.layout.segments:
             for name, shape in zip(segment.names, segment.shapes, strict=True):
                 check_tensor(name, grads[name])
@@ -162,6 +188,51 @@ class Reducer:
                 if result.data_ptr() != grads[name].data_ptr():
                     grads[name].copy_(result.view_as(grads[name]))
         self.finish_step()
+
+    def look_ahead(self, grads: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
+        """Agree on whether a step can be taken, before anything is added. To be called first where `looks_ahead`.
+
+        Args:
+            grads: parameter name to gradient, all of them. Where the step is left out they are filled with NaN, as a
+                GradScaler expects it.
+            unused: parameters that took no part in this backward pass.
+
+        Returns:
+            Whether the step is taken. Equal on all ranks.
+
+        Raises:
+            NonFiniteGradient: a gradient is not finite on some rank, there is no loss scale, and `on_nonfinite` is
+                "raise".
+        """
+        self._loss_scale = 1.0 if self.loss_scale is None else self.loss_scale()
+        names = [name for name in grads if name not in unused]
+        norms = torch.stack(torch._foreach_norm([grads[name] for name in names])).double() if names else torch.zeros(1)
+        norm = float(norms.norm())
+        wrong = 0
+        if not math.isfinite(norm):
+            # The norm of finite numbers may overflow, so it only raises the suspicion.
+            wrong = next((n for n, name in enumerate(names, 1) if not grads[name].isfinite().all()), 0)
+            norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
+        word = torch.tensor([0 if wrong == 0 else 1 + list(grads).index(names[wrong - 1]), self.step])
+        words = [row.tolist() for row in self.comm.all_gather(word.to(norms.device))]
+        for rank, (_, step) in enumerate(words):
+            if step != self.step:
+                raise RankFailure(f"Ranks are out of step: rank {rank} is at step {step}, this one at {self.step}.")
+        broken = [(rank, list(grads)[index - 1]) for rank, (index, _) in enumerate(words) if index]
+        if not broken:
+            clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm * self._loss_scale / max(norm, 1e-30))
+            self._scale = clip / self._loss_scale
+            return True
+        if self.loss_scale is None:
+            rank, name = broken[0]
+            what = f"The gradient of {name!r} is not finite on rank {rank} at step {self.step}."
+            if self.on_nonfinite == "raise":
+                raise NonFiniteGradient(f"{what} {NOT_FINITE}")
+            if self.comm.rank == 0:
+                log.warning(f"{what} All ranks leave this step out, the {self.skipped + 1}. so far.")
+        self.skipped += 1
+        torch._foreach_mul_(list(grads.values()), math.nan)
+        return False
 
     def reduce_segment_(self, segment: Segment, grads: list[Tensor], unused: Collection[str] = ()) -> None:
         """Replace one segment's gradients by the agreed result, in place. All ranks go through segments in one order.
@@ -182,6 +253,7 @@ class Reducer:
             step=self.step,
             density=density,
             lr=lr,
+            scale=self._scale,
             state=state,
             seed=self.seed,
             segment=segment.index,
@@ -206,7 +278,7 @@ class Reducer:
         for observer in self.observers:
             observer.aggregated(segment, u, used, compressor, ctx)
         with self._timed("write"):
-            lost = write_(grads, segment, agreed, 1 / gain, memory.keeps)
+            lost = write_(grads, segment, agreed, self._loss_scale / gain, memory.keeps)
         with self._timed("keep"):
             memory.keep(u, used, lost, compressor, segment, ctx)
             for kept, value in aside:
@@ -220,7 +292,10 @@ class Reducer:
 
     def reset(self) -> None:
         """Forget all steps: as after `setup`."""
-        self.step = 0
+        self.step = self.skipped = 0
+        self._clear()
+
+    def _clear(self) -> None:
         for state in self.states:
             for name in list(state):
                 if self._entries[name].per == "segment":
@@ -231,6 +306,24 @@ class Reducer:
     def finish_step(self) -> None:
         """Count a step; to be called when all segments have been reduced."""
         self.step += 1
+
+    @property
+    def dense_nbytes(self) -> float:
+        """Bytes that a rank sends in a step where everything goes by ring all-reduce in fp32."""
+        assert self.layout is not None
+        return sum(DENSE[1].nbytes(DENSE[0], segment, None, self.comm.size) for segment in self.layout.segments)
+
+    def nbytes(self, density: float | None) -> float:
+        """Return the bytes that a rank sends in a step at a density, without counts and headers."""
+        assert self.layout is not None
+        ways = [
+            (segment, (self.method.compressor, self.method.aggregator) if self._sends_less(density, segment) else DENSE)
+            for segment in self.layout.segments
+        ]
+        return sum(
+            aggregator.nbytes(compressor, segment, density, self.comm.size)
+            for segment, (compressor, aggregator) in ways
+        )
 
     def _path(self, density: float | None, segment: Segment) -> tuple[Compressor, Aggregator]:
         """Choose the method's own way for a segment, or the dense one where that sends less."""
@@ -277,16 +370,21 @@ class Reducer:
 
         Returns:
             Tensors and primitives only: "step"; "elements", entry name to parameter name to a tensor of the parameter's
-            shape; "segments", names of a segment's parameters to entry name to tensor; and what it belongs to.
+            shape; "segments", names of a segment's parameters to entry name to tensor; "owners", the part that keeps an
+            entry, and "resize", what becomes of it when the number of ranks changes (see `resized`); and what it
+            belongs to.
         """
         if self._saved is not None:
             return dict(self._saved)  # loaded, but the parameters are not known yet
         state: dict[str, Any] = {
-            "version": 1,
+            "version": VERSION,
             "method": repr(self.method),
             "rank": self.comm.rank,
             "size": self.comm.size,
             "step": self.step,
+            "skipped": self.skipped,
+            "owners": dict(self._owners),
+            "resize": {name: self._entries[name].resize for name in self._owners},
             "elements": {name: {} for name, entry in self._entries.items() if entry.per == "element"},
             "segments": {},
         }
@@ -302,42 +400,86 @@ class Reducer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank; another granularity is fine.
+        """Go on from what `state_dict` returned on the same rank; another granularity is fine, another density, too.
+
+        What a part of another kind has kept is left out, with a warning.
 
         Raises:
-            ValueError: it belongs to another method, rank, number of ranks or set of parameters.
+            ValueError: it belongs to another rank, number of ranks (see `resized`) or set of parameters.
         """
-        for key, mine in (
-            ("version", 1),
-            ("method", repr(self.method)),
-            ("rank", self.comm.rank),
-            ("size", self.comm.size),
-        ):
+        for key, mine in (("version", VERSION), ("rank", self.comm.rank), ("size", self.comm.size)):
             if state.get(key) != mine:
                 raise ValueError(f"Reducer state is of {key} {state.get(key)!r}, here it is {mine!r}: cannot load it.")
         if self.layout is None:
             self._saved = state  # there is no place for it before the parameters are known
         else:
             self._restore(self.layout, state)
-        self.step = int(state["step"])
+        self.step, self.skipped = int(state["step"]), int(state["skipped"])
 
     def _restore(self, layout: Layout, state: Mapping[str, Any]) -> None:
-        for name, per_param in state["elements"].items():
+        fitting = {name for name, owner in state["owners"].items() if self._owners.get(name) == owner}
+        if lost := sorted(state["owners"].keys() - fitting):
+            log.warning(
+                f"The saved state of {state['method']} holds {', '.join(lost)}, for which {self.method!r} has no use: "
+                f"what was kept there is not sent any more."
+            )
+        for name in fitting & state["elements"].keys():
+            per_param = state["elements"][name]
             if set(per_param) != set(layout.names):
                 odd = sorted(set(per_param) ^ set(layout.names))
                 raise ValueError(f"Reducer state and model differ in their parameters: {', '.join(odd)}.")
-            for segment, kept in zip(layout.segments, self.states, strict=True):
-                for param, shape, view in zip(segment.names, segment.shapes, segment.views(kept[name]), strict=True):
-                    saved = per_param[param]
-                    if tuple(saved.shape) != shape:
-                        raise ValueError(f"Reducer state of {param!r} has shape {tuple(saved.shape)}, not {shape}.")
-                    view.copy_(saved.reshape(-1))
+            for segment in layout.segments:
+                for param, shape in zip(segment.names, segment.shapes, strict=True):
+                    if tuple(per_param[param].shape) != shape:
+                        raise ValueError(
+                            f"Reducer state of {param!r} has shape {tuple(per_param[param].shape)}, not {shape}."
+                        )
+        # All is known to fit: from here on nothing fails half-way.
+        self._clear()
         for segment, kept in zip(layout.segments, self.states, strict=True):
-            saved_here = state["segments"].get("\n".join(segment.names), {})
-            for name in (name for name, entry in self._entries.items() if entry.per == "segment"):
-                kept.pop(name, None)
-                if name in saved_here:
-                    kept[name] = saved_here[name].to(self._device, copy=True)
+            for name in fitting & state["elements"].keys():
+                for param, view in zip(segment.names, segment.views(kept[name]), strict=True):
+                    view.copy_(state["elements"][name][param].reshape(-1))
+            for name, value in state["segments"].get("\n".join(segment.names), {}).items():
+                if name in fitting:
+                    kept[name] = value.to(self._device, copy=True)
+
+
+def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """Return the state for one of `size` new ranks, from those of the old ranks.
+
+    Of what error feedback keeps the sum over all ranks, divided by their number, stays what it was: new rank r takes
+    (new / old) times the sum of the old ranks that are r modulo the new number. What is equal on all ranks stays so;
+    the rest starts anew.
+
+    Args:
+        states: `Reducer.state_dict` of old rank 0, and of those that are `rank` modulo `size`, in order. One after the
+            other is taken, so that few have to be in memory.
+        rank: of the new rank.
+        size: the new number of ranks.
+    """
+    result: dict[str, Any] = {}
+    for state in states:
+        mine = state["rank"] % size == rank
+        factor = size / state["size"] if mine else 0.0
+        if not result:
+            result = {**state, "rank": rank, "size": size}
+            result["segments"] = {
+                names: {name: value for name, value in kept.items() if state["resize"][name] == "replicate"}
+                for names, kept in state["segments"].items()
+            }
+            result["elements"] = {
+                name: {
+                    param: value.clone() if state["resize"][name] == "replicate" else torch.zeros_like(value)
+                    for param, value in per_param.items()
+                }
+                for name, per_param in state["elements"].items()
+            }
+        for name, per_param in state["elements"].items():
+            if state["resize"][name] == "sum" and mine:
+                for param, value in per_param.items():
+                    result["elements"][name][param].add_(value, alpha=factor)
+    return result
 
 
 def write_(grads: Sequence[Tensor], segment: Segment, agreed: Agreed, scale: float, keeps: bool) -> Agreed | None:
@@ -366,6 +508,14 @@ def check_tensor(name: str, tensor: Tensor) -> None:
             f"{name!r} is {tensor.dtype}; gradients of torch.float32, torch.float16 and torch.bfloat16 can be reduced. "
             f"Convert the parameter, or freeze it with requires_grad_(False)."
         )
+
+
+def check_foresight(on_nonfinite: str, clip_norm: float | None) -> None:
+    """Raise ValueError unless the options about gradients that are too large make sense."""
+    if on_nonfinite not in get_args(OnNonFinite):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: choose from {', '.join(get_args(OnNonFinite))}.")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm={clip_norm!r}: the largest norm of a gradient, above 0, or None.")
 
 
 def check_warmup(method: Method, warmup: Sequence[float], warmup_steps: int | None) -> None:

@@ -20,7 +20,8 @@ ALLOWED = {
     "observer": {"layout", "context", "compressors"},
     "reducer": {"observer", "layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
     "hook": {"layout", "comm", "methods", "reducer"},
-    "strategies": {"layout", "hook", "methods", "reducer"},
+    "checkpoint": {"reducer"},
+    "strategies": {"checkpoint", "layout", "hook", "methods", "reducer"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
 DISTRIBUTED = {"comm", "hook", "strategies"}

@@ -14,6 +14,11 @@ from lightning_sparse.compressors.base import Agreed, Compressor, Payload
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.layout import Segment
 
+NOT_FINITE = (
+    "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
+    "learning rate, or clip the gradients; on_nonfinite='skip' leaves such steps out."
+)
+
 
 class NonFiniteGradient(RuntimeError):
     """A gradient holds a NaN or an infinity; raised on all ranks."""
@@ -123,10 +128,7 @@ def check_headers(headers: Sequence[Tensor], segment: Segment, ctx: Context) -> 
                 if wrong > 0
                 else f"The gradients from {segment.names[0]!r} on are too large for the compressor"
             )
-            raise NonFiniteGradient(
-                f"{what} on rank {rank} at step {ctx.step}. Training cannot go on from here: start from the last "
-                f"checkpoint. Look for a loss that is NaN or inf, lower the learning rate, or clip the gradients."
-            )
+            raise NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {NOT_FINITE}")
 
 
 def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Comm, ctx: Context) -> list[Payload]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+import lightning_sparse.checkpoint as side_files
 from lightning_sparse.hook import CommThread, method_of
 from lightning_sparse.layout import check_partition
 from lightning_sparse.methods import METHODS, Method
-from lightning_sparse.reducer import Reducer, check_warmup
+from lightning_sparse.reducer import OnNonFinite, Reducer, check_foresight, check_warmup
+from lightning_sparse.strategies.first_line import first_line
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +38,14 @@ class SparseDDP(DDPStrategy):
         warmup: densities to use in turn before `density`, an epoch each, or `warmup_steps` steps each.
         warmup_steps: number of optimizer steps for each density of `warmup`.
         seed: of the method's random choices.
+        on_nonfinite: what a gradient with a NaN or an infinity means where no gradient scaler is at work: "raise" an
+            error on all ranks, or "skip" the step on all ranks and count it.
+        clip_norm: largest 2-norm of a worker's own gradient, before compression; use it in place of Trainer's
+            gradient_clip_val, which destroys what has already left the residuals.
         **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel.
 
     Attributes:
-        reducer: the algorithm and its state; there while `fit` runs.
+        reducer: the algorithm and its state; there from the start of `fit`.
     """
 
     def __init__(
@@ -45,6 +56,8 @@ class SparseDDP(DDPStrategy):
         warmup: Sequence[float] = (),
         warmup_steps: int | None = None,
         seed: int = 0,
+        on_nonfinite: OnNonFinite = "raise",
+        clip_norm: float | None = None,
         **kwargs: Any,
     ) -> None:
         for option in REFUSED:
@@ -56,30 +69,41 @@ class SparseDDP(DDPStrategy):
         # An explicit size makes DDP's buckets hold the same parameters as our segments, so none waits for a second one.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
+        bucket_cap_mb = kwargs["bucket_cap_mb"]
         super().__init__(**kwargs)
         self._method = method_of(method, density)
         check_warmup(self._method, warmup, warmup_steps)
-        check_partition(granularity, kwargs["bucket_cap_mb"])
+        check_partition(granularity, bucket_cap_mb)
+        check_foresight(on_nonfinite, clip_norm)
         self._options: dict[str, Any] = {
             "granularity": granularity,
             "warmup": tuple(warmup),
             "warmup_steps": warmup_steps,
             "seed": seed,
+            "on_nonfinite": on_nonfinite,
+            "clip_norm": clip_norm,
         }
         self._comm_thread: CommThread | None = None
+        # It stays after fit, so that a checkpoint can be written then.
+        self._reducer: Reducer | None = None
+        self._loaded_from: Any = None
+        self._tags: dict[str, list[str]] = {}  # of side files written, by checkpoint
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the running fit."""
-        if self._comm_thread is None:
-            raise RuntimeError("The strategy has a reducer only while fit runs.")
-        return self._comm_thread.reducer
+        """The reducer of the running or the last fit."""
+        if self._reducer is None:
+            raise RuntimeError("The strategy has a reducer only from the start of fit.")
+        return self._reducer
 
     def _register_ddp_hooks(self) -> None:
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' scales the loss and skips steps that overflow, which the residuals cannot follow "
-                "yet. Use precision='bf16-mixed' or '32-true', or strategy='ddp'."
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.gradient_clip_val and self.global_rank == 0:
+            log.warning(
+                f"gradient_clip_val={self.lightning_module.trainer.gradient_clip_val} shortens what all ranks have "
+                f"agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm of "
+                f"{type(self).__name__} instead, which clips each worker's gradient before."
             )
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
         self._comm_thread = CommThread(
@@ -87,15 +111,12 @@ class SparseDDP(DDPStrategy):
             self._method,
             lr=self._learning_rate,
             timeout=self._timeout,
+            loss_scale=scaler and scaler.get_scale,
             **self._options,
         )
-        reducer = self._comm_thread.reducer
-        assert reducer.layout is not None
+        self._reducer = self._comm_thread.reducer
         if self.global_rank == 0:
-            log.info(
-                f"{self._method!r} on {self.world_size} ranks; {reducer.layout.numel:,} parameters, "
-                f"segments: {len(reducer.layout.segments)}."
-            )
+            log.info(first_line(self._reducer, self.lightning_module.trainer))
 
     def _learning_rate(self) -> float:
         return float(self.optimizers[0].param_groups[0]["lr"])
@@ -105,10 +126,104 @@ class SparseDDP(DDPStrategy):
         assert self.lightning_module is not None
         self.reducer.epoch = self.lightning_module.trainer.current_epoch
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        # A learning-rate or batch-size finder has trained before, and has put the weights back.
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self._options["on_nonfinite"] == "raise" or getattr(self.precision_plugin, "scaler", None) is not None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def without_broken_gradients() -> Any:
+            result = closure()
+            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
+            # A step that is left out has NaN everywhere. Without gradients an optimizer does nothing at all.
+            if firsts and torch.stack([first.float() for first in firsts]).isnan().any():
+                optimizer.zero_grad()
+            return result
+
+        return super().optimizer_step(optimizer, without_broken_gradients, model, **kwargs)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        # A checkpoint of weights alone is not made to go on from.
+        written = "optimizer_states" in checkpoint and self._write_side_file(checkpoint, filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if written and self.is_global_zero:
+            side_files.clean(filepath, self._tags[str(filepath)])
+
+    def _write_side_file(self, checkpoint: dict[str, Any], filepath: Any) -> bool:
+        if self._reducer is None:
+            log.warning(
+                f"{str(filepath)!r} gets no residuals: they belong to the processes that trained, which are not this "
+                f"one. Save from within fit, with ModelCheckpoint for example."
+            )
+            return False
+        tag = self.broadcast(secrets.token_hex(8))
+        error = None
+        try:
+            side_files.write(filepath, tag, self._reducer.state_dict())
+        except Exception as caught:  # told to all ranks, so that none waits
+            error = f"rank {self.global_rank}: {type(caught).__name__}: {caught}"
+        if errors := self._told(error):
+            raise OSError(
+                f"The residuals of {str(filepath)!r} could not be written ({errors[0]}). No checkpoint was written; an "
+                f"earlier one of this name is as it was."
+            )
+        checkpoint[side_files.KEY] = {
+            "version": side_files.VERSION,
+            "tag": tag,
+            "size": self._reducer.comm.size,
+            "step": self._reducer.step,
+            "skipped": self._reducer.skipped,
+        }
+        self._tags.setdefault(str(filepath), []).append(tag)
+        return True
+
+    def _told(self, mine: str | None) -> list[str]:
+        """Return what all ranks have to say, those that do."""
+        texts: list[Any] = [mine]
+        if dist.is_initialized():
+            texts = [None] * self.world_size
+            dist.all_gather_object(texts, mine)
+        return [text for text in texts if text]
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            side_files.remove(filepath)
+            self._tags.pop(str(filepath), None)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._loaded_from = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        info = checkpoint.get(side_files.KEY)
+        if info is None:
+            self.reducer.reset()
+            if self.global_rank == 0:
+                log.info(f"{str(self._loaded_from)!r} holds no residuals (another strategy wrote it): they start at 0.")
+            return
+        error: str | None = None
+        missing: list[str] = []
         self.reducer.reset()
+        self.reducer.step, self.reducer.skipped = info["step"], info["skipped"]  # if there is nothing else
+        try:
+            state, missing = side_files.read(self._loaded_from, info, self.global_rank, self.world_size)
+            if state is not None:
+                self.reducer.load_state_dict(state)
+        except Exception as caught:
+            error = f"rank {self.global_rank}: {caught}"
+        folder = side_files.folder(self._loaded_from)
+        if errors := self._told(error):
+            raise ValueError(
+                f"The residuals of {str(self._loaded_from)!r} cannot be loaded ({errors[0]}). To go on without them, "
+                f"at the price of what had not been sent yet, remove {folder!r}."
+            )
+        lost = self._told(", ".join(missing))
+        if lost and self.global_rank == 0:
+            log.warning(
+                f"{', '.join(sorted(set(lost)))} not found in {folder!r}: what had been kept there is lost, and these "
+                f"workers start with empty residuals. Move the folder along with the checkpoint."
+            )
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -121,6 +236,10 @@ class SparseDDP(DDPStrategy):
             self._comm_thread.close()
             self._comm_thread = None
         super().teardown()
+        # Now what was still being written is on disk, too.
+        for filepath, tags in self._tags.items():
+            if len(tags) > 1 and self.is_global_zero:
+                side_files.clean(filepath, tags)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -1,0 +1,38 @@
+"""The first line of a run: what will be done, what it sends, and where it can be watched."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from lightning_sparse.reducer import Reducer
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def first_line(reducer: Reducer, trainer: pl.Trainer) -> str:
+    """Return one sentence about a run that is set up, and the command that shows it in TensorBoard."""
+    assert reducer.layout is not None
+    method, ranks, segments = reducer.method, reducer.comm.size, len(reducer.layout.segments)
+    text = f"{method!r} on {ranks} rank{'s' if ranks > 1 else ''}"
+    if reducer.warmup:
+        each = "an epoch" if reducer.warmup_steps is None else f"{reducer.warmup_steps} steps"
+        text += f", after a warm-up at density {', '.join(f'{density:g}' for density in reducer.warmup)}, {each} each"
+    text += f"; {reducer.layout.numel:,} parameters in {segments} segment{'s' if segments > 1 else ''}"
+    if sent := reducer.nbytes(method.density):
+        dense = reducer.dense_nbytes
+        text += f"; bytes per step and rank: {sent:,.0f}, dense fp32 {dense:,.0f} ({dense / sent:.3g} times as many)"
+    text += "."
+    for writer in summary_writers(trainer):
+        text += f" TensorBoard: tensorboard --logdir {shlex.quote(writer.log_dir)}"
+    return text
+
+
+def summary_writers(trainer: pl.Trainer) -> list[SummaryWriter]:
+    """Return TensorBoard's writers among the loggers, on rank 0, whichever of Lightning's names a logger is from."""
+    from torch.utils.tensorboard import SummaryWriter  # takes a third of a second
+
+    experiments = [getattr(logger, "experiment", None) for logger in trainer.loggers]
+    return [experiment for experiment in experiments if isinstance(experiment, SummaryWriter)]
