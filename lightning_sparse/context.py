@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.scan import Scan
+
 State = dict[str, Tensor]
 """One segment's state: entry name to tensor."""
 
@@ -51,6 +53,7 @@ class Context:
         segment: index of the segment.
         rank: this rank.
         fingerprint: 32-bit checksum of method, step, density, segment and layout that ranks compare.
+        scan: what the compressor wants to know of u; filled in by a memory that makes u in one pass.
         cache: what a part wants to find again within the same step.
     """
 
@@ -63,6 +66,7 @@ class Context:
     segment: int = 0
     rank: int = 0
     fingerprint: int = 0
+    scan: Scan | None = None
     cache: dict[str, Tensor] = field(default_factory=dict)
 
     def generator(self, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Agreed, Compressor, Payload
 from lightning_sparse.context import Context, Entry
+from lightning_sparse.kernels import scan
 from lightning_sparse.layout import Segment
 
 
@@ -95,8 +95,7 @@ class Residual(Memory):
     def compensate(self, grads: list[Tensor], segment: Segment, ctx: Context) -> Tensor:
         u = ctx.state["residual"]
         # In place: the residual is u until `keep` takes out what was used.
-        torch._foreach_add_(segment.views(u), grads, alpha=ctx.scale)
-        return u
+        return scan.add_(u, segment.bounds, grads, ctx.scale, ctx.scan)
 
     def keep(
         self, u: Tensor, used: Payload, lost: Agreed | None, compressor: Compressor, segment: Segment, ctx: Context

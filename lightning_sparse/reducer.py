@@ -254,6 +254,7 @@ class Reducer:
             density=density,
             lr=lr,
             scale=self._scale,
+            scan=compressor.scan(segment.numel, density),
             state=state,
             seed=self.seed,
             segment=segment.index,
@@ -476,6 +477,9 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
                 for name, per_param in state["elements"].items()
             }
         for name, per_param in state["elements"].items():
+            shapes = {param: value.shape for param, value in per_param.items()}
+            if shapes != {param: value.shape for param, value in result["elements"].get(name, {}).items()}:
+                raise ValueError(f"Reducer states of two ranks differ in the parameters of their {name}.")
             if state["resize"][name] == "sum" and mine:
                 for param, value in per_param.items():
                     result["elements"][name][param].add_(value, alpha=factor)

@@ -10,11 +10,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What a part may import of the package, besides its own folder.
 ALLOWED = {
     "layout": set(),
-    "context": set(),
+    "context": {"kernels"},
     "comm": set(),
     "kernels": set(),
     "compressors": {"layout", "context", "kernels"},
-    "memory": {"layout", "context", "compressors"},
+    "memory": {"layout", "context", "compressors", "kernels"},
     "aggregators": {"layout", "context", "compressors", "comm", "kernels"},
     "methods": {"compressors", "memory", "aggregators"},
     "observer": {"layout", "context", "compressors"},
@@ -22,6 +22,9 @@ ALLOWED = {
     "hook": {"layout", "comm", "methods", "reducer"},
     "checkpoint": {"reducer"},
     "strategies": {"checkpoint", "layout", "hook", "methods", "reducer"},
+    "callbacks": {"observer", "layout", "context", "compressors", "reducer", "strategies"},
+    "cli": {"methods", "strategies", "callbacks"},
+    "__main__": {"cli"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
 DISTRIBUTED = {"comm", "hook", "strategies"}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.context import Context, Entry
+from lightning_sparse.kernels.scan import Scan
 from lightning_sparse.layout import Segment
 
 Payload = tuple[Tensor, ...]
@@ -67,6 +68,13 @@ class Compressor(abc.ABC):
     @abc.abstractmethod
     def nbytes(self, segment: Segment, density: float | None) -> int:
         """Return the size in bytes of what a segment's payload says, without its count and header."""
+
+    def scan(self, numel: int, density: float | None = None) -> Scan | None:
+        """Return what this wants to find out about a `u` of `numel` elements in the pass that makes it, if anything.
+
+        A memory that makes u in one pass fills it in and leaves it in `Context.scan`.
+        """
+        return None
 
     def decompress(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         """Return what `payload` stands for, as a new fp32 tensor of the segment's length."""

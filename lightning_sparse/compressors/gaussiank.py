@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Sparsifier, selection_bound
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.select import magnitude_bits, topk_indices
+from lightning_sparse.kernels.scan import Scan
+from lightning_sparse.kernels.select import block_size, magnitude_bits, topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
 from lightning_sparse.layout import Segment
 
@@ -48,6 +49,11 @@ class GaussianK(Sparsifier):
         k = self.target(numel, density)
         return min(numel, 12 * k if self.refine == "paper" else selection_bound(k))
 
+    def scan(self, numel: int, density: float | None = None) -> Scan | None:
+        if self.refine == "paper":
+            return None
+        return Scan(numel, block_size(numel, self.target(numel, density)), moments=True)
+
     def select(self, u: Tensor, segment: Segment | None = None, ctx: Context | None = None) -> Tensor:
         """Return the int64 indices, ascending, of the entries of `u` (1-D, fp32) above the threshold."""
         density = None if ctx is None else ctx.density
@@ -56,7 +62,7 @@ class GaussianK(Sparsifier):
             return topk_indices(u, k)
         z = NormalDist().inv_cdf(1 - k / numel / 2)
         if self.refine == "bracket":
-            return gaussian_indices(u, k, z)
+            return gaussian_indices(u, k, z, None if ctx is None else ctx.scan)
         indices = _published_loop(u, k, z)
         room = self.capacity(numel, density)
         if 0 < indices.numel() <= room:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Sparsifier
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.select import topk_indices
+from lightning_sparse.kernels.scan import Scan
+from lightning_sparse.kernels.select import block_size, topk_indices
 from lightning_sparse.layout import Segment
 
 
@@ -30,4 +31,8 @@ class TopK(Sparsifier):
 
     def select(self, u: Tensor, segment: Segment | None = None, ctx: Context | None = None) -> Tensor:
         """Return the int64 indices, ascending, of the k entries of `u` (1-D, fp32) with the largest magnitude."""
-        return topk_indices(u, self.target(u.numel(), None if ctx is None else ctx.density))
+        k = self.target(u.numel(), None if ctx is None else ctx.density)
+        return topk_indices(u, k, None if ctx is None else ctx.scan)
+
+    def scan(self, numel: int, density: float | None = None) -> Scan:
+        return Scan(numel, block_size(numel, self.target(numel, density)))

@@ -8,22 +8,17 @@ exceed T, the first k - m blocks that equal it hold the first k - m elements tha
 this leaves 6.4 % of the data to look at. It is the delegate idea of Dr. Top-k (Gaihre et al. 2021, arXiv 2109.08219).
 
 Magnitudes are compared as integers, the bits without the sign: the order of |u|, with NaN above infinity above all
-finite numbers, so that whatever is broken is selected and seen. The data is read in chunks that stay in cache, because
-a fresh temporary of u's length costs more than reading u: its pages have to be mapped first.
+finite numbers, so that whatever is broken is selected and seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-MAGNITUDE = 0x7FFFFFFF
-"""The bits of an fp32 number without its sign."""
-
-CHUNK = 1 << 20
-"""Elements that are worked on at a time: 4 MB, or a fifth of the data where that is less, but not below 0.5 MB."""
+from lightning_sparse.kernels.scan import CHUNK, MAGNITUDE, Scan, chunk_size
 
 BLOCKS_PER_ENTRY = 3
 """With fewer blocks than this per entry wanted, too many blocks hold one."""
@@ -32,12 +27,13 @@ DIRECT = 1 << 16
 """Up to this many elements one `torch.topk` is as fast as narrowing down by a histogram first."""
 
 
-def topk_indices(u: Tensor, k: int) -> Tensor:
+def topk_indices(u: Tensor, k: int, scan: Scan | None = None) -> Tensor:
     """Return where the k entries of largest magnitude are.
 
     Args:
         u: 1-D, fp32. Left as it is.
         k: how many; more than there are means all.
+        scan: of `u`, with the block of `block_size(len(u), k)`, where there is one already.
 
     Returns:
         min(k, len(u)) int64 indices, ascending. NaN counts as larger than infinity; of equal magnitudes the lowest
@@ -53,8 +49,14 @@ def topk_indices(u: Tensor, k: int) -> Tensor:
     numel = bits.numel()
     if k == 0 or k >= numel:
         return torch.arange(min(k, numel), device=u.device)
-    block = block_size(numel, k)
-    return largest_of_blocks(bits, block_maxima(bits, block), block, k)
+    return largest_of_blocks(bits, fresh(scan, u, block_size(numel, k)), k)
+
+
+def fresh(scan: Scan | None, u: Tensor, block: int, *, moments: bool = False) -> Scan:
+    """Return a scan of `u`: the one given, if it has been filled, or a new one."""
+    if scan is not None and scan.done and (scan.numel, scan.block) == (u.numel(), block) and scan.moments >= moments:
+        return scan
+    return Scan(u.numel(), block, moments=moments).read(u)
 
 
 def magnitude_bits(owner: str, u: Tensor) -> Tensor:
@@ -71,31 +73,12 @@ def block_size(numel: int, k: int) -> int:
     return next((block for block in (64, 32, 16) if numel >= BLOCKS_PER_ENTRY * block * k), 1)
 
 
-def block_maxima(bits: Tensor, block: int, visit: Callable[[Tensor], None] | None = None) -> Tensor:
-    """Return the largest magnitude of each full block, int32. What is left at the end belongs to no block.
-
-    A block of one element is its own maximum: then `bits` themselves are returned, signs and all. `visit` is called
-    with one chunk of the full blocks after the other, as fp32, while it is in cache.
-    """
-    blocks = bits.numel() // block
-    maxima = bits if block == 1 else torch.empty(blocks, dtype=torch.int32, device=bits.device)
-    size = chunk_size(bits.numel())
-    scratch = torch.empty(size if block > 1 else 0, dtype=torch.int32, device=bits.device)
-    for chunk, out in zip(bits[: blocks * block].split(size), maxima.split(size // block), strict=True):
-        if block > 1:
-            magnitudes = torch.bitwise_and(chunk, MAGNITUDE, out=scratch[: chunk.numel()])
-            torch.amax(magnitudes.view(-1, block), 1, out=out)
-        if visit is not None:
-            visit(chunk.view(torch.float32))
-    return maxima
-
-
-def largest_of_blocks(bits: Tensor, maxima: Tensor, block: int, k: int) -> Tensor:
+def largest_of_blocks(bits: Tensor, scan: Scan, k: int) -> Tensor:
     """Return the int64 indices of the k largest magnitudes, ascending, given at least k block maxima."""
-    blocks, tops = largest(maxima, k)
-    if block == 1:
-        return blocks
-    indices, magnitudes = _entries_of_blocks(bits, blocks, block, int(tops.min()), enough=k)
+    if scan.maxima is None:
+        return largest(bits, k)[0]
+    blocks, tops = largest(scan.maxima, k)
+    indices, magnitudes = _entries_of_blocks(bits, blocks, scan.block, int(tops.min()), enough=k)
     return indices.index_select(0, largest(magnitudes, k)[0])
 
 
@@ -117,10 +100,11 @@ def count_reaching(bits: Tensor, threshold: int) -> int:
     return sum(int((chunk >= threshold).count_nonzero()) for _, chunk in _chunks(bits))
 
 
-def entries_reaching(bits: Tensor, maxima: Tensor, block: int, threshold: int) -> tuple[Tensor, Tensor]:
+def entries_reaching(bits: Tensor, scan: Scan, threshold: int) -> tuple[Tensor, Tensor]:
     """Return indices, ascending, and magnitudes of all entries that reach a threshold; looks only where some do."""
-    blocks, tops = _entries(maxima, threshold)
-    return (blocks, tops) if block == 1 else _entries_of_blocks(bits, blocks, block, threshold)
+    if scan.maxima is None:
+        return _entries(bits, threshold)
+    return _entries_of_blocks(bits, _entries(scan.maxima, threshold)[0], scan.block, threshold)
 
 
 def _entries_of_blocks(
@@ -202,11 +186,6 @@ def _chunks(bits: Tensor) -> Iterator[tuple[int, Tensor]]:
     for start in range(0, max(1, bits.numel()), size):
         chunk = bits[start : start + size]
         yield start, torch.bitwise_and(chunk, MAGNITUDE, out=scratch[: chunk.numel()])
-
-
-def chunk_size(numel: int) -> int:
-    """Return the length of a chunk: a multiple of every block size."""
-    return max(1 << 17, min(CHUNK, numel // 5 // 64 * 64))
 
 
 def _nonzero(mask: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.scan import MAGNITUDE, Scan
 from lightning_sparse.kernels.select import (
-    MAGNITUDE,
-    block_maxima,
     block_size,
     count_reaching,
     entries_reaching,
+    fresh,
     largest,
     largest_of_blocks,
     magnitude_bits,
@@ -30,22 +30,22 @@ ROUNDS = 12
 """Thresholds to try before the k largest are selected: enough to pin one down to 0.1 % once it is bracketed."""
 
 
-def gaussian_indices(u: Tensor, k: int, z: float) -> Tensor:
+def gaussian_indices(u: Tensor, k: int, z: float, scan: Scan | None = None) -> Tensor:
     """Return where the magnitude of `u` exceeds a threshold that leaves 2k/3 to 4k/3 entries.
 
     Args:
         u: 1-D, fp32. Left as it is.
         k: how many entries are wanted, 0 < k < len(u).
         z: where the search starts, in standard deviations beyond the absolute mean.
+        scan: of `u`, with the block of `block_size(len(u), k)` and moments, where there is one already.
 
     Returns:
         int64 indices, ascending: of everything beyond a threshold, or of the k largest where none was found.
     """
     bits = magnitude_bits("gaussian_indices", u)
-    block = block_size(bits.numel(), k)
-    moments = _Moments()
-    maxima = block_maxima(bits, block, moments.add)
-    mean, deviation = moments.mean_and_deviation()
+    scan = fresh(scan, u, block_size(bits.numel(), k), moments=True)
+    maxima = bits if scan.maxima is None else scan.maxima
+    mean, deviation = scan.mean_and_deviation()
     fewest, most = -(-2 * k // 3), 4 * k // 3
     # A NaN or an infinity makes the moments NaN, large numbers overflow, small ones vanish, constants have no spread:
     # nothing to start from.
@@ -56,7 +56,7 @@ def gaussian_indices(u: Tensor, k: int, z: float) -> Tensor:
         # Every block that passes has an entry to send, and few have two: so the maxima alone tell when to look.
         passing = count_reaching(maxima, threshold)
         if fewest <= passing <= most:
-            indices, magnitudes = entries_reaching(bits, maxima, block, threshold)
+            indices, magnitudes = entries_reaching(bits, scan, threshold)
             # More than 4k/3 crowd in few blocks; then the k largest lie at hand.
             return indices if len(indices) <= most else indices.index_select(0, largest(magnitudes, k)[0])
         if passing > most:
@@ -71,24 +71,7 @@ def gaussian_indices(u: Tensor, k: int, z: float) -> Tensor:
             threshold = max(high - OCTAVE, 1)
         if threshold in (low, high):
             break
-    return largest_of_blocks(bits, maxima, block, k)
-
-
-class _Moments:
-    """Mean and standard deviation in one pass. Precise enough for a threshold that will be refined."""
-
-    def __init__(self) -> None:
-        self.numel = 0
-        self.total = self.squares = 0.0
-
-    def add(self, chunk: Tensor) -> None:
-        self.numel += chunk.numel()
-        self.total += float(chunk.sum())
-        self.squares += float(chunk.dot(chunk))
-
-    def mean_and_deviation(self) -> tuple[float, float]:
-        mean = self.total / self.numel
-        return mean, math.sqrt(max(0.0, self.squares / self.numel - mean * mean))
+    return largest_of_blocks(bits, scan, k)
 
 
 def _bits(x: float) -> int:

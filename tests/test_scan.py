@@ -1,0 +1,52 @@
+"""What the pass that makes u finds out is what a pass over u finds out."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.kernels import scan as kernel
+from lightning_sparse.kernels.scan import Scan, add_
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 16, 64])
+@pytest.mark.parametrize(
+    "lengths", [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [131072, 1], [100_000] * 3, [3] * 90_000]
+)
+def test_adding_and_scanning_at_once(lengths, block, dtype):
+    generator = torch.Generator().manual_seed(len(lengths))
+    bounds = [0, *accumulate(lengths)]
+    grads = [torch.randn(length, generator=generator).to(dtype) for length in lengths]
+    u = torch.randn(bounds[-1], generator=generator)
+    u[0], grads[-1][-1] = torch.nan, -torch.inf
+    expected = u + 0.5 * torch.cat(grads).float()
+    scan = Scan(len(u), block, moments=True)
+    assert add_(u, bounds, grads, 0.5, scan) is u
+    torch.testing.assert_close(u, expected, rtol=0, atol=0, equal_nan=True)
+    again = Scan(len(u), block, moments=True).read(u)
+    assert scan.done
+    if block == 1:
+        assert scan.maxima is None
+    else:
+        full = len(u) // block * block
+        bits = u[:full].view(torch.int32) & kernel.MAGNITUDE
+        assert torch.equal(scan.maxima, bits.view(-1, block).amax(1))
+        assert torch.equal(scan.maxima, again.maxima)
+    assert scan._total != scan._total or (scan._total, scan._squares) == (again._total, again._squares)
+
+
+def test_moments():
+    u = torch.randn(300_000, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    mean, deviation = Scan(len(u), 64, moments=True).read(u).mean_and_deviation()
+    # 300,000 terms added up in fp32, pairwise within a chunk: far below 1e-5 of the sum.
+    assert mean == pytest.approx(u.double().mean().item(), rel=1e-5)
+    assert deviation == pytest.approx(u.double().std(correction=0).item(), rel=1e-5)
+
+
+def test_nothing_is_stored_for_blocks_of_one_and_refine_paper_scans_for_itself():
+    assert TopK(0.5).scan(1000).block == 1
+    assert TopK(0.001).scan(1000).block == 64
+    assert GaussianK(0.001).scan(1000).moments
+    assert GaussianK(0.001, "paper").scan(1000) is None
