@@ -13,7 +13,7 @@ from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_sparse.aggregators import Aggregator, AllReduceMean, Mean
+from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, ScaleCom
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.memory import Memory, NoMemory, Residual
 
@@ -21,6 +21,11 @@ from lightning_sparse.memory import Memory, NoMemory, Residual
 @dataclass(frozen=True)
 class Method:
     """A compressor, a memory and an aggregator that go together.
+
+    Attributes:
+        compressor: chooses and encodes what a rank sends.
+        memory: keeps what a rank did not send.
+        aggregator: makes one result of what all ranks send.
 
     Raises:
         TypeError: a part is not of its kind.
@@ -66,6 +71,8 @@ METHODS: Mapping[str, Recipe] = MappingProxyType(
         "topk": Recipe(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
         "randk": Recipe(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
         "gaussiank": Recipe(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
+        "gtopk": Recipe(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
+        "scalecom": Recipe(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
     }
 )
 

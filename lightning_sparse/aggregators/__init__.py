@@ -1,5 +1,7 @@
 """Aggregators."""
 
 from lightning_sparse.aggregators.base import Aggregator, AllReduceMean, Mean, NonFiniteGradient
+from lightning_sparse.aggregators.gtopk import GlobalTopK
+from lightning_sparse.aggregators.scalecom import ScaleCom
 
-__all__ = ["Aggregator", "AllReduceMean", "Mean", "NonFiniteGradient"]
+__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "NonFiniteGradient", "ScaleCom"]

@@ -116,19 +116,29 @@ def check_headers(headers: Sequence[Tensor], segment: Segment, ctx: Context) -> 
     rows = [tuple(row.tolist()) for row in headers]
     for rank, (fingerprint, _) in enumerate(rows):
         if fingerprint != rows[0][0]:
-            raise RankFailure(
-                f"Ranks are out of step: at step {ctx.step}, segment {segment.index} ({segment.names[0]!r} and on), "
-                f"rank {rank} and rank 0 differ in method, density, learning rate, step or model. Give all ranks the "
-                f"same settings and the same number of batches."
-            )
+            raise out_of_step(rank, 0, segment, ctx)
     for rank, (_, wrong) in enumerate(rows):
         if wrong:
-            what = (
-                f"The gradient of {segment.names[wrong - 1]!r} is not finite"
-                if wrong > 0
-                else f"The gradients from {segment.names[0]!r} on are too large for the compressor"
-            )
-            raise NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {NOT_FINITE}")
+            raise not_finite(wrong, rank, segment, ctx)
+
+
+def out_of_step(rank: int, other: int, segment: Segment, ctx: Context) -> RankFailure:
+    """Return the error for two ranks whose fingerprints differ."""
+    return RankFailure(
+        f"Ranks are out of step: at step {ctx.step}, segment {segment.index} ({segment.names[0]!r} and on), "
+        f"rank {rank} and rank {other} differ in method, density, learning rate, step or model. Give all ranks the "
+        f"same settings and the same number of batches."
+    )
+
+
+def not_finite(wrong: int, rank: int, segment: Segment, ctx: Context) -> NonFiniteGradient:
+    """Return the error for what a rank's header says."""
+    what = (
+        f"The gradient of {segment.names[wrong - 1]!r} is not finite"
+        if wrong > 0
+        else f"The gradients from {segment.names[0]!r} on are too large for the compressor"
+    )
+    return NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {NOT_FINITE}")
 
 
 def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Comm, ctx: Context) -> list[Payload]:
@@ -138,20 +148,31 @@ def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Com
         All ranks' payloads, in rank order.
     """
     parts = (header(payload, u, segment, ctx), *payload)
-    sizes = [part.numel() * part.element_size() for part in parts]
-    # Every part starts at a multiple of 8 bytes, so that it can be read where it lies.
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + (size + 7) // 8 * 8)
-    wire = torch.zeros(starts[-1], dtype=torch.uint8, device=u.device)
-    for part, start, size in zip(parts, starts, sizes, strict=False):
-        wire[start : start + size] = part.contiguous().view(-1).view(torch.uint8)
-    received = [
-        [
-            row[start : start + size].view(part.dtype).view(part.shape)
-            for part, start, size in zip(parts, starts, sizes, strict=False)
-        ]
-        for row in comm.all_gather(wire)
-    ]
+    received = [unpacked(row, parts) for row in comm.all_gather(packed(parts))]
     check_headers([row[0] for row in received], segment, ctx)
-    return [tuple(row[1:]) for row in received]
+    return [row[1:] for row in received]
+
+
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors one after the other, as bytes. Each starts at a multiple of 8, to be read where it lies."""
+    wire = torch.zeros(sum(map(_room, parts)), dtype=torch.uint8, device=parts[0].device)
+    start = 0
+    for part in parts:
+        size = part.numel() * part.element_size()
+        wire[start : start + size] = part.contiguous().view(-1).view(torch.uint8)
+        start += _room(part)
+    return wire
+
+
+def unpacked(wire: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors of `packed`, as views, given some of the same shapes and dtypes."""
+    parts, start = [], 0
+    for part in like:
+        size = part.numel() * part.element_size()
+        parts.append(wire[start : start + size].view(part.dtype).view(part.shape))
+        start += _room(part)
+    return tuple(parts)
+
+
+def _room(part: Tensor) -> int:
+    return (part.numel() * part.element_size() + 7) // 8 * 8
