@@ -43,21 +43,22 @@ def test_bytes_are_counted():
         Reducer(method("topk", density=0.01), comm, granularity="model").reduce_({"w": torch.randn(10_000)})
         return comm.sent_bytes
 
-    # 100 entries of 4 + 4 bytes, a count in 8, a header of 16, to two others.
-    assert simulate(3, rank) == [2 * (800 + 8 + 16)] * 3
+    # 100 values of 4 bytes; of their indices a byte each and 100 + 10,000 / 256 bits, in 18 bytes; each part in full
+    # words of 8 bytes; a count in 8, a header of 16; to two others.
+    assert simulate(3, rank) == [2 * (400 + 104 + 24 + 8 + 16)] * 3
 
 
 @pytest.mark.parametrize(
     ("name", "size", "density", "dense"),
     [
-        # Pairs of 8 bytes to P − 1 others against 2(P − 1)/P · 4d: less up to a density of 1/P ...
-        ("topk", 2, 0.49, False),
-        ("topk", 2, 0.5, True),
-        ("topk", 4, 0.24, False),
-        ("topk", 4, 0.25, True),
-        # ... room for 4/3 as many: up to 3/(4P). One worker has nothing to save, and does what it is told.
-        ("gaussiank", 4, 0.18, False),
-        ("gaussiank", 4, 0.19, True),
+        # 4 bytes a value and k + d bits for all indices, to P − 1 others, against 2(P − 1)/P · 4d ...
+        ("topk", 2, 0.939, False),
+        ("topk", 2, 0.940, True),
+        ("topk", 4, 0.454, False),
+        ("topk", 4, 0.455, True),
+        # ... room for 4/3 as many. One worker has nothing to save, and does what it is told.
+        ("gaussiank", 4, 0.340, False),
+        ("gaussiank", 4, 0.341, True),
         ("topk", 1, 0.5, False),
         # Values at shared indices, added up on the way: always less.
         ("randk", 8, 0.9, False),

@@ -45,12 +45,16 @@ class GlobalTopK(Aggregator):
         # Divided before they are added, so that sums stay in range.
         result, returned = Entries(mine.indices, mine.values / comm.size), []
 
-        def swapped(peer: int) -> Entries:
-            nonlocal blame
+        def swapped(peer: int, owner: bool) -> Entries:
+            nonlocal blame, result
             parts = (
                 torch.tensor([fingerprint, *blame], device=u.device),
                 *compressor.pack(result, segment, ctx),
             )
+            rounded = compressor.unpack(parts[1:], segment, ctx)
+            if owner:
+                returned.append(Entries(result.indices, result.values - rounded.values))
+            result = rounded
             words, *theirs = unpacked(comm.exchange(packed(parts), peer), parts)
             their_fingerprint, *their_blame = words.tolist()
             if their_fingerprint != fingerprint:
@@ -69,17 +73,18 @@ class GlobalTopK(Aggregator):
 
         partner = next((other for other in (rank - half, rank + half) if 0 <= other < comm.size), rank)
         if half < comm.size:
-            theirs = swapped(partner)
+            theirs = swapped(partner, True)
             if rank < partner:
                 result = merge(result, theirs)
         for bit in (1 << j for j in range(half.bit_length() - 1)):
-            theirs = swapped(rank ^ bit if rank < half else rank)
+            # Those that agree in all higher bits hold the same; the lowest of them owns what is lost of it.
+            theirs = swapped(rank ^ bit if rank < half else rank, rank < half and not rank & bit - 1)
             if rank < half:
                 result = merge(theirs, result) if rank & bit else merge(result, theirs)
                 if rank & (2 * bit - 1):
                     returned.pop()  # the lowest of the group has it
         if half < comm.size:
-            theirs = swapped(partner)
+            theirs = swapped(partner, rank == 0)
             result = theirs if rank >= half else result
         if blame[1]:
             raise not_finite(blame[1], blame[0], segment, ctx)
@@ -87,7 +92,7 @@ class GlobalTopK(Aggregator):
         add_where_alike_(used, result.indices, mine.indices, mine.values)
         for indices, values in returned:
             add_where_alike_(used, result.indices, indices, values * -comm.size)
-        return (result,), compressor.pack(Entries(result.indices, used), segment, ctx)
+        return (result,), Entries(result.indices, used)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         half = 1 << size.bit_length() - 1

@@ -50,7 +50,7 @@ class ScaleCom(Aggregator):
             if not total.isfinite().all():
                 # Only now, as it costs a message: who is it?
                 check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, ctx)
-        return (Entries(indices, total),), compressor.pack(Entries(indices, values), segment, ctx)
+        return (Entries(indices, total),), Entries(indices, values)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         assert isinstance(compressor, Sparsifier)

@@ -14,11 +14,13 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.compressors import formats
+from lightning_sparse.compressors.formats import IndexFormat, ValueFormat
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels.scan import Scan
 from lightning_sparse.layout import Segment
@@ -116,15 +118,23 @@ class Identity(Compressor):
 
 
 class Sparsifier(Compressor):
-    """Sends some entries of `u` exactly: their count, int32 indices and fp32 values. O(k) after the selection.
+    """Sends some entries of `u`: their count, indices and values. O(k) after the selection.
 
-    A subclass is a frozen dataclass with a field `density` and a `select`.
+    A subclass is a frozen dataclass with a field `density` and a `select`, and with the two formats as fields where
+    they are to be chosen (see `compressors/formats.py`).
     """
 
     density: float
+    index_format: IndexFormat = "compact"
+    value_format: ValueFormat = "float32"
 
     def __post_init__(self) -> None:
         check_density(type(self).__name__, self.density)
+        for name, known in (("index_format", IndexFormat), ("value_format", ValueFormat)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"{type(self).__name__}({name}={getattr(self, name)!r}): choose from {', '.join(get_args(known))}."
+                )
 
     @abc.abstractmethod
     def select(self, u: Tensor, segment: Segment | None = None, ctx: Context | None = None) -> Tensor:
@@ -143,7 +153,10 @@ class Sparsifier(Compressor):
         return self.target(numel, density)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
-        return 8 * self.capacity(segment.numel, density)
+        capacity = self.capacity(segment.numel, density)
+        return formats.index_bytes(segment.numel, capacity, self.index_format) + formats.value_bytes(
+            capacity, self.value_format
+        )
 
     def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
         chosen = self.select(u, segment, ctx)
@@ -151,17 +164,30 @@ class Sparsifier(Compressor):
 
     def pack(self, entries: Entries, segment: Segment, ctx: Context) -> Payload:
         """Return a payload that holds these entries, at most `capacity` of them."""
-        count, capacity, device = entries.indices.numel(), self.capacity(segment.numel, ctx.density), entries[0].device
-        indices = torch.zeros(capacity, dtype=torch.int32, device=device)
-        values = torch.zeros(capacity, device=device)
-        indices[:count], values[:count] = entries
-        return torch.tensor([count], dtype=torch.int32, device=device), indices, values
+        indices, values = entries
+        capacity = self.capacity(segment.numel, ctx.density)
+        return (
+            torch.tensor([indices.numel()], dtype=torch.int32, device=indices.device),
+            *formats.encode_values(values, capacity, self.value_format),
+            *formats.encode_indices(indices, segment.numel, capacity, self.index_format),
+        )
 
     def unpack(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
-        """Return the entries that the payload holds."""
-        count, indices, values = payload
-        used = int(count)
-        return Entries(indices[:used].long(), values[:used])
+        """Return the entries that the payload holds; entries are a payload, too, that need not be sent.
+
+        Raises:
+            ValueError: no `pack` makes such a payload: it was damaged on its way.
+        """
+        if isinstance(payload, Entries):
+            return payload
+        capacity = self.capacity(segment.numel, ctx.density)
+        count, parts = int(payload[0]), 2 if self.value_format == "int8" else 1
+        if not 0 <= count <= capacity:
+            raise ValueError(f"A payload for at most {capacity} entries says it holds {count}: it is corrupt.")
+        return Entries(
+            formats.decode_indices(payload[1 + parts :], count, segment.numel, capacity, self.index_format),
+            formats.decode_values(payload[1 : 1 + parts], count, self.value_format),
+        )
 
     def indices(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         """Return the int64 indices that the payload holds, ascending."""

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Sparsifier, selection_bound
+from lightning_sparse.compressors.formats import IndexFormat, ValueFormat
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.scan import Scan
 from lightning_sparse.kernels.select import block_size, magnitude_bits, topk_indices
@@ -34,11 +35,15 @@ class GaussianK(Sparsifier):
 
     Attributes:
         density: fraction ρ of entries to send, in (0, 1]; at least one is sent.
+        index_format: "compact" (about 13 bits at density 0.001) or "int32".
+        value_format: "float32", "bfloat16" or "int8"; what rounding takes stays in the residual.
         refine: what to do about a threshold that leaves too many or too few.
     """
 
     density: float = 0.001
     refine: Refine = "bracket"
+    index_format: IndexFormat = "compact"
+    value_format: ValueFormat = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()

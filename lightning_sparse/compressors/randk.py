@@ -74,6 +74,8 @@ class RandK(Sparsifier):
         return (values,)
 
     def unpack(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
+        if isinstance(payload, Entries):
+            return payload
         return Entries(self._draw(segment.numel, payload[0].device, ctx), payload[0])
 
     def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Sparsifier
+from lightning_sparse.compressors.formats import IndexFormat, ValueFormat
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.scan import Scan
 from lightning_sparse.kernels.select import block_size, topk_indices
@@ -25,9 +26,13 @@ class TopK(Sparsifier):
 
     Attributes:
         density: fraction of entries to send, in (0, 1]; at least one is sent.
+        index_format: "compact" (about 13 bits at density 0.001) or "int32".
+        value_format: "float32", "bfloat16" or "int8"; what rounding takes stays in the residual.
     """
 
     density: float = 0.001
+    index_format: IndexFormat = "compact"
+    value_format: ValueFormat = "float32"
 
     def select(self, u: Tensor, segment: Segment | None = None, ctx: Context | None = None) -> Tensor:
         """Return the int64 indices, ascending, of the k entries of `u` (1-D, fp32) with the largest magnitude."""

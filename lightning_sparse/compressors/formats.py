@@ -1,0 +1,110 @@
+"""How entries travel: indices and values as bytes, of a length that follows from the segment's length and the count.
+
+Indices are exact in every format. What a value format rounds away stays in the residual, because a payload stands for
+what comes out of it.
+
+"compact" indices are Elias and Fano's (Elias 1974; Fano 1971): the lower bits as they are, here in whole bytes, and of
+the upper bits the differences, in unary, as one bit array. Where d elements hold k entries that takes about
+w + 1 + d / (2ʷ k) bits an entry, with w = 0, 8 or 16, whichever is least: 12.9 bits at a density of 0.001.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+IndexFormat = Literal["compact", "int32"]
+ValueFormat = Literal["float32", "bfloat16", "int8"]
+_LOWER = {0: None, 8: torch.uint8, 16: torch.int16}
+
+
+def encode_indices(indices: Tensor, numel: int, capacity: int, form: IndexFormat) -> tuple[Tensor, ...]:
+    """Return int64 indices, ascending, below `numel`, and at most `capacity` of them, as one or two tensors."""
+    width, count = _width(numel, capacity, form), indices.numel()
+    if width is None:
+        return (_padded(indices.int(), capacity),)
+    bits = torch.zeros(8 * _upper_bytes(numel, capacity, width), dtype=torch.uint8, device=indices.device)
+    bits[(indices >> width) + torch.arange(count, device=indices.device)] = 1
+    upper = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+    lower = _LOWER[width]
+    # Conversion keeps the lower bits.
+    return (upper,) if lower is None else (upper, _padded(indices.to(lower), capacity))
+
+
+def decode_indices(parts: tuple[Tensor, ...], count: int, numel: int, capacity: int, form: IndexFormat) -> Tensor:
+    """Return the int64 indices of `encode_indices`.
+
+    Raises:
+        ValueError: the bytes are none that `encode_indices` makes.
+    """
+    width = _width(numel, capacity, form)
+    if width is None:
+        indices = parts[0][:count].long()
+    else:
+        bits = parts[0].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=parts[0].device) & 1
+        places = bits.view(-1).nonzero().squeeze(1)
+        if places.numel() != count:
+            raise ValueError(f"A payload of {count} entries holds {places.numel()} indices: it is corrupt.")
+        indices = places.sub_(torch.arange(count, device=places.device))
+        if width:
+            indices = (indices << width) | (parts[1][:count].long() & (1 << width) - 1)
+    if count and not 0 <= int(indices[0]) <= int(indices[-1]) < numel:
+        raise ValueError(
+            f"A payload holds indices {int(indices[0])} to {int(indices[-1])} of {numel} elements: it is corrupt."
+        )
+    return indices
+
+
+def index_bytes(numel: int, capacity: int, form: IndexFormat) -> int:
+    """Return how many bytes the indices take."""
+    width = _width(numel, capacity, form)
+    return 4 * capacity if width is None else _upper_bytes(numel, capacity, width) + width // 8 * capacity
+
+
+def encode_values(values: Tensor, capacity: int, form: ValueFormat) -> tuple[Tensor, ...]:
+    """Return fp32 values, at most `capacity` of them, as one or two tensors. What is not finite stays so."""
+    if form == "float32":
+        return (_padded(values, capacity),)
+    if form == "bfloat16":
+        rounded = values.bfloat16()
+        # Rounding up must not make an infinity.
+        largest = torch.finfo(torch.bfloat16).max
+        return (_padded(torch.where(values.isfinite(), rounded.clamp(-largest, largest), rounded), capacity),)
+    scale = values.abs().amax(0, keepdim=True) / 127 if values.numel() else values.new_zeros(1)
+    codes = torch.where(scale > 0, values / scale, 0).round()
+    # In a payload with something that is not finite the scale shows it.
+    return scale, _padded(codes.nan_to_num(0, 0, 0).to(torch.int8), capacity)
+
+
+def decode_values(parts: tuple[Tensor, ...], count: int, form: ValueFormat) -> Tensor:
+    """Return the fp32 values of `encode_values`."""
+    if form == "int8":
+        largest = torch.finfo(torch.float32).max  # 127 times a rounded 127th of it may lie above
+        return parts[1][:count].float().mul_(parts[0]).clamp_(-largest, largest)
+    return parts[0][:count].float()
+
+
+def value_bytes(capacity: int, form: ValueFormat) -> int:
+    """Return how many bytes the values take."""
+    return {"float32": 4 * capacity, "bfloat16": 2 * capacity, "int8": 4 + capacity}[form]
+
+
+def _width(numel: int, capacity: int, form: IndexFormat) -> int | None:
+    """Return how many lower bits are kept as they are; None where four bytes an index are no more."""
+    if form == "int32":
+        return None
+    sizes = {width: _upper_bytes(numel, capacity, width) + width // 8 * capacity for width in _LOWER}
+    best = min(sizes, key=lambda width: sizes[width])
+    return best if sizes[best] < 4 * capacity else None
+
+
+def _upper_bytes(numel: int, capacity: int, width: int) -> int:
+    return (capacity + (numel >> width) + 8) // 8
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    out = torch.zeros(size, dtype=x.dtype, device=x.device)
+    out[: x.numel()] = x
+    return out

@@ -1,0 +1,143 @@
+"""How entries travel: exact indices in few bits, and values whose rounding is not lost."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse import Method, Reducer, simulate
+from lightning_sparse.aggregators import GlobalTopK, Mean, ScaleCom
+from lightning_sparse.comm import Comm
+from lightning_sparse.compressors import GaussianK, TopK, formats
+from lightning_sparse.compressors.base import Entries
+from lightning_sparse.context import Context
+from lightning_sparse.layout import Layout
+
+FORMATS = [(i, v) for i in ("compact", "int32") for v in ("float32", "bfloat16", "int8")]
+
+
+def segment(numel: int):
+    return Layout.of({"w": (numel,)}, "model", 25).segments[0]
+
+
+def test_compact_indices_by_hand():
+    """Three of 600 elements: the lower byte as it is; 0, 1 and 2 at places 0 + 0, 1 + 1, 2 + 2 of the bits above."""
+    indices = torch.tensor([5, 300, 599])
+    upper, lower = formats.encode_indices(indices, 600, 4, "compact")
+    assert lower.tolist() == [5, 300 - 256, 599 - 512, 0]
+    assert upper.tolist() == [0b10101]
+    assert formats.decode_indices((upper, lower), 3, 600, 4, "compact").tolist() == [5, 300, 599]
+
+
+@pytest.mark.parametrize("form", ["compact", "int32"])
+@pytest.mark.parametrize("numel", [1, 2, 255, 256, 257, 1000, 65536, 100_003, 20_000_000])
+@pytest.mark.parametrize("density", [1e-6, 1e-4, 0.001, 0.01, 0.1, 0.6, 1.0])
+def test_indices_come_back(numel, density, form):
+    capacity = max(1, round(numel * density))
+    if capacity > 2_000_000:
+        return
+    generator = torch.Generator().manual_seed(capacity)
+    for count in {0, 1, capacity // 2, capacity}:
+        for indices in (
+            torch.randperm(numel, generator=generator)[:count].sort().values,
+            torch.arange(count),
+            torch.arange(numel - count, numel),
+        ):
+            parts = formats.encode_indices(indices, numel, capacity, form)
+            assert sum(part.numel() * part.element_size() for part in parts) == formats.index_bytes(
+                numel, capacity, form
+            )
+            assert torch.equal(formats.decode_indices(parts, count, numel, capacity, form), indices)
+
+
+def test_at_most_four_bytes_an_entry():
+    """At density 0.001, bf16 values; indices near the log₂(e/ρ) = 11.4 bits that information theory asks for."""
+    numel, capacity = 25_000_000, 25_000
+    assert 8 * formats.index_bytes(numel, capacity, "compact") / capacity < 13
+    assert TopK(0.001, "compact", "bfloat16").nbytes(segment(numel), None) <= 4 * capacity
+    for density in (1e-5, 1e-4, 0.01, 0.1, 0.5):
+        k = round(numel * density)
+        bound = (math.lgamma(numel + 1) - math.lgamma(k + 1) - math.lgamma(numel - k + 1)) / math.log(2) / k
+        assert bound <= 8 * formats.index_bytes(numel, k, "compact") / k < bound + 4.5
+
+
+@pytest.mark.parametrize(("index_format", "value_format"), FORMATS)
+def test_values_within_the_rounding_of_their_format(index_format, value_format):
+    u = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 10_000)
+    compressor, seg, ctx = TopK(0.01, index_format, value_format), segment(10_000), Context()
+    payload = compressor.compress(u, seg, ctx)
+    indices, values = compressor.unpack(payload, seg, ctx)
+    exact = u[indices]
+    assert torch.equal(indices, compressor.select(u))
+    bound = {
+        "float32": torch.zeros(()),
+        "bfloat16": exact.abs() * 2**-8,  # 8 bits of mantissa, rounded to the nearest
+        "int8": exact.abs().max() / 127 / 2 * (1 + 2**-20),  # half a level, and fp32's own rounding
+    }[value_format]
+    assert ((values - exact).abs() <= bound).all()
+    said = sum(part.numel() * part.element_size() for part in payload) - 4
+    assert said == compressor.nbytes(seg, None)
+
+
+@pytest.mark.parametrize("value_format", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_broken_shows_and_what_is_large_is_not_broken(bad, value_format):
+    compressor, seg, ctx = TopK(0.5, "compact", value_format), segment(6), Context()
+    u = torch.tensor([1.0, bad, 2, 0, 0, 0])
+    assert not all(part.isfinite().all() for part in compressor.compress(u, seg, ctx) if part.is_floating_point())
+    largest = torch.finfo(torch.float32).max
+    u = torch.tensor([largest, -largest, 1.0, 0, 0, 1e-45])
+    assert compressor.unpack(compressor.compress(u, seg, ctx), seg, ctx).values.isfinite().all()
+    tiny = compressor.unpack(compressor.compress(torch.full((6,), 1e-45), seg, ctx), seg, ctx)
+    assert tiny.values.isfinite().all()
+
+
+@pytest.mark.parametrize("aggregator", [Mean(), GlobalTopK(), ScaleCom()], ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize("compressor", [TopK, GaussianK])
+@pytest.mark.parametrize(("index_format", "value_format"), FORMATS)
+def test_nothing_is_lost_in_any_format(index_format, value_format, compressor, aggregator):
+    made = compressor(0.05, index_format=index_format, value_format=value_format)
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        reducer = Reducer(Method(made, aggregator=aggregator), comm)
+        given, received = torch.zeros(2000), torch.zeros(2000)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(10 * step + comm.rank)
+            grads = {"w": torch.randn(2000, generator=generator)}
+            given = given + grads["w"]
+            reducer.reduce_(grads)
+            received = received + grads["w"]
+        return given, received, reducer.state_dict()["elements"]["residual"]["w"]
+
+    for size in (2, 3, 5):
+        ranks = simulate(size, rank)
+        assert all(torch.equal(received, ranks[0][1]) for _, received, _ in ranks)
+        given, kept = sum(rank[0] for rank in ranks), sum(rank[2] for rank in ranks)
+        # fp32 roundings of values up to about 20, a few for each of 5 steps and ranks.
+        assert (given - size * ranks[0][1] - kept).abs().max() <= 20 * 5 * size * 2**-23
+
+
+@pytest.mark.parametrize("index_format", ["compact", "int32"])
+def test_damaged_payloads_are_refused(index_format):
+    compressor, seg, ctx = TopK(0.01, index_format), segment(1000), Context()
+    count, values, *indices = compressor.compress(torch.randn(1000), seg, ctx)
+    with pytest.raises(ValueError, match="says it holds 11: it is corrupt"):
+        compressor.unpack((count + 1, values, *indices), seg, ctx)
+    with pytest.raises(ValueError, match="says it holds -1: it is corrupt"):
+        compressor.unpack((count - 11, values, *indices), seg, ctx)
+    with pytest.raises(ValueError, match=r"it is corrupt"):
+        compressor.unpack((count, values, ~indices[0], *indices[1:]), seg, ctx)
+
+
+def test_unknown_formats_are_refused():
+    with pytest.raises(ValueError, match=r"TopK\(index_format='int64'\): choose from compact, int32"):
+        TopK(index_format="int64")
+    with pytest.raises(ValueError, match=r"GaussianK\(value_format='fp8'\): choose from float32, bfloat16, int8"):
+        GaussianK(value_format="fp8")
+
+
+def test_entries_stand_for_a_payload():
+    compressor, seg, ctx = TopK(0.5), segment(4), Context()
+    entries = Entries(torch.tensor([1, 3]), torch.tensor([2.0, 5.0]))
+    assert compressor.remove_(torch.ones(4), entries, seg, ctx).tolist() == [1, -1, 1, -4]
