@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, ScaleCom
+from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.memory import Memory, NoMemory, Residual
 
@@ -50,10 +50,23 @@ class Method:
                 f"payloads and takes any."
             )
 
+    def __str__(self) -> str:
+        """The parts, with what differs from their defaults; `repr` has everything."""
+        return " + ".join(map(_brief, (self.compressor, self.memory, self.aggregator)))
+
     @property
     def density(self) -> float | None:
         """The fraction of entries that it sends, None where that is not an option of its compressor."""
         return getattr(self.compressor, "density", None)
+
+
+def _brief(part: Any) -> str:
+    said = [
+        f"{field.name}={value:g}" if isinstance(value, float) else f"{field.name}={value!r}"
+        for field in fields(part)
+        if (value := getattr(part, field.name)) != field.default or field.name == "density"
+    ]
+    return f"{type(part).__name__}({', '.join(said)})"
 
 
 class Recipe(NamedTuple):
@@ -72,6 +85,7 @@ METHODS: Mapping[str, Recipe] = MappingProxyType(
         "randk": Recipe(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
         "gaussiank": Recipe(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
         "gtopk": Recipe(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
+        "oktopk": Recipe(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
         "scalecom": Recipe(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
     }
 )

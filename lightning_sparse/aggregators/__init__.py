@@ -2,6 +2,7 @@
 
 from lightning_sparse.aggregators.base import Aggregator, AllReduceMean, Mean, NonFiniteGradient
 from lightning_sparse.aggregators.gtopk import GlobalTopK
+from lightning_sparse.aggregators.oktopk import OkTopK
 from lightning_sparse.aggregators.scalecom import ScaleCom
 
-__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "NonFiniteGradient", "ScaleCom"]
+__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "NonFiniteGradient", "OkTopK", "ScaleCom"]

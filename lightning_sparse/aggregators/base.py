@@ -141,6 +141,11 @@ def not_finite(wrong: int, rank: int, segment: Segment, ctx: Context) -> NonFini
     return NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {NOT_FINITE}")
 
 
+def first_to_blame(*blames: tuple[int, int]) -> tuple[int, int]:
+    """Return which (rank, what is wrong) is named where several ranks have something wrong: the lowest rank."""
+    return min(blames, key=lambda blame: (blame[1] == 0, blame[0]))
+
+
 def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Comm, ctx: Context) -> list[Payload]:
     """Exchange payloads of equal shapes, in one collective, and check the headers that travel with them.
 

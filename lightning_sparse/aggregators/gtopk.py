@@ -7,13 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import Aggregator, header, not_finite, out_of_step, packed, unpacked
+from lightning_sparse.aggregators.base import (
+    Aggregator,
+    first_to_blame,
+    header,
+    not_finite,
+    out_of_step,
+    packed,
+    unpacked,
+)
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.select import topk_indices
-from lightning_sparse.kernels.write_back import coalesce
+from lightning_sparse.kernels.write_back import at, coalesce
 from lightning_sparse.layout import Segment
 
 
@@ -59,8 +67,7 @@ class GlobalTopK(Aggregator):
             their_fingerprint, *their_blame = words.tolist()
             if their_fingerprint != fingerprint:
                 raise out_of_step(peer, rank, segment, ctx)
-            # The lowest rank with something wrong is named, on all ranks in the end.
-            blame = min((blame, tuple(their_blame)), key=lambda it: (it[1] == 0, it[0]))
+            blame = first_to_blame(blame, tuple(their_blame))
             return compressor.unpack(tuple(theirs), segment, ctx)
 
         def merge(lower: Entries, upper: Entries) -> Entries:
@@ -88,10 +95,9 @@ class GlobalTopK(Aggregator):
             result = theirs if rank >= half else result
         if blame[1]:
             raise not_finite(blame[1], blame[0], segment, ctx)
-        used = torch.zeros_like(result.values)
-        add_where_alike_(used, result.indices, mine.indices, mine.values)
+        used = at(result.indices, mine)
         for indices, values in returned:
-            add_where_alike_(used, result.indices, indices, values * -comm.size)
+            used += at(result.indices, Entries(indices, values * -comm.size))
         return (result,), Entries(result.indices, used)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
@@ -101,11 +107,3 @@ class GlobalTopK(Aggregator):
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, Sparsifier) and not compressor.summable
-
-
-def add_where_alike_(out: Tensor, places: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Add to `out` the values whose indices are among `places`; both are ascending."""
-    if places.numel():
-        position = torch.searchsorted(places, indices).clamp_(max=places.numel() - 1)
-        alike = places[position] == indices
-        out.index_add_(0, position[alike], values[alike])

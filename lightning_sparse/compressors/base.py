@@ -153,8 +153,11 @@ class Sparsifier(Compressor):
         return self.target(numel, density)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
-        capacity = self.capacity(segment.numel, density)
-        return formats.index_bytes(segment.numel, capacity, self.index_format) + formats.value_bytes(
+        return self.entry_bytes(segment.numel, self.capacity(segment.numel, density))
+
+    def entry_bytes(self, numel: int, capacity: int) -> int:
+        """Return the size in bytes of a payload with room for `capacity` entries of `numel` elements."""
+        return formats.index_bytes(numel, capacity, self.index_format) + formats.value_bytes(
             capacity, self.value_format
         )
 
@@ -162,17 +165,18 @@ class Sparsifier(Compressor):
         chosen = self.select(u, segment, ctx)
         return self.pack(Entries(chosen, u[chosen]), segment, ctx)
 
-    def pack(self, entries: Entries, segment: Segment, ctx: Context) -> Payload:
-        """Return a payload that holds these entries, at most `capacity` of them."""
+    def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:
+        """Return a payload that holds these entries, at most `capacity` of them; None is the compressor's own."""
         indices, values = entries
-        capacity = self.capacity(segment.numel, ctx.density)
+        if capacity is None:
+            capacity = self.capacity(segment.numel, ctx.density)
         return (
             torch.tensor([indices.numel()], dtype=torch.int32, device=indices.device),
             *formats.encode_values(values, capacity, self.value_format),
             *formats.encode_indices(indices, segment.numel, capacity, self.index_format),
         )
 
-    def unpack(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
+    def unpack(self, payload: Payload, segment: Segment, ctx: Context, capacity: int | None = None) -> Entries:
         """Return the entries that the payload holds; entries are a payload, too, that need not be sent.
 
         Raises:
@@ -180,7 +184,8 @@ class Sparsifier(Compressor):
         """
         if isinstance(payload, Entries):
             return payload
-        capacity = self.capacity(segment.numel, ctx.density)
+        if capacity is None:
+            capacity = self.capacity(segment.numel, ctx.density)
         count, parts = int(payload[0]), 2 if self.value_format == "int8" else 1
         if not 0 <= count <= capacity:
             raise ValueError(f"A payload for at most {capacity} entries says it holds {count}: it is corrupt.")

@@ -59,6 +59,17 @@ def coalesce(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return indices, values
 
 
+def at(places: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the values that entries have at the places, zero where they have none; places and indices ascending."""
+    indices, values = entries
+    found = torch.zeros(places.numel(), dtype=values.dtype, device=values.device)
+    if places.numel():
+        position = torch.searchsorted(places, indices).clamp_(max=places.numel() - 1)
+        alike = places[position] == indices
+        found[position[alike]] = values[alike]
+    return found
+
+
 def write_dense_(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, keeps: bool) -> Tensor | None:
     """Overwrite gradients with a dense result (1-D fp32, of the segment's length).
 
