@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning_sparse
 from examples.data import Digits
-from examples.models import Classifier, ResNet20
+from examples.models import OneCycleClassifier, ResNet20
 
 
 class StepCost(pl.Callback):
@@ -127,7 +127,7 @@ def train(
         **trainer_options,
     )
     network = ResNet20(in_channels=1)
-    trainer.fit(Classifier(network, max_lr=max_lr, momentum=momentum), Digits(batch_size, fold))
+    trainer.fit(OneCycleClassifier(network, max_lr=max_lr, momentum=momentum), Digits(batch_size, fold))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

@@ -1,12 +1,19 @@
 """The examples: what the model and the data look like, and a short training in one process."""
 
+import pickle
+import struct
+import sysconfig
+from pathlib import Path
+
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 
 from benchmarks.convergence import DENSE, RATES, STEPS_PER_EPOCH, VERSIONS, summarize
-from examples.data import Digits
-from examples.models import Classifier, ResNet20
+from examples.data import CIFAR10, Digits, StandardLibrary, TextFolder
+from examples.data.cifar10 import crop_and_flip
+from examples.models import GPT, LSTM, VGG16, OneCycleClassifier, ResNet20
 from examples.train import make_strategy, train
 
 
@@ -90,7 +97,7 @@ def test_training_lowers_the_loss():
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(Classifier(ResNet20(in_channels=1, width=8)), Digits(batch_size=64))
+    trainer.fit(OneCycleClassifier(ResNet20(in_channels=1, width=8)), Digits(batch_size=64))
     assert trainer.callback_metrics["train/loss"] < 1.5  # log 10 = 2.3 by guessing
 
 
@@ -121,3 +128,190 @@ def test_convergence_pairs_every_case_with_dense():
     data = Digits(batch_size=8)
     data.setup("fit")
     assert len(data.train_dataloader()) // 2 == STEPS_PER_EPOCH
+
+
+def test_vgg_fits_images_of_cifar10():
+    network = VGG16()
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert sum(p.numel() for p in network.parameters()) == 14_724_042
+    assert sum(isinstance(m, torch.nn.Conv2d) for m in network.modules()) == 13
+
+
+@pytest.mark.parametrize(("network", "parameters"), [(GPT(), 842_496), (LSTM(), 1_020_160)])
+def test_language_networks_see_no_byte_before_they_predict_it(network, parameters):
+    assert sum(p.numel() for p in network.parameters()) == parameters
+    tokens = torch.randint(256, (2, 20))
+    changed = tokens.clone()
+    changed[:, 10] = (tokens[:, 10] + 1) % 256
+    logits, others = network(tokens), network(changed)
+    assert logits.shape == (2, 20, 256)
+    torch.testing.assert_close(logits[:, :10], others[:, :10])
+    assert not torch.isclose(logits[:, 10:], others[:, 10:]).all(2).any()
+
+
+def test_gpt_refuses_what_it_has_no_positions_for():
+    assert GPT(context=8, width=8, layers=1, heads=2)(torch.zeros(1, 8, dtype=torch.long)).shape == (1, 8, 256)
+    with pytest.raises(ValueError, match=r"GPT\(context=8\) got sequences of 9 bytes"):
+        GPT(context=8, width=8, layers=1, heads=2)(torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"GPT\(width=8, heads=3\)"):
+        GPT(width=8, heads=3)
+
+
+def test_text_is_cut_into_sequences_and_what_follows(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "2.txt").write_bytes(bytes(range(50, 100)))
+    (tmp_path / "a.txt").write_bytes(bytes(range(50)))
+    (tmp_path / "c.other").write_bytes(b"not this one")
+    data = TextFolder(str(tmp_path), length=4, batch_size=3, val_fraction=0.2)
+    data.setup("fit")
+    assert data.train_set.text.tolist() == list(range(80))
+    assert len(data.train_set) == 19  # the 80th byte only follows
+    assert len(data.val_set) == 4
+    tokens, following = data.train_set[18]
+    assert tokens.tolist() == [72, 73, 74, 75]
+    assert following.tolist() == [73, 74, 75, 76]
+    tokens, following = next(iter(data.val_dataloader()))
+    assert tokens.shape == following.shape == (3, 4)
+    assert tokens.dtype == torch.int64
+    assert tokens[0].tolist() == [80, 81, 82, 83]
+    seen = torch.cat([tokens for tokens, _ in data.train_dataloader()])
+    assert len(seen) == 18
+    assert len(seen.unique(dim=0)) == 18
+    assert not torch.equal(seen, seen.sort(0).values)  # shuffled
+
+    short = TextFolder(str(tmp_path), length=4, max_bytes=30)
+    with pytest.raises(ValueError, match="found 30 bytes, of which 1 are held out"):
+        short.setup("fit")
+    with pytest.raises(FileNotFoundError, match=r"no files '\*\.rst'"):
+        TextFolder(str(tmp_path), pattern="*.rst")
+    with pytest.raises(ValueError, match=r"StandardLibrary\(val_fraction=1\)"):
+        StandardLibrary(val_fraction=1)
+
+
+def test_standard_library_is_the_same_again_and_without_tests():
+    data, again = StandardLibrary(), StandardLibrary(max_bytes=100_000)
+    files = data.files()
+    assert files == again.files()
+    assert Path(sysconfig.get_paths()["stdlib"], "argparse.py") in files
+    assert not {"site-packages", "test", "tests"} & {part for file in files for part in file.parts}
+    data.setup("fit")
+    again.setup("fit")
+    assert data.train_set.text.numel() > 5_000_000
+    assert again.train_set.text.numel() == 95_000
+    torch.testing.assert_close(again.train_set.text, data.train_set.text[:95_000])
+
+
+def python2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
+    """Write a batch as the published files have it: protocol 2 of Python 2, with its byte strings."""
+
+    def string(value: bytes) -> bytes:
+        return b"U" + bytes([len(value)]) + value if len(value) < 256 else b"T" + struct.pack("<i", len(value)) + value
+
+    def number(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    def named(module: str, name: str) -> bytes:
+        return f"c{module}\n{name}\n".encode()
+
+    none, false = b"N", b"\x89"
+    empty = named("numpy.core.multiarray", "_reconstruct")
+    empty += named("numpy", "ndarray") + number(0) + b"\x85" + string(b"b") + b"\x87R"
+    dtype = named("numpy", "dtype") + string(b"u1") + number(0) + number(1) + b"\x87R"
+    dtype += b"(" + number(3) + string(b"|") + none * 3 + number(-1) * 2 + number(0) + b"tb"
+    shape = number(images.shape[0]) + number(images.shape[1]) + b"\x86"
+    array = empty + b"(" + number(1) + shape + dtype + false + string(images.tobytes()) + b"tb"
+    listed = b"](" + b"".join(map(number, labels)) + b"e"
+    return b"\x80\x02}(" + string(b"data") + array + string(b"labels") + listed + b"u."
+
+
+def write_cifar10(folder: Path, layout: str, count: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Write six files of random images into folder/layout, and return all training images and labels."""
+    draw = np.random.default_rng(0)
+    inner = folder / layout / ("cifar-10-batches-py" if layout == "python" else "cifar-10-batches-bin")
+    inner.mkdir(parents=True)
+    images = draw.integers(0, 256, (6, count, 3072), dtype=np.uint8)
+    labels = draw.integers(0, 10, (6, count), dtype=np.uint8)
+    for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
+        if layout == "python":
+            (inner / name).write_bytes(python2_pickle(images[i], labels[i].tolist()))
+        else:
+            (inner / f"{name}.bin").write_bytes(np.hstack([labels[i][:, None], images[i]]).tobytes())
+    return images[:5].reshape(-1, 3, 32, 32), labels[:5].reshape(-1).astype(np.int64)
+
+
+@pytest.mark.parametrize("layout", ["python", "binary"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_cifar10_is_read_in_both_layouts(layout, inside, tmp_path):
+    images, labels = write_cifar10(tmp_path, layout)
+    data = CIFAR10(str(next((tmp_path / layout).iterdir()) if inside else tmp_path / layout), batch_size=4)
+    data.setup()
+    read = torch.cat([data.train_set.tensors[0], data.val_set.tensors[0]])
+    np.testing.assert_array_equal(read.numpy(), images)
+    np.testing.assert_array_equal(torch.cat([data.train_set.tensors[1], data.val_set.tensors[1]]), labels)
+    assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (36, 4, 8)
+
+    batch = data.on_after_batch_transfer(next(iter(data.val_dataloader())), 0)
+    assert batch[0].dtype == torch.float32
+    first = (images[36, 0, 0, 0] / 255 - 0.4914) / 0.2470  # red; not augmented
+    assert batch[0][0, 0, 0, 0] == pytest.approx(first, abs=1e-5)
+
+
+def test_crops_are_windows_of_the_padded_image():
+    image = torch.arange(1.0, 1 + 2 * 32 * 32).view(2, 32, 32)
+    moved = crop_and_flip(image.repeat(500, 1, 1, 1))
+    padded = torch.nn.functional.pad(image, (4,) * 4)
+    windows = {
+        tuple(padded[:, y : y + 32, x : x + 32][:, ::31, ::31].flatten().tolist()) for y in range(9) for x in range(9)
+    }
+    mirrored = {tuple(torch.tensor(w).view(2, 2, 2).flip(2).flatten().tolist()) for w in windows}
+    seen = {tuple(one[:, ::31, ::31].flatten().tolist()) for one in moved}
+    assert seen <= windows | mirrored
+    assert len(seen & windows) > 50
+    assert len(seen & mirrored) > 50
+
+
+def test_cifar10_that_is_not_there_says_where_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        CIFAR10(str(tmp_path))
+    for part in (
+        str(tmp_path / "cifar-10-batches-py"),
+        "data_batch_1 to data_batch_5 and test_batch",
+        str(tmp_path / "cifar-10-batches-bin"),
+        "https://www.cs.toronto.edu/~kriz/cifar.html",
+    ):
+        assert part in str(caught.value)
+
+
+def test_broken_files_of_cifar10_are_named(tmp_path):
+    write_cifar10(tmp_path, "binary")
+    file = tmp_path / "binary/cifar-10-batches-bin/data_batch_3.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"data_batch_3\.bin has .* cut off"):
+        CIFAR10(str(tmp_path / "binary")).setup()
+    file.write_bytes(b"\x0b" * 3073)  # a label of 11
+    with pytest.raises(ValueError, match=r"data_batch_3\.bin is no file of CIFAR-10"):
+        CIFAR10(str(tmp_path / "binary")).setup()
+
+
+class Evil:
+    def __reduce__(self):
+        return (Path.touch, (Path("ran_code_of_a_stranger"),))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps({b"data": Evil(), b"labels": []}),
+        b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.",
+        b"cnumpy\nload\n(X\x01\x00\x00\x00xtR.",
+        pickle.dumps({b"data": np.array([Evil()]), b"labels": []}, protocol=2),
+    ],
+    ids=["object", "eval", "numpy", "array of objects"],
+)
+def test_a_pickle_of_a_stranger_runs_no_code(content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_cifar10(tmp_path, "python")
+    (tmp_path / "python/cifar-10-batches-py/data_batch_2").write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError, match="which CIFAR-10's do not: it was not read"):
+        CIFAR10("python").setup()
+    assert not Path("ran_code_of_a_stranger").exists()

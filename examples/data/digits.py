@@ -1,7 +1,4 @@
-"""Real data that every machine has: scikit-learn's handwritten digits.
-
-data = Digits(batch_size=32)      # images of 8x8 pixels, (batch, 1, 8, 8), about N(0, 1)
-"""
+"""Scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 

@@ -1,0 +1,17 @@
+"""Networks, one per file, and how Lightning trains them.
+
+    Classifier(ResNet20(in_channels=1))      # images; VGG16 is the other one
+    LanguageModel(GPT(context=128))          # bytes of text; LSTM is the other one
+
+The two modules leave the optimizer to the command line's `optimizer:` and `lr_scheduler:`; `OneCycleClassifier` brings
+its own.
+"""
+
+from examples.models.classifier import Classifier, OneCycleClassifier
+from examples.models.gpt import GPT
+from examples.models.language_model import LanguageModel
+from examples.models.lstm import LSTM
+from examples.models.resnet import ResNet20
+from examples.models.vgg import VGG16
+
+__all__ = ["GPT", "LSTM", "VGG16", "Classifier", "LanguageModel", "OneCycleClassifier", "ResNet20"]

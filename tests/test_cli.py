@@ -1,0 +1,271 @@
+"""The command line: what it knows, what it says about mistakes, and that it starts processes."""
+
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+import examples.data
+import examples.models
+from lightning_sparse import Method, SparseDDPStrategy, callbacks, cli, compressors
+from lightning_sparse.cli import Parser, main
+
+ROOT = Path(__file__).parents[1]
+BASE, DIGITS = str(ROOT / "configs/base.yaml"), str(ROOT / "configs/digits_topk.yaml")
+CLASSES = [
+    SparseDDPStrategy,
+    Method,
+    *(getattr(callbacks, name) for name in callbacks.__all__),
+    *(getattr(compressors, name) for name in ("TopK", "RandK", "GaussianK")),
+    *(getattr(examples.models, name) for name in examples.models.__all__),
+    *(getattr(examples.data, name) for name in examples.data.__all__),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning_sparse"])
+    # Lightning 2.6 calls `instantiate_classes`, which jsonargparse 4.53 has renamed.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+
+def config_of(capsys, *args: str) -> dict:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", BASE, "--config", DIGITS, *args, "--print_config"])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0, err
+    return yaml.safe_load(out)
+
+
+def error_of(capsys, *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", BASE, "--config", DIGITS, *args])
+    assert ended.value.code == 2
+    return capsys.readouterr().err.partition("error: ")[2]
+
+
+def written(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "extra.yaml"
+    file.write_text(textwrap.dedent(text))
+    return str(file)
+
+
+STRATEGIES = {
+    "name": "gaussiank_ddp_spawn",
+    "class": {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"method": "topk", "density": 0.02}},
+    "short class": {"class_path": "SparseDDPStrategy", "init_args": {"bucket_cap_mb": 3, "static_graph": True}},
+    "own parts": {
+        "class_path": "lightning_sparse.SparseDDPStrategy",
+        "init_args": {
+            "method": {
+                "compressor": {"class_path": "lightning_sparse.compressors.TopK", "init_args": {"density": 0.02}},
+                "memory": {"class_path": "lightning_sparse.memory.NoMemory"},
+                "aggregator": {"class_path": "lightning_sparse.aggregators.Mean"},
+            },
+        },
+    },
+    "short parts": {
+        "class_path": "SparseDDPStrategy",
+        "init_args": {"method": {"compressor": {"class_path": "RandK"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_strategy_in_every_form_survives_printing(strategy, tmp_path, capsys):
+    # A file given later adds to a class of an earlier one, so the form before it has to be a name.
+    extra = written(tmp_path, yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    printed = config_of(capsys, "--trainer.strategy=ddp", "--config", extra)
+    if isinstance(strategy, str):
+        assert printed["trainer"]["strategy"] == strategy
+    else:
+        init_args = printed["trainer"]["strategy"]["init_args"]
+        assert printed["trainer"]["strategy"]["class_path"] == "lightning_sparse.SparseDDPStrategy"
+        for name, value in strategy["init_args"].items():
+            if name == "method" and not isinstance(value, str):
+                assert init_args["method"]["compressor"]["class_path"].endswith(
+                    ("compressors.TopK", "compressors.RandK")
+                )
+                assert init_args["method"]["aggregator"]["class_path"] == "lightning_sparse.aggregators.Mean"
+            else:
+                assert init_args[name] == value
+    again = written(tmp_path, yaml.safe_dump(printed))
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", again, "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out) == printed
+
+
+def test_options_on_the_command_line_go_into_the_class(capsys):
+    printed = config_of(capsys, "--trainer.strategy.density=0.5", "--data.batch_size=4", "--optimizer.lr=3")
+    assert printed["trainer"]["strategy"]["init_args"]["density"] == 0.5
+    assert printed["data"]["init_args"]["batch_size"] == 4
+    assert printed["optimizer"]["init_args"]["lr"] == 3
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_option_has_its_text(kind):
+    parser = Parser()
+    parser.add_class_arguments(kind, fail_untyped=False)
+    help_of = {action.dest: action.help for action in parser._actions}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            assert len(help_of[name] or "") > 10, f"{kind.__name__} says nothing of {name}"
+
+
+def test_options_of_ddp_are_known_to_the_strategy():
+    parser = Parser()
+    parser.add_class_arguments(SparseDDPStrategy, fail_untyped=False)
+    assert {"bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view"} <= set(parser.get_defaults().keys())
+
+
+def test_help_tells_the_names_and_comments_tell_the_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "topk_ddp" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.strategy.help=SparseDDPStrategy"])
+    assert "fraction of gradient entries to send" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", BASE, "--config", DIGITS, "--print_config=comments"])
+    assert "# fraction of gradient entries to send" in capsys.readouterr().out
+
+
+STRATEGY = "trainer: {strategy: {class_path: SparseDDPStrategy, init_args: {%s}}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("trainer: {max_epoch: 3}", "trainer.max_epochs"),
+        ("optimzer: {class_path: torch.optim.SGD}", "optimizer"),
+        ("data: {class_path: examples.data.Digits, init_args: {bath_size: 3}}", "batch_size"),
+        ("data: {class_path: examples.data.Digit}", "Digits"),
+        ("model: {class_path: examples.models.Classifier, int_args: {num_classes: 3}}", "init_args"),
+        ("model: {init_args: {network: {class_path: examples.models.ResNet20, init_args: {widht: 3}}}}", "width"),
+        (STRATEGY % "densty: 0.1", "density"),
+        (STRATEGY % "bucket_cap_md: 25", "bucket_cap_mb"),
+        (STRATEGY % "method: {compresor: TopK}", "compressor"),
+        (STRATEGY % "method: {compressor: {class_path: TopK, init_args: {densty: 0.1}}}", "density"),
+        (STRATEGY % "method: topq, density: 0.1", "topk"),
+        ("trainer: {strategy: {class_path: lightning_sparse.SparseDPStrategy}}", "SparseDDPStrategy"),
+        ("trainer: {strategy: topq_ddp}", "topk_ddp"),
+    ],
+)
+def test_a_typo_names_the_nearest_known_option(text, nearest, tmp_path, capsys):
+    message = error_of(capsys, "--trainer.strategy=ddp", "--config", written(tmp_path, text))
+    assert message.count("Did you mean") == 1
+    assert f"Did you mean {nearest!r}?" in message
+
+
+def test_a_typo_on_the_command_line_names_the_nearest_known_option(capsys):
+    assert "Did you mean 'trainer.max_epochs'?" in error_of(capsys, "--trainer.max_epoks=3")
+
+
+def test_nothing_is_said_to_be_near_what_is_far(capsys):
+    message = error_of(capsys, "--xyzzy=3")
+    assert "--xyzzy" in message
+    assert "Did you mean" not in message
+
+
+def test_an_unknown_strategy_lists_the_known_ones(capsys):
+    message = error_of(capsys, "--trainer.strategy=quick_ddp")
+    assert (
+        "Strategy 'quick_ddp' is not known; choose from ddp, dense_ddp, topk_ddp, randk_ddp, gaussiank_ddp" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            STRATEGY % "method: {compressor: {class_path: TopK, init_args: {density: 2}}}, density: null",
+            "TopK(density=2)",
+        ),
+        (STRATEGY % "method: {compressor: TopK, aggregator: AllReduceMean}, density: null", "Use Mean()"),
+        ("data: {class_path: examples.data.CIFAR10, init_args: {path: nowhere}}", "cs.toronto.edu/~kriz/cifar.html"),
+        ("data: {class_path: examples.data.TextFolder, init_args: {path: nowhere}}", "has no files '*.txt'"),
+        (
+            "model: {init_args: {network: {class_path: examples.models.GPT, init_args: {heads: 3}}}}",
+            "heads must divide",
+        ),
+    ],
+)
+def test_a_part_that_refuses_its_options_is_quoted_alone(text, says, tmp_path, capsys):
+    message = error_of(capsys, "--config", written(tmp_path, text))
+    assert says in message
+    assert "Union" not in message
+    assert "Namespace" not in message
+
+
+def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch, capsys):
+    def fail(self: object, batch_size: int = 1, fold: int = 0) -> None:
+        raise KeyError("on purpose")
+
+    monkeypatch.setattr(examples.data.Digits, "__init__", fail)
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        main(["fit", "--config", BASE, "--config", DIGITS])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_without_jsonargparse_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(cli, "RequirementCache", lambda requirement: False)
+    with pytest.raises(SystemExit, match=r"needs jsonargparse, 4.52 or later: pip install 'lightning_sparse\[cli\]'"):
+        main(["fit"])
+
+
+def test_a_second_run_into_the_same_folder(tmp_path):
+    model = f"--model={SparseDDPStrategy.__mro__[2].__module__.partition('.')[0]}.demos.boring_classes.BoringModel"
+    args = [f"--trainer.{name}=false" for name in ("logger", "enable_checkpointing", "enable_progress_bar")]
+    args += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=1"]
+    args += ["--trainer.limit_val_batches=0", f"--trainer.default_root_dir={tmp_path}"]
+    for seed in ("1", "2"):
+        main(["fit", model, *args, f"--seed_everything={seed}"])
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed_everything"] == 2
+
+
+def test_two_processes_for_real(tmp_path):
+    args = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.logger.save_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_sparse", "fit", "--config", BASE, "--config", DIGITS, *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GLOBAL_RANK: 1, MEMBER: 2/2" in done.stderr
+    run = tmp_path / "digits_topk/version_0"
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 2
+    assert list(run.glob("checkpoints/*.ckpt"))
+
+
+def test_where_only_the_other_namespace_is_installed():
+    script = """
+        import importlib.util, sys
+
+        hidden, find_spec = "pytorch_lightning", importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == hidden else find_spec(name, *rest)
+        sys.modules[hidden] = None
+        sys.argv = ["lightning_sparse", "fit", "--trainer.strategy=SparseDDPStrategy",
+                    "--trainer.strategy.density=0.1", "--model=BoringModel", "--print_config"]
+        import lightning.pytorch.demos.boring_classes
+        from lightning_sparse import cli
+
+        print("#", cli.CLI.__mro__[1].__module__)
+        cli.main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("# lightning.pytorch.cli")
+    assert "density: 0.1" in done.stdout
