@@ -7,26 +7,32 @@
 State never passes through another rank's memory. Side files are complete before the checkpoint that names them is
 written, and older ones go only when no checkpoint on disk names them any more: whenever a process is killed, the
 checkpoint on disk has its own. They travel with it if the folder is moved or copied along.
+
+Each holds tensors and primitives only, and a checksum of them: torch.load does not look at those of its zip files, so
+a flipped bit would go unnoticed.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import re
+import zlib
 from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import fsspec
 import torch
+from torch import Tensor
 
 from lightning_sparse.reducer import resized
 
 KEY = "lightning_sparse"
 """Under which a checkpoint says what belongs to it."""
 VERSION = 1
+MOST_RANKS = 2**20
 
 
 def folder(checkpoint: str | os.PathLike[str]) -> str:
@@ -45,8 +51,9 @@ def write(checkpoint: str | os.PathLike[str], tag: str, state: Mapping[str, Any]
     fs, root = fsspec.core.url_to_fs(folder(checkpoint))
     fs.makedirs(root, exist_ok=True)
     name = f"{root}/{_name(tag, state['rank'], state['size'])}"
+    content = {"version": VERSION, "tag": tag, "state": dict(state)}
     buffer = io.BytesIO()
-    torch.save({"version": VERSION, "tag": tag, "state": dict(state)}, buffer)
+    torch.save({**content, "checksum": checksum(content)}, buffer)
     # Beside its final place, so that the move is a rename. A killed process leaves it behind, and `clean` takes it.
     part = f"{name}.part"
     try:
@@ -74,9 +81,8 @@ def read(
     Raises:
         ValueError: a side file is torn, or belongs to another checkpoint.
     """
-    if info.get("version") != VERSION:
-        raise ValueError(f"its side files are of version {info.get('version')!r}, this is {VERSION}")
-    old = int(info["size"])
+    check(info)
+    old = info["size"]
     # One after the other, so that no more than one is in memory beside the sum.
     found, missing = [], []
     for source in [rank] if old == size else sorted({0} | set(range(rank, old, size))):
@@ -85,10 +91,25 @@ def read(
             missing.append(_name(info["tag"], source, old))
         else:
             found.append((path, source))
+    own = old == size and not missing
+    if not found:
+        # What is equal on all ranks must stay so: of that, any other rank's file will do.
+        others = ((_find(checkpoint, info["tag"], source, old), source) for source in range(old))
+        found = list(islice(((path, source) for path, source in others if path is not None), 1))
     if not found:
         return None, missing
     states = (_load(path, info["tag"], source, old) for path, source in found)
-    return next(states) if old == size else resized(states, rank, size), missing
+    return next(states) if own else resized(states, rank, size), missing
+
+
+def check(info: Mapping[str, Any]) -> None:
+    """Raise ValueError unless this is what a checkpoint holds under `KEY`: a stranger may have written it."""
+    if info.get("version") != VERSION:
+        raise ValueError(f"its side files are of version {info.get('version')!r}, this is {VERSION}")
+    counts = [info.get(name) for name in ("size", "step", "skipped")]
+    good = all(isinstance(count, int) and 0 <= count < 2**63 for count in counts) and 1 <= info["size"] <= MOST_RANKS
+    if not good or not re.fullmatch("[0-9a-f]+", str(info.get("tag"))):
+        raise ValueError(f"what it says about its side files makes no sense: {dict(info)!r:.200}")
 
 
 def _find(checkpoint: str | os.PathLike[str], tag: str, rank: int, size: int) -> str | None:
@@ -104,14 +125,47 @@ def _load(path: str, tag: str, rank: int, size: int) -> dict[str, Any]:
     try:
         with fsspec.open(path, "rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
-        belongs = content["version"] == VERSION and content["tag"] == tag
-        state = dict(content["state"])
-        belongs = belongs and (state["rank"], state["size"]) == (rank, size)
-    except (RuntimeError, pickle.UnpicklingError, BadZipFile, EOFError, KeyError, TypeError, ValueError, OSError) as e:
-        raise ValueError(f"{path!r} is torn, or not one of ours: {type(e).__name__}") from e
-    if not belongs:
+        told = content.pop("checksum")
+        sound = told == checksum(content) and _is_state(content["state"])
+        names = (content["version"], content["tag"], content["state"]["rank"], content["state"]["size"])
+    except Exception as error:  # of many kinds, with what torch says about zip files and pickles
+        raise ValueError(f"{path!r} is torn, or not one of ours: {type(error).__name__}") from error
+    if not sound:
+        raise ValueError(f"{path!r} is torn: its checksum differs")
+    if names != (VERSION, tag, rank, size):
         raise ValueError(f"{path!r} belongs to another checkpoint, rank or version than its name says")
-    return state
+    return dict(content["state"])
+
+
+def _is_state(state: Mapping[str, Any]) -> bool:
+    """Whether all is there that `Reducer.load_state_dict` and `resized` look at; they check the sizes."""
+    elements = [(name, value) for name, per_param in state["elements"].items() for value in per_param.values()]
+    segments = [(name, value) for kept in state["segments"].values() for name, value in kept.items()]
+    return (
+        all(isinstance(state[count], int) and state[count] >= 0 for count in ("step", "skipped"))
+        and all(isinstance(value, Tensor) for _, value in elements + segments)
+        and all(value.dtype == torch.float32 for _, value in elements)
+        and {*state["elements"], *(name for name, _ in segments)} <= state["resize"].keys() & state["owners"].keys()
+    )
+
+
+def checksum(content: Any, so_far: int = 0) -> int:
+    """Return the CRC-32 of nested dictionaries of tensors and primitives, half a second per GB."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            so_far = checksum(value, zlib.crc32(repr(key).encode(), so_far))
+        return so_far
+    if isinstance(content, Tensor):
+        so_far = zlib.crc32(repr((content.dtype, tuple(content.shape))).encode(), so_far)
+        return zlib.crc32(content.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, so_far)
+    return zlib.crc32(repr(content).encode(), so_far)
+
+
+def discard(checkpoint: str | os.PathLike[str], tag: str, rank: int, size: int) -> None:
+    """Remove one rank's side file of a checkpoint that will not be written, if it is there."""
+    fs, root = fsspec.core.url_to_fs(folder(checkpoint))
+    if fs.exists(path := f"{root}/{_name(tag, rank, size)}"):
+        fs.rm(path)
 
 
 def remove(checkpoint: str | os.PathLike[str]) -> None:
@@ -121,26 +175,32 @@ def remove(checkpoint: str | os.PathLike[str]) -> None:
         fs.rm(root, recursive=True)
 
 
-def clean(checkpoint: str | os.PathLike[str], written: list[str]) -> None:
+def clean(checkpoint: str | os.PathLike[str], written: list[str]) -> bool:
     """Remove side files of earlier checkpoints that were overwritten in the same place.
 
     Args:
         written: tags that this process has written there, in order. Shortened to those that must stay: the one that
             the checkpoint on disk names, and later ones, whose checkpoints are still on their way.
+
+    Returns:
+        Whether the last of them is on disk.
     """
     fs, root = fsspec.core.url_to_fs(folder(checkpoint))
+    if not fs.exists(root):
+        return False
     found = {path: _NAME.fullmatch(path.rsplit("/", 1)[-1]) for path in fs.ls(root, detail=False)}
-    named = _named_on_disk(checkpoint, {match["tag"] for match in found.values() if match})
+    named = named_on_disk(checkpoint, {match["tag"] for match in found.values() if match})
     if named is None:
-        return
+        return False
     if named in written:
         del written[: written.index(named)]
     for path, match in found.items():
         if match and match["tag"] not in (named, *written):
             fs.rm(path)
+    return written[-1:] == [named]
 
 
-def _named_on_disk(checkpoint: str | os.PathLike[str], tags: Collection[str]) -> str | None:
+def named_on_disk(checkpoint: str | os.PathLike[str], tags: Collection[str]) -> str | None:
     """Return which of the tags the checkpoint on disk names; None if it is not there, or names none."""
     fs, path = fsspec.core.url_to_fs(os.fspath(checkpoint))
     try:

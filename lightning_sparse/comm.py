@@ -27,6 +27,8 @@ T = TypeVar("T")
 Op = Literal["sum", "max"]
 POLL = timedelta(seconds=0.5)
 """How long a rank waits for the wire before it looks whether another rank has failed."""
+ANSWER_SECONDS = 1.5
+"""How long a rank that has failed waits for a word of the others, which look for its question every POLL."""
 
 
 class RankFailure(RuntimeError):
@@ -130,9 +132,10 @@ class ProcessGroupComm(Comm):
 
     Args:
         group: the process group; None is the default one.
+        session: sets the keys apart from those of earlier processes, where the store outlives them; equal on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, session: str = "") -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "ProcessGroupComm needs torch.distributed: call torch.distributed.init_process_group first, or use "
@@ -142,8 +145,10 @@ class ProcessGroupComm(Comm):
         super().__init__(dist.get_rank(self.group), dist.get_world_size(self.group))
         # A store's client is locked while it waits; a clone has a connection of its own, so looking never blocks.
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._failed = f"lightning_sparse/{self.group.group_name}/failed"
-        self._left = f"lightning_sparse/{self.group.group_name}/left"
+        place = f"lightning_sparse/{self.group.group_name}/{session}"
+        self._failed, self._left, self._warned, self._roll = (
+            f"{place}/{key}" for key in ("failed", "left", "warned", "roll")
+        )
 
     def report(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on. The first reason stays."""
@@ -152,6 +157,46 @@ class ProcessGroupComm(Comm):
     def leave(self, reason: str) -> None:
         """Tell the other ranks that this one makes no further calls. Those that still wait for it will fail."""
         self._tell(self._left, f"{self._calls} {reason}")
+
+    def warn(self, reason: str) -> None:
+        """Tell the other ranks what may be the end of this one. Nobody fails for it; it serves as an explanation."""
+        self._tell(self._warned, reason)
+
+    def explain(self) -> str:
+        """Return what is known about why an exchange broke off: what a rank has told, or which of them is missing."""
+        try:
+            self.check()
+            if self._store.check([self._warned]):
+                return str(self._store.get(self._warned).decode())
+            silent, absent = self._roll_call()
+        except RankFailure as failure:
+            return str(failure)
+        except dist.DistError:
+            return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
+        if silent:
+            return f"No answer from {_ranks(silent)}: killed, ended, or frozen. Look at the end of the output there."
+        if absent:
+            return f"Still running, but not taking part: {_ranks(absent)}. It hangs, or needs longer than the timeout."
+        return "All ranks have come to this error: look for an interruption of the network."
+
+    def answer(self) -> None:
+        """Say that this rank is running, if another one has failed and asks."""
+        with contextlib.suppress(Exception):
+            if self._store.check([self._roll]):
+                self._tell(f"{self._roll}/{self.rank}", "running")
+
+    def _roll_call(self) -> tuple[list[int], list[int]]:
+        """Ask who is there; return the ranks that say nothing, and those that run but have not failed as this one."""
+        keys = {rank: f"{self._roll}/{rank}" for rank in range(self.size)}
+        self._store.set(self._roll, "")
+        self._store.set(keys[self.rank], "failed")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            silent = [rank for rank, key in keys.items() if not self._store.check([key])]
+            absent = [rank for rank in keys if rank not in silent and self._store.get(keys[rank]) != b"failed"]
+            if not silent + absent or time.monotonic() > deadline:
+                return silent, absent
+            time.sleep(0.02)
 
     def _tell(self, key: str, text: str) -> None:
         # Without the store its host is gone, and the others lose their connections anyway. Nothing may go wrong here.
@@ -170,7 +215,7 @@ class ProcessGroupComm(Comm):
         except dist.DistError as error:
             raise RankFailure(
                 f"Rank {self.rank} lost the store of the process group: the process that hosts it, usually rank 0, "
-                f"has ended. ({_first_line(error)})"
+                f"has ended. ({first_line(error)})"
             ) from error
 
     def _wait(self, start: Callable[[], dist.Work], x: Tensor) -> None:
@@ -180,14 +225,14 @@ class ProcessGroupComm(Comm):
             waited = self._gloo_waited if self.group._get_backend(x.device).name() == "gloo" else self._polled
             while not waited(work):
                 self.check()
+                self.answer()
         except RankFailure:
             raise
         except RuntimeError as error:
             self.check()  # a reason that a rank has left says more
             raise RankFailure(
-                f"Rank {self.rank} lost its peers in an exchange of gradients: {_first_line(error)}. Either another "
-                f"rank has ended, or it does not take part: check that all ranks use the same strategy and see the "
-                f"same number of batches."
+                f"Rank {self.rank} lost its peers in an exchange of gradients: {first_line(error)}. {self.explain()} "
+                f"If it is running: check that all ranks use the same strategy and see the same number of batches."
             ) from error
 
     def _gloo_waited(self, work: dist.Work) -> bool:
@@ -239,7 +284,12 @@ class ProcessGroupComm(Comm):
         return received
 
 
-def _first_line(error: BaseException) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its kind where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -15,9 +15,12 @@ of backward.
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and refuses strings.
 import contextlib
+import ctypes
 import json
 import logging
 import queue
+import re
+import secrets
 import threading
 import time
 import weakref
@@ -32,7 +35,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.comm import ProcessGroupComm, RankFailure
+from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure, first_line
 from lightning_sparse.layout import Granularity, Segment
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
@@ -41,6 +44,10 @@ from lightning_sparse.reducer import OnNonFinite, Reducer
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0
 SUSPECT_SECONDS = 20.0
+BELIEVE_SECONDS = 2.0
+"""How long a rank's word that it cannot attach has to stand: one of an earlier attempt is soon replaced."""
+_BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
+"""What torch says when a collective of its own, or of Lightning's, broke off. There is no class for that."""
 
 
 def attach(
@@ -157,7 +164,7 @@ class CommThread:
         # name cannot be used again, so it is left open at the end; others are numbered.
         self._part_of_world = len(ranks) < dist.get_world_size()
         self._group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=self._part_of_world)
-        self.comm = ProcessGroupComm(self._group)
+        self.comm = ProcessGroupComm(self._group, described["session"])
         self.reducer = Reducer(method, self.comm, bucket_cap_mb=bucket_cap_mb, **options)
         self.reducer.setup(params)
         assert self.reducer.layout is not None
@@ -254,10 +261,54 @@ class CommThread:
                     f"set its learning rate to 0 until it is to be trained."
                 )
 
+    @contextlib.contextmanager
+    def after_backward(self) -> Iterator[None]:
+        """Let DDP reduce gradients outside of backward, and raise at the end what went wrong."""
+        self._in_backward = True
+        yield
+        self._end_of_backward()
+
+    @property
+    def reductions(self) -> int:
+        """How many have come to their end, steps that were left out included."""
+        return self.reducer.step + self.reducer.skipped
+
+    def check_reduced(self, before: int) -> None:
+        """Raise RuntimeError, on all ranks, unless there is one more of `reductions` than there was before backward."""
+        self._queue.join()
+        if self._error is not None or self.reductions > before:
+            return
+        # A bucket with one gradient missing is not delivered at all, so not everything that did not come is at fault.
+        late = {name: p for p in self._params if (name := self._name_of[id(p)]) not in self._arrived}
+        unused = [name for name, p in late.items() if p.grad is None or not p.requires_grad] or list(late)
+        raise self._told(
+            f"{', '.join(map(repr, unused[:3]))}{' and others' if len(unused) > 3 else ''} got no gradient on rank "
+            f"{self.comm.rank} at step {self.reducer.step}, so DDP did not exchange all gradients and the ranks would "
+            f"drift apart. If that is meant, set find_unused_parameters=True, with static_graph=False."
+        )
+
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that training has failed here, outside the thread."""
-        if not self._closed:
-            self.comm.report(self._describe(error))
+        """Tell the other ranks that training has failed here, outside the thread.
+
+        Where it was a connection that broke, the error's text gets what is known about the cause in front.
+        """
+        if self._closed:
+            return
+        if isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and _BROKEN.search(str(error)):
+            # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
+            with contextlib.suppress(Exception):
+                error.args = (f"{self.comm.explain()} ({first_line(error)})",)
+        self.comm.report(self._describe(error))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps that were begun have come to their end, so that the state belongs to a step."""
+        return self._error is None and not self._buckets
+
+    def settle(self) -> bool:
+        """Wait until the thread has nothing to do, and return whether it is `whole`."""
+        self._queue.join()
+        return self.whole
 
     def _told(self, text: str) -> RuntimeError:
         error = RuntimeError(text)
@@ -279,6 +330,10 @@ class CommThread:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(JOIN_SECONDS)
+        if self._error is not None or (self._thread is not None and self._thread.is_alive()):
+            # An exchange may be pending for ever. The group's destructor would wait for its timeout, with the
+            # interpreter locked, whenever garbage is collected: so it must not run.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         if dist.is_initialized() and not self._part_of_world:
             dist.destroy_process_group(self._group)
 
@@ -288,7 +343,7 @@ class CommThread:
         torch.set_num_threads(threads)  # OpenMP keeps this number per thread
         if self._stream is not None:
             torch.cuda.set_device(self._device)  # and CUDA the current device
-        while (bucket := self._queue.get()) is not None:
+        while (bucket := self._next()) is not None:
             try:
                 if self._error is None:
                     if self._stream is None:
@@ -305,6 +360,13 @@ class CommThread:
                     bucket.future.set_result(bucket.buffer)
                 self._queue.task_done()
             del bucket
+
+    def _next(self) -> _Bucket | None:
+        while True:
+            try:
+                return self._queue.get(timeout=POLL.total_seconds())
+            except queue.Empty:
+                self.comm.answer()
 
     def _process(self, bucket: _Bucket) -> None:
         self._buckets.append(bucket)
@@ -398,7 +460,8 @@ def agreement(group: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[
     """Compare settings with all ranks, before any collective could be out of step.
 
     Yields a dictionary to fill in with what must be equal on all ranks, name to value. An exception in the meantime
-    is told to the others.
+    is told to the others. In the end it holds one thing more, "session": a name that all ranks have in common, and that
+    nobody has had before.
 
     Args:
         group: name of the process group.
@@ -410,39 +473,62 @@ def agreement(group: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[
     """
     rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    # The store itself counts how often a rank attached, so a second fit compares afresh.
-    number = store.add(f"lightning_sparse/{group}/attached/{rank}", 1)
-
-    def key(rank: int) -> str:
-        return f"lightning_sparse/{group}/attach/{number}/{rank}"
-
+    place = f"lightning_sparse/{group}/attach"
+    # torchrun keeps one store for all its attempts, so what is there may be of processes that exist no more. A rank
+    # that has seen this number, which is new each time, is of the present.
+    number = secrets.token_hex(8)
     described: dict[str, Any] = {}
     try:
         yield described
     except Exception as error:
-        store.set(key(rank), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        reason = f"Rank {rank} cannot attach: {type(error).__name__}: {error}"
+        store.set(f"{place}/{rank}", json.dumps({"number": number, "error": reason}))
         raise
-    store.set(key(rank), json.dumps(described))
+    store.set(f"{place}/{rank}", json.dumps({"number": number, **described}))
     deadline = time.monotonic() + timeout.total_seconds()
+    numbers = {rank: number}
+    try:
+        for other in ranks:
+            if other != rank:
+                theirs = _met(store, place, rank, number, other, deadline, described["method"])
+                numbers[other] = theirs["number"]
+                for setting, mine in described.items():
+                    if theirs.get(setting, mine) != mine:
+                        raise RankFailure(
+                            f"Ranks differ in {setting}: rank {rank} has {mine}, rank {other} has {theirs[setting]}. "
+                            f"Give all ranks the same settings."
+                        )
+                if "error" in theirs:
+                    raise RankFailure(theirs["error"])
+    except RankFailure as failure:
+        store.set(f"{place}/{rank}", json.dumps({"number": number, **described, "error": str(failure)}))
+        raise
+    described["session"] = numbers[ranks[0]]
+
+
+def _met(store: Any, place: str, rank: int, number: str, other: int, deadline: float, method: str) -> dict[str, Any]:
+    """Return what another rank says about itself, as soon as it is known to be of the present."""
+    theirs: dict[str, Any] = {}
     warn_at = time.monotonic() + SUSPECT_SECONDS
-    for other in ranks:
-        while not store.check([key(other)]):
-            suspicion = (
-                f"Rank {rank} waits for rank {other} to attach {described['method']}. If it is running already, it "
-                f"uses another strategy, such as stock 'ddp': give all ranks the same one."
-            )
-            if time.monotonic() > deadline:
-                raise RankFailure(suspicion)
-            if time.monotonic() > warn_at:
-                log.warning(suspicion)
-                warn_at = float("inf")
-            time.sleep(0.02)
-        theirs = json.loads(store.get(key(other)))
-        if "error" in theirs:
-            raise RankFailure(f"Rank {other} cannot attach: {theirs['error']}")
-        for setting, mine in described.items():
-            if theirs[setting] != mine:
-                raise RankFailure(
-                    f"Ranks differ in {setting}: rank {rank} has {mine}, rank {other} has {theirs[setting]}. Give all "
-                    f"ranks the same settings."
-                )
+    while True:
+        present = _content(store, f"{place}/{rank} as seen by {other}") == number
+        found = json.loads(_content(store, f"{place}/{other}") or "{}")
+        if found != theirs:
+            theirs, changed = found, time.monotonic()
+            store.set(f"{place}/{other} as seen by {rank}", theirs["number"])
+        if present or ("error" in theirs and time.monotonic() > changed + BELIEVE_SECONDS):
+            return theirs
+        suspicion = (
+            f"Rank {rank} waits for rank {other} to attach {method}. If it is running already, it uses another "
+            f"strategy, such as stock 'ddp': give all ranks the same one."
+        )
+        if time.monotonic() > deadline:
+            raise RankFailure(suspicion)
+        if time.monotonic() > warn_at:
+            log.warning(suspicion)
+            warn_at = float("inf")
+        time.sleep(0.02)
+
+
+def _content(store: Any, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None

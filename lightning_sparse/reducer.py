@@ -206,15 +206,16 @@ class Reducer:
         """
         self._loss_scale = 1.0 if self.loss_scale is None else self.loss_scale()
         names = [name for name in grads if name not in unused]
-        norms = torch.stack(torch._foreach_norm([grads[name] for name in names])).double() if names else torch.zeros(1)
-        norm = float(norms.norm())
+        # In fp32: norms of 16-bit gradients would be rounded to 16 bit, and in fp16 overflow early.
+        norms = torch._foreach_norm([grads[name] for name in names], 2, torch.float32) if names else ()
+        norm = math.hypot(*torch.stack(norms).tolist()) if norms else 0.0
         wrong = 0
         if not math.isfinite(norm):
             # The norm of finite numbers may overflow, so it only raises the suspicion.
             wrong = next((n for n, name in enumerate(names, 1) if not grads[name].isfinite().all()), 0)
             norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
         word = torch.tensor([0 if wrong == 0 else 1 + list(grads).index(names[wrong - 1]), self.step])
-        words = [row.tolist() for row in self.comm.all_gather(word.to(norms.device))]
+        words = [row.tolist() for row in self.comm.all_gather(word.to(self._device))]
         for rank, (_, step) in enumerate(words):
             if step != self.step:
                 raise RankFailure(f"Ranks are out of step: rank {rank} is at step {step}, this one at {self.step}.")

@@ -16,7 +16,7 @@ def first_line(reducer: Reducer, trainer: pl.Trainer) -> str:
     """Return one sentence about a run that is set up, and the command that shows it in TensorBoard."""
     assert reducer.layout is not None
     method, ranks, segments = reducer.method, reducer.comm.size, len(reducer.layout.segments)
-    text = f"{method!r} on {ranks} rank{'s' if ranks > 1 else ''}"
+    text = f"{method} on {ranks} rank{'s' if ranks > 1 else ''}"
     if reducer.warmup:
         each = "an epoch" if reducer.warmup_steps is None else f"{reducer.warmup_steps} steps"
         text += f", after a warm-up at density {', '.join(f'{density:g}' for density in reducer.warmup)}, {each} each"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+import signal
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 import lightning_sparse.checkpoint as side_files
 from lightning_sparse.hook import CommThread, method_of
 from lightning_sparse.layout import check_partition
+from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import METHODS, Method
 from lightning_sparse.reducer import OnNonFinite, Reducer, check_foresight, check_warmup
 from lightning_sparse.strategies.first_line import first_line
@@ -86,8 +91,10 @@ class SparseDDP(DDPStrategy):
         self._comm_thread: CommThread | None = None
         # It stays after fit, so that a checkpoint can be written then.
         self._reducer: Reducer | None = None
+        self._whole = True  # whether the reducer has ended all steps that it has begun
+        self._reductions = 0  # before the present backward
         self._loaded_from: Any = None
-        self._tags: dict[str, list[str]] = {}  # of side files written, by checkpoint
+        self._tags: dict[str, list[str]] = {}  # of side files whose checkpoint may be on its way still; on rank 0
 
     @property
     def reducer(self) -> Reducer:
@@ -97,9 +104,10 @@ class SparseDDP(DDPStrategy):
         return self._reducer
 
     def _register_ddp_hooks(self) -> None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaler = self._scaler
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.gradient_clip_val and self.global_rank == 0:
+        keeps = not isinstance(self._method.memory, NoMemory)  # without a memory it is what stock ddp does
+        if keeps and self.lightning_module.trainer.gradient_clip_val and self.global_rank == 0:
             log.warning(
                 f"gradient_clip_val={self.lightning_module.trainer.gradient_clip_val} shortens what all ranks have "
                 f"agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm of "
@@ -114,20 +122,55 @@ class SparseDDP(DDPStrategy):
             loss_scale=scaler and scaler.get_scale,
             **self._options,
         )
-        self._reducer = self._comm_thread.reducer
+        self._reducer, self._whole = self._comm_thread.reducer, True
         if self.global_rank == 0:
             log.info(first_line(self._reducer, self.lightning_module.trainer))
 
+    @property
+    def _scaler(self) -> Any:
+        """The gradient scaler at work; one that is switched off leaves no step out, so it is none."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scaler if scaler is not None and scaler.is_enabled() else None
+
     def _learning_rate(self) -> float:
         return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # By now Lightning has set its own handler. It talks to the other ranks, out of turn where not all of them got
+        # the signal in the same place: gloo then aborts the process. So the others are told before.
+        lightnings = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread() and callable(lightnings):
+
+            def tell(number: int, frame: Any) -> None:
+                if self._comm_thread is not None:
+                    self._comm_thread.comm.warn(f"Rank {self.global_rank} was told to end (SIGTERM).")
+                lightnings(number, frame)
+
+            signal.signal(signal.SIGTERM, tell)  # until Lightning puts back what was there before
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         self.reducer.epoch = self.lightning_module.trainer.current_epoch
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._comm_thread is not None:
+            self._reductions = self._comm_thread.reductions
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._comm_thread is None or not self.model.require_backward_grad_sync:  # type: ignore[union-attr]
+            super().post_backward(closure_loss)
+            return
+        # With static_graph and manual optimization, Lightning has DDP reduce the first gradients here.
+        with self._comm_thread.after_backward():
+            super().post_backward(closure_loss)
+        # Before an optimizer applies gradients that DDP has not exchanged; itself it notices in the next forward.
+        self._comm_thread.check_reduced(self._reductions)
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self._options["on_nonfinite"] == "raise" or getattr(self.precision_plugin, "scaler", None) is not None:
+        if self._options["on_nonfinite"] == "raise" or self._scaler is not None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         def without_broken_gradients() -> Any:
@@ -143,10 +186,19 @@ class SparseDDP(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         # A checkpoint of weights alone is not made to go on from.
-        written = "optimizer_states" in checkpoint and self._write_side_file(checkpoint, filepath)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if written and self.is_global_zero:
-            side_files.clean(filepath, self._tags[str(filepath)])
+        if "optimizer_states" not in checkpoint or not self._write_side_file(checkpoint, filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        error: Exception | None = None
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        except Exception as caught:
+            error = caught
+        if errors := self._told(self._described(error)):
+            raise OSError(
+                f"{str(filepath)!r} could not be written ({errors[0]}). An earlier one of this name is as it was."
+            ) from error
+        self._clean(filepath)
 
     def _write_side_file(self, checkpoint: dict[str, Any], filepath: Any) -> bool:
         if self._reducer is None:
@@ -155,17 +207,20 @@ class SparseDDP(DDPStrategy):
                 f"one. Save from within fit, with ModelCheckpoint for example."
             )
             return False
-        tag = self.broadcast(secrets.token_hex(8))
-        error = None
+        tag = self._tag(filepath)
+        if tag is None:
+            return False
+        error: Exception | None = None
         try:
             side_files.write(filepath, tag, self._reducer.state_dict())
         except Exception as caught:  # told to all ranks, so that none waits
-            error = f"rank {self.global_rank}: {type(caught).__name__}: {caught}"
-        if errors := self._told(error):
+            error = caught
+        if errors := self._told(self._described(error)):
+            side_files.discard(filepath, tag, self.global_rank, self.world_size)
             raise OSError(
                 f"The residuals of {str(filepath)!r} could not be written ({errors[0]}). No checkpoint was written; an "
                 f"earlier one of this name is as it was."
-            )
+            ) from error
         checkpoint[side_files.KEY] = {
             "version": side_files.VERSION,
             "tag": tag,
@@ -173,20 +228,65 @@ class SparseDDP(DDPStrategy):
             "step": self._reducer.step,
             "skipped": self._reducer.skipped,
         }
-        self._tags.setdefault(str(filepath), []).append(tag)
+        if self.is_global_zero:
+            self._tags.setdefault(str(filepath), []).append(tag)
         return True
+
+    def _tag(self, filepath: Any) -> str | None:
+        """Agree on a name for the side files of a checkpoint; None where the ranks' states do not belong together."""
+        assert self._reducer is not None
+        trainer, thread = self.lightning_module and self.lightning_module.trainer, self._comm_thread
+        interrupted = trainer is not None and trainer.interrupted
+        if interrupted and thread is not None:
+            # Saved by a callback on an exception, which may be this rank's alone: the others would wait in backward.
+            thread.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
+        if thread is not None:
+            self._whole = thread.settle()
+        ranks: list[Any] = [(secrets.token_hex(8), self._reducer.step, self._whole)]
+        try:
+            ranks = self._gathered(ranks[0])
+        except Exception:
+            if not interrupted:
+                raise
+            ranks.append(None)  # somebody is gone
+        tag, *moment = ranks[0]
+        if self._whole and all(rank is not None and rank[1:] == tuple(moment) for rank in ranks):
+            return str(tag)
+        if self.global_rank == 0:
+            log.warning(
+                f"{str(filepath)!r} gets no residuals: training failed in the middle of a step, and a part of that "
+                f"step is in them. A run that goes on from it starts with empty ones."
+            )
+        return None
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        if not dist.is_initialized():
+            return [mine]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def _described(self, error: Exception | None) -> str | None:
+        return None if error is None else f"rank {self.global_rank}: {type(error).__name__}: {error}"
+
+    def _clean(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            try:
+                if side_files.clean(filepath, self._tags[str(filepath)]):
+                    del self._tags[str(filepath)]
+            except OSError as error:  # not worth ending a training for
+                log.warning(f"Side files of earlier checkpoints {str(filepath)!r} could not be removed: {error}")
 
     def _told(self, mine: str | None) -> list[str]:
         """Return what all ranks have to say, those that do."""
-        texts: list[Any] = [mine]
-        if dist.is_initialized():
-            texts = [None] * self.world_size
-            dist.all_gather_object(texts, mine)
-        return [text for text in texts if text]
+        return [text for text in self._gathered(mine) if text]
 
     def remove_checkpoint(self, filepath: Any) -> None:
+        tags = self._tags.get(str(filepath), [])
+        # AsyncCheckpointIO may be about to write it still: then it will be there in spite of this, and needs them.
+        landed = not tags or side_files.named_on_disk(filepath, tags[-1:])
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
+        if self.is_global_zero and landed:
             side_files.remove(filepath)
             self._tags.pop(str(filepath), None)
 
@@ -200,13 +300,14 @@ class SparseDDP(DDPStrategy):
         if info is None:
             self.reducer.reset()
             if self.global_rank == 0:
-                log.info(f"{str(self._loaded_from)!r} holds no residuals (another strategy wrote it): they start at 0.")
+                log.info(f"{str(self._loaded_from)!r} holds no residuals: they start at 0.")
             return
         error: str | None = None
         missing: list[str] = []
         self.reducer.reset()
-        self.reducer.step, self.reducer.skipped = info["step"], info["skipped"]  # if there is nothing else
         try:
+            side_files.check(info)
+            self.reducer.step, self.reducer.skipped = info["step"], info["skipped"]  # if there is nothing else
             state, missing = side_files.read(self._loaded_from, info, self.global_rank, self.world_size)
             if state is not None:
                 self.reducer.load_state_dict(state)
@@ -234,12 +335,16 @@ class SparseDDP(DDPStrategy):
         # May come after an exception, and before any setup.
         if self._comm_thread is not None:
             self._comm_thread.close()
+            self._whole = self._comm_thread.whole
             self._comm_thread = None
-        super().teardown()
-        # Now what was still being written is on disk, too.
-        for filepath, tags in self._tags.items():
-            if len(tags) > 1 and self.is_global_zero:
-                side_files.clean(filepath, tags)
+        try:
+            super().teardown()
+        finally:
+            # Now what was still being written is on disk, or never will be.
+            for filepath in list(self._tags):
+                self._tags[filepath].clear()
+                self._clean(filepath)
+            self._tags.clear()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytorch_lightning as pl
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse  # makes the strategy names known  # noqa: F401
+from lightning_sparse import METHODS, SparseDDPStrategy, method
+from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 
 
@@ -34,6 +36,50 @@ class Net(pl.LightningModule):
     @property
     def weights(self) -> Tensor:
         return torch.cat([param.detach().float().flatten() for param in self.parameters()])
+
+
+class Gan(pl.LightningModule):
+    """Two networks, two optimizers, manual optimization: backward passes take turns, discriminator first.
+
+    Args:
+        leave_out: numbers of backward passes that do not take place, nor their step.
+        on: called with (module, "backward" or "step", number of the backward pass) after each.
+    """
+
+    def __init__(
+        self, leave_out: Collection[int] = (), on: Callable[..., None] = lambda *_: None, **options: Any
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.automatic_optimization = False
+        self.generator = nn.Linear(16, 16)
+        self.discriminator = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 1))
+        self.leave_out, self.on, self.options, self.count = leave_out, on, {"lr": 0.05, "momentum": 0.9, **options}, -1
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        noise, real = (nn.functional.one_hot(part, 16).float() for part in batch)
+        with torch.autocast("cpu", enabled=False):
+            for optimizer in reversed(self.optimizers()):
+                self.count += 1
+                if self.count in self.leave_out:
+                    continue
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()  # of this one alone: the other's gradients stay, and are stale
+                fake = self.discriminator(self.generator(noise))
+                generating = self.count % 2 == 1
+                truth = self.discriminator(real)
+                self.manual_backward(-fake.mean() if generating else (fake - truth + fake**2 + truth**2).mean())
+                self.on(self, "backward", self.count)
+                optimizer.step()
+                self.on(self, "step", self.count)
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(part.parameters(), **self.options) for part in (self.generator, self.discriminator)]
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([param.detach().flatten() for param in self.parameters()])
 
 
 class Loader:
@@ -67,7 +113,7 @@ class Loader:
 def trainer(strategy: Any, size: int, **options: Any) -> pl.Trainer:
     """Return a quiet trainer for the ranks of `lightning_ranks`."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    quiet["enable_checkpointing"] = any(isinstance(c, pl.Callback) for c in options.get("callbacks", ()))
+    quiet["enable_checkpointing"] = any(isinstance(c, pl.callbacks.Checkpoint) for c in options.get("callbacks", ()))
     return pl.Trainer(strategy=strategy, devices=size, **{"max_epochs": 1, **quiet, **options})
 
 
@@ -85,6 +131,80 @@ def lightning_ranks(size: int, fn: Callable[..., Any], *args: Any, **options: An
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+class Watch(pl.Callback):
+    """Adds up what backward produces on this rank, unscaled, and what is applied, in the order of memory."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, Tensor]] = {"given": {}, "mass": {}, "applied": {}}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        def watch(name: str, param: nn.Parameter) -> None:
+            def add(grad: Tensor) -> None:
+                scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
+                grad = flat(grad, param) / (1.0 if scaler is None else scaler.get_scale())
+                self.fresh = True
+                self.sums["given"][name] += grad
+                self.sums["mass"][name] += grad.abs()
+
+            for sums in self.sums.values():
+                sums[name] = torch.zeros(param.numel(), dtype=torch.float64)
+            param.register_hook(add)
+
+        self.names = {id(param): name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
+        for param in module.parameters():
+            watch(self.names[id(param)], param)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        fresh, self.fresh = self.fresh, False  # SWA makes one step without a backward pass, when all is over
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if fresh and param.grad is not None:
+                self.sums["applied"][self.names[id(param)]] += flat(param.grad, param)
+
+
+def flat(grad: Tensor, param: Tensor) -> Tensor:
+    """Return a gradient as DDP lays it out, 1-D: as its parameter lies in memory."""
+    laid_out = torch.empty_strided(param.shape, param.stride(), dtype=torch.float64).copy_(grad)
+    return laid_out.as_strided((param.numel(),), (1,))
+
+
+def lost(sums: list[dict[str, Any]], states: list[dict[str, Any]]) -> float:
+    """Return the norm of what is neither applied nor kept, relative to all that was given, of all ranks' together."""
+    gone = mass = 0.0
+    for name, applied in sums[0]["applied"].items():
+        difference = sum(rank["given"][name] for rank in sums) - len(sums) * applied
+        difference -= sum(state["elements"]["residual"][name].double().flatten() for state in states)
+        gone += float(difference.norm()) ** 2
+        mass += float(sum(rank["mass"][name] for rank in sums).norm()) ** 2
+    return float((gone / mass) ** 0.5)
+
+
+class Messages(logging.Handler):
+    """Collects this package's warnings; `caplog` does not reach into forked ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logger = logging.getLogger("lightning_sparse")
+        logger.handlers = [self]  # in place of an earlier one of the kind
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.texts.append(record.getMessage())
+
+
+def keeps_all(name: str) -> bool:
+    """Whether a method keeps exactly what it does not send: then nothing is lost, and density 1.0 is stock ddp."""
+    return name in METHODS and isinstance(method(name).memory, Residual)
+
+
+def strategy(name: str, density: float | None = None, **options: Any) -> pl.strategies.DDPStrategy:
+    """Return stock DDP's strategy by the name of "ddp", and otherwise ours; a density only where there is one."""
+    if name == "ddp":
+        ours = ("method", "granularity", "warmup", "warmup_steps", "seed", "on_nonfinite", "clip_norm")
+        return pl.strategies.DDPStrategy(**{key: value for key, value in options.items() if key not in ours})
+    return SparseDDPStrategy(name, None if method(name).density is None else density, **options)
 
 
 def same(a: Any, b: Any) -> bool:

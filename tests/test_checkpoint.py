@@ -1,0 +1,289 @@
+"""Side files alone: written, read, damaged, cleaned up."""
+
+import errno
+import io
+import os
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileOpener
+
+import lightning_sparse.checkpoint as side_files
+from lightning_sparse import METHODS, Reducer, simulate
+from lightning_sparse.reducer import resized
+from tests.integration.trainers import same
+
+TAG = "0123456789abcdef"
+
+
+def state(rank: int = 0, size: int = 2, step: int = 3) -> dict:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    elements = {"residual": {"w": torch.randn(30, 4, generator=generator), "b": torch.randn(4, generator=generator)}}
+    elements["common"] = {"w": torch.full((30, 4), 5.0), "b": torch.full((4,), 6.0)}
+    return {
+        "version": 2,
+        "method": "Method()",
+        "rank": rank,
+        "size": size,
+        "step": step,
+        "skipped": 0,
+        "owners": {"residual": "Residual()", "common": "Common()", "round": "Common()"},
+        "resize": {"residual": "sum", "common": "replicate", "round": "replicate"},
+        "elements": elements,
+        "segments": {"w\nb": {"round": torch.tensor([7])}},
+    }
+
+
+def info(**changes) -> dict:
+    return {"version": side_files.VERSION, "tag": TAG, "size": 2, "step": 3, "skipped": 0, **changes}
+
+
+def written(checkpoint, size: int = 2, tag: str = TAG, step: int = 3) -> list[str]:
+    """Write the side files of all ranks, and a checkpoint that names them; return their paths."""
+    for rank in range(size):
+        side_files.write(checkpoint, tag, state(rank, size, step))
+    with fsspec.open(checkpoint, "wb") as file:
+        torch.save({"weights": torch.ones(3), side_files.KEY: info(size=size, tag=tag, step=step)}, file)
+    fs, root = fsspec.core.url_to_fs(side_files.folder(checkpoint))
+    return sorted(path for path in fs.ls(root, detail=False) if tag in path)
+
+
+@pytest.fixture(params=["local", "memory"])
+def checkpoint(request, tmp_path):
+    if request.param == "local":
+        return str(tmp_path / "last, [best] {epoch=1}.ckpt")
+    return f"memory://{uuid.uuid4()}/last.ckpt"
+
+
+def test_what_is_written_is_read_and_nothing_else_lies_there(checkpoint):
+    paths = written(checkpoint)
+    assert [path.rsplit("/", 1)[1] for path in paths] == [f"{TAG}.rank0-of-2.pt", f"{TAG}.rank1-of-2.pt"]
+    for rank in range(2):
+        found, missing = side_files.read(checkpoint, info(), rank, 2)
+        assert missing == []
+        assert same(found, state(rank))
+        fs, _ = fsspec.core.url_to_fs(checkpoint)
+        with fs.open(paths[rank], "rb") as file:
+            assert same(torch.load(file, weights_only=True)["state"], state(rank))
+    side_files.remove(checkpoint)
+    assert side_files.read(checkpoint, info(), 1, 2) == (None, [f"{TAG}.rank1-of-2.pt"])
+    side_files.remove(checkpoint)  # nothing there is fine
+
+
+@pytest.mark.reliability("safe loading", checked="weights_only=True loads the state of every method, bit for bit")
+@pytest.mark.parametrize("name", METHODS)
+def test_every_methods_state_is_loaded_with_weights_only(name, tmp_path):
+    def run(comm):
+        reducer = Reducer(name, comm, lr=0.1)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + comm.rank)
+            reducer.reduce_({"a": torch.randn(300, generator=generator), "b": torch.randn(40, 5, generator=generator)})
+        side_files.write(tmp_path / "a.ckpt", TAG, reducer.state_dict())
+        return reducer.state_dict()
+
+    for rank, kept in enumerate(simulate(2, run)):
+        assert same(side_files.read(tmp_path / "a.ckpt", info(), rank, 2)[0], kept)
+
+
+@pytest.mark.reliability("side file torn or with flipped bits", checked="refused, or what was written: never garbage")
+def test_a_damaged_file_is_refused_wherever_it_is_damaged(tmp_path):
+    path = Path(written(tmp_path / "a.ckpt")[0])
+    whole = path.read_bytes()
+    for length in range(0, len(whole), len(whole) // 100):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="is torn"):
+            side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
+    outcome = Counter()
+    for place in range(0, len(whole), 11):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            unnoticed = not same(torch.load(io.BytesIO(flipped), weights_only=True)["state"], state(0))
+        except Exception:
+            unnoticed = False
+        try:
+            found, _ = side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
+            outcome["harmless" if same(found, state(0)) else "garbage"] += 1
+        except ValueError:
+            outcome["refused by checksum" if unnoticed else "refused"] += 1
+    # The control: torch.load alone takes many of them.
+    assert outcome["garbage"] == 0, outcome
+    assert outcome["refused by checksum"] > 10, outcome
+
+
+def rewritten(path: str, **changes) -> None:
+    """Change a side file as a stranger would who knows the format."""
+    content = torch.load(path, weights_only=True)
+    del content["checksum"]
+    content["state"].update(changes.pop("state", {}))
+    content.update(changes)
+    torch.save({**content, "checksum": side_files.checksum(content)}, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),  # the control
+        ({"tag": "ffff"}, "belongs to another"),
+        ({"version": 99}, "belongs to another"),
+        ({"state": {"rank": 1}}, "belongs to another"),
+        ({"state": {"size": 4}}, "belongs to another"),
+        ({"state": {"step": -1}}, "is torn"),
+        ({"state": {"elements": {"residual": {"w": [1.0, 2.0]}}}}, "is torn"),
+        ({"state": {"elements": {"residual": {"w": torch.ones(30, 4).half()}}}}, "is torn"),
+        ({"state": {"elements": {"unheard of": {"w": torch.ones(30, 4)}}}}, "is torn"),
+        ({"state": {"segments": {"w": None}}}, "is torn"),
+        ({"state": []}, "is torn"),
+    ],
+)
+def test_a_strangers_side_file_is_refused(changes, message, tmp_path):
+    path = written(tmp_path / "a.ckpt")[0]
+    if changes.get("state") == []:
+        torch.save({"version": 1, "tag": TAG, "state": [], "checksum": 0}, path)
+    else:
+        rewritten(path, **changes)
+    if message is None:
+        assert same(side_files.read(tmp_path / "a.ckpt", info(), 0, 2)[0], state(0))
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
+    assert str(path) in str(error.value)
+
+
+class Touch:
+    """What a malicious pickle could hold."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.reliability("side file from a stranger", checked="refused, and no code of it runs")
+@pytest.mark.parametrize("where", ["content", "state", "legacy"])
+def test_a_malicious_side_file_is_refused_and_runs_nothing(where, tmp_path):
+    path = written(tmp_path / "a.ckpt")[0]
+    canary = tmp_path / "ran"
+    content = {"version": 1, "tag": TAG, "state": state(0), "checksum": 0}
+    content["state" if where == "state" else "extra"] = Touch(canary)
+    torch.save(content, path, _use_new_zipfile_serialization=where != "legacy")
+    with pytest.raises(ValueError, match="is torn, or not one of ours: UnpicklingError"):
+        side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
+    assert not canary.exists()
+    torch.load(path, weights_only=False)  # the control
+    assert canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 99}, "of version 99, this is 1"),
+        ({"size": 10**15}, "makes no sense"),
+        ({"size": 0}, "makes no sense"),
+        ({"step": "3"}, "makes no sense"),
+        ({"skipped": -1}, "makes no sense"),
+        ({"tag": "../../etc/passwd"}, "makes no sense"),
+        ({"tag": None}, "makes no sense"),
+    ],
+)
+def test_what_a_checkpoint_says_is_checked_before_use(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        side_files.read(tmp_path / "a.ckpt", info(**changes), 0, 2)
+
+
+@pytest.mark.parametrize("elements", [{"w": torch.ones(1)}, {"w": torch.ones(30, 4)}])
+def test_ranks_of_different_models_are_not_added_up(elements):
+    other = {**state(2, 4), "elements": {"residual": elements, "common": elements}}
+    with pytest.raises(ValueError, match="Reducer states of two ranks differ in the parameters of their residual"):
+        resized([state(0, 4), other], 0, 2)
+
+
+def test_a_rank_without_its_file_takes_what_is_equal_on_all_ranks_from_another(tmp_path):
+    paths = written(tmp_path / "a.ckpt", 3)
+    os.remove(paths[1])
+    for new in (3, 2):
+        found, missing = side_files.read(tmp_path / "a.ckpt", info(size=3), 1, new)
+        assert missing == [f"{TAG}.rank1-of-3.pt"]
+        assert not any(value.any() for value in found["elements"]["residual"].values())
+        assert same(found["elements"]["common"], state()["elements"]["common"])
+        assert same(found["segments"], state()["segments"])
+        assert (found["rank"], found["size"], found["step"]) == (1, new, 3)
+
+
+def test_links_and_moved_folders_are_followed(tmp_path):
+    written(tmp_path / "a.ckpt")
+    os.symlink("a.ckpt", tmp_path / "last.ckpt")
+    assert same(side_files.read(tmp_path / "last.ckpt", info(), 1, 2)[0], state(1))
+    side_files.remove(tmp_path / "last.ckpt")  # the link's, of which there are none
+    os.mkdir(tmp_path / "elsewhere")
+    for name in ("a.ckpt", "a.ckpt.residuals"):
+        os.rename(tmp_path / name, tmp_path / "elsewhere" / name)
+    assert same(side_files.read(tmp_path / "elsewhere" / "a.ckpt", info(), 1, 2)[0], state(1))
+    assert side_files.read(tmp_path / "a.ckpt", info(), 1, 2)[0] is None
+
+
+def test_only_what_no_checkpoint_can_need_is_cleaned_away(checkpoint):
+    fs, root = fsspec.core.url_to_fs(side_files.folder(checkpoint))
+
+    def tags() -> set[str]:
+        return {path.rsplit("/", 1)[1].split(".")[0] for path in fs.ls(root, detail=False)}
+
+    assert not side_files.clean(checkpoint, ["a1"])  # no folder
+    side_files.write(checkpoint, "a1", state(0))
+    assert not side_files.clean(checkpoint, ["a1"])  # no checkpoint yet: it may be on its way
+    written(checkpoint, tag="a1")
+    fs.pipe_file(f"{root}/readme.txt", b"mine")
+    fs.pipe_file(f"{root}/dead.rank0-of-2.pt.part", b"of a killed run")
+    for tag in ("a2", "a3", "a4"):
+        side_files.write(checkpoint, tag, state(0))
+    on_their_way = ["a2", "a3"]
+    assert not side_files.clean(checkpoint, on_their_way)
+    assert (tags(), on_their_way) == ({"a1", "a2", "a3", "readme"}, ["a2", "a3"])
+    written(checkpoint, tag="a2")
+    assert not side_files.clean(checkpoint, on_their_way)
+    assert (tags(), on_their_way) == ({"a2", "a3", "readme"}, ["a2", "a3"])
+    written(checkpoint, tag="a3")
+    assert side_files.clean(checkpoint, on_their_way)
+    assert tags() == {"a3", "readme"}
+    fs.pipe_file(fsspec.core.url_to_fs(checkpoint)[1], b"half a checkpoint")
+    assert not side_files.clean(checkpoint, [])  # whose they are cannot be told
+    assert tags() == {"a3", "readme"}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_full_disk_leaves_nothing_new_and_all_that_was(at, tmp_path, monkeypatch):
+    before = written(tmp_path / "a.ckpt")
+    write = LocalFileOpener.write
+
+    def full(self, data):
+        assert self.path.endswith(".part")  # what has its final name is complete
+        write(self, bytes(data)[: 1000 * at])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalFileOpener, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        side_files.write(tmp_path / "a.ckpt", "a2", state(0))
+    monkeypatch.undo()
+    assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
+    side_files.write(tmp_path / "a.ckpt", "a2", state(0))
+    side_files.discard(tmp_path / "a.ckpt", "a2", 0, 2)
+    side_files.discard(tmp_path / "a.ckpt", "a2", 1, 2)  # not there
+    assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
+
+
+def test_the_checksum_sees_names_types_shapes_and_order():
+    tensor = torch.tensor([1.0, 2.0])
+    contents = [
+        *({"a": tensor}, {"b": tensor}, {"a": tensor.double()}, {"a": tensor.view(2, 1)}, {"a": tensor.flip(0)}),
+        *({"a": {"a": tensor}}, {"a": 1}, {"a": "1"}, {"a": None}, {}, {"a": torch.empty(0)}, {"a": torch.tensor(1)}),
+        *({"a": tensor, "b": 1}, {"b": 1, "a": tensor}, {"a": tensor.bfloat16()}),
+    ]
+    assert len({side_files.checksum(content) for content in contents}) == len(contents)
+    strided = torch.arange(8.0).view(4, 2).t()
+    assert side_files.checksum({"a": strided}) == side_files.checksum({"a": strided.contiguous()})
