@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 import lightning_sparse.checkpoint as side_files
 from lightning_sparse.hook import CommThread, method_of
 from lightning_sparse.layout import check_partition
-from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import METHODS, Method
 from lightning_sparse.reducer import OnNonFinite, Reducer, check_foresight, check_warmup
 from lightning_sparse.strategies.first_line import first_line
@@ -106,7 +105,7 @@ class SparseDDP(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         scaler = self._scaler
         assert self.lightning_module is not None
-        keeps = not isinstance(self._method.memory, NoMemory)  # without a memory it is what stock ddp does
+        keeps = self._method.memory.keeps  # without a memory it is what stock ddp does
         if keeps and self.lightning_module.trainer.gradient_clip_val and self.global_rank == 0:
             log.warning(
                 f"gradient_clip_val={self.lightning_module.trainer.gradient_clip_val} shortens what all ranks have "

@@ -1,0 +1,215 @@
+"""What do the callbacks cost, on steps that log and on the others?
+
+All contestants take turns in one training run of a plain MLP: each has a block of five steps, the last of which logs.
+So whatever else the machine does hits all of them alike, and each block is compared with that of no callback in the
+same round. Beforehand a run with all callbacks must end with the same weights, to the last bit, as one without.
+
+    python -m benchmarks.callbacks
+
+Written: `results/callbacks.csv`, two rows per contestant. "ms" is rank 0's time from the start of a batch to its end,
+"extra_ms" the difference to no callback, both as medians with 20th and 80th percentiles; "said_ms" is what the callback
+itself logged as its cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import logging
+import platform
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import tensorboard
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
+
+RESULT = Path(__file__).parent / "results" / "callbacks.csv"
+BLOCK = 5
+RANKS = 2
+
+
+def contestants() -> dict[str, list[pl.Callback]]:
+    """Return new callbacks by name, all of which exist once per run."""
+    return {
+        "none": [],
+        "GradientDistribution": [GradientDistribution()],
+        "GradientDistribution(per_layer=True)": [GradientDistribution(per_layer=True)],
+        "ContractionRatio": [ContractionRatio()],
+        "ContractionRatio(per_layer=True)": [ContractionRatio(per_layer=True)],
+        "CommunicationMonitor": [CommunicationMonitor()],
+        "all three": [GradientDistribution(), ContractionRatio(), CommunicationMonitor()],
+    }
+
+
+class MLP(pl.LightningModule):
+    """Layers of 1,000 neurons."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(1000, 1000), nn.ReLU()) for _ in range(layers)))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        """Return a loss."""
+        return (self.layers(batch) - batch).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Turns(pl.Callback):
+    """Gives each contestant a block of steps in turn, and takes the time of every step."""
+
+    def __init__(self) -> None:
+        self.contestants = contestants()
+        self.names = list(self.contestants)
+        self.ms: dict[tuple[str, bool], list[list[float]]] = defaultdict(list)  # of each block
+
+    def _name(self, batch_idx: int) -> str:
+        return self.names[batch_idx // BLOCK % len(self.names)]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell all contestants."""
+        for callbacks in self.contestants.values():
+            for callback in callbacks:
+                callback.on_train_start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
+        """Start the clock and tell the contestant whose turn it is."""
+        self.started = time.perf_counter()
+        for callback in self.contestants[self._name(batch[-1])]:
+            callback.on_train_batch_start(trainer, pl_module, *batch)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
+        """Tell the contestant and stop the clock."""
+        index = batch[-1]
+        name = self._name(index)
+        for callback in self.contestants[name]:
+            callback.on_train_batch_end(trainer, pl_module, *batch)
+        blocks = self.ms[name, (index + 1) % BLOCK == 0]
+        if len(blocks) <= index // BLOCK // len(self.names):
+            blocks.append([])
+        blocks[-1].append(1e3 * (time.perf_counter() - self.started))
+
+
+def fit(layers: int, steps: int, folder: Path, callbacks: list[pl.Callback]) -> tuple[pl.Trainer, Tensor]:
+    """Train and return the trainer and the weights."""
+    pl.seed_everything(0, verbose=False)
+    data = torch.randn(steps * RANKS * 8, 1000)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=SparseDDPStrategy("topk"),
+        max_epochs=1,
+        callbacks=callbacks,
+        logger=TensorBoardLogger(folder, name="", version=""),
+        log_every_n_steps=BLOCK,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = MLP(layers)
+    trainer.fit(model, torch.utils.data.DataLoader(data, 8))  # type: ignore[arg-type]
+    return trainer, torch.cat([param.detach().view(-1) for param in model.parameters()])
+
+
+def check(layers: int, folder: Path) -> None:
+    """Raise unless the callbacks leave training as it is, and log what they should."""
+    _, alone = fit(layers, 2 * BLOCK, folder / "alone", [])
+    trainer, watched = fit(layers, 2 * BLOCK, folder / "watched", contestants()["all three"])
+    if not torch.equal(alone, watched):
+        raise SystemExit("Training with the callbacks ends with other weights than without: no times for that.")
+    if trainer.is_global_zero:
+        found = EventAccumulator(str(folder / "watched"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+        logged = [event.step for event in found.Scalars("contraction/measured")]
+        numel = found.Histograms("distribution/u = g + e")[0].histogram_value.num
+        if logged != [BLOCK - 1, 2 * BLOCK - 1] or numel != len(alone):
+            raise SystemExit(f"The callbacks logged {numel:,} elements at steps {logged}: no times for that.")
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Return median and 20th and 80th percentiles."""
+    p20, _, _, p80 = statistics.quantiles(values, n=5)
+    return statistics.median(values), p20, p80
+
+
+def report(turns: Turns, numel: int, folder: Path) -> None:
+    """Print and write a row for each contestant and kind of step."""
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    said: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # name and step to ms
+    for tag in found.Tags()["scalars"]:
+        if tag.startswith("monitoring_cost/"):
+            for event in found.Scalars(tag):
+                said[turns._name(event.step)][event.step] += event.value
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"model name\s*: (.*)", info)
+    surroundings = {
+        "params": numel,
+        "ranks": RANKS,
+        "threads_per_rank": torch.get_num_threads(),
+        "cpu": cpu[1] if cpu else platform.processor(),
+        "torch": torch.__version__,
+        "pytorch_lightning": pl.__version__,
+        "tensorboard": tensorboard.__version__,
+        "python": platform.python_version(),
+    }
+    print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
+    with RESULT.open("w", newline="") as file:
+        writer = None
+        for logging_step in (True, False):
+            base = turns.ms["none", logging_step][1:]  # the first round is to warm up
+            for name in turns.names:
+                blocks = turns.ms[name, logging_step][1:]
+                extra = [statistics.median(b) - statistics.median(a) for a, b in zip(base, blocks, strict=True)]
+                row: dict[str, Any] = {"callback": name, "step": "logs" if logging_step else "does not log"}
+                for key, values in (("ms", [ms for block in blocks for ms in block]), ("extra_ms", extra)):
+                    row |= zip((key, f"{key}_p20", f"{key}_p80"), (f"{x:.2f}" for x in spread(values)), strict=True)
+                costs = list(said[name].values())
+                row["said_ms"] = f"{statistics.median(costs):.2f}" if logging_step and costs else ""
+                row |= {"blocks": len(blocks)} | surroundings
+                print(
+                    "{step:14}{callback:38}{ms:>8} ms, extra {extra_ms} ({extra_ms_p20} to {extra_ms_p80})".format(
+                        **row
+                    )
+                )
+                if writer is None:
+                    writer = csv.DictWriter(file, list(row))
+                    writer.writeheader()
+                writer.writerow(row)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=5, help="of a million parameters each, default 5")
+    parser.add_argument("--rounds", type=int, default=20, help="blocks of each contestant, default 20")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_sparse"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")  # Lightning's advice on a toy run
+    with tempfile.TemporaryDirectory() as folder:
+        check(arguments.layers, Path(folder))
+        turns = Turns()
+        steps = BLOCK * len(turns.names) * (arguments.rounds + 1)
+        trainer, weights = fit(arguments.layers, steps, Path(folder) / "turns", [turns])
+        if trainer.is_global_zero:
+            report(turns, len(weights), Path(folder) / "turns")
+
+
+if __name__ == "__main__":
+    main()

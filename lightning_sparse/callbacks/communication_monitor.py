@@ -1,0 +1,222 @@
+"""What communication costs and saves, and whether the residual stays in bounds."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_sparse.callbacks.shared import Charts, StepCallback, Trainer, sum_of_squares
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import Payload, Sparsifier
+from lightning_sparse.context import Context
+from lightning_sparse.layout import Segment
+from lightning_sparse.observer import Observer
+from lightning_sparse.reducer import Reducer
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+    from torch.utils.tensorboard import SummaryWriter
+
+GROWING = 5
+"""Logging steps in a row on which a residual must have grown before it is called unbounded."""
+
+BAR = {"density": "communication/density", "x_fewer_bytes": "communication/times_fewer_than_fp32"}
+"""What the progress bar shows, and under which tag it is logged."""
+
+PHASES = ("compensate", "select", "exchange", "decode")
+
+
+class CommunicationMonitor(StepCallback):
+    """Logs bytes, density, the size of the residual and where the time goes, and puts density and saving into the bar.
+
+    All are rank 0's own. On the steps that log:
+
+    - `communication/bytes_per_step`, the mean over the steps since the last log, exact, and `bytes_total`, since
+      training began, over resumes;
+    - `communication/times_fewer_than_fp32` and `_bf16`: what a ring all-reduce of dense gradients would send with P
+      ranks, 2(P − 1)/P times their size, by what was sent;
+    - `communication/density`: entries sent by entries there are, for methods that choose entries;
+    - `residual/norm`, `residual/gradient_norm` and their ratio. A residual that grows beyond what error feedback
+      allows is warned of, once (see below);
+    - `seconds/compensate`, `select` (with packing and adding up), `exchange` (waiting for slower ranks included) and
+      `decode` (writing results back, keeping the rest), per step, and `seconds/hidden_share`: the part of it that
+      went on behind backward. These are means over the steps since the last log, without those that log, where there
+      are others.
+
+    Where C leaves at most 1 − δ of ‖u‖² behind, and here δ = k/d, ‖e‖ ≤ 2√(1 − δ)/δ · max ‖g‖ (Karimireddy et al.
+    2019, arXiv 1901.09847, lemma 3). The warning comes when ‖e‖ exceeds that bound, with the largest ‖g‖ of all
+    logging steps, and has grown on each of the last five.
+
+    A step that logs costs a pass over gradient and residual, logged as `monitoring_cost/CommunicationMonitor_ms`; steps
+    that do not log cost nothing.
+    """
+
+    needs_logger = False
+    category = "Communication"
+
+    def __init__(self) -> None:
+        self._sent_total = 0
+        self._sent_before = 0  # in runs that this one goes on from
+        self._first: _Totals | None = None
+        self._last: _Totals | None = None
+        self._step_began: _Totals | None = None
+        self._norms: deque[float] = deque(maxlen=GROWING + 1)
+        self._largest = 0.0
+        self._warned = False
+
+    def charts(self, reducer: Reducer) -> Charts:
+        return {
+            "Bytes that rank 0 sends per step": ["communication/bytes_per_step"],
+            "Times fewer bytes than dense gradients: in fp32, and half as many in bf16": [
+                "communication/times_fewer_than_fp32",
+                "communication/times_fewer_than_bf16",
+            ],
+            "2-norms of the residual e and of the gradient g": ["residual/norm", "residual/gradient_norm"],
+            "Seconds per step: compensate, select, exchange, decode": [f"seconds/{phase}" for phase in PHASES],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sent_total": self._sent_total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sent_total = state_dict["sent_total"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._sent_before, self._first = self._sent_total, None
+        self._norms.clear()
+        self._largest, self._warned = 0.0, False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        reducer: Reducer = trainer.strategy.reducer
+        if self._first is None:
+            # Not in on_train_start: the strategy's own comes after it, and sets the counts to zero.
+            self._first = self._last = _Totals.of(reducer)
+        if self._watch is not None:
+            self._step_began = _Totals.of(reducer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._first is not None:
+            sent_bytes: int = trainer.strategy.reducer.comm.sent_bytes
+            self._sent_total = self._sent_before + sent_bytes - self._first.sent
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def observer(self, reducer: Reducer) -> Observer:
+        return _Norms(reducer)
+
+    def report(
+        self, seen: _Norms, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
+    ) -> dict[str, float]:
+        reducer: Reducer = trainer.strategy.reducer
+        last, began, now = self._last, self._step_began, _Totals.of(reducer)
+        assert last is not None
+        assert began is not None
+        self._last = now
+        per_step = (now.sent - last.sent) / (now.steps - last.steps)
+        scalars = {
+            "communication/bytes_per_step": per_step,
+            "communication/bytes_total": self._sent_total,
+            "communication/density": seen.sent / seen.numel,
+            "residual/gradient_norm": math.sqrt(seen.gradient),
+        }
+        if per_step > 0:
+            scalars["communication/times_fewer_than_fp32"] = reducer.dense_nbytes / per_step
+            scalars["communication/times_fewer_than_bf16"] = reducer.dense_nbytes / 2 / per_step
+        if seen.residual is not None:
+            norm = math.sqrt(seen.residual)
+            scalars["residual/norm"] = norm
+            if seen.gradient > 0:
+                scalars["residual/times_gradient"] = norm / math.sqrt(seen.gradient)
+            self._check(norm, math.sqrt(seen.gradient), seen.sent / seen.numel, step)
+        # Observers hold up the steps that log, so these do not count where there are others.
+        scalars |= began.seconds_since(last) if began.steps > last.steps else now.seconds_since(last)
+        for name, tag in BAR.items():
+            if math.isfinite(value := scalars.get(tag, math.nan)):
+                pl_module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True)
+        return scalars
+
+    def _check(self, norm: float, gradient: float, delta: float, step: int) -> None:
+        self._largest = max(self._largest, gradient)
+        self._norms.append(norm)
+        norms = list(self._norms)
+        grows = len(norms) > GROWING and all(a < b for a, b in pairwise(norms))
+        bound = 2 * math.sqrt(max(0.0, 1 - delta)) / delta * self._largest if delta > 0 else math.inf
+        if grows and norm > bound and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"CommunicationMonitor: at step {step} the residual's norm is {norm:.3g}, still growing, and beyond "
+                f"{bound:.3g}, what error feedback allows at density {delta:.3g} with gradients of norm up to "
+                f"{self._largest:.3g}. Some entries are never sent, or what is sent is not taken out. Train with "
+                f"strategy='topk_ddp', or raise the density; if the method is your own, check what it selects.",
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """The reducer's counts at one moment."""
+
+    steps: int
+    sent: int
+    seconds: dict[str, float]
+
+    @staticmethod
+    def of(reducer: Reducer) -> _Totals:
+        return _Totals(reducer.step, reducer.comm.sent_bytes, {**reducer.seconds, "exchange": reducer.comm.seconds})
+
+    def seconds_since(self, before: _Totals) -> dict[str, float]:
+        steps = self.steps - before.steps
+        spent = {phase: (self.seconds[phase] - before.seconds[phase]) / steps for phase in self.seconds}
+        # Rounding of clocks apart, selection is what aggregation takes beside the exchange.
+        phases = (
+            spent["compensate"],
+            max(0.0, spent["aggregate"] - spent["exchange"]),
+            spent["exchange"],
+            spent["write"] + spent["keep"],
+        )
+        scalars = {f"seconds/{phase}": value for phase, value in zip(PHASES, phases, strict=True)}
+        if sum(phases) > 0:
+            scalars["seconds/hidden_share"] = max(0.0, 1 - spent["exposed"] / sum(phases))
+        return scalars
+
+
+class _Norms(Observer):
+    """Looks at one reduction.
+
+    Attributes:
+        gradient: Σg², as g enters u.
+        residual: Σe²; None where nothing is kept.
+        sent: entries sent; NaN where that says nothing.
+        numel: entries there are.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.memory = reducer.method.memory
+        self.gradient = 0.0
+        self.residual: float | None = None
+        self.sent = 0.0
+        self.numel = 0
+
+    def gradients(self, segment: Segment, grads: list[Tensor], ctx: Context) -> None:
+        unit = ctx.scale * self.memory.gain(ctx)
+        self.gradient += unit**2 * float(sum_of_squares(grads))
+        if "residual" in ctx.state:
+            self.residual = (self.residual or 0.0) + float(sum_of_squares([ctx.state["residual"]]))
+
+    def aggregated(self, segment: Segment, u: Tensor, used: Payload, compressor: Compressor, ctx: Context) -> None:
+        self.numel += segment.numel
+        if used[0] is u:
+            self.sent += segment.numel
+        elif isinstance(compressor, Sparsifier):
+            self.sent += compressor.indices(used, segment, ctx).numel()
+        else:
+            self.sent = math.nan

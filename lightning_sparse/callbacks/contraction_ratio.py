@@ -1,0 +1,125 @@
+"""How much of u a step loses, beside what theory says about it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_sparse.callbacks.shared import Charts, StepCallback, Trainer, sum_of_squares
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import Payload, Sparsifier
+from lightning_sparse.context import Context
+from lightning_sparse.layout import Segment
+from lightning_sparse.observer import Observer
+from lightning_sparse.reducer import Reducer
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+    from torch.utils.tensorboard import SummaryWriter
+
+SERIES = ("measured", "bound_any_u", "bound_bell_shaped_u")
+
+
+class ContractionRatio(StepCallback):
+    """Logs ‖u − C(u)‖² / ‖u‖², the part of u = g + e that a step leaves behind, on the steps that log.
+
+    C(u) is what of rank 0's own u went into the result. Beside it stand, for the k of d entries that were really sent,
+
+    - `bound_any_u`, 1 − k/d: what the k largest entries of any u leave at most, and k random ones on average;
+    - `bound_bell_shaped_u`, (1 − k/d)²: what the k largest leave at most where the sorted magnitudes of u fall off in
+      a convex curve, as those of a bell shape do (Shi et al. 2019, arXiv 1911.08772, theorem 1).
+
+    A chart under TensorBoard's "Custom scalars" shows the three together. A method that does not choose entries has
+    the first only. A step that logs costs a pass over the parameters, logged as `monitoring_cost/ContractionRatio_ms`;
+    steps that do not log cost nothing.
+
+    Args:
+        per_layer: also log the three for each parameter.
+    """
+
+    category = "What a step leaves behind: ‖u − C(u)‖² / ‖u‖²"
+
+    def __init__(self, per_layer: bool = False) -> None:
+        self.per_layer = per_layer
+
+    def charts(self, reducer: Reducer) -> Charts:
+        charts = {"Whole model: measured ≤ (1 − k/d)² if u is bell-shaped, ≤ 1 − k/d always": _tags("contraction")}
+        if self.per_layer and reducer.layout is not None:
+            charts |= {name: _tags(f"layers/{name}/contraction") for name in reversed(reducer.layout.names)}
+        return charts
+
+    def observer(self, reducer: Reducer) -> Observer:
+        return _Losses(self.per_layer)
+
+    def report(
+        self,
+        seen: _Losses,
+        trainer: Trainer,
+        pl_module: pl.LightningModule,
+        writers: list[SummaryWriter],
+        step: int,
+    ) -> dict[str, float]:
+        scalars: dict[str, float] = {}
+        for name, (lost, total, sent, numel) in seen.sums.items():
+            tags = _tags("contraction" if name is None else f"layers/{name}/contraction")
+            kept = 1 - sent / max(numel, 1)
+            # What was sent is taken from a sum: rounding may leave less than nothing.
+            ratio = max(0.0, lost) / total if total > 0 else math.nan
+            scalars |= dict(zip(tags, (ratio, kept, kept**2), strict=True))
+        return scalars
+
+
+def _tags(prefix: str) -> list[str]:
+    return [f"{prefix}/{series}" for series in SERIES]
+
+
+class _Losses(Observer):
+    """Looks at one reduction.
+
+    Attributes:
+        sums: parameter, or None for all, to the sums of (u − C(u))² and u², entries sent (NaN if that says
+            nothing), and elements.
+    """
+
+    def __init__(self, per_layer: bool) -> None:
+        self.per_layer = per_layer
+        self.sums: dict[str | None, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
+        self._squares: list[Tensor] = []
+
+    def compensated(self, segment: Segment, u: Tensor, ctx: Context) -> None:
+        # Before the exchange, which may overwrite u.
+        self._squares = [sum_of_squares([part]) for part in self._parts(segment, u)]
+
+    def aggregated(self, segment: Segment, u: Tensor, used: Payload, compressor: Compressor, ctx: Context) -> None:
+        parts = self._parts(segment, u)
+        lost: Sequence[float | Tensor]
+        sent = [math.nan] * len(parts)
+        if used[0] is u:
+            lost, sent = [0.0] * len(parts), [part.numel() for part in parts]
+        elif isinstance(compressor, Sparsifier):
+            indices, values = compressor.unpack(used, segment, ctx)
+            before = u[indices].double()
+            gone = before.square() - (before - values).square()
+            cuts: list[int] = []
+            if self.per_layer:
+                stops = torch.tensor(segment.bounds[1:-1], device=indices.device)
+                cuts = torch.searchsorted(indices, stops).tolist()
+            lost = [total - some.sum() for total, some in zip(self._squares, gone.tensor_split(cuts), strict=True)]
+            sent = [some.numel() for some in gone.tensor_split(cuts)]
+        else:
+            left = u - compressor.decompress(used, segment, ctx)
+            lost = [sum_of_squares([part]) for part in self._parts(segment, left)]
+        names = segment.names if self.per_layer else (None,)
+        for name, part, total, rest, count in zip(names, parts, self._squares, lost, sent, strict=True):
+            for key in {None, name}:
+                self.sums[key] += (float(rest), float(total), count, part.numel())
+
+    def _parts(self, segment: Segment, x: Tensor) -> list[Tensor]:
+        return segment.views(x) if self.per_layer else [x]

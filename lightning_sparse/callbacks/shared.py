@@ -1,0 +1,210 @@
+"""What the callbacks have in common: they look into the hook on the steps that log, on rank 0, and say what it costs.
+
+A callback puts an observer into the reducer before the backward pass of a step that logs, and takes it out when the
+step is done, so that all other steps cost a comparison. What is logged is rank 0's own view: its gradient, its
+residual, what it sends. That needs no collective, and ranks see data of one kind.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import Payload
+from lightning_sparse.context import Context
+from lightning_sparse.layout import Segment
+from lightning_sparse.observer import Observer
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.strategies.first_line import summary_writers
+from lightning_sparse.strategies.shared import SparseDDP
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+    from pytorch_lightning import Callback
+    from torch.utils.tensorboard import SummaryWriter
+else:
+    # Lightning exists under two names, whose trainers each take their own callbacks only: ours are both.
+    _namespaces = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning.pytorch"}
+    _bases = [import_module(module).Callback for top, module in _namespaces.items() if find_spec(top)]
+    Callback = type("Callback", tuple(_bases), {"__doc__": "A callback for every Lightning that is installed."})
+
+Trainer = Any
+"""Lightning's, under either of its names; half of what is asked of it here is not declared there."""
+
+Charts = dict[str, list[str]]
+"""Title of a custom-scalars chart to the tags that it shows together."""
+
+
+class StepCallback(Callback, abc.ABC):
+    """Observes the reductions of the steps that log, and logs what it saw."""
+
+    needs_logger = True
+    """Whether without a logger there is nothing to do."""
+
+    category = "lightning_sparse"
+    """Of its charts in TensorBoard's custom scalars."""
+
+    _watch: _Watch | None = None
+
+    @abc.abstractmethod
+    def observer(self, reducer: Reducer) -> Observer:
+        """Return what looks at one reduction."""
+
+    @abc.abstractmethod
+    def report(
+        self, seen: Any, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
+    ) -> dict[str, float]:
+        """Return the scalars to log, and write what is no scalar.
+
+        Args:
+            seen: the observer, after the step's last reduction.
+            writers: of all TensorBoard loggers.
+            step: the one at which Lightning logs, too.
+        """
+
+    def charts(self, reducer: Reducer) -> Charts:
+        """Return the charts that TensorBoard is to show under "Custom scalars"."""
+        return {}
+
+    def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and not isinstance(trainer.strategy, SparseDDP):
+            raise TypeError(
+                f"{type(self).__name__} looks at gradients on their way through lightning_sparse, but the Trainer's "
+                f"strategy is {type(trainer.strategy).__name__}. Use one of lightning_sparse, such as 'topk_ddp', or "
+                f"'dense_ddp' for gradients that are not compressed; or leave the callback out."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        if message := self._complaint(trainer):
+            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=2)
+        mine = [callback for callback in trainer.callbacks if isinstance(callback, StepCallback)]
+        if mine[:1] == [self]:
+            # A run has one layout of custom scalars, so one callback writes it for all.
+            layout: dict[str, dict[str, list[Any]]] = {}
+            for callback in mine:
+                for title, tags in callback.charts(trainer.strategy.reducer).items():
+                    patterns = [f"^{re.escape(tag)}$" for tag in tags]
+                    layout.setdefault(callback.category, {})[title] = ["Multiline", patterns]
+            for writer in summary_writers(trainer):
+                writer.add_custom_scalars(layout)
+
+    def _complaint(self, trainer: Trainer) -> str | None:
+        every, done = trainer.log_every_n_steps, trainer.fit_loop.epoch_loop._batches_that_stepped
+        if not trainer.loggers and self.needs_logger:
+            return "the Trainer has no logger, so it does nothing. Give it one: Trainer(logger=TensorBoardLogger(...))."
+        last = trainer.max_steps if trainer.max_steps >= 0 else math.inf
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0 and trainer.num_training_batches != math.inf:
+            per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            last = min(last, per_epoch * trainer.max_epochs)
+        if every == 0 or last // every == done // every:
+            return (
+                f"none of the steps {done + 1} to {last} logs, since log_every_n_steps={every}, so it does nothing. "
+                f"Lower Trainer(log_every_n_steps=...)."
+            )
+        return None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._watch is not None:
+            self._forget(trainer.strategy.reducer)  # the last batch was cut short
+        # Lightning's own condition for logging, known before the batch runs.
+        if not (trainer._logger_connector.should_update_logs or trainer.fast_dev_run):
+            return
+        if trainer.fit_loop._should_accumulate() or not trainer.is_global_zero:
+            return
+        if trainer.loggers or not self.needs_logger:
+            reducer: Reducer = trainer.strategy.reducer
+            self._watch = _Watch(lambda: self.observer(reducer))
+            reducer.observers.append(self._watch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (watch := self._watch) is None:
+            return
+        started = time.perf_counter()
+        # Backward has waited for the thread that calls observers.
+        self._forget(trainer.strategy.reducer)
+        if watch.observer is None:
+            return  # a batch without a backward pass, or a step that was left out
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        scalars = self.report(watch.observer, trainer, pl_module, summary_writers(trainer), step)
+        cost = watch.seconds + time.perf_counter() - started
+        scalars[f"monitoring_cost/{type(self).__name__}_ms"] = 1000 * cost
+        finite = {name: value for name, value in scalars.items() if math.isfinite(value)}
+        for logger in trainer.loggers:
+            logger.log_metrics(finite, step)
+
+    def _forget(self, reducer: Reducer) -> None:
+        if self._watch in reducer.observers:
+            reducer.observers.remove(self._watch)
+        self._watch = None
+
+
+class _Watch(Observer):
+    """Takes the time of an observer, and begins a new one with each reduction: of several, the last counts."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+        self.observer: Any = None
+        self.step = -1
+        self.seconds = 0.0
+
+    def gradients(self, segment: Segment, grads: list[Tensor], ctx: Context) -> None:
+        if ctx.step != self.step:
+            self.observer, self.step = self.make(), ctx.step
+        self._timed(self.observer.gradients, segment, grads, ctx)
+
+    def compensated(self, segment: Segment, u: Tensor, ctx: Context) -> None:
+        self._timed(self.observer.compensated, segment, u, ctx)
+
+    def aggregated(self, segment: Segment, u: Tensor, used: Payload, compressor: Compressor, ctx: Context) -> None:
+        self._timed(self.observer.aggregated, segment, u, used, compressor, ctx)
+
+    def _timed(self, look: Callable[..., None], *args: Any) -> None:
+        started = time.perf_counter()
+        look(*args)
+        self.seconds += time.perf_counter() - started
+
+
+def chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Go through 1-D tensors in pieces that stay in a processor's cache, or keep a GPU busy; short ones come together.
+
+    Each piece costs some calls, and a model has many short parameters.
+    """
+    size = 1 << 24 if parts[0].is_cuda else 1 << 17
+    short: list[Tensor] = []
+    waiting = 0
+    for part in parts:
+        for piece in part.split(size):
+            if piece.numel() == size:
+                yield piece
+                continue
+            short.append(piece)
+            waiting += piece.numel()
+            if waiting >= size:
+                yield torch.cat(short)
+                short, waiting = [], 0
+    if short:
+        yield torch.cat(short)
+
+
+def sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
+    """Return Σx² over 1-D tensors as an fp64 scalar, without a temporary of their length."""
+    total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
+    for chunk in chunks(parts):
+        wide = chunk.double()
+        total += wide.dot(wide)
+    return total

@@ -1,0 +1,578 @@
+"""What the callbacks say is what is there, against scipy, theory and numbers worked out by hand."""
+
+import itertools
+import logging.handlers
+import math
+import re
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import lightning.pytorch
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from scipy import stats
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from lightning_sparse import METHODS, Method, Reducer, SparseDDPStrategy, method, simulate
+from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
+from lightning_sparse.callbacks.gradient_distribution import BINS, REACH, Distribution
+from lightning_sparse.callbacks.shared import _Watch
+from lightning_sparse.compressors import Compressor, TopK
+from lightning_sparse.compressors.base import Sparsifier
+from lightning_sparse.strategies.first_line import first_line
+from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
+
+ALL = (GradientDistribution, ContractionRatio, CommunicationMonitor)
+
+
+def summary(*parts, scale=1.0):
+    distribution = Distribution()
+    distribution.add([torch.as_tensor(part) for part in parts], scale)
+    return distribution.summary()
+
+
+# Statistics
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.randn(300_000) * 1e-4,
+        torch.randn(200_000) * 1e-30,
+        torch.from_numpy(stats.t(5).rvs(200_000, random_state=0)).float(),
+        torch.from_numpy(stats.expon(3).rvs(100_000, random_state=0)).float(),
+        torch.cat([torch.zeros(50_000), torch.randn(50_000)]),
+        torch.randn(1000).bfloat16(),
+        torch.tensor([1.0, 2.0]),
+    ],
+    ids=["normal", "tiny", "heavy tails", "skewed and shifted", "half zeros", "bf16", "two"],
+)
+def test_statistics_are_scipys(sample):
+    found = summary(*sample.split([len(sample) // 3, len(sample) - len(sample) // 3]))
+    values = sample.double().numpy()
+    mean, std = values.mean(), values.std()
+    assert found.numel == len(values)
+    assert found.mean == pytest.approx(mean, rel=1e-9, abs=1e-12 * std)
+    assert found.std == pytest.approx(std, rel=1e-9)
+    assert found.skewness == pytest.approx(stats.skew(values), rel=1e-7, abs=1e-9)
+    assert found.excess_kurtosis == pytest.approx(stats.kurtosis(values), rel=1e-7, abs=1e-9)
+    assert found.ks_distance == pytest.approx(stats.kstest(values, stats.norm(mean, std).cdf).statistic, abs=0.003)
+
+
+def test_statistics_by_hand():
+    found = summary([-3.0, 0.0], [0.0, 1.0, 2.0])
+    assert found.mean == 0
+    assert found.std == pytest.approx(math.sqrt(14 / 5))
+    assert found.skewness == pytest.approx(-18 / 5 / (14 / 5) ** 1.5)
+    assert found.excess_kurtosis == pytest.approx(98 / 5 / (14 / 5) ** 2 - 3)
+    assert found.normal_threshold(5) == 0  # all of them
+    # Half of a normal distribution lies beyond 0.6745 standard deviations.
+    assert summary(torch.tensor([-1.0, 1.0])).normal_threshold(1) == pytest.approx(0.6745, abs=1e-4)
+    assert summary([-3.0, 0.0], [0.0, 1.0, 2.0], scale=2.0).std == pytest.approx(2 * found.std)
+
+
+def test_histogram_keeps_every_element_and_the_shape():
+    sample = torch.cat([torch.randn(1_000_000), torch.tensor([50.0, -70.0])])
+    found = summary(sample)
+    assert len(found.edges) == BINS + 1
+    assert found.counts.sum() == pytest.approx(len(sample))
+    assert found.edges[[0, -1]] == pytest.approx([found.mean - REACH * found.std, found.mean + REACH * found.std])
+    within = np.histogram(sample.numpy(), found.edges)[0]
+    # Where an edge cuts through a finer bin, its values count as spread evenly.
+    assert found.counts[1:-1] == pytest.approx(within[1:-1], rel=0.02, abs=30)
+    assert found.counts[0] == pytest.approx(int((sample < found.edges[1]).sum()), rel=0.1)  # with all that lies beyond
+    standard = found.standardised()
+    assert standard.edges[[0, -1]] == pytest.approx([-REACH, REACH])
+    assert standard.counts is found.counts
+
+
+@pytest.mark.parametrize("sample", [torch.zeros(100), torch.full((1000,), -0.1), torch.tensor([3e38]), -torch.zeros(1)])
+def test_no_spread_is_said_to_be_none(sample):
+    found = summary(sample)
+    assert found.std == 0
+    assert found.mean == pytest.approx(float(sample[0]))
+    assert math.isnan(found.skewness)
+    assert math.isnan(found.ks_distance)
+    assert found.edges[0] <= float(sample[0]) <= found.edges[-1]
+    assert found.counts.sum() == pytest.approx(len(sample))
+
+
+def test_nothing_is_said_about_what_is_not_finite():
+    assert summary(torch.empty(0)) is None
+    assert summary(torch.tensor([1.0, math.inf])) is None
+    assert summary(torch.tensor([math.nan])) is None
+    largest = summary(torch.tensor([-3.4e38, 3.4e38]))
+    assert largest.mean == 0
+    assert largest.std == pytest.approx(3.4e38)
+
+
+# In the hook, without Lightning
+
+
+@dataclass(frozen=True)
+class Halves(Compressor):
+    """Sends everything, rounded to whole numbers."""
+
+    def compress(self, u, segment, ctx):
+        return (u.round(),)
+
+    def accumulate_(self, out, payload, segment, ctx):
+        return out.add_(payload[0])
+
+    def nbytes(self, segment, density):
+        return segment.numel
+
+
+def observe(callback, of, grads, *, steps=1, **options):
+    """Return what each of some steps with the same gradients showed, on one rank, and the reducer."""
+
+    def rank(comm):
+        reducer = Reducer(of, comm, **options)
+        reducer.setup(grads)
+        for _ in range(steps):
+            reducer.observers = [callback.observer(reducer)]
+            reducer.reduce_({name: grad.clone() for name, grad in grads.items()})
+            yield reducer.observers[0], reducer
+
+    return simulate(1, lambda comm: list(rank(comm)))[0]
+
+
+def contraction(of, grads, per_layer=False, **options):
+    callback = ContractionRatio(per_layer)
+    ((seen, _),) = observe(callback, of, grads, **options)
+    found = callback.report(seen, None, None, [], 0)
+    return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def test_contraction_by_hand():
+    grads = {"a": torch.tensor([3.0, 0.0, 0.0, 0.0]), "b": torch.tensor([1.0, 0.0, 1.0, 1.0])}
+    found = contraction(method("topk", density=0.25), grads, per_layer=True, granularity="model")
+    assert found == {
+        "contraction/measured": pytest.approx(2 / 12),
+        "contraction/bound_any_u": 0.75,
+        "contraction/bound_bell_shaped_u": 0.5625,
+        "layers/a/contraction/measured": 0,
+        "layers/a/contraction/bound_any_u": 0.75,
+        "layers/a/contraction/bound_bell_shaped_u": 0.5625,
+        "layers/b/contraction/measured": pytest.approx(2 / 3),
+        "layers/b/contraction/bound_any_u": 0.75,
+        "layers/b/contraction/bound_bell_shaped_u": 0.5625,
+    }
+
+
+def test_contraction_in_theory():
+    grads = {"u": torch.randn(400_000)}
+    z = stats.norm.isf(0.005)
+    lost = 1 - 2 * (z * stats.norm.pdf(z) + stats.norm.sf(z))  # the part of ‖u‖² within ±z
+    for name, tolerance in (("topk", 0.003), ("gaussiank", 0.02)):
+        found = contraction(method(name, density=0.01), grads)
+        assert found["contraction/measured"] == pytest.approx(lost, abs=tolerance)
+        assert found["contraction/measured"] < found["contraction/bound_bell_shaped_u"] < 1
+    assert contraction(method("randk", density=0.1), grads)["contraction/measured"] == pytest.approx(0.9, abs=0.005)
+    equal = contraction(method("topk", density=0.1), {"u": -torch.ones(1000)})
+    assert equal["contraction/measured"] == pytest.approx(equal["contraction/bound_any_u"]) == pytest.approx(0.9)
+
+
+def test_contraction_of_what_is_sent_whole():
+    grads = {"a": torch.randn(30), "b": torch.randn(2)}
+    found = contraction(method("dense"), grads, per_layer=True)
+    assert len(found) == 9
+    assert set(found.values()) == {0}
+    rounded = contraction(Method(Halves()), {"a": torch.tensor([1.25, 3.0])})
+    assert rounded == {"contraction/measured": pytest.approx(0.25**2 / (1.25**2 + 9))}  # there is no k
+
+
+def test_contraction_of_nothing():
+    found = contraction(method("topk", density=0.5), {"a": torch.zeros(4)})
+    assert found == {"contraction/bound_any_u": 0.5, "contraction/bound_bell_shaped_u": 0.25}
+
+
+@pytest.mark.parametrize("granularity", ["layer", "model"])
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_distributions_of_gradient_residual_and_sum(granularity, per_layer):
+    grads = {"a": torch.tensor([4.0, -1.0]), "b": torch.tensor([2.0, 0.0])}
+    callback = GradientDistribution(per_layer)
+    _, (seen, _) = observe(callback, method("topk", density=0.5), grads, steps=2, granularity=granularity)
+    # The first step sends 4 and 2 and keeps the rest, so u is 4, -2, 2, 0 in the second.
+    found = callback.report(seen, None, None, [], 0)
+    assert found["distribution/g_mean"] == 5 / 4
+    assert found["distribution/e_mean"] == -1 / 4
+    assert found["distribution/u_mean"] == 1
+    assert found["distribution/u_std"] == pytest.approx(math.sqrt(5))
+    assert found["distribution/threshold_sent"] == 2
+    z = stats.norm.isf(0.25)
+    assert found["distribution/threshold_if_normal"] == pytest.approx(1 + z * math.sqrt(5))
+    assert ("layers/a/u_mean" in found) is per_layer
+    if per_layer:
+        assert found["layers/a/u_mean"] == 1
+        assert found["layers/a/u_std"] == 3
+        assert found["layers/b/u_mean"] == 1
+        assert found["layers/a/threshold_sent"] == 4
+        assert found["layers/b/threshold_sent"] == 2
+
+
+def test_only_the_last_reduction_of_a_batch_counts():
+    def rank(comm):
+        reducer = Reducer(method("dense"), comm)
+        watch = _Watch(lambda: GradientDistribution().observer(reducer))
+        reducer.observers = [watch]
+        for value in (1.0, 5.0):
+            reducer.reduce_({"a": torch.full((3,), value)})
+        return watch.observer.wholes["u"].summary().mean, watch.observer.wholes["u"].numel, watch.seconds
+
+    (mean, numel, seconds) = simulate(1, rank)[0]
+    assert (mean, numel) == (5, 3)
+    assert seconds > 0
+
+
+@dataclass(frozen=True)
+class FirstK(Sparsifier):
+    """Never looks at the rest."""
+
+    density: float = 0.25
+
+    def select(self, u, segment=None, ctx=None):
+        return torch.arange(self.target(u.numel(), None if ctx is None else ctx.density))
+
+
+@pytest.mark.parametrize(("compressor", "told"), [(FirstK(), 1), (TopK(0.25), 0), (TopK(0.02), 0)])
+def test_a_residual_that_grows_without_bound_is_told_once(compressor, told):
+    monitor = CommunicationMonitor()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seen, reducer in observe(monitor, Method(compressor), {"a": torch.randn(100)}, steps=300):
+            norm = math.sqrt(seen.residual)
+            monitor._check(norm, math.sqrt(seen.gradient), seen.sent / seen.numel, reducer.step)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == told
+    if told:
+        assert "still growing, and beyond" in messages[0]
+        assert "density 0.25" in messages[0]
+        assert "strategy='topk_ddp'" in messages[0]
+
+
+def test_a_large_residual_that_shrinks_is_not_told():
+    monitor = CommunicationMonitor()
+    for step, norm in enumerate([100, 200, 300, 400, 500, 400, 600]):
+        monitor._check(norm, 1.0, 0.5, step)
+
+
+# In Lightning
+
+
+def fit(folder, callbacks, *, size=1, net=None, strategy=None, loggers=("tensorboard", "csv"), batches=8, **options):
+    """Fit in forked ranks; return rank 0's weights, what our callbacks and the strategy said, and observers by step."""
+
+    def rank(rank):
+        made = {
+            "tensorboard": lambda: TensorBoardLogger(folder, name="", version="tensorboard"),
+            "csv": lambda: CSVLogger(folder, name="", version="csv"),
+        }
+        model = net() if net else Counted()
+        lines = logging.handlers.BufferingHandler(1000)
+        logging.getLogger("lightning_sparse").addHandler(lines)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", "(GradientDistribution|ContractionRatio|CommunicationMonitor): ")
+            trained = trainer(
+                strategy() if strategy else SparseDDPStrategy("topk", density=0.05),
+                size,
+                callbacks=callbacks,
+                logger=[made[name]() for name in loggers],
+                **{"log_every_n_steps": 3, "default_root_dir": folder, "enable_checkpointing": False, **options},
+            )
+            path = options.get("ckpt_path")
+            trained.fit(model, Loader(rank, size, batches), ckpt_path=path)
+        said = [str(warning.message) for warning in caught]
+        return {
+            "weights": model.weights.numpy() if hasattr(model, "weights") else None,
+            "said": said + [line.getMessage() for line in lines.buffer],
+            "observers": getattr(model, "observers", None),
+            "sent": trained.strategy.reducer.comm.sent_bytes if hasattr(trained.strategy, "reducer") else None,
+            "bar": {name: float(value) for name, value in trained.progress_bar_metrics.items()},
+        }
+
+    return lightning_ranks(size, rank)
+
+
+class Counted(Net):
+    """Notes in each step who observes."""
+
+    def __init__(self):
+        super().__init__(momentum=0.9)
+        self.observers = []
+
+    def on_before_optimizer_step(self, _):
+        self.observers.append(len(self.trainer.strategy.reducer.observers))
+
+
+def events(folder):
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0}).Reload()
+    return found, found.Tags()
+
+
+def steps(found, tag):
+    return [event.step for event in found.Scalars(tag)]
+
+
+def test_what_is_logged_and_when(tmp_path):
+    (with_all,) = fit(tmp_path, [GradientDistribution(True), ContractionRatio(True), CommunicationMonitor()])
+    (without,) = fit(tmp_path / "without", [], loggers=())
+    assert with_all["weights"].tolist() == without["weights"].tolist()
+    # Of eight steps, the third and the sixth log, and only then anybody looks.
+    assert with_all["observers"] == [0, 0, 3, 0, 0, 3, 0, 0]
+    found, tags = events(tmp_path / "tensorboard")
+    ours = [tag for tag in tags["scalars"] if tag not in ("epoch", "hp_metric")]
+    # A layer of which nothing was sent has no threshold.
+    assert all(steps(found, tag) == [2, 5] for tag in ours if not re.match("layers/.*/threshold", tag))
+    for tag in (
+        "distribution/u_skewness",
+        "distribution/e_ks_distance",
+        "distribution/threshold_if_normal",
+        "layers/layers.0.weight/u_excess_kurtosis",
+        "contraction/measured",
+        "layers/embedding.weight/contraction/bound_any_u",
+        "communication/bytes_total",
+        "communication/density",
+        "residual/times_gradient",
+        "seconds/select",
+        *(f"monitoring_cost/{callback.__name__}_ms" for callback in ALL),
+    ):
+        assert tag in ours, tag
+    assert all(math.isfinite(event.value) for tag in ours for event in found.Scalars(tag))
+    elements = sum(param.numel() for param in Net().parameters())
+    for quantity in ("gradient g", "residual e", "u = g + e"):
+        for group in ("distribution", "distribution_in_stds"):
+            assert [event.step for event in found.Histograms(f"{group}/{quantity}")] == [2, 5]
+            histogram = found.Histograms(f"{group}/{quantity}")[-1].histogram_value
+            assert histogram.num == elements
+            assert sum(histogram.bucket) == pytest.approx(elements)
+        assert f"layers/layers.0.weight/{quantity}" in tags["histograms"]
+    rows = (tmp_path / "csv" / "metrics.csv").read_text()
+    assert "distribution/u_std" in rows
+    assert "contraction/measured" in rows
+    assert any("TensorBoard: tensorboard --logdir " in line for line in with_all["said"])
+    assert with_all["bar"]["density"] == pytest.approx(0.05, abs=0.02)
+
+
+def test_charts_name_tags_that_exist(tmp_path):
+    fit(tmp_path, [ContractionRatio(True), GradientDistribution(), CommunicationMonitor()], size=2)
+    found, tags = events(tmp_path / "tensorboard")
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(found.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    (whole,) = [patterns for title, patterns in charts.items() if "(1 − k/d)²" in title]
+    assert len(whole) == 3
+    assert len([title for title in charts if title == "layers.0.weight"]) == 1
+    for pattern in itertools.chain.from_iterable(charts.values()):
+        assert any(re.match(pattern, tag) for tag in tags["scalars"]), pattern
+
+
+def test_bytes_are_exact_on_two_ranks(tmp_path):
+    (first, second) = fit(tmp_path, [callback() for callback in ALL], size=2, batches=7)
+    (other, _) = fit(tmp_path / "without", [], size=2, batches=7, loggers=())
+    assert first["weights"].tolist() == second["weights"].tolist() == other["weights"].tolist()
+    # Only rank 0 looks.
+    assert first["observers"] == [0, 0, 3, 0, 0, 3, 0]
+    assert second["observers"] == [0] * 7
+    found, _ = events(tmp_path / "tensorboard")
+    per_step = first["sent"] / 7
+    assert [event.value for event in found.Scalars("communication/bytes_per_step")] == [per_step] * 2
+    assert [event.value for event in found.Scalars("communication/bytes_total")] == [3 * per_step, 6 * per_step]
+    elements = sum(param.numel() for param in Net().parameters())
+    # Two ranks send 2(P − 1)/P of 4 bytes, or of 2, for each element.
+    for kind, size in (("fp32", 4), ("bf16", 2)):
+        times = found.Scalars(f"communication/times_fewer_than_{kind}")[-1].value
+        assert times == pytest.approx(size * elements / per_step)
+    assert first["bar"]["x_fewer_bytes"] == pytest.approx(4 * elements / per_step, rel=1e-4)
+    assert 0 <= found.Scalars("seconds/hidden_share")[-1].value <= 1
+    (line,) = [line for line in first["said"] if "TensorBoard" in line]
+    assert line.startswith("TopK(density=0.05) + Residual() + Mean() on 2 ranks; ")
+    assert f"{elements:,} parameters in 1 segment" in line
+    assert f"dense fp32 {4 * elements:,}" in line
+    assert not second["said"]
+
+
+def test_accumulated_batches_log_like_lightning(tmp_path):
+    fit(tmp_path, [ContractionRatio()], accumulate_grad_batches=2, log_every_n_steps=2, max_epochs=2, batches=5)
+    found, _ = events(tmp_path / "tensorboard")
+    assert steps(found, "contraction/measured") == [1, 3, 5]  # three steps an epoch
+
+
+def test_resume_goes_on_counting(tmp_path):
+    class Stops(Net):
+        def on_train_batch_end(self, *_):
+            if self.trainer.global_step == 4:
+                self.trainer.save_checkpoint(tmp_path / "four.ckpt")
+
+    def rank(rank):
+        results = []
+        for path in (None, tmp_path / "four.ckpt"):
+            monitor = CommunicationMonitor()
+            logger = TensorBoardLogger(tmp_path, name="", version=f"resumed{path is not None}")
+            options = {"callbacks": [monitor], "logger": logger, "log_every_n_steps": 1, "max_epochs": 1}
+            trained = trainer("topk_ddp", 2, **options, default_root_dir=tmp_path)
+            trained.fit(Stops(), Loader(rank, 2, 6), ckpt_path=path)
+            results.append(monitor._sent_total)
+        return results
+
+    (straight, resumed), _ = lightning_ranks(2, rank)
+    assert straight == resumed
+    found, _ = events(tmp_path / "resumedTrue")
+    assert steps(found, "communication/bytes_total") == [4, 5]
+    assert found.Scalars("communication/bytes_total")[-1].value == straight
+
+
+class Adversaries(pl.LightningModule):
+    """Two networks, two optimizers, two backward passes in a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, index):
+        for optimizer, network in zip(self.optimizers(), (self.a, self.b), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(network(torch.randn(2, 4)).pow(2).mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(network.parameters(), 0.1) for network in (self.a, self.b)], []
+
+
+def test_several_backward_passes_in_a_batch(tmp_path):
+    strategy = lambda: SparseDDPStrategy("topk", density=0.1, find_unused_parameters=True)  # noqa: E731
+    fit(tmp_path, [callback() for callback in ALL], net=Adversaries, strategy=strategy)
+    found, _ = events(tmp_path / "tensorboard")
+    assert steps(found, "contraction/measured") == [2, 5]
+    assert found.Histograms("distribution/u = g + e")[0].histogram_value.num == 40
+
+
+class Skips(Counted):
+    def training_step(self, batch, index):
+        return None if index == 2 else super().training_step(batch, index)
+
+
+def test_a_batch_without_backward_logs_nothing(tmp_path):
+    fit(tmp_path, [callback() for callback in ALL], net=Skips)
+    found, _ = events(tmp_path / "tensorboard")
+    assert steps(found, "contraction/measured") == [5]
+
+
+class EndsEpochs(Counted):
+    def on_train_batch_start(self, batch, index):
+        return -1 if index == 2 else None
+
+
+def test_a_batch_that_is_left_out_leaves_nobody_watching(tmp_path):
+    (result,) = fit(tmp_path, [callback() for callback in ALL], net=EndsEpochs, max_epochs=2)
+    # Lightning has counted two steps in each epoch, the third of which logs.
+    assert result["observers"] == [0, 0, 3, 0]
+    found, _ = events(tmp_path / "tensorboard")
+    assert steps(found, "contraction/measured") == [2]
+
+
+def test_the_first_line_and_what_it_counts():
+    def rank(comm):
+        reducer = Reducer(method("topk", density=0.125), comm, warmup=[0.5], warmup_steps=100)
+        reducer.setup({"a": torch.zeros(8), "b": torch.zeros(8)})
+        # Two ranks send 2(P − 1)/P times 4 bytes, or 4 for each of k entries and k + 16 bits; all of them is no less.
+        assert reducer.dense_nbytes == 64
+        assert [reducer.nbytes(density) for density in (0.125, 0.25, 1.0)] == [11, 19, 64]
+        return first_line(reducer, SimpleNamespace(loggers=[]))
+
+    assert simulate(2, rank)[0] == (
+        "TopK(density=0.125) + Residual() + Mean() on 2 ranks, after a warm-up at "
+        "density 0.5, 100 steps each; 16 parameters in 1 segment; bytes per step and rank: 11, dense fp32 64 "
+        "(5.82 times as many)."
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_watched(name, tmp_path):
+    fit(
+        tmp_path,
+        [GradientDistribution(True), ContractionRatio(True), CommunicationMonitor()],
+        strategy=lambda: name + "_ddp",
+    )
+    found, tags = events(tmp_path / "tensorboard")
+    assert "distribution/u_std" in tags["scalars"]
+    if name == "dense":
+        assert [event.value for event in found.Scalars("contraction/measured")] == [0, 0]
+        assert "residual/norm" not in tags["scalars"]
+        assert "distribution/residual e" not in tags["histograms"]
+
+
+def test_no_logger(tmp_path):
+    (result,) = fit(tmp_path, [callback() for callback in ALL], loggers=())
+    warned = [line for line in result["said"] if "has no logger" in line]
+    assert [line.split(":")[0] for line in warned] == ["GradientDistribution", "ContractionRatio"]
+    assert "Trainer(logger=TensorBoardLogger(...))" in warned[0]
+    assert result["observers"] == [0, 0, 1, 0, 0, 1, 0, 0]  # the progress bar's
+    assert "density" in result["bar"]
+
+
+def test_a_logger_without_histograms(tmp_path):
+    (result,) = fit(tmp_path, [callback() for callback in ALL], loggers=("csv",))
+    (warned,) = [line for line in result["said"] if line.startswith("GradientDistribution")]
+    assert "CSVLogger takes no histograms" in warned
+    assert "TensorBoardLogger" in warned
+    assert "distribution/u_std" in (tmp_path / "csv" / "metrics.csv").read_text()
+    assert not any("TensorBoard:" in line for line in result["said"])
+
+
+@pytest.mark.parametrize("every", [9, 0])
+def test_a_run_that_never_logs(every, tmp_path):
+    (result,) = fit(tmp_path, [callback() for callback in ALL], log_every_n_steps=every)
+    warned = [
+        line for line in result["said"] if f"none of the steps 1 to 8 logs, since log_every_n_steps={every}" in line
+    ]
+    assert [line.split(":")[0] for line in warned] == [callback.__name__ for callback in ALL]
+    assert result["observers"] == [0] * 8
+
+
+def test_fast_dev_run(tmp_path):
+    (result,) = fit(tmp_path, [callback() for callback in ALL], fast_dev_run=True)
+    assert result["observers"] == [3]
+    assert not [line for line in result["said"] if line.startswith(tuple(callback.__name__ for callback in ALL))]
+
+
+@pytest.mark.parametrize("callback", ALL)
+def test_another_strategy_is_refused(callback, tmp_path):
+    with pytest.raises(TypeError, match=rf"{callback.__name__} looks at .* strategy is DDPStrategy\. Use .*'topk_ddp'"):
+        fit(tmp_path, [callback()], strategy=lambda: "ddp", net=Net)
+
+
+@pytest.mark.parametrize("namespace", [pl, lightning.pytorch], ids=lambda namespace: namespace.__name__)
+def test_both_namespaces_take_them(namespace):
+    made = [callback() for callback in ALL]
+    assert all(isinstance(callback, namespace.Callback) for callback in made)
+    trained = namespace.Trainer(accelerator="cpu", callbacks=made, logger=False, enable_progress_bar=False)
+    assert set(made) <= set(trained.callbacks)
+    cli = __import__(f"{namespace.__name__}.cli", fromlist=["LightningArgumentParser"])
+    parser = cli.LightningArgumentParser()
+    parser.add_lightning_class_args(namespace.Trainer, "trainer")
+    configured = parser.parse_object(
+        {
+            "trainer": {
+                "callbacks": [
+                    {"class_path": "lightning_sparse.callbacks.GradientDistribution", "init_args": {"per_layer": True}},
+                    {"class_path": "lightning_sparse.callbacks.CommunicationMonitor"},
+                ]
+            }
+        }
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jsonargparse is about to rename this
+        first, second = parser.instantiate_classes(configured).trainer.callbacks[:2]
+    assert isinstance(first, GradientDistribution)
+    assert first.per_layer
+    assert isinstance(second, CommunicationMonitor)
