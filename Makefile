@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test demo format clean
+.PHONY: test demo reliability format clean
 
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -12,6 +12,9 @@ test: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
+
+reliability: .venv/installed
+	$(BIN)/pytest -q -m reliability --reliability README.md
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,7 @@
 """What holds for all tests: fixed seeds, one thread, and uninitialised memory that shows.
 
-With `--reliability FILE`, what tests marked like this have shown becomes a table in FILE, a row per case:
+With `--reliability FILE`, what tests marked like this have shown becomes a table in FILE, between the lines
+`<!-- reliability -->` and `<!-- end -->`, a row per case:
 
     @pytest.mark.reliability("killed while it writes a checkpoint", checked="the checkpoint before it is complete")
     @pytest.mark.parametrize("name", METHODS)
@@ -36,7 +37,7 @@ ROWS = pytest.StashKey[dict]()
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--reliability", metavar="FILE", help="write what the tests marked `reliability` showed, as a table"
+        "--reliability", metavar="FILE", help="write what the tests marked `reliability` showed into a table in FILE"
     )
 
 
@@ -64,4 +65,7 @@ def pytest_sessionfinish(session):
             bad = [outcome for outcome in outcomes.values() if outcome != "passed"]
             result = f"{', '.join(sorted(set(bad)))}: {len(bad)} of {len(outcomes)} tests" if bad else "passed"
             lines.append(f"| {case} | {len(seen - {'ddp'}) or ''} | {checked} | {result} |")
-        Path(path).write_text("\n".join(lines) + "\n")
+        start, end = "<!-- reliability -->\n", "<!-- end -->"
+        text = Path(path).read_text()
+        before, _, rest = text.partition(start)
+        Path(path).write_text(before + start + "\n".join(lines) + "\n" + end + rest.partition(end)[2])

@@ -1,5 +1,6 @@
 """When something is wrong, every rank ends soon with an error that names the cause. Nobody hangs."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,6 +57,41 @@ def test_ranks_with_different_settings(settings, message):
         assert kind == "RankFailure"
         assert "Give all ranks the same settings" in text
         assert seconds < SOON
+
+
+def test_one_of_three_ranks_with_different_settings():
+    results = run_ranks(3, attach_with, [{}, {"density": 0.1}, {}])
+    for kind, text, seconds in results:
+        assert kind == "RankFailure"
+        assert "Ranks differ in method: rank" in text
+        assert seconds < SOON
+
+
+def attach_after_another_attempt(rank: int) -> tuple[str, str, float]:
+    """With what killed processes have left in a store that outlives them, as torchrun's does."""
+    store, group = dist.distributed_c10d._get_default_store(), dist.group.WORLD.group_name
+    stale = [{"number": "0", "error": "ValueError: stale"}, {"number": "1", "method": "stale"}][rank]
+    store.set(f"lightning_sparse/{group}/attach/{rank}", json.dumps(stale))
+    for key in ("failed", "left", "warned"):
+        for session in ("", "0", "1"):
+            store.set(f"lightning_sparse/{group}/{session}/{key}", "0 stale")
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.5)  # meanwhile rank 1 sees only what is old
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+
+    def run() -> None:
+        attach(ddp)
+        step(ddp)
+        if rank == 1:
+            time.sleep(1.2)  # so that rank 0 looks for reasons
+        step(ddp)
+
+    return caught(run)
+
+
+def test_what_an_earlier_attempt_left_in_the_store_is_not_believed():
+    assert [kind for kind, *_ in run_ranks(2, attach_after_another_attempt)] == ["no error"] * 2
 
 
 def different_models(rank: int) -> tuple[str, str, float]:
