@@ -221,7 +221,7 @@ def test_without_jsonargparse_one_sentence_says_what_to_install(monkeypatch):
 
 
 def test_a_second_run_into_the_same_folder(tmp_path):
-    model = f"--model={SparseDDPStrategy.__mro__[2].__module__.partition('.')[0]}.demos.boring_classes.BoringModel"
+    model = f"--model={cli.CLI.__mro__[1].__module__.removesuffix('.cli')}.demos.boring_classes.BoringModel"
     args = [f"--trainer.{name}=false" for name in ("logger", "enable_checkpointing", "enable_progress_bar")]
     args += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=1"]
     args += ["--trainer.limit_val_batches=0", f"--trainer.default_root_dir={tmp_path}"]

@@ -1,0 +1,135 @@
+"""The pure parts of the benchmark on u's distribution, and its own checks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.observations import (
+    LEAST,
+    SHOWN,
+    WHOLE,
+    Look,
+    contraction,
+    contraction_rows,
+    distribution_rows,
+    judge,
+    of_normal,
+    parts,
+    summarize,
+    tally,
+    unimodal,
+    verdict,
+)
+from lightning_sparse import Reducer, method, simulate
+
+
+def laplace(numel):
+    return torch.empty(numel).exponential_() * torch.randn(numel).sign()
+
+
+@pytest.mark.parametrize(
+    ("x", "one_peak", "bell_shaped"),
+    [
+        (torch.randn(LEAST, generator=torch.Generator().manual_seed(0)), True, True),
+        (1e-6 * laplace(100_000), True, True),
+        (torch.rand(100_000) - 0.5, True, False),  # flat
+        (torch.cat([torch.zeros(50_000), torch.randn(50_000) ** 5]), True, False),  # a spike in a wide desert
+        (torch.cat([torch.randn(50_000) - 2, torch.randn(50_000) + 2]), False, False),  # two peaks
+        (torch.randn(100_000) + 1, False, False),  # beside zero
+        (torch.empty(100_000).exponential_() - 0.5, False, False),  # one-sided
+    ],
+    ids=["normal", "laplace", "uniform", "spike", "two peaks", "shifted", "one-sided"],
+)
+def test_bells_are_told_from_other_shapes(x, one_peak, bell_shaped):
+    found = judge(x, summarize(x))
+    assert (found["one_peak"], found["bell_shaped"]) == (one_peak, bell_shaped)
+    assert found["histogram"].sum() <= 1 + 1e-9
+
+
+def test_nearest_shares_with_one_peak():
+    rising = np.array([1.0, 2.0, 4.0, 3.0, 0.0])
+    assert unimodal(rising, 3).tolist() == rising.tolist()
+    assert unimodal(rising, 1).tolist() == [1.0, 3.0, 3.0, 3.0, 0.0]
+
+
+def test_contraction_by_hand():
+    u = torch.tensor([1.0, -3.0, 0.0, 2.0, 0.0])
+    assert contraction(u, 0.4) == (2, pytest.approx(1 / 14))
+    assert contraction(u, 0.001) == (1, pytest.approx(5 / 14))  # at least one
+    k, left = contraction(torch.ones(100), 0.1)
+    assert (k, left) == (10, pytest.approx(0.9))  # the worst case
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_contraction_of_normal_numbers(density):
+    assert contraction(torch.randn(1_000_000), density)[1] == pytest.approx(of_normal(density), rel=0.002)
+    assert of_normal(density) < (1 - density) ** 2
+
+
+def recording(scale):
+    u = {step: scale * torch.randn(3000) for step in SHOWN}
+    return {"layers": {"b": (0, 1000), "a": (1000, 3000)}, "u": u, "gradient": {step: u[step] / 2 for step in SHOWN}}
+
+
+def test_rows_and_verdict():
+    sparse, dense = recording(4.0), recording(2.0)
+    assert [(name, part.numel()) for name, part in parts(sparse, "u", 1)] == [(WHOLE, 3000), ("a", 2000), ("b", 1000)]
+    rows = [*distribution_rows(sparse, dense), *contraction_rows(sparse)]
+    widths = [(row["times_dense_std"], row["times_own_std"]) for row in rows if row["kind"] == "distribution"]
+    assert len(widths) == 3 * len(SHOWN)
+    assert all(width == pytest.approx((4, 2), rel=0.2) for width in widths)
+    lines = list(verdict(rows))
+    assert "u is bell-shaped: 10 of 10 layers x steps" in lines
+    assert "u is wider than dense's gradient, after step 1: 8 of 8 layers x steps" in lines
+    assert lines.count("  below its square: 10 of 10 layers x steps; whole model in 5 of 5 steps") == 3
+
+
+def test_layers_without_a_gradient_have_no_contraction():
+    recorded = {"layers": {"b": (0, 2), "a": (2, 4)}, "u": {1: torch.tensor([0.0, 0.0, 1.0, 2.0])}}
+    assert {row["layer"] for row in contraction_rows(recorded)} == {WHOLE, "a"}
+
+
+def test_numbers_that_are_not_finite_are_refused():
+    with pytest.raises(RuntimeError, match="not finite"):
+        summarize(torch.tensor([1.0, math.nan]))
+
+
+def test_tally_names_what_failed():
+    assert tally([{"layer": "a", "held": True}], "held") == "1 of 1 layers x steps"
+    rows = [{"layer": name, "held": name == "a"} for name in "abcb"]
+    assert tally(rows, "held") == "1 of 4 layers x steps (not: b 2, c 1)"
+
+
+@pytest.mark.parametrize("name", ["topk", "dense"])
+def test_look_sees_gradient_and_residual(name):
+    def rank(comm):
+        reducer = Reducer(method(name) if name == "dense" else method(name, density=0.1), comm, granularity="model")
+        looks = []
+        for step in range(3):
+            torch.manual_seed(10 * step + comm.rank)
+            looks.append(Look())
+            reducer.observers = [looks[-1]]
+            reducer.reduce_({"w": torch.randn(50), "b": torch.randn(10)})
+        return looks, reducer.states[0].get("residual")
+
+    (looks, residual), _ = simulate(2, rank)
+    widened = looks[-1].u.norm() > looks[-1].gradient.norm()
+    assert bool(widened) == (name == "topk")
+    if residual is not None:
+        rest = looks[-1].u.clone()
+        rest[rest.abs().topk(6).indices] = 0
+        assert torch.equal(residual, rest)
+
+
+def test_look_notices_another_u():
+    def rank(comm):
+        reducer = Reducer(method("topk", density=0.1), comm)
+        look = Look()
+        reducer.observers = [look]
+        reducer.reduce_({"w": torch.randn(50)})
+        with pytest.raises(RuntimeError, match="Step 0: u is not"):
+            look.compensated(look.segment, look.u + 1, type("Context", (), {"step": 0}))
+
+    simulate(1, rank)
