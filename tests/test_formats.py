@@ -98,6 +98,10 @@ def test_what_is_broken_shows_and_what_is_large_is_not_broken(bad, value_format)
 @pytest.mark.parametrize(("index_format", "value_format"), FORMATS)
 def test_nothing_is_lost_in_any_format(index_format, value_format, compressor, aggregator):
     made = compressor(0.05, index_format=index_format, value_format=value_format)
+    if not aggregator.supports(made):
+        assert isinstance(aggregator, ScaleCom)
+        assert value_format != "float32"
+        return
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         reducer = Reducer(Method(made, aggregator=aggregator), comm)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import Agreed, Compressor, Payload
+from lightning_sparse.compressors.base import Agreed, Compressor, Entries, Payload
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.layout import Segment
 
@@ -144,6 +144,12 @@ def not_finite(wrong: int, rank: int, segment: Segment, ctx: Context) -> NonFini
 def first_to_blame(*blames: tuple[int, int]) -> tuple[int, int]:
     """Return which (rank, what is wrong) is named where several ranks have something wrong: the lowest rank."""
     return min(blames, key=lambda blame: (blame[1] == 0, blame[0]))
+
+
+def without_zeros(entries: Entries) -> Entries:
+    """Return the entries that say something: a rank need not have sent all that is in the result."""
+    some = entries.values != 0
+    return Entries(entries.indices[some], entries.values[some])
 
 
 def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Comm, ctx: Context) -> list[Payload]:

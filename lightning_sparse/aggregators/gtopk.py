@@ -15,6 +15,7 @@ from lightning_sparse.aggregators.base import (
     out_of_step,
     packed,
     unpacked,
+    without_zeros,
 )
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
@@ -98,7 +99,7 @@ class GlobalTopK(Aggregator):
         used = at(result.indices, mine)
         for indices, values in returned:
             used += at(result.indices, Entries(indices, values * -comm.size))
-        return (result,), Entries(result.indices, used)
+        return (result,), without_zeros(Entries(result.indices, used))
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         half = 1 << size.bit_length() - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,11 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import (
     Aggregator,
-    first_to_blame,
+    check_headers,
     header,
-    not_finite,
-    out_of_step,
     packed,
     unpacked,
+    without_zeros,
 )
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
@@ -27,12 +27,12 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class OkTopK(Aggregator):
-    """Near-optimal sparse all-reduce (Li & Hoefler 2022, arXiv 2201.07598): at most 6k(P - 1)/P words.
+    """Near-optimal sparse all-reduce (Li & Hoefler 2022, arXiv 2201.07598): about 6k(P - 1)/P words.
 
     1. Every `refresh` steps the ranks agree on P regions with about equally many entries: the boundaries are the mean
        of the quantiles of all ranks' indices.
-    2. Each rank sends its entries to the owners of their regions, 2k/P to each at most, the largest.
-    3. The owner adds up, and keeps the k/P largest sums.
+    2. Each rank sends its entries to the owners of their regions, ⌈2k/P⌉ to each at most, the largest.
+    3. The owner adds up, and keeps the ⌈k/P⌉ largest sums.
     4. All gather what the owners kept.
 
     What was cut off in 2, and what the owners did not keep in 3, stays with the ranks that had it. The paper reuses
@@ -58,8 +58,7 @@ class OkTopK(Aggregator):
         room, share = _rooms(compressor.target(segment.numel, ctx.density), comm.size)
         payload = compressor.compress(u, segment, ctx)
         mine = compressor.unpack(payload, segment, ctx)
-        fingerprint, wrong = header(payload, u, segment, ctx).tolist()
-        cuts = torch.searchsorted(mine.indices, self._boundaries(mine, segment, comm, ctx)).tolist()
+        cuts = torch.searchsorted(mine.indices, self._boundaries(payload, mine, u, segment, comm, ctx)).tolist()
 
         sent, chunks = [], []
         for first, last in zip([0, *cuts], [*cuts, mine.indices.numel()], strict=True):
@@ -67,41 +66,38 @@ class OkTopK(Aggregator):
             largest = topk_indices(region.values, room)
             # Divided before they are added, so that sums stay in range.
             region = Entries(region.indices[largest], region.values[largest] / comm.size)
-            region_payload = compressor.pack(region, segment, ctx, room)
-            sent.append(compressor.unpack(region_payload, segment, ctx, room))
-            chunks.append((torch.tensor([fingerprint, comm.rank, wrong], device=u.device), *region_payload))
+            chunks.append(compressor.pack(region, segment, ctx, room))
+            sent.append(compressor.unpack(chunks[-1], segment, ctx, room))
 
-        received, blame = [], (comm.rank, wrong)
-        for rank, chunk in enumerate(comm.all_to_all([packed(chunk) for chunk in chunks])):
-            words, *parts = unpacked(chunk, chunks[0])
-            their_fingerprint, *their_blame = words.tolist()
-            if their_fingerprint != fingerprint:
-                raise out_of_step(rank, comm.rank, segment, ctx)
-            blame = first_to_blame(blame, tuple(their_blame))
-            received.append(compressor.unpack(tuple(parts), segment, ctx, room))
+        received = [
+            compressor.unpack(unpacked(chunk, chunks[0]), segment, ctx, room)
+            for chunk in comm.all_to_all([packed(chunk) for chunk in chunks])
+        ]
         indices, values = coalesce(received)
         largest = topk_indices(values, share)
         kept = Entries(indices[largest], values[largest])
 
-        told = (torch.tensor(blame, device=u.device), *compressor.pack(kept, segment, ctx, share))
-        regions = []
-        for row in comm.all_gather(packed(told)):
-            words, *parts = unpacked(row, told)
-            blame = first_to_blame(blame, tuple(words.tolist()))
-            regions.append(compressor.unpack(tuple(parts), segment, ctx, share))
-        if blame[1]:
-            raise not_finite(blame[1], blame[0], segment, ctx)
+        told = compressor.pack(kept, segment, ctx, share)
+        regions = [compressor.unpack(unpacked(row, told), segment, ctx, share) for row in comm.all_gather(packed(told))]
         # The regions follow one another.
         result = Entries(torch.cat([r.indices for r in regions]), torch.cat([r.values for r in regions]))
         used = at(result.indices, Entries(torch.cat([s.indices for s in sent]), torch.cat([s.values for s in sent])))
         # What rounding took from the sums stays with their owner.
         used -= at(result.indices, Entries(kept.indices, kept.values - regions[comm.rank].values))
-        return (result,), Entries(result.indices, used * comm.size)
+        return (result,), without_zeros(Entries(result.indices, used * comm.size))
 
-    def _boundaries(self, mine: Entries, segment: Segment, comm: Comm, ctx: Context) -> Tensor:
-        """Return where regions 1 to P - 1 start."""
+    def _boundaries(
+        self, payload: Payload, mine: Entries, u: Tensor, segment: Segment, comm: Comm, ctx: Context
+    ) -> Tensor:
+        """Compare headers, and return where regions 1 to P - 1 start."""
         known = ctx.state.get("boundaries")
-        if known is None or known.numel() != comm.size - 1 or ctx.step % self.refresh == 0:
+        checksum = -1 if known is None else zlib.crc32(repr(known.tolist()).encode())
+        words = torch.cat([header(payload, u, segment, ctx), torch.tensor([checksum], device=u.device)])
+        rows = comm.all_gather(words)
+        check_headers([row[:2] for row in rows], segment, ctx)
+        # A rank without its side file has none; all of them must come to the same decision.
+        alike = all(int(row[2]) == checksum for row in rows) and known is not None and known.numel() == comm.size - 1
+        if not alike or ctx.step % self.refresh == 0:
             quantiles = torch.arange(1, comm.size, device=mine.indices.device) * mine.indices.numel() // comm.size
             starts = mine.indices[quantiles].double() if mine.indices.numel() else quantiles.double()
             comm.all_reduce(starts)

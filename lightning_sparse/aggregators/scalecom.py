@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import Aggregator, check_headers, header, out_of_step
+from lightning_sparse.aggregators.base import Aggregator, check_headers, header
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
@@ -19,7 +19,7 @@ from lightning_sparse.layout import Segment
 class ScaleCom(Aggregator):
     """Cyclic local selection (Chen et al. 2020, NeurIPS, "ScaleCom"): at most 3k words, whatever P.
 
-    1. The ranks lead in turn: the leader selects from its own u, and broadcasts the indices.
+    1. The ranks lead in turn: the leader selects from its own u, and broadcasts the indices, as int32.
     2. All ranks take their own values there, which are averaged by all-reduce.
 
     What accumulates in the residuals of all ranks is alike enough for the leader's choice to suit the others.
@@ -29,27 +29,20 @@ class ScaleCom(Aggregator):
         self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
+        # First of all: who leads follows from the step, which has to be the same everywhere.
+        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, ctx)
         leader = (ctx.step + segment.index) % comm.size
-        # fingerprint, in two halves, and count go ahead of the indices, in one broadcast
-        words = torch.zeros(3 + compressor.capacity(segment.numel, ctx.density), dtype=torch.int32, device=u.device)
-        stamp = torch.tensor([ctx.fingerprint & 0x7FFFFFFF, ctx.fingerprint >> 31], dtype=torch.int32, device=u.device)
+        words = torch.zeros(1 + compressor.capacity(segment.numel, ctx.density), dtype=torch.int32, device=u.device)
         if comm.rank == leader:
             chosen = compressor.select(u, segment, ctx)
-            words[:2], words[2] = stamp, chosen.numel()
-            words[3 : 3 + chosen.numel()] = chosen
+            words[0] = chosen.numel()
+            words[1 : 1 + chosen.numel()] = chosen
         comm.broadcast(words, leader)
-        if not torch.equal(words[:2], stamp):
-            raise out_of_step(comm.rank, leader, segment, ctx)
-        indices = words[3 : 3 + int(words[2])].long()
+        indices = words[1 : 1 + int(words[0])].long()
         values = u.index_select(0, indices)
         total = values / comm.size
         if total.numel():
-            if not u.sum().isfinite() and not u.isfinite().all():
-                total[0] = torch.nan  # wherever it is, it must show; a finite sum may overflow
             comm.all_reduce(total)
-            if not total.isfinite().all():
-                # Only now, as it costs a message: who is it?
-                check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, ctx)
         return (Entries(indices, total),), Entries(indices, values)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
@@ -59,4 +52,5 @@ class ScaleCom(Aggregator):
         return 4 * capacity / size + 8 * capacity * (size - 1) / size
 
     def supports(self, compressor: Compressor) -> bool:
-        return isinstance(compressor, Sparsifier) and not compressor.summable
+        # Sums of rounded values would have to be rounded again on the way.
+        return isinstance(compressor, Sparsifier) and not compressor.summable and compressor.value_format == "float32"

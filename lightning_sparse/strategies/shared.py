@@ -97,6 +97,7 @@ class SparseDDP(Checkpointing):
                 f"agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm of "
                 f"{type(self).__name__} instead, which clips each worker's gradient before."
             )
+        self._reducer = None  # of an earlier fit: it would double the residuals in memory
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
         self._comm_thread = CommThread(
             self.model,  # type: ignore[arg-type]

@@ -1,0 +1,394 @@
+"""What do sparse gradients do to a small language model, under AdamW and under SGD?
+
+A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library: two workers over gloo, 8 sequences
+of 128 bytes per worker and step, density 0.01, a linear warm-up of the rate over a tenth of the steps and a cosine
+to zero. With one seed, all contestants start from the same weights and see the same batches in the same order.
+
+    python -m benchmarks.language               # what is missing of everything below
+    python -m benchmarks.language --tune        # the grid of rates, for every optimizer and method
+    python -m benchmarks.language --final       # longer, with the best rate of each, on other seeds
+    python -m benchmarks.language --variant     # other beta2, clipping or momentum under sparse gradients
+    sudo python -m benchmarks.language --seconds  # step times over shaped links, all contestants in turn
+    python -m benchmarks.language --figure      # draw, and print a table
+
+A part trains only what `language.csv` does not have yet. `--list` prints those runs without training, and
+`--only adamw:topk:0.002` trains one of them.
+
+Rates. The grid is 1, 2, 5 in every decade. Four rates per optimizer and method are tried, and more at the end where the
+best one lies, until it has a neighbour on each side; the final loss on held-out text decides. The seed is not among
+those of the comparison.
+
+Seconds. The losses are deterministic, so they are measured on a machine that may be busy. The times are not: they are
+the medians of one short run without other load, over two network namespaces whose links are shaped to the rate in both
+directions and calibrated. "Seconds" in the figure are steps times that median: `language_seconds.csv`.
+
+Bytes are what a worker puts on the wire; for stock DDP, which does not count, the volume of a ring all-reduce.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.links import missing as no_links
+from benchmarks.network import ENVIRONMENT, FOREIGN_LOAD, end, hosts, last_line, load
+
+RESULTS = Path(__file__).parent / "results"
+OPTIMIZERS = ["adamw", "sgd"]
+METHODS = ["ddp", "topk", "gaussiank"]
+DENSITY = 0.01
+WARMUP = (0.25, 0.0625)
+WORKERS = 2
+BATCH_SIZE = 8
+LENGTH = 128
+VAL_SEQUENCES = 256
+TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
+
+GRID = {"adamw": (0.001, 0.002, 0.005, 0.01), "sgd": (0.05, 0.1, 0.2, 0.5)}
+STEPS = {"tune": 250, "retune": 500, "variant": 500, "final": 1000}
+EVERY = {"tune": 125, "retune": 125, "variant": 125, "final": 50}
+"""Steps between two evaluations."""
+RETUNED_AS = {"gaussiank": "topk"}
+"""GaussianK is an approximation of TopK; where both like the same rates of the grid, longer runs of one are enough."""
+LONGER = {("adamw", "topk"): [0.001, 0.002, 0.005], ("adamw", "gaussiank"): [0.002]}
+"""Rates tried at full length: with AdamW and sparse gradients, 500 steps prefer a rate that 1,000 do not."""
+TUNING_SEED = 100
+SEEDS = range(1)
+RATES = ("1gbit", "100mbit")
+"""Of the links, where step times are measured; the figure's seconds are those of the first."""
+ROUNDS, TIMED_STEPS = 5, 8
+
+Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    """One training.
+
+    Attributes:
+        part: "tune", "variant" or "final".
+        optimizer: "adamw" or "sgd".
+        method: "ddp" for stock DDP, or one of `lightning_sparse`.
+        lr: the learning rate between warm-up and cosine.
+        seed: of the initial weights and of the order of the data.
+        beta2: of AdamW.
+        momentum: of SGD.
+        clip_norm: largest 2-norm of a worker's own gradient before compression; 0 clips nothing.
+        warmup_steps: steps at each of the densities `WARMUP`, before `DENSITY`.
+    """
+
+    part: str
+    optimizer: str
+    method: str
+    lr: float
+    seed: int
+    beta2: float = 0.999
+    momentum: float = 0.9
+    clip_norm: float = 0.0
+    warmup_steps: int = 0
+
+    def __str__(self) -> str:
+        """Return what `--only` takes."""
+        default = Run(*self[:5])
+        changes = [
+            f"{name}={getattr(self, name):g}"
+            for name in self._fields[5:]
+            if self._asdict()[name] != getattr(default, name)
+        ]
+        return ":".join([self.optimizer, self.method, f"{self.lr:g}", *changes, f"seed={self.seed}"])
+
+
+VARIANTS = [
+    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, warmup_steps=50),
+    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, beta2=0.95),
+    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, clip_norm=1.0),
+    Run("variant", "sgd", "topk", 0.05, TUNING_SEED, warmup_steps=50),
+    Run("variant", "sgd", "topk", 0.5, TUNING_SEED, momentum=0.0),
+]
+
+
+def neighbour(lr: float, step: int) -> float:
+    """Return the rate `step` places further in the series 1, 2, 5, 10, 20, 50.
+
+    >>> neighbour(0.5, 1), neighbour(0.1, -1)
+    (1.0, 0.05)
+    """
+    series = (1, 2, 5)
+    decade = math.floor(math.log10(lr) + 1e-9)
+    place = 3 * decade + series.index(round(lr / 10.0**decade)) + step
+    return float(f"{series[place % 3]}e{place // 3}")
+
+
+def untried(losses: Mapping[float, float], grid: Sequence[float]) -> list[float]:
+    """Return the rates to try next: the rest of the grid, then what lies beyond the best one, if that is the last."""
+    rest = [lr for lr in grid if lr not in losses]
+    if rest:
+        return rest
+    return [lr for lr in (neighbour(best(losses), -1), neighbour(best(losses), 1)) if lr not in losses]
+
+
+def best(losses: Mapping[float, float]) -> float:
+    """Return the rate with the lowest loss."""
+    return min(losses, key=losses.__getitem__)
+
+
+# What starts the ranks and keeps the results.
+
+
+def launch(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list[Row], Row, list[Row]]:
+    """Run two ranks over links of a rate.
+
+    Returns:
+        The rows of rank 0, the columns that say where they come from, and the rows of the links' calibration.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    with hosts(WORKERS, link) as (start, env, calibration, _), tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows")
+        job = json.dumps({"what": what, "runs": runs, "out": str(out)})
+        argv = [sys.executable, "-m", "benchmarks.language_rank", job]
+        logs = [Path(folder, f"rank{number}") for number in range(WORKERS)]
+        processes = [
+            start(
+                number, argv, {**ENVIRONMENT, **os.environ, **env, "RANK": str(number), "WORLD_SIZE": str(WORKERS)}, log
+            )
+            for number, log in enumerate(logs)
+        ]
+        try:
+            wait(processes)
+        finally:
+            end(processes)
+        if any(process.returncode for process in processes):
+            raise SystemExit("\n".join(f"rank {number}: {last_line(log)}" for number, log in enumerate(logs)))
+        answer = json.loads(out.read_text())
+        return answer["rows"], answer["origin"], calibration
+
+
+def wait(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait until all processes have ended, or two seconds longer than the first that failed."""
+    while None in (states := [process.poll() for process in processes]):
+        if any(states):
+            time.sleep(2)
+            return
+        time.sleep(0.1)
+
+
+def train(run: Run) -> None:
+    """Train once and add the curve to `language.csv`.
+
+    Raises:
+        SystemExit: the training does not start where others of its seed do, so they cannot be compared.
+    """
+    points, origin, _ = launch("curve", [run])
+    started = {
+        row["val_loss"] for row in load(RESULTS / "language.csv") if row["step"] == "0" and row["seed"] == str(run.seed)
+    }
+    if started - {f"{points[0]['val_loss']:.6f}"}:
+        raise SystemExit(f"{run} starts at a loss of {points[0]['val_loss']:.6f}, others of its seed at {started}.")
+    rows = [
+        {
+            **run._asdict(),
+            "density": 1.0 if run.method == "ddp" else DENSITY,
+            "workers": WORKERS,
+            "batch_size_per_worker": BATCH_SIZE,
+            "steps": STEPS[run.part],
+            "step": point["step"],
+            "val_loss": f"{point['val_loss']:.6f}",
+            "val_bits_per_byte": f"{point['val_loss'] / math.log(2):.5f}",
+            "sent_bytes_per_worker": point["sent_bytes"],
+            **origin,
+        }
+        for point in points
+    ]
+    append(RESULTS / "language.csv", rows)
+    print(f"{run.part} {run}: {points[-1]['val_loss']:.4f} nats per byte", flush=True)
+
+
+def append(path: Path, rows: Sequence[Row]) -> None:
+    """Add rows to a CSV file."""
+    path.parent.mkdir(exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def results() -> dict[Run, list[Row]]:
+    """Return the curves of `language.csv`."""
+    found: dict[Run, list[Row]] = {}
+    for row in load(RESULTS / "language.csv"):
+        texts = [row[name] for name in Run._fields]
+        run = Run(*texts[:3], float(texts[3]), int(texts[4]), *map(float, texts[5:8]), int(texts[8]))
+        found.setdefault(run, []).append(row)
+    return found
+
+
+def final_loss(rows: Sequence[Row]) -> float:
+    """Return the last loss of a curve."""
+    return float(rows[-1]["val_loss"])
+
+
+def tuned(found: Mapping[Run, Sequence[Row]], part: str, optimizer: str, method: str) -> dict[float, float]:
+    """Return the final loss of every rate tried."""
+    return {run.lr: final_loss(rows) for run, rows in found.items() if run[:3] == (part, optimizer, method)}
+
+
+def todo(part: str) -> list[Run]:
+    """Return the runs of a part that are missing."""
+    found = results()
+    if part == "variant":
+        return [run for run in VARIANTS if run not in found]
+    runs = []
+    for optimizer in OPTIMIZERS:
+        for method in METHODS:
+            first = tuned(found, "tune", optimizer, method)
+            second = tuned(found, "retune", optimizer, RETUNED_AS.get(method, method))
+            if part == "tune":
+                runs += [Run(part, optimizer, method, lr, TUNING_SEED) for lr in untried(first, GRID[optimizer])]
+            elif part == "retune" and first and method not in RETUNED_AS:
+                near = [neighbour(best(first), step) for step in (-1, 0, 1)]
+                runs += [Run(part, optimizer, method, lr, TUNING_SEED) for lr in untried(second, near)]
+            elif part == "final" and second:
+                rates = LONGER.get((optimizer, method), [best(second)])
+                runs += [Run(part, optimizer, method, lr, seed) for lr in rates for seed in SEEDS]
+    return sorted((run for run in runs if run not in found), key=lambda run: run.seed)
+
+
+def train_missing(part: str, only: str | None) -> None:
+    """Train what is missing of a part, or the one run of it that is wanted."""
+    while runs := [run for run in todo(part) if only in (None, str(run))]:
+        train(runs[0])
+        if only:
+            return
+
+
+def measure_seconds() -> None:
+    """Time the steps of all contestants over shaped links, and write `language_seconds.csv`.
+
+    Raises:
+        SystemExit: the machine cannot shape links.
+    """
+    if reason := no_links():
+        raise SystemExit(f"No links can be made here: {reason}.")
+    runs = [Run("tune", optimizer, method, GRID[optimizer][0], 0) for optimizer in OPTIMIZERS for method in METHODS]
+    rows = []
+    for link in RATES:
+        timed, origin, calibration = launch("step_times", runs, link)
+        off = max(abs(probe["ratio_to_expected"] - 1) for probe in calibration)
+        for row in timed:
+            rows.append({"rate": link, **row, "largest_calibration_error": round(off, 3), **origin})
+            print(
+                f"{link:8}{row['optimizer']:6}{row['method']:10}{row['median_ms']:7.1f} ms "
+                f"[{row['p20_ms']:.1f}, {row['p80_ms']:.1f}], {row['sent_bytes_per_step']:,} bytes"
+            )
+            if row["foreign_load"] > FOREIGN_LOAD:
+                print(f"  other programs used {row['foreign_load']:.0%} of the processors; repeat it")
+    path = RESULTS / "language_seconds.csv"
+    path.unlink(missing_ok=True)
+    append(path, rows)
+
+
+def finals(found: Mapping[Run, Sequence[Row]], optimizer: str, method: str) -> list[Run]:
+    """Return the final runs of a contestant with the best of the rates that were tried at full length."""
+    losses: dict[float, list[float]] = {}
+    for run, rows in found.items():
+        if run[:3] == ("final", optimizer, method):
+            losses.setdefault(run.lr, []).append(final_loss(rows))
+    lr = best({lr: statistics.mean(values) for lr, values in losses.items()}) if losses else None
+    return [run for run in found if run[:3] == ("final", optimizer, method) and run.lr == lr]
+
+
+COLORS = {"ddp": "#000000", "topk": "#0072B2", "gaussiank": "#D55E00"}  # Okabe & Ito
+STYLES = {"ddp": "-", "topk": "--", "gaussiank": ":"}
+NAMES = {"ddp": "dense (ddp)", "topk": "topk", "gaussiank": "gaussiank"}
+
+
+def draw() -> None:
+    """Print the final losses, and draw the curves of the best rates into `language.png`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = results()
+    seconds = {
+        (row["optimizer"], row["method"]): row
+        for row in load(RESULTS / "language_seconds.csv")
+        if row["rate"] == RATES[0]
+    }
+    figure, panels = plt.subplots(len(OPTIMIZERS), 3, figsize=(11, 6.4), sharey=True, layout="constrained")
+    for line, optimizer in zip(panels, OPTIMIZERS, strict=True):
+        for method in METHODS:
+            runs = finals(found, optimizer, method)
+            ms = float(seconds[optimizer, method]["median_ms"]) if seconds else math.nan
+            for run in runs:
+                rows = found[run][1:]
+                steps = [int(row["step"]) for row in rows]
+                megabytes = [int(row["sent_bytes_per_worker"]) / 1e6 for row in rows]
+                places = [steps, megabytes, [ms * step / 1e3 for step in steps]]
+                for panel, x in zip(line, places, strict=True):
+                    panel.plot(
+                        x,
+                        [float(row["val_loss"]) for row in rows],
+                        STYLES[method],
+                        color=COLORS[method],
+                        label=f"{NAMES[method]}, rate {run.lr:g}" if run == runs[0] else None,
+                    )
+                print(f"{run}: {final_loss(rows):.4f} nats per byte, {megabytes[-1]:,.1f} MB, {places[2][-1]:.0f} s")
+        line[0].set(ylabel=f"{TITLES[optimizer]}\nvalidation loss, nats per byte", xlabel="steps")
+        line[1].set(xscale="log", xlabel="sent per worker, MB")
+        line[2].set(xlabel="seconds at 1 Gbit/s: steps times the median step time")
+        line[0].legend(fontsize=8)
+        for panel in line:
+            panel.grid(alpha=0.3)
+    figure.savefig(RESULTS / "language.png", dpi=150)
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.language",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts = {
+        "tune": "try the grid of rates",
+        "retune": "try the best rates for longer",
+        "final": "compare with the rates found, still longer",
+        "variant": "try other options under sparse gradients",
+    }
+    for name, what in parts.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
+    parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
+    parser.add_argument("--figure", action="store_true", help="draw the results and print a table")
+    parser.add_argument("--only", metavar="RUN", help="train only this run of the part, as --list writes it")
+    parser.add_argument("--list", action="store_true", help="print the missing runs of the part, train none")
+    args = parser.parse_args()
+    everything = not any([*(getattr(args, part) for part in parts), args.seconds, args.figure])
+    for part in parts:
+        if getattr(args, part) or everything:
+            if args.list:
+                print(*todo(part), sep="\n")
+            else:
+                train_missing(part, args.only)
+    if args.seconds or everything:
+        measure_seconds()
+    if args.figure or everything:
+        draw()
+
+
+if __name__ == "__main__":
+    main()
