@@ -170,8 +170,8 @@ class Checkpointing(DDPStrategy):
         folder = side_files.folder(self._loaded_from)
         if errors := self._told(error):
             raise ValueError(
-                f"The residuals of {str(self._loaded_from)!r} cannot be loaded ({errors[0]}). If a side file is torn or "
-                f"foreign: remove {folder!r} to go on without, at the price of what had not been sent yet."
+                f"The residuals of {str(self._loaded_from)!r} cannot be loaded ({errors[0]}). If a side file is torn "
+                f"or foreign: remove {folder!r} to go on without, at the price of what had not been sent yet."
             )
         lost = self._told(", ".join(missing))
         if lost and self.global_rank == 0:
