@@ -14,7 +14,7 @@ demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
 reliability: .venv/installed
-	$(BIN)/pytest -q -m reliability --reliability README.md
+	$(BIN)/pytest -q -m reliability --reliability=README.md
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -11,6 +11,7 @@ goes through them itself says so: `methods=METHODS`.
 """
 
 import os
+import signal
 from pathlib import Path
 
 # Before torch is imported. One thread each: a process that has used OpenMP cannot be forked safely.
@@ -22,6 +23,9 @@ import torch
 from lightning_sparse import METHODS
 
 collect_ignore = ["integration/fit.py"]  # a script, which the tests of the strategy start
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them all ranks that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
