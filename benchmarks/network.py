@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.links import INTERFACE, Links, missing
 
 RESULTS = Path(__file__).parent / "results"
-CONTESTANTS = ["none", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank", "parts"]
+CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank", "parts"]
 # What must hold: how many times faster than another contestant, by rate.
 TARGETS = {"1gbit": {"ddp": 5.0, "powersgd": 1.8}, "100mbit": {"ddp": 35.0}}
 # One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the

@@ -124,6 +124,19 @@ def _no_communication(model: nn.Module, job: Job) -> Wrapped:
     return Wrapped(model)
 
 
+def _idle_hook(model: nn.Module, job: Job) -> Wrapped:
+    """DDP with a hook that hands every gradient back: what its buckets cost without any communication."""
+    ddp = DistributedDataParallel(model, init_sync=False, bucket_cap_mb=job.bucket_cap_mb, gradient_as_bucket_view=True)
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, hook)
+    return Wrapped(ddp)
+
+
 def _ddp(model: nn.Module, job: Job) -> Wrapped:
     # All ranks build the same model, so sending it around would only cost time on a slow link.
     return Wrapped(DistributedDataParallel(model, init_sync=False))
@@ -206,7 +219,10 @@ def _ours(method: str) -> Callable[[nn.Module, Job], Wrapped]:
         # Here, so that the other contestants run without waiting for Lightning's import on every rank.
         from lightning_sparse import attach
 
-        ddp = DistributedDataParallel(model, init_sync=False, bucket_cap_mb=job.bucket_cap_mb)
+        # As our strategies do it.
+        ddp = DistributedDataParallel(
+            model, init_sync=False, bucket_cap_mb=job.bucket_cap_mb, gradient_as_bucket_view=True
+        )
         reducer = attach(ddp, method=method, density=job.density)
         return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
@@ -215,6 +231,7 @@ def _ours(method: str) -> Callable[[nn.Module, Job], Wrapped]:
 
 CONTESTANTS = {
     "none": Contestant(_no_communication, alone=True),
+    "idle_hook": Contestant(_idle_hook, alone=True),
     "ddp": Contestant(_ddp, tolerance=1e-4),
     "fp16": Contestant(_fp16, tolerance=1e-2),
     "bf16": Contestant(_bf16, tolerance=5e-2),

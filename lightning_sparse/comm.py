@@ -77,8 +77,23 @@ class Comm(abc.ABC):
             raise ValueError(f"all_to_all got {len(chunks)} chunks for {self.size} ranks; give one for each rank.")
         if self.size == 1:
             return [chunks[0].clone()]
-        others = sum(_nbytes(chunk) for rank, chunk in enumerate(chunks) if rank != self.rank)
-        return self._timed(others, self._all_to_all, [chunk.contiguous() for chunk in chunks])
+        sizes = [chunk.numel() for chunk in chunks]
+        received = self._swapped(torch.cat([chunk.reshape(-1) for chunk in chunks]), sizes, sizes)
+        return [part.view(chunks[0].shape) for part in received.split(sizes)]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of this rank's part of `x` (1-D), which is `x.tensor_split(size)[rank]`.
+
+        Added up in rank order. Takes a buffer of about the size of `x`.
+        """
+        if self.size == 1:
+            return x.clone()
+        send = [part.numel() for part in x.tensor_split(self.size)]
+        receive = [send[self.rank]] * self.size
+        first, *others = torch.split(self._swapped(x.contiguous(), send, receive), receive)
+        for part in others:
+            first.add_(part)
+        return first
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Replace `x` by rank `src`'s, in place, and return it."""
@@ -93,7 +108,24 @@ class Comm(abc.ABC):
         """
         if self.size == 1:
             return x.clone()
-        return self._timed(_nbytes(x) if peer != self.rank else 0, self._exchange, x.contiguous(), peer)
+        sizes = [x.numel() if rank == peer else 0 for rank in range(self.size)]
+        return self._swapped(x.reshape(-1), sizes, sizes).view(x.shape)
+
+    def sub(self, ranks: Sequence[int], *, counted: bool = True) -> Comm:
+        """Return a `Comm` for some of the ranks, this one among them.
+
+        All ranks make one, in groups that do not overlap and have equal sizes, and all make the same calls in the same
+        order: each call is a collective of all ranks.
+
+        Args:
+            ranks: the group; its members are counted in ascending order.
+            counted: whether its bytes belong to `sent_bytes` here; not so where they stay within a host.
+        """
+        return _SubComm(self, sorted(ranks), counted)
+
+    def _swapped(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        nbytes = (sum(send) - send[self.rank]) * x.element_size()
+        return self._timed(nbytes, self._swap, x, send, receive)
 
     def _timed(self, nbytes: int, collective: Callable[..., T], *args: Any) -> T:
         start = time.perf_counter()
@@ -110,13 +142,50 @@ class Comm(abc.ABC):
     def _all_gather(self, x: Tensor) -> list[Tensor]: ...
 
     @abc.abstractmethod
-    def _all_to_all(self, chunks: list[Tensor]) -> list[Tensor]: ...
-
-    @abc.abstractmethod
     def _broadcast(self, x: Tensor, src: int) -> None: ...
 
     @abc.abstractmethod
-    def _exchange(self, x: Tensor, peer: int) -> Tensor: ...
+    def _swap(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send `send[r]` elements of `x` (1-D) to rank r, one part after the other; receive `receive[r]` from it."""
+
+
+class _SubComm(Comm):
+    """Some ranks of another `Comm`. Everything is a swap there, in which the others get nothing.
+
+    So it needs no process group of its own, and a failure anywhere ends it.
+    """
+
+    def __init__(self, whole: Comm, ranks: Sequence[int], counted: bool) -> None:
+        super().__init__(ranks.index(whole.rank), len(ranks))
+        self._whole, self._ranks, self._counted = whole, ranks, counted
+
+    def _swap(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        to, by = dict(zip(self._ranks, send, strict=True)), dict(zip(self._ranks, receive, strict=True))
+        every = range(self._whole.size)
+        before = self._whole.sent_bytes
+        received = self._whole._swapped(x, [to.get(rank, 0) for rank in every], [by.get(rank, 0) for rank in every])
+        if not self._counted:
+            self._whole.sent_bytes = before
+        return received
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        sizes = [x.numel()] * self.size
+        return [part.view(x.shape) for part in self._swap(x.reshape(-1).repeat(self.size), sizes, sizes).split(sizes)]
+
+    def _all_reduce(self, x: Tensor, op: Op) -> None:
+        flat = x.reshape(-1)
+        parts = flat.new_zeros(self.size * -(-flat.numel() // self.size))
+        parts[: flat.numel()] = flat
+        sizes = [parts.numel() // self.size] * self.size
+        stacked = self._swap(parts, sizes, sizes).view(self.size, -1)
+        mine = stacked.sum(0) if op == "sum" else stacked.amax(0)
+        x.copy_(torch.cat(self._all_gather(mine))[: flat.numel()].view(x.shape))
+
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        send = [x.numel() if self.rank == src else 0] * self.size
+        receive = [x.numel() if rank == src else 0 for rank in range(self.size)]
+        flat = x.reshape(-1)
+        x.copy_(self._swap(flat.repeat(self.size) if self.rank == src else flat[:0], send, receive).view(x.shape))
 
 
 def _nbytes(x: Tensor) -> int:
@@ -263,23 +332,14 @@ class ProcessGroupComm(Comm):
         self._wait(lambda: dist.all_gather(parts, x, group=self.group, async_op=True), x)
         return parts
 
-    def _all_to_all(self, chunks: list[Tensor]) -> list[Tensor]:
-        received = torch.empty_like(stacked := torch.stack(chunks))
-        self._wait(lambda: dist.all_to_all_single(received, stacked, group=self.group, async_op=True), stacked)
-        return list(received.unbind())
-
     def _broadcast(self, x: Tensor, src: int) -> None:
         self._wait(lambda: dist.broadcast(x, group=self.group, async_op=True, group_src=src), x)
 
-    def _exchange(self, x: Tensor, peer: int) -> Tensor:
+    def _swap(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         # Not send and receive: a wait with a limit on these closes gloo's connection when the limit is reached.
-        received = torch.empty_like(x)
-        sizes = [x.numel() if rank == peer else 0 for rank in range(self.size)]
+        received = x.new_empty(sum(receive))
         self._wait(
-            lambda: dist.all_to_all_single(
-                received.view(-1), x.view(-1), sizes, sizes, group=self.group, async_op=True
-            ),
-            x,
+            lambda: dist.all_to_all_single(received, x, list(receive), list(send), group=self.group, async_op=True), x
         )
         return received
 
@@ -334,17 +394,19 @@ class _ThreadComm(Comm):
         super().__init__(rank, meeting.size)
         self._meeting = meeting
 
-    def _meet(self, what: str, x: Tensor) -> list[Tensor]:
+    def _meet(self, what: str, item: Any) -> list[Any]:
+        items = self._meeting.meet(self.rank, (what, item))
+        for rank, (call, _) in enumerate(items):
+            if call != items[0][0]:
+                raise RankFailure(f"Ranks are out of step: rank 0 calls {items[0][0]}, rank {rank} calls {call}.")
+        return [theirs for _, theirs in items]
+
+    def _meet_alike(self, what: str, x: Tensor) -> list[Tensor]:
         # A copy: the owner may overwrite its tensor while slower ranks still read it.
-        items = self._meeting.meet(self.rank, (what, x.clone()))
-        calls = [f"{name} of {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in items]
-        for rank, call in enumerate(calls):
-            if call != calls[0]:
-                raise RankFailure(f"Ranks are out of step: rank 0 calls {calls[0]}, rank {rank} calls {call}.")
-        return [tensor for _, tensor in items]
+        return self._meet(f"{what} of {tuple(x.shape)} {x.dtype}", x.clone())
 
     def _all_reduce(self, x: Tensor, op: Op) -> None:
-        parts = self._meet(f"all_reduce({op})", x)
+        parts = self._meet_alike(f"all_reduce({op})", x)
         x.copy_(parts[0])
         for part in parts[1:]:
             if op == "sum":
@@ -353,16 +415,20 @@ class _ThreadComm(Comm):
                 torch.maximum(x, part, out=x)
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
-        return [part.clone() for part in self._meet("all_gather", x)]
-
-    def _all_to_all(self, chunks: list[Tensor]) -> list[Tensor]:
-        return [part[self.rank].clone() for part in self._meet("all_to_all", torch.stack(chunks))]
+        return [part.clone() for part in self._meet_alike("all_gather", x)]
 
     def _broadcast(self, x: Tensor, src: int) -> None:
-        x.copy_(self._meet(f"broadcast({src})", x)[src])
+        x.copy_(self._meet_alike(f"broadcast({src})", x)[src])
 
-    def _exchange(self, x: Tensor, peer: int) -> Tensor:
-        return self._meet("exchange", x)[peer].clone()
+    def _swap(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        parts = [part.clone() for part in x.split(list(send))]
+        received = [theirs[self.rank] for theirs in self._meet("swap", parts)]
+        if [part.numel() for part in received] != list(receive):
+            raise RankFailure(
+                f"Ranks are out of step: rank {self.rank} waits for {list(receive)} elements and is sent "
+                f"{[part.numel() for part in received]}."
+            )
+        return torch.cat(received)
 
 
 def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:

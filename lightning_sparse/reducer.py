@@ -93,6 +93,7 @@ class Reducer:
         check_foresight(on_nonfinite, clip_norm)
         if self.method.memory.needs_lr and lr is None:
             raise ValueError(f"{self.method!r} needs the learning rate: pass lr, a number or a function.")
+        self.method.aggregator.check_size(comm.size)
         self.comm = comm
         self.seed = seed
         self.granularity = granularity
@@ -311,9 +312,15 @@ class Reducer:
 
     @property
     def dense_nbytes(self) -> float:
-        """Bytes that a rank sends in a step where everything goes by ring all-reduce in fp32."""
+        """Bytes that a rank sends in a step where everything goes by ring all-reduce in fp32.
+
+        Its share of them, where several ranks divide the work of one network card among them.
+        """
         assert self.layout is not None
-        return sum(DENSE[1].nbytes(DENSE[0], segment, None, self.comm.size) for segment in self.layout.segments)
+        return sum(map(self._dense_nbytes, self.layout.segments))
+
+    def _dense_nbytes(self, segment: Segment) -> float:
+        return DENSE[1].nbytes(DENSE[0], segment, None, self.comm.size) / self.method.aggregator.sharing
 
     def nbytes(self, density: float | None) -> float:
         """Return the bytes that a rank sends in a step at a density, without counts and headers."""
@@ -348,8 +355,7 @@ class Reducer:
         size, compressor = self.comm.size, self.method.compressor
         if size == 1 or segment.numel == 0:
             return True
-        dense = DENSE[1].nbytes(DENSE[0], segment, None, size)
-        return self.method.aggregator.nbytes(compressor, segment, density, size) < dense
+        return self.method.aggregator.nbytes(compressor, segment, density, size) < self._dense_nbytes(segment)
 
     def _set_aside(self, segment: Segment, grads: list[Tensor], unused: Collection[str]) -> list[tuple[Tensor, Tensor]]:
         """Empty the gradients and the per-element state of unused parameters; return the state to add again later."""

@@ -21,7 +21,7 @@ ALLOWED = {
     "reducer": {"observer", "layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
     "hook": {"layout", "comm", "methods", "reducer"},
     "checkpoint": {"reducer"},
-    "strategies": {"checkpoint", "layout", "hook", "methods", "reducer"},
+    "strategies": {"aggregators", "checkpoint", "layout", "hook", "methods", "reducer"},
     "callbacks": {"observer", "layout", "context", "compressors", "reducer", "strategies"},
     "cli": {"methods", "strategies", "callbacks"},
     "__main__": {"cli"},

@@ -51,8 +51,11 @@ def kept(reducer: Reducer) -> Tensor:
     return sum(flat(per_param) for per_param in reducer.state_dict()["elements"].values()) + torch.zeros(())
 
 
-def train(comm: Comm, name: str, kind: str, granularity: str, steps: int = 4) -> tuple[Tensor, Tensor, Tensor, int]:
-    reducer = Reducer(make(name), comm, granularity=granularity, bucket_cap_mb=0.001, seed=3)
+def train(
+    comm: Comm, name: str | Method, kind: str, granularity: str, steps: int = 4
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    chosen = make(name) if isinstance(name, str) else name
+    reducer = Reducer(chosen, comm, granularity=granularity, bucket_cap_mb=0.001, seed=3)
     given, received = torch.zeros(()), torch.zeros(())
     for step in range(steps):
         grads = gradients(kind, comm.rank, step)

@@ -4,5 +4,6 @@ from lightning_sparse.aggregators.base import Aggregator, AllReduceMean, Mean, N
 from lightning_sparse.aggregators.gtopk import GlobalTopK
 from lightning_sparse.aggregators.oktopk import OkTopK
 from lightning_sparse.aggregators.scalecom import ScaleCom
+from lightning_sparse.aggregators.two_level import TwoLevel
 
-__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "NonFiniteGradient", "OkTopK", "ScaleCom"]
+__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "NonFiniteGradient", "OkTopK", "ScaleCom", "TwoLevel"]

@@ -30,6 +30,9 @@ class Aggregator(abc.ABC):
     entries: tuple[Entry, ...] = ()
     """What it keeps in the segment's state."""
 
+    sharing: int = 1
+    """How many ranks use one network card and divide a segment among them."""
+
     @abc.abstractmethod
     def __call__(
         self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
@@ -51,6 +54,9 @@ class Aggregator(abc.ABC):
     def supports(self, compressor: Compressor) -> bool:
         """Return whether the payloads of `compressor` can be aggregated this way."""
         return True
+
+    def check_size(self, size: int) -> None:  # noqa: B027
+        """Raise ValueError unless it works among `size` ranks."""
 
 
 @dataclass(frozen=True)

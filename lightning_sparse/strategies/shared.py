@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.hook import CommThread, method_of
 from lightning_sparse.layout import check_partition
 from lightning_sparse.methods import METHODS, Method
@@ -20,6 +24,17 @@ from lightning_sparse.strategies.checkpointing import Checkpointing
 from lightning_sparse.strategies.first_line import first_line
 
 log = logging.getLogger(__name__)
+
+
+def _leave_gloo() -> None:
+    """Leave the process groups before the interpreter ends, as Lightning does for NCCL.
+
+    Without it gloo's threads free Python objects afterwards, and now and then that aborts the process (pytorch issue
+    179291).
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 
 REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -38,7 +53,10 @@ class SparseDDP(Checkpointing):
             error on all ranks, or "skip" the step on all ranks and count it.
         clip_norm: largest 2-norm of a worker's own gradient, before compression; use it in place of Trainer's
             gradient_clip_val, which destroys what has already left the residuals.
-        **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel.
+        two_level: add up densely inside each node, and exchange sparsely between nodes: for several devices behind one
+            network card. Nodes must have equal numbers of devices.
+        **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel; `gradient_as_bucket_view` is on
+            unless you say otherwise.
 
     Attributes:
         reducer: the algorithm and its state; there from the start of `fit`.
@@ -54,6 +72,7 @@ class SparseDDP(Checkpointing):
         seed: int = 0,
         on_nonfinite: OnNonFinite = "raise",
         clip_norm: float | None = None,
+        two_level: bool = False,
         **kwargs: Any,
     ) -> None:
         for option in REFUSED:
@@ -66,8 +85,13 @@ class SparseDDP(Checkpointing):
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
         bucket_cap_mb = kwargs["bucket_cap_mb"]
+        # Otherwise DDP copies every bucket back into the gradients when backward has ended, and nothing hides that.
+        kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
         self._method = method_of(method, density)
+        self._two_level = two_level
+        if two_level:
+            self._method = replace(self._method, aggregator=TwoLevel(self._method.aggregator))
         check_warmup(self._method, warmup, warmup_steps)
         check_partition(granularity, bucket_cap_mb)
         check_foresight(on_nonfinite, clip_norm)
@@ -87,6 +111,11 @@ class SparseDDP(Checkpointing):
         self._loaded_from: Any = None
         self._tags: dict[str, list[str]] = {}  # of side files whose checkpoint may be on its way still; on rank 0
 
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        if dist.get_backend() == "gloo":
+            atexit.register(_leave_gloo)
+
     def _register_ddp_hooks(self) -> None:
         scaler = self._scaler
         assert self.lightning_module is not None
@@ -97,6 +126,10 @@ class SparseDDP(Checkpointing):
                 f"agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm of "
                 f"{type(self).__name__} instead, which clips each worker's gradient before."
             )
+        if self._two_level:
+            assert isinstance(self._method.aggregator, TwoLevel)
+            between = self._method.aggregator.between
+            self._method = replace(self._method, aggregator=TwoLevel(between, self.num_processes))
         self._reducer = None  # of an earlier fit: it would double the residuals in memory
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
         self._comm_thread = CommThread(
@@ -171,6 +204,7 @@ class SparseDDP(Checkpointing):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        atexit.unregister(_leave_gloo)  # what is pending might never end, and leaving would wait for it
         if self._comm_thread is not None:
             self._comm_thread.fail(exception)
 

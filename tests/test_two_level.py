@@ -1,0 +1,108 @@
+"""TwoLevel: nothing is lost, every rank has the same, and only parts of a segment leave a host."""
+
+import pytest
+import torch
+
+from lightning_sparse import Method, NonFiniteGradient, Reducer, simulate
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel
+from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.compressors import GaussianK, RandK, TopK
+from lightning_sparse.memory import Residual
+from tests.processes import run_ranks
+from tests.test_methods import KINDS, flat, gradients, train
+
+
+def two_level(between=None, ranks_per_node=2, compressor=None):
+    return Method(
+        compressor or TopK(density=0.05), aggregator=TwoLevel(between or Mean(), ranks_per_node=ranks_per_node)
+    )
+
+
+def test_by_hand():
+    # Two hosts of two ranks. Rank 0 of a host adds up elements 0 and 1, rank 1 the others; each part sends one entry.
+    us = [[3.0, 1.0, 0.0, 5.0], [1.0, 0.0, 1.0, -1.0], [0.0, 9.0, 2.0, 0.0], [0.0, -1.0, 2.0, 1.0]]
+    # Means of the hosts: [2, .5, .5, 2] and [0, 4, 2, .5]. Host 0 sends elements 0 and 3, host 1 elements 1 and 2.
+
+    def rank(comm):
+        reducer = Reducer(two_level(compressor=TopK(density=0.5)), comm, granularity="model")
+        grads = {"w": torch.tensor(us[comm.rank])}
+        reducer.reduce_(grads)
+        return grads["w"].tolist(), reducer.state_dict()["elements"]["residual"]["w"].tolist()
+
+    kept = [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    assert simulate(4, rank) == [([1.0, 2.0, 1.0, 1.0], kept[rank]) for rank in range(4)]
+
+
+@pytest.mark.parametrize("hosts, ranks_per_node", [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize("between", [Mean(), GlobalTopK(), OkTopK(), ScaleCom()], ids=repr)
+def test_equal_on_all_ranks_and_nothing_lost(between, hosts, ranks_per_node):
+    size = hosts * ranks_per_node
+    for kind in KINDS:
+        ranks = simulate(size, lambda comm, kind=kind: train(comm, two_level(between, ranks_per_node), kind, "bucket"))
+        assert all(torch.equal(rank[1], ranks[0][1]) for rank in ranks), kind
+        given = sum(rank[0] for rank in ranks)
+        found = size * ranks[0][1] + sum(rank[2] for rank in ranks)
+        # As for all methods, see test_methods.
+        largest = max(flat(gradients(kind, r, s)).abs().max() for r in range(size) for s in range(4)) * 4 * size
+        assert (given - found).abs().max() <= largest * 2**-22 + 64 * 2**-149, kind
+
+
+def test_rounded_values_stay_with_the_rank_that_sent_them():
+    method = two_level(compressor=GaussianK(density=0.05, value_format="int8"))
+    ranks = simulate(4, lambda comm: train(comm, method, "heavy", "model"))
+    given, found = sum(rank[0] for rank in ranks), 4 * ranks[0][1] + sum(rank[2] for rank in ranks)
+    assert (given - found).abs().max() <= 1e5 * 2**-22
+
+
+def test_one_rank_per_host_is_the_aggregator_alone():
+    alone = Method(TopK(density=0.05), Residual(), GlobalTopK())
+    expected = simulate(3, lambda comm: train(comm, alone, "normal", "bucket"))
+    got = simulate(3, lambda comm: train(comm, two_level(GlobalTopK(), 1), "normal", "bucket"))
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a[1], b[1], rtol=0, atol=0)
+
+
+def test_same_numbers_over_processes():
+    threads = simulate(4, lambda comm: train(comm, two_level(OkTopK()), "heavy", "bucket"))
+    processes = run_ranks(4, lambda rank: train(ProcessGroupComm(), two_level(OkTopK()), "heavy", "bucket"))
+    for a, b in zip(threads, processes, strict=True):
+        assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True))
+
+
+def test_sends_a_part_of_the_segment():
+    numel, density = 100_000, 0.01
+
+    def rank(comm, aggregator):
+        reducer = Reducer(Method(TopK(density=density), aggregator=aggregator), comm, granularity="model")
+        reducer.reduce_({"w": torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))})
+        return comm.sent_bytes, reducer.nbytes(None), reducer.dense_nbytes
+
+    flat_, _, dense = simulate(8, lambda comm: rank(comm, Mean()))[0]
+    # To 1 other host a quarter of the segment, instead of all of it to 7 other ranks; and headers.
+    sent, announced, share = simulate(8, lambda comm: rank(comm, TwoLevel(Mean(), ranks_per_node=4)))[0]
+    assert flat_ / 28 < sent < flat_ / 28 + 300
+    assert announced == pytest.approx(sent, abs=200)
+    assert share == dense / 4
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"ranks_per_node=0"):
+        TwoLevel(ranks_per_node=0)
+    with pytest.raises(ValueError, match=r"two levels"):
+        TwoLevel(TwoLevel())
+    with pytest.raises(ValueError, match=r"cannot aggregate what RandK"):
+        two_level(compressor=RandK())
+    with pytest.raises(ValueError, match=r"ranks_per_node=2\) among 3 ranks: .* multiple"):
+        simulate(3, lambda comm: Reducer(two_level(), comm))
+
+
+def test_nan_on_one_rank_is_named_on_all_ranks():
+    def rank(comm):
+        grads = gradients("normal", comm.rank, 0)
+        if comm.rank == 2:
+            grads["wide"][3, 3] = torch.nan
+        with pytest.raises(NonFiniteGradient, match=r"'wide' is not finite on rank 2"):
+            Reducer(two_level(), comm).reduce_(grads)
+        return True
+
+    assert simulate(4, rank) == [True] * 4
