@@ -1,6 +1,7 @@
 """Step times of ways to average gradients, over links of a given rate.
 
     sudo python -m benchmarks.network --rates 100mbit 1gbit
+    python -m benchmarks.network --workload real --rates loopback --tune
     sudo python -m benchmarks.network --workload real --rates 100mbit
     sudo python -m benchmarks.network --workload resnet50 --contestants none ddp topk gtopk
     python -m benchmarks.network --plot
@@ -50,6 +51,8 @@ ENVIRONMENT = {
 SLACK = 1.2
 # What other programs may use of the processors.
 FOREIGN_LOAD = 0.05
+# Of the real training.
+LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 # With paced models processors stand for accelerators and network cards, and must not be what limits them.
 BUSY = 0.7
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
@@ -119,6 +122,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--density", type=float, default=0.001, help="of the sparse contestants. Default: 0.001")
     parser.add_argument(
         "--bucket-cap-mb", type=float, default=25, help="size of DDP's buckets for our contestants. Default: 25"
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help=f"real: train with each of the learning rates {', '.join(map(str, LEARNING_RATES))} and keep, in "
+        "network_tuning.csv, the one that takes the fewest steps. Without it what is kept there is used, or 0.05",
     )
     parser.add_argument("--target-loss", type=float, default=0.2, help="real: stop at this test loss. Default: 0.2")
     parser.add_argument(
@@ -284,9 +293,14 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         names = args.contestants
         if args.workload != "mlp":
             names = [name for name in names if name != "parts"]
-        todo = [(name, number) for number in range(args.rounds) for name in names]
         if args.workload == "real":
-            todo = todo[: len(names)]
+            best = {row["contestant"]: row["learning_rate"] for row in load(args.out / "network_tuning.csv")}
+            names = [
+                f"{name}@{rate}"
+                for name in names
+                for rate in (LEARNING_RATES if args.tune else [best.get(name, "0.05")])
+            ]
+        todo = [(name, number) for number in range(1 if args.workload == "real" else args.rounds) for name in names]
         results: dict[str, list[Any]] = {}
         while todo:
             records, reason = launch(args, start, env, todo)
@@ -322,18 +336,34 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         "date": time.strftime("%Y-%m-%d"),
     }
     if args.workload == "real":
-        rows = [
-            {"contestant": name, **{key: round(value, 4) for key, value in point.items()}, **common}
-            for name, curves in results.items()
-            for point in curves[0]
-        ]
-        save(args.out / "network_real.csv", rows, key)
-        for name, (curve, *_) in results.items():
+        curves = {tuple(name.split("@")): curve for name, (curve, *_) in results.items()}
+        for (name, learning_rate), curve in curves.items():
             last = curve[-1]
             print(
-                f"  {name:12} test loss {last['test_loss']:.3f}, accuracy {last['test_accuracy']:.3f} after "
-                f"{last['step']} steps, {last['seconds']:.1f} s"
+                f"  {name:12} rate {learning_rate:5} test loss {last['test_loss']:.3f}, accuracy "
+                f"{last['test_accuracy']:.3f} after {last['step']} steps, {last['seconds']:.1f} s"
             )
+        if args.tune:
+            reached = [
+                {"contestant": name, "learning_rate": learning_rate, "steps": curve[-1]["step"], **common}
+                for (name, learning_rate), curve in curves.items()
+                if curve[-1]["test_loss"] < args.target_loss
+            ]
+            for name in dict.fromkeys(row["contestant"] for row in reached):
+                rows = sorted((row for row in reached if row["contestant"] == name), key=lambda row: row["steps"])
+                save(args.out / "network_tuning.csv", rows[:1], {"contestant": name})
+            return
+        rows = [
+            {
+                "contestant": name,
+                "learning_rate": learning_rate,
+                **{column: round(value, 4) for column, value in point.items()},
+                **common,
+            }
+            for (name, learning_rate), curve in curves.items()
+            for point in curve
+        ]
+        save(args.out / "network_real.csv", rows, key)
         return
     rows = [{**row, **common} for row in summarise(results, args.workers, args.dilate)]
     save(args.out / ("network_paced.csv" if args.workload in COMPUTE_SECONDS else "network.csv"), rows, key)
