@@ -36,7 +36,7 @@ from benchmarks.shapes import COMPUTE_SECONDS
 
 RESULTS = Path(__file__).parent / "results"
 CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank"]
-MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level", "parts"]
+MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level", "ddp_accumulated", "local_sgd", "parts"]
 # What must hold: how many times faster than another contestant, by rate.
 TARGETS = {"1gbit": {"ddp": 5.0, "powersgd": 1.8}, "100mbit": {"ddp": 35.0}}
 # One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
@@ -105,7 +105,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=[*CONTESTANTS, *MORE],
         default=[*CONTESTANTS, "parts"],
         metavar="NAME",
-        help=f"among {', '.join([*CONTESTANTS, *MORE])}; parts times selection and decoding alone (mlp only). Default: "
+        help=f"among {', '.join([*CONTESTANTS, *MORE])}; parts times selection and decoding alone (mlp only); "
+        f"ddp_accumulated and local_sgd send as many bytes as topk, seldom and densely (real only). Default: "
         f"{', '.join(CONTESTANTS)}, parts",
     )
     parser.add_argument("--workers", type=int, default=4, help="number of ranks. Default: 4")
@@ -293,6 +294,8 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         names = args.contestants
         if args.workload != "mlp":
             names = [name for name in names if name != "parts"]
+        if args.workload != "real":
+            names = [name for name in names if name not in ("ddp_accumulated", "local_sgd")]
         if args.workload == "real":
             best = {row["contestant"]: row["learning_rate"] for row in load(args.out / "network_tuning.csv")}
             names = [

@@ -8,6 +8,7 @@ the check sends two numbers instead of whole gradients.
 
 # No `from __future__ import annotations` here: DDP looks at a hook's annotations and refuses strings.
 
+import contextlib
 import copy
 import gc
 import json
@@ -78,11 +79,15 @@ class Wrapped:
         module: what the training loop calls.
         residuals: returns what the rank has kept so far, by parameter name.
         reducer: ours only.
+        every: how many steps lie between two exchanges, in "real".
+        averages: exchanges weights, not gradients.
     """
 
     module: nn.Module
     residuals: Callable[[], dict[str, Tensor]] = dict
     reducer: "Reducer | None" = None
+    every: int = 1
+    averages: bool = False
 
 
 @dataclass(frozen=True)
@@ -309,6 +314,24 @@ def _ours(name: str, two_level: bool = False) -> Callable[[nn.Module, Job], Wrap
     return wrap
 
 
+def _seldom(averages: bool) -> Callable[[nn.Module, Job], Wrapped]:
+    """Dense, but so seldom that as many bytes are sent as by top-k: gradients added up, or weights averaged."""
+
+    def wrap(model: nn.Module, job: Job) -> Wrapped:
+        from lightning_sparse import method
+        from lightning_sparse.layout import Layout
+
+        layout = Layout.of({name: tuple(param.shape) for name, param in model.named_parameters()}, "bucket", 25)
+        size, topk = dist.get_world_size(), method("topk", density=job.density)
+        sparse = sum(topk.aggregator.nbytes(topk.compressor, segment, None, size) for segment in layout.segments)
+        every = round(8 * layout.numel * (size - 1) / size / sparse)
+        if averages:
+            return Wrapped(model, every=every, averages=True)
+        return Wrapped(DistributedDataParallel(model, init_sync=False), every=every)
+
+    return wrap
+
+
 CONTESTANTS = {
     "none": Contestant(_no_communication, alone=True),
     "idle_hook": Contestant(_idle_hook, alone=True),
@@ -323,6 +346,8 @@ CONTESTANTS = {
     "oktopk": Contestant(_ours("oktopk"), check_steps=2, sparse=True),
     "scalecom": Contestant(_ours("scalecom"), check_steps=2, sparse=True),
     "randk": Contestant(_ours("randk"), check_steps=2, sparse=True),
+    "ddp_accumulated": Contestant(_seldom(averages=False)),
+    "local_sgd": Contestant(_seldom(averages=True)),
     "topk_two_level": Contestant(_ours("topk", two_level=True), check_steps=2, sparse=True),
 }
 
@@ -569,23 +594,36 @@ class Rank:
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
         random = torch.Generator().manual_seed(self.rank)
         curve: list[dict[str, float]] = []
-        clock = 0.0
+        clock, every = 0.0, wrapped.every
+        # Tests come after an exchange, so that all ranks have the same weights.
+        count = every * math.ceil(10 / every)
         while True:
             with torch.no_grad():
                 scores = model(test_x)
-            loss = functional.cross_entropy(scores, test_y).item()
+            test_loss = functional.cross_entropy(scores, test_y).item()
             accuracy = (scores.argmax(1) == test_y).float().mean().item()
-            curve.append({"step": 10 * len(curve), "seconds": clock, "test_loss": loss, "test_accuracy": accuracy})
-            if self.agreed(not loss >= self.job.target_loss or clock > self.job.seconds):
+            curve.append(
+                {"step": count * len(curve), "seconds": clock, "test_loss": test_loss, "test_accuracy": accuracy}
+            )
+            if self.agreed(not test_loss >= self.job.target_loss or clock > self.job.seconds):
                 break
             dist.barrier()
             started = time.perf_counter()
-            for _ in range(10):
+            for number in range(1, count + 1):
                 # A rank's own quarter of the data.
                 picked = torch.randint(1500 // self.size, (self.job.batch,), generator=random) * self.size + self.rank
-                optimizer.zero_grad()
-                functional.cross_entropy(wrapped.module(train_x[picked]), train_y[picked]).backward()
-                optimizer.step()
+                exchanges = number % every == 0
+                adds_up = not exchanges and isinstance(wrapped.module, DistributedDataParallel)
+                with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
+                    loss = functional.cross_entropy(wrapped.module(train_x[picked]), train_y[picked])
+                    (loss if wrapped.averages else loss / every).backward()
+                if not adds_up:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if exchanges and wrapped.averages:
+                    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+                    dist.all_reduce(weights.div_(self.size))
+                    nn.utils.vector_to_parameters(weights, model.parameters())
             clock += time.perf_counter() - started
         if not CONTESTANTS[name].alone:
             self.check_weights(model)
