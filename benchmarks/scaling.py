@@ -14,7 +14,6 @@ import csv
 import itertools
 import math
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,7 @@ def chosen(name: str) -> Method:
 def exposed(run: dict[str, Any], values: Any) -> float:
     """Return the seconds that the model says a measured run's step takes longer than one without communication."""
     fitted = dict(zip(NAMES, values, strict=True))
-    # Ranks share the cores, and where time is slowed down, what they do counts for less.
-    share = max(1, run["workers"] / run["cores"]) / run["dilate"]
+    share = run["share"]
     link = Link(run["bandwidth"], fitted.pop("latency") / run["dilate"])
     costs = Costs(**{name: value * share for name, value in fitted.items()}, shared=False)
     return step(chosen(run["contestant"]), workload(run["workload"]), run["workers"], link, costs).exposed
@@ -97,7 +95,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             "none": alone[row["workload"], row["workers"], row["rate"]],
             "bandwidth": bits_per_second(row["rate"]) / 8 * PAYLOAD_SHARE,
             "dilate": float(row["dilate"]),
-            "cores": int(row["cores"]),
+            # Ranks share the cores, and where time is slowed down, what they do counts for less.
+            "share": max(1, int(row["workers"]) / int(row["cores"])) / float(row["dilate"]),
             "busy": float(row["busy"]),
         }
         for row in rows
@@ -153,22 +152,21 @@ def main() -> None:
             print(f"{label}: median error {statistics.median(errors[seen]):.1%}, largest {max(errors[seen]):.1%}")
 
     measured = {(row["model"], row["workers"], row["method"]) for row in rows}
-    fast = replace(Costs(), **{n: v for n, v in zip(NAMES, values, strict=True) if n != "latency"}, shared=False)
     for name, workers, contestant in itertools.product(COMPUTE_SECONDS, EXTRAPOLATED, METHODS):
         if (name, workers, contestant) in measured:
             continue
-        # One worker per processor from here on.
-        link = Link(bits_per_second("1gbit") / 8 * PAYLOAD_SHARE, values[0])
-        found = step(chosen(contestant), workload(name), workers, link, fast)
-        efficiency = 1 - found.exposed / found.seconds
+        # Everything as with four workers, but their number.
+        alike = next(run for run in runs if (run["workload"], run["workers"]) == (name, 4))
+        said = exposed({**alike, "workers": workers, "contestant": contestant}, values)
+        efficiency = round(alike["none"] / (alike["none"] + said), 4)
         rows.append(
             {
                 "model": name,
                 "workers": workers,
                 "method": contestant,
                 "source": "extrapolated",
-                "efficiency": round(efficiency, 4),
-                "by_cost_model": round(efficiency, 4),
+                "efficiency": efficiency,
+                "by_cost_model": efficiency,
                 "published": published(name, workers, contestant),
             }
         )
