@@ -25,6 +25,7 @@ feedback keeps survives as well: of the residuals the mean over the workers stay
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import pickle
@@ -77,14 +78,12 @@ class ElasticDigits(Digits):
 
 def newest(folder: Path) -> Path | None:
     """Return the newest checkpoint that can be read: what was being written when a process was killed may be torn."""
-    numbered = sorted(folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), reverse=True)
-    for path in (folder / "last.ckpt", *numbered):
-        try:
-            torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
-            continue
-        return path
-    return None
+    steps = {}
+    for path in (folder / "last.ckpt", *folder.glob("step=*.ckpt")):
+        with contextlib.suppress(OSError, EOFError, RuntimeError, pickle.UnpicklingError):
+            # The numbered one is written first, so a process that is killed in between leaves an older last.ckpt.
+            steps[path] = torch.load(path, map_location="cpu", weights_only=True)["global_step"]
+    return max(steps, key=steps.__getitem__, default=None)
 
 
 def train(

@@ -14,6 +14,7 @@ a flipped bit would go unnoticed.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -166,6 +167,8 @@ def discard(checkpoint: str | os.PathLike[str], tag: str, rank: int, size: int) 
     fs, root = fsspec.core.url_to_fs(folder(checkpoint))
     if fs.exists(path := f"{root}/{_name(tag, rank, size)}"):
         fs.rm(path)
+    with contextlib.suppress(OSError):
+        fs.rmdir(root)  # refused unless it is empty
 
 
 def remove(checkpoint: str | os.PathLike[str]) -> None:

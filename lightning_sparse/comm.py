@@ -243,7 +243,10 @@ class ProcessGroupComm(Comm):
         except dist.DistError:
             return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
         if silent:
-            return f"No answer from {_ranks(silent)}: killed, ended, or frozen. Look at the end of the output there."
+            return (
+                f"No answer from {_ranks(silent)}: killed, ended, or frozen, or still before the first backward pass. "
+                f"Look at the end of the output there."
+            )
         if absent:
             return f"Still running, but not taking part: {_ranks(absent)}. It hangs, or needs longer than the timeout."
         return "All ranks have come to this error: look for an interruption of the network."
@@ -299,10 +302,13 @@ class ProcessGroupComm(Comm):
             raise
         except RuntimeError as error:
             self.check()  # a reason that a rank has left says more
-            raise RankFailure(
+            failure = RankFailure(
                 f"Rank {self.rank} lost its peers in an exchange of gradients: {first_line(error)}. {self.explain()} "
                 f"If it is running: check that all ranks use the same strategy and see the same number of batches."
-            ) from error
+            )
+            # In a ring only its neighbours notice that a rank has died; the others would wait for the timeout.
+            self.report(str(failure))
+            raise failure from error
 
     def _gloo_waited(self, work: dist.Work) -> bool:
         try:
@@ -422,7 +428,7 @@ class _ThreadComm(Comm):
 
     def _swap(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         parts = [part.clone() for part in x.split(list(send))]
-        received = [theirs[self.rank] for theirs in self._meet("swap", parts)]
+        received = [theirs[self.rank] for theirs in self._meet(f"swap of {x.dtype}", parts)]
         if [part.numel() for part in received] != list(receive):
             raise RankFailure(
                 f"Ranks are out of step: rank {self.rank} waits for {list(receive)} elements and is sent "

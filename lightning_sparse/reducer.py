@@ -176,13 +176,14 @@ class Reducer:
                 f"reduce_ got other gradients than at first: missing {sorted(missing)}, new {sorted(new)}. Pass the "
                 f"same parameters in every step."
             )
-        if self.looks_ahead and not self.look_ahead(grads):
-            return
         for segment in self.layout.segments:
             for name, shape in zip(segment.names, segment.shapes, strict=True):
                 check_tensor(name, grads[name])
                 if tuple(grads[name].shape) != shape:
                     raise ValueError(f"The gradient of {name!r} has shape {tuple(grads[name].shape)}, before {shape}.")
+        if self.looks_ahead and not self.look_ahead(grads):
+            return
+        for segment in self.layout.segments:
             flat = [grads[name].contiguous().view(-1) for name in segment.names]
             self.reduce_segment_(segment, flat)
             for name, result in zip(segment.names, flat, strict=True):
@@ -206,27 +207,35 @@ class Reducer:
                 "raise".
         """
         self._loss_scale = 1.0 if self.loss_scale is None else self.loss_scale()
-        names = [name for name in grads if name not in unused]
+        assert self.layout is not None
+        # Parameters are counted in the order of the layout, which is the same on all ranks.
+        names = [name for name in self.layout.names if name not in unused]
         # In fp32: norms of 16-bit gradients would be rounded to 16 bit, and in fp16 overflow early.
         norms = torch._foreach_norm([grads[name] for name in names], 2, torch.float32) if names else ()
         norm = math.hypot(*torch.stack(norms).tolist()) if norms else 0.0
-        wrong = 0
+        wrong: str | None = None
         if not math.isfinite(norm):
             # The norm of finite numbers may overflow, so it only raises the suspicion.
-            wrong = next((n for n, name in enumerate(names, 1) if not grads[name].isfinite().all()), 0)
+            wrong = next((name for name in names if not grads[name].isfinite().all()), None)
             norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
-        word = torch.tensor([0 if wrong == 0 else 1 + list(grads).index(names[wrong - 1]), self.step])
+        word = torch.tensor([0 if wrong is None else 1 + self.layout.names.index(wrong), self.step])
         words = [row.tolist() for row in self.comm.all_gather(word.to(self._device))]
         for rank, (_, step) in enumerate(words):
             if step != self.step:
                 raise RankFailure(f"Ranks are out of step: rank {rank} is at step {step}, this one at {self.step}.")
-        broken = [(rank, list(grads)[index - 1]) for rank, (index, _) in enumerate(words) if index]
+        broken = {rank: self.layout.names[index - 1] for rank, (index, _) in enumerate(words) if index}
         if not broken:
             clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm * self._loss_scale / max(norm, 1e-30))
             self._scale = clip / self._loss_scale
             return True
         if self.loss_scale is None:
-            rank, name = broken[0]
+            # As the segments' headers would tell, one segment after the other: of the first one the lowest rank.
+            rank, name = next(
+                (rank, name)
+                for segment in self.layout.segments
+                for rank, name in broken.items()
+                if name in segment.names
+            )
             what = f"The gradient of {name!r} is not finite on rank {rank} at step {self.step}."
             if self.on_nonfinite == "raise":
                 raise NonFiniteGradient(f"{what} {NOT_FINITE}")

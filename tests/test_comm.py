@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
+from lightning_sparse.comm import ANSWER_SECONDS, Comm, ProcessGroupComm, RankFailure, simulate
 from tests.processes import run_ranks
 
 
@@ -184,3 +184,18 @@ def test_a_peer_that_vanishes_is_an_error_that_says_so():
     first, second = run_ranks(2, vanish)
     assert second is None
     assert "Rank 0 lost its peers" in first
+
+
+def test_a_rank_that_does_not_answer_may_not_have_begun():
+    """Rank 1 runs, but there is nobody to answer before its first backward pass: the text must not call it dead."""
+
+    def rank(rank: int) -> str:
+        comm = ProcessGroupComm()
+        if rank == 1:
+            time.sleep(ANSWER_SECONDS + 1)
+        text = comm.explain() if rank == 0 else ""
+        comm.all_reduce(torch.ones(1))
+        return text
+
+    first, _ = run_ranks(2, rank)
+    assert "No answer from rank 1: killed, ended, or frozen, or still before the first backward pass." in first

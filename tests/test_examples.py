@@ -13,8 +13,29 @@ import torch
 from benchmarks.convergence import DENSE, RATES, STEPS_PER_EPOCH, VERSIONS, summarize
 from examples.data import CIFAR10, Digits, StandardLibrary, TextFolder
 from examples.data.cifar10 import crop_and_flip
+from examples.elastic import newest
 from examples.models import GPT, LSTM, VGG16, OneCycleClassifier, ResNet20
 from examples.train import make_strategy, train
+
+
+@pytest.mark.parametrize(
+    ("steps", "torn", "best"),
+    [
+        ({"last": 20, "step=40": 40}, (), "step=40"),  # killed between the two
+        ({"last": 40, "step=20": 20, "step=40": 40}, (), "last"),
+        ({"last": 40, "step=20": 20, "step=40": 40}, ("last", "step=40"), "step=20"),
+        ({"last": 20, "step=40": 40}, ("step=40",), "last"),
+        ({"last": 40}, ("last",), None),
+        ({}, (), None),
+    ],
+)
+def test_an_elastic_run_goes_on_from_the_highest_step_that_can_be_read(steps, torn, best, tmp_path):
+    for name, step in steps.items():
+        path = tmp_path / f"{name}.ckpt"
+        torch.save({"global_step": step, "weights": torch.ones(1000)}, path)
+        if name in torn:
+            path.write_bytes(path.read_bytes()[:1000])
+    assert newest(tmp_path) == (best and tmp_path / f"{best}.ckpt")
 
 
 @pytest.mark.parametrize(("channels", "size", "width"), [(3, 32, 16), (1, 8, 16), (1, 4, 4), (3, 28, 8)])

@@ -271,6 +271,36 @@ def test_a_step_that_is_not_finite_is_skipped_by_option_and_named(caplog):
         simulate(2, lambda comm: watched_run(comm, "topk", [{}, bad], loss_scale=None))
 
 
+def test_the_same_parameter_is_blamed_on_all_ranks_in_any_order_and_mode():
+    """Rank 0 has a NaN in "a", which is reduced last; rank 1 in all. The first is "c", on rank 1."""
+
+    def rank(comm: Comm, **options) -> str:
+        grads = {name: torch.ones(1000) for name in "abc"}
+        reducer = Reducer("topk", comm, granularity="layer", **options)
+        reducer.setup(grads)
+        for name in ["a"] if comm.rank == 0 else "abc":
+            grads[name][7] = torch.nan
+        if comm.rank == 1:
+            grads = {name: grads[name] for name in "bca"}
+        with pytest.raises(NonFiniteGradient) as caught:
+            reducer.reduce_(grads)
+        return str(caught.value)
+
+    texts = {text for ahead in ({}, {"clip_norm": 1.0}) for text in simulate(2, lambda comm: rank(comm, **ahead))}  # noqa: B023
+    assert len(texts) == 1
+    assert texts.pop().startswith("The gradient of 'c' is not finite on rank 1 at step 0.")
+
+
+def test_a_sparse_gradient_is_refused_before_anybody_looks_ahead():
+    def rank(comm: Comm) -> None:
+        reducer = Reducer("topk", comm, clip_norm=1.0)
+        reducer.reduce_({"w": torch.ones(20), "v": torch.ones(20)})
+        with pytest.raises(TypeError, match=r"gradient of 'w' is sparse \(torch.sparse_coo\)"):
+            reducer.reduce_({"w": torch.ones(20).to_sparse(), "v": torch.ones(20)})
+
+    simulate(2, rank)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_local_clipping_happens_before_anything_is_kept(scale):
     def rank(comm: Comm) -> tuple[list[float], list[float]]:

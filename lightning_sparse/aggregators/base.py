@@ -147,8 +147,10 @@ def out_of_step(rank: int, other: int, segment: Segment, ctx: Context) -> RankFa
     )
 
 
-def not_finite(wrong: int, rank: int, segment: Segment, ctx: Context) -> NonFiniteGradient:
+def not_finite(wrong: int, rank: int, segment: Segment, ctx: Context) -> RuntimeError:
     """Return the error for what a rank's header says."""
+    if not -1 <= wrong <= len(segment.names):
+        return RankFailure(f"A header of rank {rank} at step {ctx.step} blames parameter {wrong}: it is corrupt.")
     what = (
         f"The gradient of {segment.names[wrong - 1]!r} is not finite"
         if wrong > 0

@@ -19,6 +19,7 @@ from lightning_sparse.aggregators.base import (
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
+from lightning_sparse.compressors.formats import check_indices
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.write_back import at, coalesce
@@ -60,6 +61,9 @@ class OkTopK(Aggregator):
         mine = compressor.unpack(payload, segment, ctx)
         cuts = torch.searchsorted(mine.indices, self._boundaries(payload, mine, u, segment, comm, ctx)).tolist()
 
+        if cuts != sorted(cuts):
+            raise ValueError("The boundaries of the regions do not ascend: a payload was corrupt.")
+
         sent, chunks = [], []
         for first, last in zip([0, *cuts], [*cuts, mine.indices.numel()], strict=True):
             region = Entries(mine.indices[first:last], mine.values[first:last])
@@ -79,8 +83,9 @@ class OkTopK(Aggregator):
 
         told = compressor.pack(kept, segment, ctx, share)
         regions = [compressor.unpack(unpacked(row, told), segment, ctx, share) for row in comm.all_gather(packed(told))]
-        # The regions follow one another.
+        # The regions follow one another, or a rank has cut them differently.
         result = Entries(torch.cat([r.indices for r in regions]), torch.cat([r.values for r in regions]))
+        check_indices(result.indices, segment.numel)
         used = at(result.indices, Entries(torch.cat([s.indices for s in sent]), torch.cat([s.values for s in sent])))
         # What rounding took from the sums stays with their owner.
         used -= at(result.indices, Entries(kept.indices, kept.values - regions[comm.rank].values))
@@ -95,13 +100,17 @@ class OkTopK(Aggregator):
         words = torch.cat([header(payload, u, segment, ctx), torch.tensor([checksum], device=u.device)])
         rows = comm.all_gather(words)
         check_headers([row[:2] for row in rows], segment, ctx)
-        # A rank without its side file has none; all of them must come to the same decision.
-        alike = all(int(row[2]) == checksum for row in rows) and known is not None and known.numel() == comm.size - 1
-        if not alike or ctx.step % self.refresh == 0:
+        alike, fits = all(int(row[2]) == checksum for row in rows), known is not None and known.numel() == comm.size - 1
+        if ctx.step % self.refresh == 0 or (alike and not fits):
             quantiles = torch.arange(1, comm.size, device=mine.indices.device) * mine.indices.numel() // comm.size
             starts = mine.indices[quantiles].double() if mine.indices.numel() else quantiles.double()
             comm.all_reduce(starts)
             ctx.state["boundaries"] = starts / comm.size
+        elif not alike:
+            # A rank has none, or others', for want of its side file. No talk about it: within TwoLevel the other groups
+            # of ranks, which know nothing of it, would be out of step. Equal regions do until the next time.
+            places = torch.arange(1, comm.size, dtype=torch.float64, device=u.device)
+            ctx.state["boundaries"] = places * segment.numel / comm.size
         return ctx.state["boundaries"]
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:

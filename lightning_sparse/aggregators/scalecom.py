@@ -11,6 +11,7 @@ from lightning_sparse.aggregators.base import Aggregator, check_headers, header
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
+from lightning_sparse.compressors.formats import check_indices
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 
@@ -38,7 +39,11 @@ class ScaleCom(Aggregator):
             words[0] = chosen.numel()
             words[1 : 1 + chosen.numel()] = chosen
         comm.broadcast(words, leader)
-        indices = words[1 : 1 + int(words[0])].long()
+        count = int(words[0])
+        if not 0 <= count < words.numel():
+            raise ValueError(f"A payload for at most {words.numel() - 1} entries says it holds {count}: it is corrupt.")
+        indices = words[1 : 1 + count].long()
+        check_indices(indices, segment.numel)
         values = u.index_select(0, indices)
         total = values / comm.size
         if total.numel():

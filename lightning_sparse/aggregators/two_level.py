@@ -12,6 +12,7 @@ from lightning_sparse.aggregators.base import Aggregator, Mean, check_headers, h
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
+from lightning_sparse.compressors.formats import check_indices
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels.write_back import coalesce
 from lightning_sparse.layout import Segment
@@ -72,7 +73,13 @@ class TwoLevel(Aggregator):
         result, used = Entries(*coalesce(agreed)), compressor.unpack(payload, part, inner)
 
         starts = [self._part(segment, rank).start - segment.start for rank in range(count)]
-        parts = _all_gather_ragged(node, (result.indices, result.values, used.indices))
+        most = self._part(segment, 0).numel  # the first parts are the longest
+        parts = _all_gather_ragged(node, (result.indices, result.values, used.indices), most)
+        for rank, (theirs, values, used_there) in enumerate(parts):
+            for received in (theirs, used_there):
+                check_indices(received, self._part(segment, rank).numel)
+            if theirs.numel() != values.numel():
+                raise ValueError(f"{theirs.numel()} indices came with {values.numel()} values: a payload is corrupt.")
         indices = torch.cat([start + row[0] for start, row in zip(starts, parts, strict=True)])
         taken = torch.cat([start + row[2] for start, row in zip(starts, parts, strict=True)])
         mine = u[taken]
@@ -104,9 +111,12 @@ class TwoLevel(Aggregator):
         self.between.check_size(size // self.ranks_per_node)
 
 
-def _all_gather_ragged(comm: Comm, parts: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return every rank's tensors, 1-D, whose lengths may differ from rank to rank."""
-    lengths = torch.stack(comm.all_gather(torch.tensor([part.numel() for part in parts], device=parts[0].device)))
+def _all_gather_ragged(comm: Comm, parts: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+    """Return every rank's tensors, 1-D, whose lengths may differ from rank to rank, `most` elements at most."""
+    mine = torch.tensor([part.numel() for part in parts], device=parts[0].device)
+    lengths = torch.stack(comm.all_gather(mine))
+    if not bool(((lengths >= 0) & (lengths <= most)).all()) or not torch.equal(lengths[comm.rank], mine):
+        raise ValueError(f"Payloads for at most {most} entries say they hold {lengths.tolist()}: one is corrupt.")
     rooms = [
         torch.nn.functional.pad(part, (0, int(longest) - part.numel()))
         for part, longest in zip(parts, lengths.amax(0), strict=True)

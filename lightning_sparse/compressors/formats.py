@@ -50,11 +50,18 @@ def decode_indices(parts: tuple[Tensor, ...], count: int, numel: int, capacity: 
         indices = places.sub_(torch.arange(count, device=places.device))
         if width:
             indices = (indices << width) | (parts[1][:count].long() & (1 << width) - 1)
-    if count and not 0 <= int(indices[0]) <= int(indices[-1]) < numel:
-        raise ValueError(
-            f"A payload holds indices {int(indices[0])} to {int(indices[-1])} of {numel} elements: it is corrupt."
-        )
+    check_indices(indices, numel)
     return indices
+
+
+def check_indices(indices: Tensor, numel: int) -> None:
+    """Raise ValueError unless indices that were received ascend, without repetition, within `numel` elements."""
+    if not indices.numel():
+        return
+    first, last = int(indices[0]), int(indices[-1])
+    if first < 0 or last >= numel or not bool((indices[1:] > indices[:-1]).all()):
+        order = "" if first < 0 or last >= numel else ", which do not ascend"
+        raise ValueError(f"A payload holds indices {first} to {last} of {numel} elements{order}: it is corrupt.")
 
 
 def index_bytes(numel: int, capacity: int, form: IndexFormat) -> int:

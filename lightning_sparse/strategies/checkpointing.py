@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import sys
@@ -49,10 +50,25 @@ class Checkpointing(DDPStrategy):
         except Exception as caught:
             error = caught
         if errors := self._told(self._described(error)):
+            self._discard(filepath, checkpoint[side_files.KEY]["tag"])
             raise OSError(
                 f"{str(filepath)!r} could not be written ({errors[0]}). An earlier one of this name is as it was."
             ) from error
         self._clean(filepath)
+
+    def _discard(self, filepath: Any, tag: str) -> None:
+        """Remove the side files of a checkpoint that could not be written, unless it is there in spite of that."""
+        landed = True
+        if self.is_global_zero:
+            with contextlib.suppress(Exception):
+                self.checkpoint_io.teardown()  # AsyncCheckpointIO may be about to write it still
+            with contextlib.suppress(Exception):
+                landed = side_files.named_on_disk(filepath, [tag]) is not None
+        if not self._gathered(landed)[0]:
+            with contextlib.suppress(OSError):
+                side_files.discard(filepath, tag, self.global_rank, self.world_size)
+            if self.is_global_zero:
+                self._tags[str(filepath)].remove(tag)
 
     def _write_side_file(self, checkpoint: dict[str, Any], filepath: Any) -> bool:
         if self._reducer is None:

@@ -717,6 +717,35 @@ def test_trouble_while_saving(trouble, part, victim, saved, tmp_path):
     assert same(resumed, saved[1])
 
 
+@pytest.mark.parametrize(("part", "victim"), [("side", 1), ("main", 0)])
+def test_a_first_checkpoint_that_cannot_be_written_leaves_nothing(part, victim, tmp_path):
+    def rank(rank):
+        last = [saving(tmp_path, every_n_train_steps=3, save_top_k=0, save_last=True)]
+        if rank == victim:
+            last.insert(0, At(2, lambda _: full_disk(part, rank)))
+        return unless(fit, "topk", rank, callbacks=last)
+
+    texts = lightning_ranks(2, rank)
+    assert texts[0] == texts[1]
+    assert f"could not be written (rank {victim}: OSError: [Errno 28] No space left on device)" in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_side_files_stay_where_the_checkpoint_lands_in_spite_of_an_error(tmp_path):
+    class Moaning(TorchCheckpointIO):
+        def save_checkpoint(self, *args, **options):
+            super().save_checkpoint(*args, **options)
+            raise OSError("written, but of an earlier one I have to say")
+
+    def rank(rank):
+        last = [saving(tmp_path, every_n_train_steps=3, save_top_k=0, save_last=True)]
+        return unless(fit, "topk", rank, callbacks=last, plugins=[Moaning()])
+
+    assert all("of an earlier one I have to say" in text for text in lightning_ranks(2, rank))
+    assert odd(tmp_path, others=False) == []
+    assert (tmp_path / "last.ckpt").exists()
+
+
 class Failing(Net):
     """Fails in one rank's step."""
 

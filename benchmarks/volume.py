@@ -1,0 +1,212 @@
+"""How many bytes does a worker send in a step, from 2 to 64 workers?
+
+Ranks are threads here, and `Comm` counts what they put on the wire, headers included; nothing is timed. Before a number
+is written, the result is compared on all ranks, and what went in with what came out and what was kept.
+
+    python -m benchmarks.volume                    # 1 M elements, density 0.001
+    python -m benchmarks.volume --figure           # only draws what was measured
+
+Written: `results/volume.csv`, a row for each method, index format and number of ranks, and `results/volume.png`.
+Beside the bytes of the busiest and of the average rank are
+
+- `announced_bytes`: what the method says it sends on average, with our encodings, without headers (`Reducer.nbytes`);
+- `published_words`: the papers' formula for it, in words of 4 bytes. `index_format` "int32" with fp32 values is the
+  encoding that they count with.
+
+The step is the first, the most expensive: OkTopK agrees on its regions in one of 64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse import METHODS, Method, Reducer, method, simulate
+from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.comm import Comm
+from lightning_sparse.compressors import TopK
+
+RESULTS = Path(__file__).parent / "results"
+RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+PER_NODE = 8
+FORMATS = ("int32", "compact")
+DENSITY = 0.001
+
+Row = dict[str, object]
+
+
+class Published(NamedTuple):
+    """What a paper says a rank sends: how it is written, and in words of 4 bytes, of d, k and P."""
+
+    formula: str
+    words: Callable[[float, float, float], float]
+
+
+PUBLISHED = {
+    "dense": Published("2d(P − 1)/P", lambda d, k, p: 2 * d * (p - 1) / p),
+    "topk": Published("2k(P − 1)", lambda d, k, p: 2 * k * (p - 1)),
+    "gaussiank": Published("2k(P − 1)", lambda d, k, p: 2 * k * (p - 1)),
+    "randk": Published("2k(P − 1)/P", lambda d, k, p: 2 * k * (p - 1) / p),
+    "gtopk": Published("4k log₂P", lambda d, k, p: 4 * k * math.log2(p)),
+    "oktopk": Published("6k(P − 1)/P", lambda d, k, p: 6 * k * (p - 1) / p),
+    "scalecom": Published("k + 2k(P − 1)/P", lambda d, k, p: k + 2 * k * (p - 1) / p),
+    f"topk, {PER_NODE} a node": Published(
+        f"2(k/{PER_NODE})(P/{PER_NODE} − 1)", lambda d, k, p: 2 * k / PER_NODE * (p / PER_NODE - 1)
+    ),
+}
+
+
+def make(name: str, density: float, index_format: str) -> Method:
+    """Return a method of `PUBLISHED`."""
+    if name not in METHODS:
+        compressor = TopK(density, index_format)  # type: ignore[arg-type]
+        return Method(compressor, aggregator=TwoLevel(ranks_per_node=PER_NODE))
+    options = {"index_format": index_format} if has_indices(name) else {}
+    return method(name, density=None if name == "dense" else density, **options)
+
+
+def has_indices(name: str) -> bool:
+    """Return whether the index format makes a difference: ScaleCom always sends int32."""
+    return name not in ("dense", "randk", "scalecom")
+
+
+def measure(name: str, ranks: int, numel: int, density: float, index_format: str) -> Row:
+    """Let ranks take a step, check what comes out, and return a row.
+
+    Raises:
+        RuntimeError: the ranks differ in the result, or something is lost.
+    """
+
+    def gradient(rank: int) -> Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+    def step(comm: Comm) -> tuple[Tensor, Tensor | None, int, float]:
+        reducer = Reducer(make(name, density, index_format), comm, granularity="model")
+        grads = {"w": gradient(comm.rank)}
+        reducer.reduce_(grads)
+        kept = reducer.states[0].get("residual")
+        return grads["w"], kept, comm.sent_bytes, reducer.nbytes(None)
+
+    results = simulate(ranks, step)
+    agreed = results[0][0]
+    lost, largest = -ranks * agreed.double(), 0.0
+    for rank, (result, kept, _, _) in enumerate(results):
+        if not torch.equal(result, agreed):
+            raise RuntimeError(f"{name}: ranks 0 and {rank} of {ranks} differ in the result.")
+        given = gradient(rank)
+        lost += given if kept is None else given - kept
+        largest = max(largest, given.abs().max().item())
+    # Values up to `largest` are divided, added up P times and subtracted again: each rounds by 2⁻²⁴ of it at most.
+    if lost.abs().max() > (ranks + 2) * ranks * largest * 2**-24:
+        raise RuntimeError(f"{name}: {lost.abs().max():g} of an entry is lost among {ranks} ranks.")
+    sent = [result[2] for result in results]
+    k = round(density * numel)
+    return {
+        "method": name,
+        "index_format": index_format if has_indices(name) else "",
+        "ranks": ranks,
+        "elements": numel,
+        "k": k,
+        "busiest_bytes": max(sent),
+        "mean_bytes": f"{sum(sent) / ranks:.1f}",
+        "announced_bytes": f"{results[0][3]:.1f}",
+        "published_words": f"{PUBLISHED[name].words(numel, k, ranks):.1f}",
+    }
+
+
+def draw(folder: Path) -> None:
+    """Draw `volume.csv`, beside it."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with (folder / "volume.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    numel, k = int(rows[0]["elements"]), int(rows[0]["k"])
+    figure, panels = plt.subplots(1, 2, figsize=(13, 6), layout="constrained")
+    for panel, form in zip(panels, FORMATS, strict=True):
+        unit = 4 * k if form == "int32" else 1000
+        for number, (name, published) in enumerate(PUBLISHED.items()):
+            mine = [row for row in rows if row["method"] == name and row["index_format"] in ("", form)]
+            # Within one node nothing leaves it.
+            mine = [row for row in mine if float(row["published_words"]) > 0]
+            if not mine:
+                continue
+            ps = [int(row["ranks"]) for row in mine]
+            color, label = f"C{number}", name
+            if form == "int32":
+                label += f": {published.formula}"
+                lines = [4 * float(row["published_words"]) / unit for row in mine]
+            else:
+                lines = [float(row["announced_bytes"]) / unit for row in mine]
+            hidden = form == "int32" and name == "gaussiank"  # the line of topk
+            panel.plot(ps, lines, color=color, linewidth=0 if hidden else 1.2, alpha=0.8)
+            for column, fill in (("mean_bytes", "none"), ("busiest_bytes", color)):
+                points = [float(row[column]) / unit for row in mine]
+                panel.plot(ps, points, "o", color=color, markerfacecolor=fill, markersize=5)
+            # Where lines end close together, one label goes up and the other down.
+            shift = {"gaussiank": 4, "topk": -4, "scalecom": 3, "randk": 2}.get(name, 0 if name in METHODS else -8)
+            end = (ps[-1], float(mine[-1]["busiest_bytes"]) / unit)
+            panel.annotate(label, end, (8, shift), textcoords="offset points", va="center", color=color, fontsize=8)
+        panel.set(xscale="log", yscale="log", xlabel="workers P", xticks=RANKS, xticklabels=map(str, RANKS))
+        panel.set_xlim(1.8, 64 * 5.5 if form == "int32" else 64 * 3)
+        panel.minorticks_off()
+        panel.grid(alpha=0.25)
+    panels[0].set(
+        ylabel="words of 4 bytes, divided by k",
+        title="int32 indices, fp32 values\nlines: the papers' formulas",
+    )
+    panels[1].set(
+        ylabel="kB",
+        title="as sent by default: compact indices, fp32 values\nlines: what the methods announce, without headers",
+    )
+    figure.suptitle(f"Sent by a worker in a step: {numel:,} elements, k = {k:,}")
+    figure.supxlabel(
+        "Filled: the busiest worker; open: the average one, where it sends less. What points lie above their lines is "
+        "headers: about 16 bytes to each other worker.\n"
+        "gaussiank has room for 4k/3 entries. The line of gtopk is a tree and a broadcast; pairwise swaps need half of "
+        "it, and two rounds more where P is no power of 2.\n"
+        f"scalecom: the leader of the step is the busiest. {PER_NODE} a node: what leaves the node, by each of its "
+        "workers.",
+        fontsize=8,
+    )
+    figure.savefig(folder / "volume.png", dpi=150)
+
+
+def main() -> None:
+    """Measure and draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--numel", type=int, default=1_000_000, help="elements of the one segment, default 1 M")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of workers, default 2 to 64")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default benchmarks/results")
+    parser.add_argument("--figure", action="store_true", help="measure nothing, draw the figure of the CSV file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # the ranks are threads
+    if not args.figure:
+        args.out.mkdir(parents=True, exist_ok=True)
+        rows = [
+            measure(name, ranks, args.numel, DENSITY, form)
+            for ranks in args.ranks
+            for name in PUBLISHED
+            for form in (FORMATS if has_indices(name) else FORMATS[:1])
+            if name in METHODS or ranks % PER_NODE == 0
+        ]
+        with (args.out / "volume.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    draw(args.out)
+
+
+if __name__ == "__main__":
+    main()

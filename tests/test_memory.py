@@ -1,0 +1,62 @@
+"""Memory that a step needs beside gradients and state: a chunk in cache, d/64 block maxima and O(kP)."""
+
+import pytest
+import torch
+
+from lightning_sparse import METHODS, Method, Reducer, method
+from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.compressors import TopK
+from lightning_sparse.kernels.scan import CHUNK, chunk_size
+from lightning_sparse.kernels.select import block_size
+from tests.processes import run_ranks
+
+NUMEL = 1_000_000
+
+
+def peak_bytes(chosen: Method, rank: int) -> int:
+    """Return the most that the second step holds at a time of what it allocates, in bytes.
+
+    All that torch allocates in this thread counts, inside operators, too; what gloo's own threads need does not.
+    """
+    reducer = Reducer(chosen, ProcessGroupComm(), granularity="model")
+    generator = torch.Generator().manual_seed(rank)
+    reducer.reduce_({"w": torch.randn(NUMEL, generator=generator)})
+    grads = {"w": torch.randn(NUMEL, generator=generator)}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        reducer.reduce_(grads)
+    events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert events
+    return int(torch.tensor(events).cumsum(0).max())
+
+
+def methods(size: int) -> dict[str, Method]:
+    return {
+        **{name: method(name) for name in METHODS},
+        "two levels": Method(TopK(), aggregator=TwoLevel(ranks_per_node=max(1, size // 2))),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_state_and_a_little_more(size):
+    k = round(0.001 * NUMEL)
+    block = block_size(NUMEL, k)
+    # The pass that makes u works on a copy of a chunk, and leaves a maximum for each block.
+    maxima = 4 * NUMEL // block
+    scan = 4 * chunk_size(NUMEL) + maxima
+    # Then the k blocks that may hold something, a piece of them at a time: a copy, which of it is large enough (a byte
+    # each), and indices and magnitudes of these, well below a twelfth.
+    blocks = 6 * min(block * k, CHUNK // 4)
+    # Of each of P payloads, and of what is selected and packed here, at most 4k/3 entries: 8 bytes on the wire, 12
+    # decoded, and 12 more divided by P, or sorted.
+    entries = 32 * (size + 2) * 4 * k // 3
+    headers = 64 * (size + 2)
+    bound = max(scan, maxima + blocks + entries) + headers
+    assert bound < 4 * NUMEL / 4  # a quarter of the gradient here; the chunk does not grow beyond 4 MB
+    bounds = dict.fromkeys(METHODS, bound) | {
+        "dense": headers,  # the exchange is in place
+        # What the other ranks of the host send for the dense sum, which gets block maxima of its own.
+        "two levels": 4 * NUMEL + maxima + bound,
+    }
+    for peaks in run_ranks(size, lambda rank: {name: peak_bytes(m, rank) for name, m in methods(size).items()}):
+        assert {name: peak for name, peak in peaks.items() if peak > bounds[name]} == {}
