@@ -265,7 +265,8 @@ class Reducer:
             density=density,
             lr=lr,
             scale=self._scale,
-            scan=compressor.scan(segment.numel, density),
+            # Where ranks divide a segment among them, it is their sum that is selected from.
+            scan=compressor.scan(segment.numel, density) if aggregator.sharing == 1 else None,
             state=state,
             seed=self.seed,
             segment=segment.index,
