@@ -5,10 +5,10 @@
     scan = Scan(len(u), block=64).read(u)  # where u is there already
 
 On CPU the data is worked on in chunks that stay in cache, because a fresh temporary of u's length costs more than
-reading u: its pages have to be mapped first. On CUDA one kernel reads gradient and u, writes u and its maxima: 12 + 4/64
-bytes an element.
+reading u: its pages have to be mapped first. On CUDA one kernel reads gradient and u, writes u and its maxima: about
+12 bytes an element.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ class Scan:
         """Read a vector that is there already (1-D, fp32)."""
         return self._by_triton(u.detach().contiguous()) if uses_triton(u) else self._over(u)
 
-    def _over(
-        self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0
-    ) -> Scan:
+    def _over(self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0) -> Scan:
         size = chunk_size(self.numel)
         pending = list(reversed(parts))
         blocks = self.numel // self.block
@@ -99,9 +97,7 @@ class Scan:
         self.done = True
         return self
 
-    def _by_triton(
-        self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0
-    ) -> Scan:
+    def _by_triton(self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0) -> Scan:
         tiles = -(-self.numel // TILE)
         partial = torch.empty(tiles if self.moments else 0, 2, device=u.device)
         if self.block > 1:
@@ -208,9 +204,7 @@ def _scan(
         tl.store(partial + 2 * tile + 1, tl.sum(x * x))
 
 
-def add_(
-    u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, scan: Scan | None
-) -> Tensor:
+def add_(u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, scan: Scan | None) -> Tensor:
     """Add `scale` times the gradients to u (1-D, fp32), in place, and scan the sum on the way if it is wanted.
 
     Args:

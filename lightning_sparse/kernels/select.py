@@ -14,18 +14,20 @@ On CUDA the same is done twice by kernels, for the maxima and for the elements o
 the threshold, a count per tile, and writing in order from the sums of these counts. All shapes follow from k, so that
 the host waits for nothing, and no order depends on which program comes first.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.launch import kernel, uses_triton
 from lightning_sparse.kernels.scan import CHUNK, MAGNITUDE, Scan, chunk_size
+
 if TYPE_CHECKING:
     import triton.language as tl
 
@@ -35,7 +37,7 @@ BLOCKS_PER_ENTRY = 3
 DIRECT = 1 << 16
 """Up to this many elements one `torch.topk` is as fast as narrowing down by a histogram first."""
 
-TILE = 8192
+TILE = 4096
 """Elements that one program of the kernels looks at; below 2^15, so that two counts fit into 32 bits."""
 
 
@@ -214,7 +216,8 @@ def _nonzero(mask: Tensor) -> Tensor:
     return words.index_select(0, within >> 3).mul_(8).add_(within & 7)
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True)
+class Blocks:
     """What the kernels look at: some blocks of `bits` (int32, 1-D), or all of it.
 
     Attributes:
@@ -306,9 +309,14 @@ def _magnitudes(bits, indices, numel, count, GATHER: tl.constexpr, BLOCK: tl.con
     if GATHER:
         blocks = tl.load(indices + rows, mask=rows < count, other=0)
     places = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there = (rows < count)[:, None] & (places < numel)
-    found = tl.load(bits + places, mask=there, other=0) & 0x7FFFFFFF
-    return tl.reshape(tl.where(there, found, -1), [TILE]), tl.reshape(places, [TILE])
+    there = tl.broadcast_to((rows < count)[:, None], [TILE // BLOCK, BLOCK])
+    # Loads are 16 bytes wide where a whole row is there or not; only in the last tile it may be cut short.
+    if (tl.max(blocks) + 1) * BLOCK <= numel:
+        found = tl.load(bits + places, mask=there, other=0)
+    else:
+        there &= places < numel
+        found = tl.load(bits + places, mask=there, other=0)
+    return tl.reshape(tl.where(there, found & 0x7FFFFFFF, -1), [TILE]), tl.reshape(places, [TILE])
 
 
 @kernel()

@@ -5,9 +5,9 @@ reach the threshold has nothing to offer, and more than 4k/3 blocks that do are 
 into any.
 
 On CUDA the largest 4k/3 + 1 maxima are sorted, so that one small kernel can count what reaches a threshold in a few
-steps, and the whole search runs there. How many entries there are is then fetched, once: it says how long the result is.
+steps, and the whole search runs there. How many entries there are is then fetched, once: it is the result's length.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
