@@ -20,6 +20,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
+# Triton decides when it is imported, which others do, whether kernels are compiled or interpreted on the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from lightning_sparse import METHODS
 
 collect_ignore = ["integration/fit.py"]  # a script, which the tests of the strategy start
