@@ -75,7 +75,7 @@ KERNELS = {
 
 def compiled(stand_in, types, constants, capability):
     """Return registers, spilled bytes, and how many loads and stores of global memory there are, and wide ones."""
-    function = stand_in.load()
+    function = stand_in.load()  # KERNELS holds the stand-ins, made before any is loaded
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     # As at launch, where torch's memory is aligned and the numbers that matter are multiples of 16.

@@ -16,6 +16,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
+from benchmarks import selection
 from lightning_sparse import Reducer, method, simulate
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.context import Context
@@ -306,6 +307,26 @@ def test_kernels_compile_for_gpus(capability):
     # These have the same loads twice: wide for full tiles, and one by one for the last.
     for name in ("read", "first digit", "last digit", "digit of maxima", "count", "count at 1 %", "write"):
         assert kernels[name]["wide loads"] >= 4, (name, kernels[name])
+
+
+def test_the_benchmark_checks_and_times_every_contestant():
+    rows = list(selection.on_device(20_000, 0.01, 2, DEVICE))
+    contestants = {"torch.topk", "torch.sort", "GaussianK as published", "TopK", "GaussianK", "RandK"}
+    for part in ("selection", "step"):
+        assert {row["contestant"] for row in rows if row["part"] == part} >= contestants
+    assert all(row["ms"] > 0 and row["times_floor"] > 0 for row in rows)
+
+
+def test_the_benchmark_refuses_wrong_results():
+    u = torch.randn(1000)
+    with pytest.raises(SystemExit, match="selects wrongly"):
+        selection.check("TopK", u, u.abs().topk(10, largest=False).indices, 0.01)
+    step = selection.DeviceStep(u, 0.01, lambda u, density: topk_indices(u, 10))
+    step.residual = torch.ones(500).repeat_interleave(2)
+    step.check("TopK")
+    step.select = lambda u, density: torch.arange(10)
+    with pytest.raises(SystemExit, match="selects wrongly"):
+        step.check("TopK")
 
 
 @needs_triton

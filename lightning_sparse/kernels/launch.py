@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def _has_triton() -> bool:
 
 
 class Kernel:
-    """Stands in for a Triton kernel in its module until the first of them is launched; launched like one.
+    """Stands in for a Triton kernel in its module until the first of them is launched.
 
     Then all stand-ins of that module are replaced, so that kernels can call each other, and `tl` is put beside them.
     """
@@ -53,9 +54,6 @@ class Kernel:
     def __init__(self, function: Callable[..., Any], plain: tuple[str, ...]) -> None:
         self.function = function
         self.plain = plain
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.load()[grid]
 
     def load(self) -> Any:
         """Return the Triton kernel."""
@@ -68,6 +66,13 @@ class Kernel:
                 if isinstance(value, Kernel):
                     scope[name] = triton.jit(value.function, do_not_specialize=value.plain)
         return scope[self.function.__name__]
+
+
+def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    """Run as many programs of a kernel as are asked for, on the device of its first argument, a tensor."""
+    kernel = kernel.load() if isinstance(kernel, Kernel) else kernel
+    with torch.cuda.device_of(args[0]):
+        kernel[(programs,)](*args, **constants)
 
 
 def kernel(*plain: str) -> Callable[[Callable[..., Any]], Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -106,7 +106,9 @@ class Scan:
         runs, targets, terms = _runs(u, parts, tiles)
         _add(targets, terms, scale)
         for first, last, start, grad in runs:
-            _scan[(last - first,)](
+            launch(
+                _scan,
+                last - first,
                 u,
                 u if grad is None else grad,
                 factor,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 from lightning_sparse.kernels.scan import CHUNK, MAGNITUDE, Scan, chunk_size
 
 if TYPE_CHECKING:
@@ -249,12 +249,12 @@ class Blocks:
         """How many programs look at them."""
         return -(-self.count * self.size // TILE)
 
-    def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
+    def look(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Run a kernel over all tiles."""
         gathered = self.indices is not None
         constants |= {"GATHER": gathered, "BLOCK": self.size, "TILE": TILE, "num_warps": 8}
         indices = self.bits if self.indices is None else self.indices
-        kernel[(self.tiles,)](self.bits, indices, self.bits.numel(), self.count, *args, **constants)
+        launch(kernel, self.tiles, self.bits, indices, self.bits.numel(), self.count, *args, **constants)
 
 
 def largest_in(blocks: Blocks, k: int) -> Tensor:
@@ -267,9 +267,9 @@ def kth_largest(blocks: Blocks, k: int) -> Tensor:
     """Return the k-th largest magnitude as one int32 on the device, by Triton: radix select, eight bits at a time."""
     counts = torch.zeros(4, 256, dtype=torch.int32, device=blocks.bits.device)
     for digit in range(4):
-        blocks.launch(_histogram, counts, k, DIGIT=digit)
+        blocks.look(_histogram, counts, k, DIGIT=digit)
     threshold = torch.empty(1, dtype=torch.int32, device=counts.device)
-    _threshold[(1,)](counts, k, threshold)
+    launch(_threshold, 1, counts, k, threshold)
     return threshold
 
 
@@ -280,7 +280,7 @@ def counts_above(blocks: Blocks, threshold: Tensor) -> Tensor:
         int64 of shape (2, tiles): how many there are in a tile and all before it, above and equal.
     """
     counts = torch.empty(2, blocks.tiles, dtype=torch.int32, device=threshold.device)
-    blocks.launch(_count, threshold, counts, blocks.tiles)
+    blocks.look(_count, threshold, counts, blocks.tiles)
     return counts.cumsum(1)
 
 
@@ -297,7 +297,7 @@ def indices_above(blocks: Blocks, threshold: Tensor, counts: Tensor, size: int, 
         int64 indices into `blocks.bits`, ascending.
     """
     indices = torch.empty(size, dtype=torch.int64, device=threshold.device)
-    blocks.launch(_write, threshold, counts, indices, ties_up_to, blocks.tiles)
+    blocks.look(_write, threshold, counts, indices, ties_up_to, blocks.tiles)
     return indices
 
 
@@ -352,7 +352,7 @@ def _histogram(
         candidate &= (found >> (32 - 8 * DIGIT)) == _digits(counts, k, DIGIT)
     bins = tl.histogram((found >> (24 - 8 * DIGIT)) & 255, 256, mask=candidate)
     # Whole numbers: their sum does not depend on the order.
-    tl.atomic_add(counts + DIGIT * 256 + tl.arange(0, 256), bins, mask=bins > 0)
+    tl.atomic_add(counts + DIGIT * 256 + tl.arange(0, 256), bins, mask=bins > 0, sem="relaxed")
 
 
 @kernel("k")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 from lightning_sparse.kernels.scan import MAGNITUDE, Scan
 from lightning_sparse.kernels.select import (
     Blocks,
@@ -106,7 +106,7 @@ def _by_triton(bits: Tensor, k: int, z: float, scan: Scan) -> Tensor:
     # As in the loop above: without a spread there is nothing to start from, which 0 says.
     first = torch.where((deviation > 0) & (deviation < math.inf), first, 0)
     limit = torch.empty(1, dtype=torch.int32, device=bits.device)
-    _search[(1,)](tops, first, limit, tops.numel(), fewest, most, ROUNDS=ROUNDS, num_warps=1)
+    launch(_search, 1, tops, first, limit, tops.numel(), fewest, most, ROUNDS=ROUNDS, num_warps=1)
     blocks = Blocks.of(bits, candidates, scan.block)
     counts = counts_above(blocks, limit)
     # The one synchronisation: the length of the result is data.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -35,7 +35,7 @@ def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0)
     if not uses_triton(x):
         return x.index_add_(0, indices, values, alpha=scale)
     if count := indices.numel():
-        _add_entries[(-(-count // TILE),)](x, indices, values, float(scale), count, TILE=TILE)
+        launch(_add_entries, -(-count // TILE), x, indices, values, float(scale), count, TILE=TILE)
     return x
 
 
@@ -94,8 +94,8 @@ def _add_to_all(grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[
     steps = (len(grads) - 1).bit_length()
     for indices, values in terms:
         if count := indices.numel():
-            grid = (-(-count // TILE),)
-            _add_to_many[grid](table, grads[0], indices, values, count, len(grads), steps, TILE=TILE)
+            args = (table, grads[0], indices, values, count, len(grads), steps)
+            launch(_add_to_many, -(-count // TILE), *args, TILE=TILE)
 
 
 @kernel("count", "many", "steps")
