@@ -63,7 +63,8 @@ def burst(rate: str) -> str:
     1 Gbit/s a whole sparse step of 0.6 MB would pass nearly unshaped.
     """
     speed = bits_per_second(rate)
-    return "16kb" if speed <= 100e6 else "64kb" if speed <= 1e9 else "512kb"
+    limits = ((100e6, "16kb"), (500e6, "32kb"), (1e9, "64kb"))
+    return next((size for limit, size in limits if speed <= limit), "512kb")
 
 
 def missing() -> str | None:

@@ -1,7 +1,9 @@
 """Step times of ways to average gradients, over links of a given rate.
 
     sudo python -m benchmarks.network --rates 100mbit 1gbit
+    python -m benchmarks.network --workload real --rates loopback --tune
     sudo python -m benchmarks.network --workload real --rates 100mbit
+    sudo python -m benchmarks.network --workload resnet50 --contestants none ddp topk gtopk
     python -m benchmarks.network --plot
 
 Each worker is a process on a host of its own (see `benchmarks.links`); the links are calibrated first, and nothing is
@@ -29,10 +31,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.links import INTERFACE, Links, missing
+from benchmarks.links import INTERFACE, Links, bits_per_second, missing
+from benchmarks.shapes import COMPUTE_SECONDS
 
 RESULTS = Path(__file__).parent / "results"
-CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank", "parts"]
+CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank"]
+MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level", "ddp_accumulated", "local_sgd", "parts"]
 # What must hold: how many times faster than another contestant, by rate.
 TARGETS = {"1gbit": {"ddp": 5.0, "powersgd": 1.8}, "100mbit": {"ddp": 35.0}}
 # One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
@@ -47,6 +51,10 @@ ENVIRONMENT = {
 SLACK = 1.2
 # What other programs may use of the processors.
 FOREIGN_LOAD = 0.05
+# Of the real training.
+LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
+# With paced models processors stand for accelerators and network cards, and must not be what limits them.
+BUSY = 0.7
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
 Row = dict[str, Any]
 
@@ -67,18 +75,39 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workload",
-        choices=["mlp", "real"],
+        choices=["mlp", "real", *COMPUTE_SECONDS],
         default="mlp",
+        metavar="NAME",
         help="mlp: time steps of a model of 25.6 million parameters on random data. real: train a small convolutional "
-        "network on scikit-learn's handwritten digits and record the test loss over time. Default: mlp",
+        "network on scikit-learn's handwritten digits and record the test loss over time. "
+        f"{', '.join(COMPUTE_SECONDS)}: paced, so gradients of that model's shapes, made of real ones of a small "
+        "network, come after the published compute time, while the processors sleep. Default: mlp",
+    )
+    parser.add_argument(
+        "--dilate",
+        type=float,
+        default=1,
+        metavar="N",
+        help="paced models: a link of the Nth part of the rate and N times the compute time, so that two cores keep "
+        "up with many ranks; reported times are the Nth part. Latency, and what the processors do, count for less "
+        "by that. Default: 1",
+    )
+    parser.add_argument(
+        "--ranks-per-host",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many ranks share a link. Default: 1",
     )
     parser.add_argument(
         "--contestants",
         nargs="+",
-        choices=CONTESTANTS,
-        default=CONTESTANTS,
+        choices=[*CONTESTANTS, *MORE],
+        default=[*CONTESTANTS, "parts"],
         metavar="NAME",
-        help=f"among {', '.join(CONTESTANTS)}; parts times selection and decoding alone. Default: all",
+        help=f"among {', '.join([*CONTESTANTS, *MORE])}; parts times selection and decoding alone (mlp only); "
+        f"ddp_accumulated and local_sgd send as many bytes as topk, seldom and densely (real only). Default: "
+        f"{', '.join(CONTESTANTS)}, parts",
     )
     parser.add_argument("--workers", type=int, default=4, help="number of ranks. Default: 4")
     parser.add_argument("--rounds", type=int, default=1, help="how often all contestants take turns. Default: 1")
@@ -95,6 +124,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bucket-cap-mb", type=float, default=25, help="size of DDP's buckets for our contestants. Default: 25"
     )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help=f"real: train with each of the learning rates {', '.join(map(str, LEARNING_RATES))} and keep, in "
+        "network_tuning.csv, the one that takes the fewest steps. Without it what is kept there is used, or 0.05",
+    )
     parser.add_argument("--target-loss", type=float, default=0.2, help="real: stop at this test loss. Default: 0.2")
     parser.add_argument(
         "--patience",
@@ -110,11 +145,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.workers < 2:
         parser.error(f"--workers {args.workers}: at least two ranks are needed to communicate.")
+    if args.workers % args.ranks_per_host:
+        parser.error(f"--ranks-per-host {args.ranks_per_host} does not divide --workers {args.workers}.")
+    if args.dilate != 1 and args.workload not in COMPUTE_SECONDS:
+        parser.error(f"--dilate {args.dilate:g}: only paced models can be slowed down, not {args.workload}.")
     return args
 
 
 @contextlib.contextmanager
-def hosts(workers: int, rate: str) -> Iterator[tuple[Start, dict[str, str], list[Row], str]]:
+def hosts(args: argparse.Namespace, rate: str) -> Iterator[tuple[Start, dict[str, str], list[Row], str]]:
     """Make the hosts, or stay on loopback.
 
     Yields:
@@ -139,7 +178,8 @@ def hosts(workers: int, rate: str) -> Iterator[tuple[Start, dict[str, str], list
         finally:
             end(processes)
         return
-    with Links(workers, rate) as links:
+    slowed = f"{bits_per_second(rate) / args.dilate / 1e3:g}kbit" if args.dilate != 1 else rate
+    with Links(args.workers // args.ranks_per_host, slowed) as links:
         rows = []
         for measured in links.calibrate():
             print(
@@ -147,7 +187,7 @@ def hosts(workers: int, rate: str) -> Iterator[tuple[Start, dict[str, str], list
             )
             rows.append(
                 {
-                    "rate": rate,
+                    "rate": slowed,
                     "burst": links.burst,
                     "probe": measured.name,
                     "payload_bytes": measured.payload_bytes,
@@ -158,14 +198,14 @@ def hosts(workers: int, rate: str) -> Iterator[tuple[Start, dict[str, str], list
             )
             if not measured.ok:
                 raise SystemExit(
-                    f"The {rate} links carry {measured.ratio:.2f} times what they should ({measured.name}): more than "
-                    f"10 % off, so nothing is measured. Is there another load on the machine, or is the rate beyond "
-                    f"what its processors move?"
+                    f"The {slowed} links carry {measured.ratio:.2f} times what they should ({measured.name}): more "
+                    f"than 10 % off, so nothing is measured. Is there another load on the machine, or is the rate "
+                    f"beyond what its processors move?"
                 )
 
         def start(rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
             with log.open("w") as file:
-                return links.popen(rank, argv, env=env, stderr=file)
+                return links.popen(rank // args.ranks_per_host, argv, env=env, stderr=file)
 
         yield (
             start,
@@ -209,8 +249,10 @@ def launch(
                 "density",
                 "bucket_cap_mb",
                 "target_loss",
+                "ranks_per_host",
             )
         }
+        job["compute"] = COMPUTE_SECONDS.get(args.workload, 0.0) * args.dilate
         argv = [sys.executable, "-m", "benchmarks.rank", json.dumps({**job, "todo": todo, "out": str(out)})]
         logs = [Path(folder, f"rank{rank}") for rank in range(args.workers)]
         processes = [
@@ -247,12 +289,21 @@ def last_line(log: Path) -> str:
 
 def measure(args: argparse.Namespace, rate: str) -> None:
     """Measure all contestants at one rate, print the result and put it in the CSV files."""
-    print(f"{rate}, {args.workers} workers")
-    with hosts(args.workers, rate) as (start, env, calibration, links):
-        names = [name for name in args.contestants if args.workload == "mlp" or name != "parts"]
-        todo = [(name, number) for number in range(args.rounds) for name in names]
+    print(f"{args.workload}, {rate}, {args.workers} workers")
+    with hosts(args, rate) as (start, env, calibration, links):
+        names = args.contestants
+        if args.workload != "mlp":
+            names = [name for name in names if name != "parts"]
+        if args.workload != "real":
+            names = [name for name in names if name not in ("ddp_accumulated", "local_sgd")]
         if args.workload == "real":
-            todo = todo[: len(names)]
+            best = {row["contestant"]: row["learning_rate"] for row in load(args.out / "network_tuning.csv")}
+            names = [
+                f"{name}@{rate}"
+                for name in names
+                for rate in (LEARNING_RATES if args.tune else [best.get(name, "0.05")])
+            ]
+        todo = [(name, number) for number in range(1 if args.workload == "real" else args.rounds) for name in names]
         results: dict[str, list[Any]] = {}
         while todo:
             records, reason = launch(args, start, env, todo)
@@ -266,11 +317,18 @@ def measure(args: argparse.Namespace, rate: str) -> None:
                 print(f"  {todo[0][0]} has no result: {reason}")
                 results.pop(todo[0][0], None)
                 todo = [(name, number) for name, number in todo if name != todo[0][0]]
-    save(args.out / "network_links.csv", calibration, rate)
-    common = {
+    for probe in calibration[:1]:
+        save(args.out / "network_links.csv", calibration, {"rate": probe["rate"]})
+    key = {
+        "workload": args.workload,
         "rate": rate,
-        "links": links,
         "workers": args.workers,
+        "ranks_per_host": args.ranks_per_host,
+    }
+    common = {
+        **key,
+        "dilate": args.dilate,
+        "links": links,
         "batch": args.batch,
         "density": args.density,
         "torch": version("torch"),
@@ -281,29 +339,47 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         "date": time.strftime("%Y-%m-%d"),
     }
     if args.workload == "real":
-        rows = [
-            {"contestant": name, **{key: round(value, 4) for key, value in point.items()}, **common}
-            for name, curves in results.items()
-            for point in curves[0]
-        ]
-        save(args.out / "network_real.csv", rows, rate)
-        for name, (curve, *_) in results.items():
+        curves = {tuple(name.split("@")): curve for name, (curve, *_) in results.items()}
+        for (name, learning_rate), curve in curves.items():
             last = curve[-1]
             print(
-                f"  {name:12} test loss {last['test_loss']:.3f}, accuracy {last['test_accuracy']:.3f} after "
-                f"{last['step']} steps, {last['seconds']:.1f} s"
+                f"  {name:12} rate {learning_rate:5} test loss {last['test_loss']:.3f}, accuracy "
+                f"{last['test_accuracy']:.3f} after {last['step']} steps, {last['seconds']:.1f} s"
             )
+        if args.tune:
+            reached = [
+                {"contestant": name, "learning_rate": learning_rate, "steps": curve[-1]["step"], **common}
+                for (name, learning_rate), curve in curves.items()
+                if curve[-1]["test_loss"] < args.target_loss
+            ]
+            for name in dict.fromkeys(row["contestant"] for row in reached):
+                rows = sorted((row for row in reached if row["contestant"] == name), key=lambda row: row["steps"])
+                save(args.out / "network_tuning.csv", rows[:1], {"contestant": name})
+            return
+        rows = [
+            {
+                "contestant": name,
+                "learning_rate": learning_rate,
+                **{column: round(value, 4) for column, value in point.items()},
+                **common,
+            }
+            for (name, learning_rate), curve in curves.items()
+            for point in curve
+        ]
+        save(args.out / "network_real.csv", rows, key)
         return
-    rows = [{**row, **common} for row in summarise(results)]
-    save(args.out / "network.csv", rows, rate)
+    rows = [{**row, **common} for row in summarise(results, args.workers, args.dilate)]
+    save(args.out / ("network_paced.csv" if args.workload in COMPUTE_SECONDS else "network.csv"), rows, key)
     report(rows, rate)
 
 
-def summarise(results: dict[str, list[Any]]) -> list[Row]:
+def summarise(results: dict[str, list[Any]], workers: int, dilate: float) -> list[Row]:
     """Make one row per contestant, per phase of our reducer, and per part timed alone."""
+    cores = os.cpu_count() or 1
     rows: list[Row] = []
 
     def row(kind: str, name: str, ms: list[float], **more: Any) -> None:
+        ms = [value / dilate for value in ms]
         p20, _, _, p80 = statistics.quantiles(ms, n=5, method="inclusive") if len(ms) > 1 else ms * 4
         rows.append(
             {
@@ -318,6 +394,7 @@ def summarise(results: dict[str, list[Any]]) -> list[Row]:
                 "sent_bytes_per_step": "",
                 "tx_bytes_per_step": "",
                 "cpu_ms_per_step_and_rank": "",
+                "busy": "",
                 "foreign_load": "",
                 **more,
             }
@@ -339,7 +416,8 @@ def summarise(results: dict[str, list[Any]]) -> list[Row]:
             times_faster_than_ddp=round(medians["ddp"] / medians[name], 2) if "ddp" in medians else "",
             sent_bytes_per_step=round(rounds[0]["sent_bytes"]) or "",
             tx_bytes_per_step=round(rounds[0]["tx_bytes"]) or "",
-            cpu_ms_per_step_and_rank=round(statistics.mean(one["cpu_ms"] for one in rounds), 1),
+            cpu_ms_per_step_and_rank=round(cpu_ms := statistics.mean(one["cpu_ms"] for one in rounds), 1),
+            busy=round(cpu_ms * workers / cores / medians[name], 3),
             foreign_load=round(max(one["foreign_load"] for one in rounds), 3),
         )
     for name, rounds in results.items():
@@ -364,11 +442,17 @@ def report(rows: list[Row], rate: str) -> None:
         )
         print(f"  {row['kind']:6}{row['contestant']:24}{times}{faster}{wire}")
     for row in rows:
+        if row["busy"] and row["workload"] in COMPUTE_SECONDS and row["contestant"] != "none" and row["busy"] > BUSY:
+            print(
+                f"  {row['contestant']}: the processors were busy for {row['busy']:.0%} of the time, so this says more "
+                f"about them than about the links: not valid. Use --dilate."
+            )
         if row["foreign_load"] and row["foreign_load"] > FOREIGN_LOAD:
             print(f"  {row['contestant']}: other programs used {row['foreign_load']:.0%} of the processors; repeat it")
     median = {row["contestant"]: row["median_ms"] for row in rows}
+    targets = TARGETS.get(rate, {}) if (rows[0]["workload"], rows[0]["workers"]) == ("mlp", 4) else {}
     for name in ("topk", "gaussiank"):
-        for other, factor in TARGETS.get(rate, {}).items():
+        for other, factor in targets.items():
             if name in median and other in median:
                 reached = median[other] / median[name]
                 print(f"  {name}: {reached:.2f} times faster than {other}, {verdict(reached >= factor)} {factor:g}")
@@ -383,12 +467,16 @@ def verdict(met: bool) -> str:
     return "meets" if met else "MISSES"
 
 
-def save(path: Path, rows: list[Row], rate: str) -> None:
-    """Replace what a CSV file holds on one rate."""
+def save(path: Path, rows: list[Row], key: Row) -> None:
+    """Replace what a CSV file holds on one set-up, given as some columns and their values."""
     if not rows:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [row for row in load(path) if row["rate"] != rate and set(row) == set(rows[0])]
+    kept = [
+        row
+        for row in load(path)
+        if set(row) == set(rows[0]) and any(row[column] != str(value) for column, value in key.items())
+    ]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -419,7 +507,7 @@ def plot(folder: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [row for row in load(folder / "network.csv") if row["kind"] == "step"]
+    rows = [row for row in load(folder / "network.csv") if (row["kind"], row["workers"]) == ("step", "4")]
     if rows:
         rates = list(dict.fromkeys(row["rate"] for row in rows))
         figure, panels = plt.subplots(1, len(rates), figsize=(5 * len(rates), 3.2), squeeze=False, layout="constrained")

@@ -8,6 +8,7 @@ the check sends two numbers instead of whole gradients.
 
 # No `from __future__ import annotations` here: DDP looks at a hook's annotations and refuses strings.
 
+import contextlib
 import copy
 import gc
 import json
@@ -17,7 +18,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.shapes import shapes
 
 if TYPE_CHECKING:
     from lightning_sparse import Reducer
@@ -39,8 +42,9 @@ class Job:
     """What `benchmarks.network` asks of all ranks.
 
     Attributes:
-        workload: "mlp" or "real".
-        todo: contestants and the round that each belongs to, in order.
+        workload: "mlp", "real", or a model of `benchmarks.shapes`.
+        todo: contestants and the round that each belongs to, in order; for "real" with their learning rates, as in
+            "topk@0.05".
         out: file to which rank 0 appends one JSON line per result.
         seconds: how long to time each contestant in each round.
         min_steps: timed steps at least, even when they take longer.
@@ -49,6 +53,8 @@ class Job:
         density: of all sparse contestants.
         bucket_cap_mb: size of DDP's buckets for our contestants.
         target_loss: "real" ends when the test loss is below it.
+        compute: seconds of forward and backward of a model of `benchmarks.shapes`.
+        ranks_per_host: how many ranks share a link.
     """
 
     workload: str
@@ -61,6 +67,8 @@ class Job:
     density: float
     bucket_cap_mb: float
     target_loss: float
+    compute: float
+    ranks_per_host: int
 
 
 @dataclass
@@ -71,11 +79,15 @@ class Wrapped:
         module: what the training loop calls.
         residuals: returns what the rank has kept so far, by parameter name.
         reducer: ours only.
+        every: how many steps lie between two exchanges, in "real".
+        averages: exchanges weights, not gradients.
     """
 
     module: nn.Module
     residuals: Callable[[], dict[str, Tensor]] = dict
     reducer: "Reducer | None" = None
+    every: int = 1
+    averages: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,74 @@ def convnet() -> nn.Module:
         nn.ReLU(),
         nn.Linear(512, 10),
     )
+
+
+class Paced(nn.Module):
+    """Gradients of given shapes, after a given time: what a model does for the communication, with idle processors.
+
+    Forward sleeps for a third of the time, and backward for the rest, the same share for each matrix. The values are
+    gradients of a small convolutional network on the digits, put end to end; in every other step those of another
+    batch. So large ones are in the same places on all ranks and in all steps, as in a real model.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], compute: float, values: list[Tensor]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        self.forward_seconds = compute / 3
+        matrices = sum(len(shape) > 1 for shape in shapes)
+        self.seconds = [2 / 3 * compute / matrices if len(shape) > 1 else 0.0 for shape in shapes]
+        # Long enough for the largest parameter, from wherever it starts. A function, so that copies share it.
+        longest = max(param.numel() for param in self.params)
+        period = values[0].numel()
+        sources = [batch.repeat(2 + longest // period) for batch in values]
+        starts = torch.randint(period, (len(shapes),), generator=torch.Generator().manual_seed(0)).tolist()
+        self.gradient = lambda step, number, shape: sources[step % 2][starts[number] :][: math.prod(shape)].view(shape)
+
+    def forward(self, step: Tensor) -> Tensor:
+        """Return a loss, 0. `step` chooses the gradients, 0 to 7."""
+        time.sleep(self.forward_seconds)
+        x = torch.zeros((), requires_grad=True)
+        for number, (param, seconds) in enumerate(zip(self.params, self.seconds, strict=True)):
+            x = _Pace.apply(x, param, self.gradient(int(step), number, param.shape), seconds)  # type: ignore[no-untyped-call]
+        return x
+
+
+class _Pace(torch.autograd.Function):
+    """Hands a parameter its gradient, after a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Tensor, gradient: Tensor, seconds: float) -> Tensor:
+        ctx.gradient, ctx.seconds = gradient, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], ctx.gradient, None, None
+
+
+def real_gradients(rank: int) -> list[Tensor]:
+    """Return two of the convolutional network's gradients on this rank's digits, after some steps that all share."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(digits.target)
+    torch.manual_seed(0)
+    model = convnet()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    kept = []
+    for seed in [*range(20), 1000 + rank, 2000 + rank]:
+        picked = torch.randint(len(labels), (32,), generator=torch.Generator().manual_seed(seed))
+        grads = torch.autograd.grad(functional.cross_entropy(model(images[picked]), labels[picked]), params)
+        if seed >= 1000:
+            kept.append(torch.cat([grad.view(-1) for grad in grads]))
+        else:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.step()
+    return kept
 
 
 def _no_communication(model: nn.Module, job: Job) -> Wrapped:
@@ -214,17 +294,40 @@ def _naive_topk(model: nn.Module, job: Job) -> Wrapped:
     return Wrapped(ddp, lambda: kept)
 
 
-def _ours(method: str) -> Callable[[nn.Module, Job], Wrapped]:
+def _ours(name: str, two_level: bool = False) -> Callable[[nn.Module, Job], Wrapped]:
     def wrap(model: nn.Module, job: Job) -> Wrapped:
         # Here, so that the other contestants run without waiting for Lightning's import on every rank.
-        from lightning_sparse import attach
+        from lightning_sparse import attach, method
+        from lightning_sparse.aggregators import TwoLevel
+
+        chosen = method(name, density=job.density)
+        if two_level:
+            chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, job.ranks_per_host))
 
         # As our strategies do it.
         ddp = DistributedDataParallel(
             model, init_sync=False, bucket_cap_mb=job.bucket_cap_mb, gradient_as_bucket_view=True
         )
-        reducer = attach(ddp, method=method, density=job.density)
+        reducer = attach(ddp, chosen)
         return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
+
+    return wrap
+
+
+def _seldom(averages: bool) -> Callable[[nn.Module, Job], Wrapped]:
+    """Dense, but so seldom that as many bytes are sent as by top-k: gradients added up, or weights averaged."""
+
+    def wrap(model: nn.Module, job: Job) -> Wrapped:
+        from lightning_sparse import method
+        from lightning_sparse.layout import Layout
+
+        layout = Layout.of({name: tuple(param.shape) for name, param in model.named_parameters()}, "bucket", 25)
+        size, topk = dist.get_world_size(), method("topk", density=job.density)
+        sparse = sum(topk.aggregator.nbytes(topk.compressor, segment, None, size) for segment in layout.segments)
+        every = round(8 * layout.numel * (size - 1) / size / sparse)
+        if averages:
+            return Wrapped(model, every=every, averages=True)
+        return Wrapped(DistributedDataParallel(model, init_sync=False), every=every)
 
     return wrap
 
@@ -239,6 +342,13 @@ CONTESTANTS = {
     "naive_topk": Contestant(_naive_topk, check_steps=2, sparse=True),
     "topk": Contestant(_ours("topk"), check_steps=2, sparse=True),
     "gaussiank": Contestant(_ours("gaussiank"), check_steps=2, sparse=True),
+    "gtopk": Contestant(_ours("gtopk"), check_steps=2, sparse=True),
+    "oktopk": Contestant(_ours("oktopk"), check_steps=2, sparse=True),
+    "scalecom": Contestant(_ours("scalecom"), check_steps=2, sparse=True),
+    "randk": Contestant(_ours("randk"), check_steps=2, sparse=True),
+    "ddp_accumulated": Contestant(_seldom(averages=False)),
+    "local_sgd": Contestant(_seldom(averages=True)),
+    "topk_two_level": Contestant(_ours("topk", two_level=True), check_steps=2, sparse=True),
 }
 
 
@@ -256,7 +366,11 @@ class Rank:
         self.job = job
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        self.model = mlp() if job.workload == "mlp" else convnet()
+        self.paced = job.workload not in ("mlp", "real")
+        if self.paced:
+            self.model: nn.Module = Paced(shapes(job.workload), job.compute, real_gradients(self.rank))
+        else:
+            self.model = mlp() if job.workload == "mlp" else convnet()
 
     def write(self, **record: Any) -> None:
         """Append a line to the results; rank 0 only."""
@@ -275,7 +389,9 @@ class Rank:
         return float(self.gather(value)[0])
 
     def batches(self, rank: int) -> list[Batch]:
-        """Return the eight batches that a rank goes through again and again in the timing workload."""
+        """Return the eight batches that a rank goes through again and again in the timing workloads."""
+        if self.paced:
+            return [(torch.tensor(step), torch.zeros(0)) for step in range(8)]
         random = torch.Generator().manual_seed(rank)
         return [
             (
@@ -284,6 +400,11 @@ class Rank:
             )
             for _ in range(8)
         ]
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a timing workload."""
+        out: Tensor = module(batch[0])
+        return out if self.paced else functional.cross_entropy(out, batch[1])
 
     def check_weights(self, model: nn.Module) -> None:
         """Raise unless all ranks have the same weights, bit by bit."""
@@ -322,7 +443,7 @@ class Rank:
         def step(batch: Batch) -> float:
             started = time.perf_counter()
             optimizer.zero_grad()
-            loss = functional.cross_entropy(wrapped.module(batch[0]), batch[1])
+            loss = self.loss(wrapped.module, batch)
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
@@ -332,9 +453,8 @@ class Rank:
         direction = [torch.randn(param.shape, generator=random) for param in model.parameters()]
         gradients = handed_out = norm = 0.0
         for number in range(contestant.check_steps):
-            x, y = batches[number]
             # autograd.grad leaves DDP's hooks alone.
-            local = torch.autograd.grad(functional.cross_entropy(model(x), y), list(model.parameters()))
+            local = torch.autograd.grad(self.loss(model, batches[number]), list(model.parameters()))
             gradients += along(direction, local)
             norm += sum(grad.square().sum().item() for grad in local)
             seconds = step(batches[number])
@@ -346,7 +466,7 @@ class Rank:
                 k = self.job.density * sum(grad.numel() for grad in agreed)
                 if not 2 * k / 3 <= entries <= 4 * k / 3 * self.size + 100:
                     raise WrongResult(f"{entries} entries were handed out, for k = {k:.0f} on {self.size} ranks")
-            if number == 0 and contestant.tolerance is not None:
+            if number == 0 and contestant.tolerance is not None and not self.paced:
                 self.check_reference(model, self.model, contestant.tolerance)
         if not contestant.alone:
             residuals = wrapped.residuals()
@@ -402,8 +522,8 @@ class Rank:
         from lightning_sparse.compressors import GaussianK, TopK
         from lightning_sparse.layout import Layout
 
-        shapes = {name: tuple(param.shape) for name, param in self.model.named_parameters()}
-        layout = Layout.of(shapes, "bucket", self.job.bucket_cap_mb)
+        of_param = {name: tuple(param.shape) for name, param in self.model.named_parameters()}
+        layout = Layout.of(of_param, "bucket", self.job.bucket_cap_mb)
         model = copy.deepcopy(self.model)
         batches = self.batches(self.rank)
         residuals = [torch.zeros(segment.numel) for segment in layout.segments]
@@ -448,7 +568,7 @@ class Rank:
             for number in range(12 if part != "select torch.topk" else 4):
                 x, y = batches[number % len(batches)]
                 grads = torch.autograd.grad(functional.cross_entropy(model(x), y), list(model.parameters()))
-                gradient = dict(zip(shapes, grads, strict=True))
+                gradient = dict(zip(of_param, grads, strict=True))
                 dist.barrier()
                 started = time.perf_counter()
                 run()
@@ -460,7 +580,7 @@ class Rank:
             for part in timed
         }
 
-    def train(self, name: str) -> list[dict[str, float]]:
+    def train(self, name: str, learning_rate: float) -> list[dict[str, float]]:
         """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
         from sklearn.datasets import load_digits
 
@@ -471,28 +591,39 @@ class Rank:
         train_x, train_y, test_x, test_y = images[:1500], labels[:1500], images[1500:], labels[1500:]
         model = copy.deepcopy(self.model)
         wrapped = CONTESTANTS[name].wrap(model, self.job)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
         random = torch.Generator().manual_seed(self.rank)
         curve: list[dict[str, float]] = []
-        clock = 0.0
+        clock, every = 0.0, wrapped.every
+        # Tests come after an exchange, so that all ranks have the same weights.
+        count = every * math.ceil(10 / every)
         while True:
             with torch.no_grad():
                 scores = model(test_x)
-            loss = functional.cross_entropy(scores, test_y).item()
+            test_loss = functional.cross_entropy(scores, test_y).item()
             accuracy = (scores.argmax(1) == test_y).float().mean().item()
-            curve.append({"step": 10 * len(curve), "seconds": clock, "test_loss": loss, "test_accuracy": accuracy})
-            if not math.isfinite(loss):
-                raise WrongResult("the test loss is not finite")
-            if self.agreed(loss < self.job.target_loss or clock > self.job.seconds):
+            curve.append(
+                {"step": count * len(curve), "seconds": clock, "test_loss": test_loss, "test_accuracy": accuracy}
+            )
+            if self.agreed(not test_loss >= self.job.target_loss or clock > self.job.seconds):
                 break
             dist.barrier()
             started = time.perf_counter()
-            for _ in range(10):
+            for number in range(1, count + 1):
                 # A rank's own quarter of the data.
                 picked = torch.randint(1500 // self.size, (self.job.batch,), generator=random) * self.size + self.rank
-                optimizer.zero_grad()
-                functional.cross_entropy(wrapped.module(train_x[picked]), train_y[picked]).backward()
-                optimizer.step()
+                exchanges = number % every == 0
+                adds_up = not exchanges and isinstance(wrapped.module, DistributedDataParallel)
+                with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
+                    loss = functional.cross_entropy(wrapped.module(train_x[picked]), train_y[picked])
+                    (loss if wrapped.averages else loss / every).backward()
+                if not adds_up:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if exchanges and wrapped.averages:
+                    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+                    dist.all_reduce(weights.div_(self.size))
+                    nn.utils.vector_to_parameters(weights, model.parameters())
             clock += time.perf_counter() - started
         if not CONTESTANTS[name].alone:
             self.check_weights(model)
@@ -540,7 +671,8 @@ def main() -> None:
         if name == "parts":
             result: Any = rank.parts()
         else:
-            result = rank.measure(name) if job.workload == "mlp" else rank.train(name)
+            contestant, _, learning_rate = name.partition("@")
+            result = rank.train(contestant, float(learning_rate)) if learning_rate else rank.measure(name)
         rank.write(finished=name, round=number, result=result)
         gc.collect()
     dist.barrier()

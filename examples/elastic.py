@@ -35,6 +35,7 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -88,7 +89,7 @@ def newest(folder: Path) -> Path | None:
 
 def train(
     folder: Path,
-    strategy: str = "topk_ddp",
+    strategy: str | DDPStrategy = "topk_ddp",
     *,
     density: float | None = None,
     steps: int = 400,
@@ -101,7 +102,7 @@ def train(
 
     Args:
         folder: where the checkpoints are, on all nodes.
-        strategy: name of a strategy.
+        strategy: name of a strategy, or one.
         density: fraction of gradient entries to send.
         steps: of the whole run.
         every: how many steps lie between checkpoints.
@@ -115,7 +116,7 @@ def train(
         # What torchrun has agreed on this time.
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        strategy=make_strategy(strategy, density),
+        strategy=make_strategy(strategy, density) if isinstance(strategy, str) else strategy,
         max_steps=steps,
         # While the new one is written there is the numbered one before, and while that goes there is last.ckpt.
         callbacks=[

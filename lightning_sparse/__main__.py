@@ -1,6 +1,13 @@
-"""`python -m lightning_sparse`: see `lightning_sparse.cli`."""
+"""`python -m lightning_sparse`: Lightning's command line (see `lightning_sparse.cli`), and `advise`."""
 
-from lightning_sparse.cli import main
+import sys
 
 if __name__ == "__main__":  # not in the processes that a `_spawn` strategy starts
-    main()
+    if sys.argv[1:2] == ["advise"]:
+        from lightning_sparse.advise import main as advise
+
+        advise(sys.argv[2:])
+    else:
+        from lightning_sparse.cli import main
+
+        main()

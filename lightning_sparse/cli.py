@@ -135,7 +135,8 @@ def main(args: ArgsType = None) -> None:
         parser_kwargs={
             "prog": "python -m lightning_sparse",
             "description": "Train with PyTorch Lightning over slow links. "
-            f"Besides Lightning's own strategies there are {', '.join(f'{method}_ddp' for method in METHODS)}.",
+            f"Besides Lightning's own strategies there are {', '.join(f'{method}_ddp' for method in METHODS)}. "
+            "Which of them pays on your link: python -m lightning_sparse advise --help.",
         },
         # With a logger each run has a folder of its own; without one, a second run would fail over the first's file.
         save_config_kwargs={"overwrite": True},

@@ -24,7 +24,9 @@ ALLOWED = {
     "strategies": {"aggregators", "checkpoint", "layout", "hook", "methods", "reducer"},
     "callbacks": {"observer", "layout", "context", "compressors", "reducer", "strategies"},
     "cli": {"methods", "strategies", "callbacks"},
-    "__main__": {"cli"},
+    "cost": {"layout", "compressors", "aggregators", "methods"},
+    "advise": {"comm", "compressors", "cost", "methods", "reducer"},
+    "__main__": {"advise", "cli"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
 DISTRIBUTED = {"comm", "hook", "strategies"}

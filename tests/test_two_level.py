@@ -33,7 +33,7 @@ def test_by_hand():
     assert simulate(4, rank) == [([1.0, 2.0, 1.0, 1.0], kept[rank]) for rank in range(4)]
 
 
-@pytest.mark.parametrize("hosts, ranks_per_node", [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize(("hosts", "ranks_per_node"), [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 4)])
 @pytest.mark.parametrize("between", [Mean(), GlobalTopK(), OkTopK(), ScaleCom()], ids=repr)
 def test_equal_on_all_ranks_and_nothing_lost(between, hosts, ranks_per_node):
     size = hosts * ranks_per_node

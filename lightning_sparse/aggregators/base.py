@@ -51,6 +51,10 @@ class Aggregator(abc.ABC):
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         """Return how many bytes a rank sends for a segment among `size` ranks, without counts and headers."""
 
+    @abc.abstractmethod
+    def rounds(self, size: int) -> int:
+        """Return how many messages a segment's exchange takes one after the other, among `size` ranks."""
+
     def supports(self, compressor: Compressor) -> bool:
         """Return whether the payloads of `compressor` can be aggregated this way."""
         return True
@@ -73,6 +77,9 @@ class Mean(Aggregator):
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return compressor.nbytes(segment, density) * (size - 1)
 
+    def rounds(self, size: int) -> int:
+        return size - 1
+
 
 @dataclass(frozen=True)
 class AllReduceMean(Aggregator):
@@ -93,6 +100,9 @@ class AllReduceMean(Aggregator):
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return 2 * compressor.nbytes(segment, density) * (size - 1) / size
+
+    def rounds(self, size: int) -> int:
+        return 3 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
         return compressor.summable

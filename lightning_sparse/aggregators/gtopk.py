@@ -102,9 +102,11 @@ class GlobalTopK(Aggregator):
         return (result,), without_zeros(Entries(result.indices, used))
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
+        return compressor.nbytes(segment, density) * self.rounds(size)
+
+    def rounds(self, size: int) -> int:
         half = 1 << size.bit_length() - 1
-        rounds = half.bit_length() - 1 + 2 * (half < size)
-        return compressor.nbytes(segment, density) * rounds
+        return half.bit_length() - 1 + 2 * (half < size)
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, Sparsifier) and not compressor.summable

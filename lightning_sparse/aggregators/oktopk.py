@@ -109,6 +109,9 @@ class OkTopK(Aggregator):
         rooms = _rooms(compressor.target(segment.numel, density), size)
         return (size - 1) * sum(compressor.entry_bytes(segment.numel, room) for room in rooms)
 
+    def rounds(self, size: int) -> int:
+        return 3 * (size - 1)
+
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, Sparsifier) and not compressor.summable
 

@@ -51,6 +51,9 @@ class ScaleCom(Aggregator):
         # Every rank leads once in P steps.
         return 4 * capacity / size + 8 * capacity * (size - 1) / size
 
+    def rounds(self, size: int) -> int:
+        return 3 * (size - 1) + (size - 1).bit_length()
+
     def supports(self, compressor: Compressor) -> bool:
         # Sums of rounded values would have to be rounded again on the way.
         return isinstance(compressor, Sparsifier) and not compressor.summable and compressor.value_format == "float32"

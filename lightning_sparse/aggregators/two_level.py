@@ -90,6 +90,9 @@ class TwoLevel(Aggregator):
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return self.between.nbytes(compressor, self._part(segment, 0), density, size // self.ranks_per_node)
 
+    def rounds(self, size: int) -> int:
+        return self.between.rounds(size // self.ranks_per_node)  # what goes on inside a host takes no time beside it
+
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, Sparsifier) and self.between.supports(compressor) and not compressor.summable
 

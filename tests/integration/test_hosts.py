@@ -22,6 +22,7 @@ SCRIPT = """
 
     from examples.elastic import train
     from examples.train import quiet
+    from lightning_sparse import SparseDDPStrategy
 
 
     class Note(pl.Callback):
@@ -41,7 +42,8 @@ SCRIPT = """
 
     quiet()
     folder, note = Path(sys.argv[1]), Note()
-    accuracy = train(folder, "topk_ddp", density=0.01, steps=60, every=30, callbacks=[note])
+    strategy = SparseDDPStrategy("topk", density=0.01, two_level=sys.argv[2] == "True")
+    accuracy = train(folder, strategy, steps=60, every=30, callbacks=[note])
     (folder / f"rank{note.seen['rank']}.json").write_text(json.dumps({**note.seen, "accuracy": accuracy}))
 """
 
@@ -52,7 +54,8 @@ SCRIPT = """
     checked="trains the digits; weights equal on all four ranks; what was counted went over the wire",
     methods=["topk"],
 )
-def test_two_hosts(tmp_path):
+@pytest.mark.parametrize("two_level", [False, True])
+def test_two_hosts(two_level, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {
@@ -73,7 +76,15 @@ def test_two_hosts(tmp_path):
                 agents.append(
                     links.popen(
                         host,
-                        [sys.executable, "-m", "torch.distributed.run", *arguments, str(script), str(tmp_path)],
+                        [
+                            sys.executable,
+                            "-m",
+                            "torch.distributed.run",
+                            *arguments,
+                            str(script),
+                            str(tmp_path),
+                            str(two_level),
+                        ],
                         env=environment,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -86,6 +97,7 @@ def test_two_hosts(tmp_path):
     assert all(set(seen["interfaces"]) == {"lo", INTERFACE} for seen in ranks)
     assert all(seen["steps"] == 60 for seen in ranks)
     assert all(seen["weights"] == ranks[0]["weights"] for seen in ranks)
-    # In a ring one rank of each host sends to the other host.
+    # In a ring one rank of each host sends to the other host; with two levels all do, and what stays on a host does not
+    # count.
     assert all(seen["on the wire"] > seen["sent"] > 0 for seen in ranks)
     assert ranks[0]["accuracy"] > 0.8

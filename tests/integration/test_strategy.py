@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -200,3 +201,49 @@ def test_a_learning_rate_finder_leaves_nothing_behind(tmp_path):
 
 def test_version_is_public():
     assert lightning_sparse.__version__
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
+    """Otherwise gloo aborts the process at its exit now and then; after a failure leaving might wait for ever."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import atexit
+
+            import torch.distributed as dist
+
+            atexit.register(lambda: print("groups at the end:", dist.is_initialized()))
+
+            import pytorch_lightning as pl
+
+            import lightning_sparse
+            from tests.integration.trainers import Loader, Net
+
+
+            class Failing(Net):
+                def training_step(self, batch, index):
+                    if {fails} and index == 2:
+                        raise ValueError("enough")
+                    return super().training_step(batch, index)
+
+
+            trainer = pl.Trainer(
+                accelerator="cpu", devices=1, strategy="topk_ddp", max_steps=4, logger=False, barebones=True
+            )
+            trainer.fit(Failing(), Loader(0, 1))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == fails, done.stderr[-3000:]
+    assert ("ValueError: enough" in done.stderr) == fails, done.stderr[-3000:]
+    assert f"groups at the end: {fails}" in done.stdout
+
+
+def test_two_level_is_an_option_and_needs_parts_that_it_can_send():
+    strategy = SparseDDPStrategy("gtopk", two_level=True)
+    assert "TwoLevel(between=GlobalTopK()" in repr(strategy._method)
+    with pytest.raises(ValueError, match=r"cannot aggregate what RandK"):
+        SparseDDPStrategy("randk", two_level=True)

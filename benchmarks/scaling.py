@@ -1,0 +1,228 @@
+"""Scaling efficiency at 1 Gbit/s: measured at P = 4 and 8, by the cost model beyond, beside the published table.
+
+    python -m benchmarks.scaling
+
+It measures nothing: it reads what `benchmarks.network` has left of the paced models in `network_paced.csv`, fits the
+cost model (`lightning_sparse.cost`) to some of these runs, checks it against the others, and prints and saves how far
+off it is. Efficiency is the time of a step without communication over that of a step with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks.links import PAYLOAD_SHARE, bits_per_second
+from benchmarks.network import BUSY, RESULTS, load
+from benchmarks.shapes import COMPUTE_SECONDS, shapes
+from lightning_sparse import method
+from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
+from lightning_sparse.layout import Layout
+from lightning_sparse.methods import Method
+
+FITTED_TO = [("vgg16", 4), ("alexnet", 4), ("resnet20", 4)]
+EXTRAPOLATED = (8, 16, 32)
+# Per cent, dense / TopK / gTopK (Shi et al. 2019, arXiv 1901.04359, and the authors' plotting script for P = 4).
+PUBLISHED = {
+    ("vgg16", 4): (7.9, 8.4, 9.95),
+    ("resnet20", 4): (89.3, 98.7, 99.5),
+    ("alexnet", 4): (8.1, 8.2, 9.5),
+    ("resnet50", 4): (73.8, 71.4, 75.3),
+    ("lstm_ptb", 4): (3.2, 5.1, 4.5),
+    ("vgg16", 32): (0.96, 4.78, 9.35),
+    ("resnet20", 32): (31.3, 75.6, 85.7),
+    ("alexnet", 32): (0.71, 5.32, 9.09),
+    ("resnet50", 32): (20.3, 57.8, 74.0),
+    ("lstm_ptb", 32): (0.54, 1.38, 2.76),
+}
+METHODS = ["ddp", "topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
+NAMES = ["latency", "element", "entry", "dense_byte", "segment"]
+SCALES = np.array([1e-4, 1e-9, 1e-8, 1e-9, 1e-3])
+
+
+def workload(name: str) -> Workload:
+    """Return a paced model, in the segments that our strategies make of it."""
+    all_shapes = shapes(name)
+    layout = Layout.of({str(number): shape for number, shape in enumerate(all_shapes)}, "bucket", 25)
+    matrices = sum(len(shape) > 1 for shape in all_shapes)
+    done = list(itertools.accumulate(len(all_shapes[int(number)]) > 1 for number in layout.names))
+    last = itertools.accumulate(len(segment.names) for segment in layout.segments)
+    compute = COMPUTE_SECONDS[name]
+    return Workload(
+        tuple(segment.numel for segment in layout.segments),
+        tuple(done[stop - 1] / matrices for stop in last),
+        compute / 3,
+        2 / 3 * compute,
+    )
+
+
+def chosen(name: str) -> Method:
+    """Return the method for a contestant."""
+    return DENSE if name == "ddp" else method(name)
+
+
+def exposed(run: dict[str, Any], values: Any) -> float:
+    """Return the seconds that the model says a measured run's step takes longer than one without communication."""
+    fitted = dict(zip(NAMES, values, strict=True))
+    share = run["share"]
+    link = Link(run["bandwidth"], fitted.pop("latency") / run["dilate"])
+    costs = Costs(**{name: value * share for name, value in fitted.items()}, shared=False)
+    return step(chosen(run["contestant"]), workload(run["workload"]), run["workers"], link, costs).exposed
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the measured runs, seconds beside the time without communication."""
+    rows = [row for row in load(path) if row["kind"] == "step"]
+    alone = {
+        (row["workload"], row["workers"], row["rate"]): float(row["median_ms"]) / 1e3
+        for row in rows
+        if row["contestant"] == "none"
+    }
+    return [
+        {
+            "workload": row["workload"],
+            "workers": int(row["workers"]),
+            "contestant": row["contestant"],
+            "seconds": float(row["median_ms"]) / 1e3,
+            "none": alone[row["workload"], row["workers"], row["rate"]],
+            "bandwidth": bits_per_second(row["rate"]) / 8 * PAYLOAD_SHARE,
+            "dilate": float(row["dilate"]),
+            # Ranks share the cores, and where time is slowed down, what they do counts for less.
+            "share": max(1, int(row["workers"]) / int(row["cores"])) / float(row["dilate"]),
+            "busy": float(row["busy"]),
+        }
+        for row in rows
+        if row["contestant"] in METHODS
+    ]
+
+
+def fit(runs: list[dict[str, Any]]) -> Any:
+    """Return the constants that make the model's steps most alike to measured ones, relative to each."""
+
+    def off(scaled: Any) -> list[float]:
+        return [(run["none"] + exposed(run, scaled * SCALES)) / run["seconds"] - 1 for run in runs]
+
+    return least_squares(off, np.ones(len(NAMES)), bounds=(0, np.inf), x_scale="jac", diff_step=1e-3).x * SCALES
+
+
+def main() -> None:
+    """Fit, check, and write the table and the figure."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="of the CSV files. Default: benchmarks/results")
+    folder = parser.parse_args().folder
+
+    runs = [run for run in read(folder / "network_paced.csv") if run["busy"] <= BUSY]
+    if not (fitted := [run for run in runs if (run["workload"], run["workers"]) in FITTED_TO]):
+        raise SystemExit(f"{folder / 'network_paced.csv'} holds no run of {FITTED_TO}: measure these first.")
+    values = fit(fitted)
+    print("Fitted: " + ", ".join(f"{name} {value:.3g} s" for name, value in zip(NAMES, values, strict=True)))
+    rows: list[dict[str, Any]] = []
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for run in runs:
+        said = run["none"] + exposed(run, values)
+        seen = (run["workload"], run["workers"]) in FITTED_TO
+        errors[seen].append(abs(said / run["seconds"] - 1))
+        print(
+            f"  {run['workload']:10} P={run['workers']}  {run['contestant']:10}{1e3 * run['seconds']:9.1f} ms, model "
+            f"{1e3 * said:9.1f}, off by {said / run['seconds'] - 1:+6.1%}{'' if seen else '  (not fitted to)'}"
+        )
+        rows.append(
+            {
+                "model": run["workload"],
+                "workers": run["workers"],
+                "method": run["contestant"],
+                "source": "measured",
+                "efficiency": round(run["none"] / run["seconds"], 4),
+                "by_cost_model": round(run["none"] / said, 4),
+                "published": published(run["workload"], run["workers"], run["contestant"]),
+            }
+        )
+    for seen, label in ((True, "fitted to"), (False, "held out")):
+        if errors[seen]:
+            print(f"{label}: median error {statistics.median(errors[seen]):.1%}, largest {max(errors[seen]):.1%}")
+
+    measured = {(row["model"], row["workers"], row["method"]) for row in rows}
+    for name, workers, contestant in itertools.product(COMPUTE_SECONDS, EXTRAPOLATED, METHODS):
+        if (name, workers, contestant) in measured:
+            continue
+        # Everything as with four workers, but their number.
+        alike = next(run for run in runs if (run["workload"], run["workers"]) == (name, 4))
+        said = exposed({**alike, "workers": workers, "contestant": contestant}, values)
+        efficiency = round(alike["none"] / (alike["none"] + said), 4)
+        rows.append(
+            {
+                "model": name,
+                "workers": workers,
+                "method": contestant,
+                "source": "extrapolated",
+                "efficiency": efficiency,
+                "by_cost_model": efficiency,
+                "published": published(name, workers, contestant),
+            }
+        )
+    with (folder / "scaling.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    draw(rows, folder / "scaling.png")
+
+
+def published(name: str, workers: int, contestant: str) -> float | str:
+    """Return the published efficiency, empty where there is none."""
+    known = dict(zip(("ddp", "topk", "gtopk"), PUBLISHED.get((name, workers), ()), strict=False))
+    return round(known[contestant] / 100, 4) if contestant in known else ""
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw efficiency against the number of workers, a panel for each model."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(2, 3, figsize=(12, 6.4), layout="constrained", sharey=True)
+    for panel, name in zip(panels.flat, COMPUTE_SECONDS, strict=True):
+        for number, contestant in enumerate(METHODS):
+            mine = sorted(
+                (row for row in rows if (row["model"], row["method"]) == (name, contestant)),
+                key=lambda row: row["workers"],
+            )
+            color = f"C{number}"
+            panel.plot(
+                [row["workers"] for row in mine], [100 * row["efficiency"] for row in mine], "-", color=color, lw=1
+            )
+            for source, marker in (("measured", "o"), ("extrapolated", "x")):
+                part = [row for row in mine if row["source"] == source]
+                panel.plot(
+                    [row["workers"] for row in part], [100 * row["efficiency"] for row in part], marker, color=color
+                )
+            told = [row for row in mine if row["published"] != ""]
+            panel.plot([r["workers"] for r in told], [100 * r["published"] for r in told], "_", color=color, ms=14)
+        size = sum(math.prod(shape) for shape in shapes(name))
+        panel.set(title=f"{name}: {size / 1e6:.1f} M, {1e3 * COMPUTE_SECONDS[name]:g} ms", xscale="log", ylim=(0, 102))
+        panel.set_xticks([4, 8, 16, 32], labels=["4", "8", "16", "32"])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    for panel in panels[1]:
+        panel.set_xlabel("workers")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("scaling efficiency, %")
+    handles = [mpl.lines.Line2D([], [], color=f"C{number}", label=name) for number, name in enumerate(METHODS)]
+    for marker, label in (("o", "measured"), ("x", "cost model"), ("_", "published, other hardware")):
+        handles.append(mpl.lines.Line2D([], [], color="0.3", ls="", marker=marker, label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=9, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

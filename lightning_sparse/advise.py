@@ -1,0 +1,171 @@
+"""`python -m lightning_sparse advise`: what each method would take on your link, and where dense training wins.
+
+    python -m lightning_sparse advise --params 25.6e6 --workers 32 --bandwidth 1Gbit --backward 0.15
+
+Selection is timed here and now, on the GPU where there is one. So run it on a machine like those that train. The rest
+is computed, see `lightning_sparse.cost`; it says nothing about accuracy: compare that yourself, at a tuned learning
+rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from lightning_sparse.comm import Comm, simulate
+from lightning_sparse.compressors import Sparsifier
+from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, crossing, step
+from lightning_sparse.methods import METHODS, Method, method
+from lightning_sparse.reducer import Reducer
+
+TIMED_ELEMENTS = 25_000_000
+"""Selection is timed on that many at most; beyond, its time is proportional."""
+BASELINES = {"ddp": 4, "ddp, 16-bit hook": 2}
+"""Bytes per element."""
+RANDOM = ("randk",)
+"""Fast, and not to be recommended: they do not send what is large."""
+UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def bandwidth(text: str) -> float:
+    """Read "1Gbit", "100Mbit" or "12.5GB" as bytes per second."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])(bit|B)(?:/s|ps)?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth: write 1Gbit, 100Mbit or 12.5GB (per second)")
+    return float(match[1]) * UNITS[match[2]] / (8 if match[3] == "bit" else 1)
+
+
+def gbit(bandwidth: float) -> str:
+    """Write bytes per second as Gbit/s or Mbit/s, to two digits."""
+    bits = bandwidth * 8
+    return f"{bits / 1e9:.2g} Gbit/s" if bits >= 0.995e9 else f"{bits / 1e6:.2g} Mbit/s"
+
+
+def measure(chosen: Method, params: int) -> Costs:
+    """Time a method's own work on this machine: a whole step in a world of one, and adding up what another one sent."""
+    numel = min(params, TIMED_ELEMENTS)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gradient = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(0))
+    out = torch.zeros_like(gradient)
+
+    def now() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def rank(comm: Comm) -> tuple[float, float]:
+        reducer = Reducer(chosen, comm, granularity="model")
+        steps, entries = [], []
+        for _ in range(6):
+            grads = {"all": gradient.clone()}
+            started = now()
+            reducer.reduce_(grads)
+            steps.append(now() - started)
+            indices = grads["all"].nonzero().view(-1)
+            values = grads["all"][indices]
+            started = now()
+            out.index_add_(0, indices, values)
+            entries.append((now() - started) / len(indices))
+        # The first one allocates.
+        return statistics.median(steps[1:]) / numel, statistics.median(entries[1:])
+
+    ((element, entry),) = simulate(1, rank)
+    return Costs(element=element, entry=entry)
+
+
+def estimates(work: Workload, workers: int, link: Link, density: float | None) -> list[tuple[str, Step, float | None]]:
+    """Return name, step and crossing point of every method and of the dense baselines, the fastest first."""
+    rows: list[tuple[str, Step, float | None]] = [
+        (name, step(DENSE, work, workers, link, Costs(), dense_bytes=each), None) for name, each in BASELINES.items()
+    ]
+    timed: dict[str, Costs] = {}
+    for name in METHODS:
+        if name == "dense":
+            continue
+        chosen = method(name, density=density)
+        assert isinstance(chosen.compressor, Sparsifier)
+        kind = repr(chosen.compressor)
+        if kind not in timed:
+            timed[kind] = measure(chosen, sum(work.segments))
+        costs = timed[kind]
+        found = step(chosen, work, workers, link, costs)
+        rows.append((name, found, crossing(chosen, work, workers, link, costs, list(BASELINES.values()))))
+    return sorted(rows, key=lambda row: row[1].seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the command line and print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_sparse advise",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--params", type=float, required=True, help="trainable parameters, for example 25.6e6")
+    parser.add_argument("--workers", type=int, required=True, help="number of workers that share gradients")
+    parser.add_argument(
+        "--bandwidth", type=bandwidth, required=True, help="of a worker's link, for example 1Gbit or 100Mbit"
+    )
+    parser.add_argument("--backward", type=float, required=True, metavar="SECONDS", help="of one step's backward pass")
+    parser.add_argument(
+        "--forward", type=float, metavar="SECONDS", help="of one step's forward pass. Default: half of backward"
+    )
+    parser.add_argument(
+        "--latency", type=float, default=50e-6, metavar="SECONDS", help="of a message. Default: 50e-6, one switch"
+    )
+    parser.add_argument(
+        "--density", type=float, help="fraction of entries to send. Default: that of each method, 0.001"
+    )
+    args = parser.parse_args(argv)
+    if args.workers < 2:
+        parser.error(f"--workers {args.workers}: with fewer than two there is nothing to send")
+    try:
+        work = Workload.even(
+            round(args.params), args.backward / 2 if args.forward is None else args.forward, args.backward
+        )
+        link = Link(args.bandwidth, args.latency)
+        method("topk", density=args.density)
+    except ValueError as error:
+        parser.error(str(error))
+
+    rows = estimates(work, args.workers, link, args.density)
+    ddp = next(found for name, found, _ in rows if name == "ddp").seconds
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine's CPU"
+    print(
+        f"{args.params:,.0f} parameters, {args.workers} workers, {gbit(args.bandwidth)}, forward and "
+        f"backward {1e3 * (work.forward + work.backward):g} ms; selection timed on {where}.\n"
+    )
+    print(f"{'':18}{'ms/step':>10}{'x ddp':>8}{'waiting, ms':>13}{'MB/step':>10}  pays below")
+    for name, found, point in rows:
+        if point is None:
+            pays = ""
+        elif point == 0:
+            pays = "never"
+        else:
+            pays = "any bandwidth" if math.isinf(point) else gbit(point)
+        if name in RANDOM:
+            pays += "  (a random choice: needs many more steps)"
+        print(
+            f"{name:18}{1e3 * found.seconds:10.1f}{ddp / found.seconds:8.2f}{1e3 * found.exposed:13.1f}"
+            f"{found.sent_bytes / 1e6:10.3f}  {pays}"
+        )
+    best, fastest, _ = next(row for row in rows if row[0] not in RANDOM)
+    dense_name, dense, _ = next(row for row in rows if row[0] in BASELINES)
+    if best in BASELINES:
+        print(f"\nDense training wins here: stay with {best}.")
+    elif dense.seconds < 1.1 * fastest.seconds:
+        print(
+            f"\n{best} gains {dense.seconds / fastest.seconds - 1:.0%} over {dense_name}: less than the model is sure "
+            f"of. Dense training is simpler; stay with it unless you measure more."
+        )
+    else:
+        print(
+            f"\n{best} takes {fastest.seconds / dense.seconds:.0%} of the time of {dense_name}, the better dense way, "
+            f"if it needs as many steps. Check that first."
+        )

@@ -1,0 +1,189 @@
+"""What a training step takes, by a model: nothing is run.
+
+    work = Workload.even(params=25_600_000, forward=0.05, backward=0.10)
+    step(method("gtopk"), work, workers=32, link=Link(125e6), costs=Costs(element=1.5e-9)).seconds
+
+The model: backward delivers the segments one after the other. Each is selected, sent and added up; the link carries one
+at a time and does so beside backward, while selecting and adding up take their time from backward where one device does
+both (`Costs.shared`). A message takes the link's latency, and its bytes over the bandwidth. Not in the model: slow
+workers, other traffic, and the collectives' own weaknesses. `benchmarks/scaling.py` fits it to measured steps, and says
+how far off it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_sparse.aggregators import AllReduceMean
+from lightning_sparse.compressors import Identity, Sparsifier
+from lightning_sparse.layout import Segment
+from lightning_sparse.methods import Method
+
+DENSE = Method(Identity(), aggregator=AllReduceMean())
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects a worker to the others.
+
+    Attributes:
+        bandwidth: bytes per second, in each direction.
+        latency: seconds that a message takes beside its bytes.
+    """
+
+    bandwidth: float
+    latency: float = 5e-5
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not self.latency >= 0:
+            raise ValueError(f"{self!r}: the bandwidth must be above 0 bytes/s, the latency 0 s or more.")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the method's own work takes.
+
+    Attributes:
+        element: seconds per gradient element, for adding to the residual, selecting and writing back.
+        entry: seconds per entry that arrives, for decoding and adding up.
+        dense_byte: seconds of processor per byte that a dense all-reduce sends; 0 where a card does it.
+        segment: seconds per segment, whatever its size.
+        shared: whether all this takes its time from backward, as on one device; else it runs beside it.
+    """
+
+    element: float = 0.0
+    entry: float = 0.0
+    dense_byte: float = 0.0
+    segment: float = 0.0
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, seen from its gradients.
+
+    Attributes:
+        segments: elements of each segment, in the order in which backward delivers them.
+        arrivals: when each is complete, as a fraction of backward, ascending to 1.
+        forward: seconds.
+        backward: seconds.
+    """
+
+    segments: tuple[int, ...]
+    arrivals: tuple[float, ...]
+    forward: float
+    backward: float
+
+    @staticmethod
+    def even(params: int, forward: float, backward: float, bucket_cap_mb: float = 25) -> Workload:
+        """Return one of equal segments that arrive at equal intervals."""
+        if params < 1 or not forward >= 0 or not backward >= 0:
+            raise ValueError(
+                f"params={params!r}, forward={forward!r}, backward={backward!r}: a model has at least one parameter, "
+                f"and times are 0 s or more."
+            )
+        count = math.ceil(4 * params / (bucket_cap_mb * 2**20))
+        return Workload(
+            tuple(params // count + (number < params % count) for number in range(count)),
+            tuple((number + 1) / count for number in range(count)),
+            forward,
+            backward,
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the model says about a step.
+
+    Attributes:
+        seconds: from start to end.
+        exposed: of these, those that neither forward nor backward take.
+        sent_bytes: put on the wire by a worker.
+    """
+
+    seconds: float
+    exposed: float
+    sent_bytes: float
+
+
+def step(
+    method: Method,
+    work: Workload,
+    workers: int,
+    link: Link,
+    costs: Costs,
+    *,
+    density: float | None = None,
+    dense_bytes: int = 4,
+) -> Step:
+    """Return what a step takes.
+
+    Args:
+        method: what is sent; where that is more than dense gradients are, those are sent, as `Reducer` does it.
+        work: the model and its compute time.
+        workers: their number.
+        link: between them.
+        costs: of the method's own work.
+        density: fraction of entries to send; None keeps the method's own.
+        dense_bytes: per element where gradients go dense: 4, or 2 with a 16-bit hook.
+    """
+    if workers < 1:
+        raise ValueError(f"workers={workers!r}: at least one.")
+    dense_rounds = 2 * (workers - 1)
+    device = work.forward  # busy until then
+    arrival, wire, sent = 0.0, 0.0, 0.0
+    done: list[tuple[float, float]] = []  # when a segment's exchange ends, and what adding it up takes
+    for index, (numel, fraction) in enumerate(zip(work.segments, work.arrivals, strict=True)):
+        segment = Segment(index, ("",), ((numel,),), 0)
+        dense = dense_bytes * numel * dense_rounds / workers
+        chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
+        sparse = isinstance(method.compressor, Sparsifier) and (workers == 1 or chosen < 4 * dense / dense_bytes)
+        arrives = work.forward + fraction * work.backward
+        if sparse:
+            assert isinstance(method.compressor, Sparsifier)
+            nbytes, rounds = chosen, method.aggregator.rounds(workers)
+            before = costs.segment + numel * costs.element
+            # What arrives is as much as what is sent, in all our exchanges.
+            capacity = method.compressor.capacity(numel, density)
+            after = costs.entry * nbytes / method.compressor.entry_bytes(numel, capacity) * capacity
+        else:
+            nbytes, rounds, before, after = dense, dense_rounds, 0.0, 0.0
+            before = dense * costs.dense_byte
+        if costs.shared:
+            # Backward stands still in the meantime.
+            device += (fraction - arrival) * work.backward + before
+        else:
+            device = max(device, arrives) + before
+        arrival = fraction
+        wire = max(wire, device) + rounds * link.latency + nbytes / link.bandwidth
+        done.append((wire, after))
+        sent += nbytes
+    end = max(device, work.forward + work.backward)
+    for exchanged, after in done:
+        end = max(end, exchanged) + after
+    return Step(end, end - work.forward - work.backward, sent)
+
+
+def crossing(method: Method, work: Workload, workers: int, link: Link, costs: Costs, baselines: Sequence[int]) -> float:
+    """Return the bandwidth, in bytes/s, above which a dense step is at least as fast: 0 for always, inf for never.
+
+    Args:
+        baselines: bytes per element of the dense steps to compare with.
+    """
+
+    def wins(bandwidth: float) -> bool:
+        at = Link(bandwidth, link.latency)
+        best = min(step(DENSE, work, workers, at, costs, dense_bytes=each).seconds for each in baselines)
+        return step(method, work, workers, at, costs).seconds < best
+
+    low, high = 1e3, 1e14
+    if not wins(low):
+        return 0.0
+    if wins(high):
+        return math.inf
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if wins(middle) else (low, middle)
+    return low

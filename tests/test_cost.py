@@ -1,0 +1,149 @@
+"""The cost model against steps worked out by hand, and the command that prints it."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from lightning_sparse import METHODS, Reducer, advise, method, simulate
+from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.compressors import TopK
+from lightning_sparse.cost import DENSE, Costs, Link, Workload, crossing, step
+from lightning_sparse.methods import Method
+
+
+def test_dense_by_hand():
+    # Two segments of 1000 elements, done after 1 s and 2 s of backward, behind 1 s of forward; 4 workers.
+    work = Workload((1000, 1000), (0.5, 1.0), forward=1.0, backward=2.0)
+    # A ring takes 2 · 3 messages and sends 2 · 3/4 · 4000 bytes: at 1000 bytes/s 6 s, and 6 · 0.1 s of latency.
+    found = step(DENSE, work, 4, Link(1000, latency=0.1), Costs())
+    # The first goes out at 2 s and ends at 8.6 s, the second follows it.
+    assert (found.seconds, found.exposed, found.sent_bytes) == pytest.approx((15.2, 12.2, 12_000))
+    # On a link that is much faster only the second's exchange is left: 6 messages of 0.1 s each.
+    assert step(DENSE, work, 4, Link(1e12, latency=0.1), Costs()).exposed == pytest.approx(0.6)
+    # 16 bit halves the bytes.
+    assert step(DENSE, work, 4, Link(1000), Costs(), dense_bytes=2).sent_bytes == 6000
+
+
+def test_sparse_by_hand():
+    work = Workload((1000,), (1.0,), forward=1.0, backward=2.0)
+    topk = Method(TopK(density=0.01, index_format="int32"))
+    # 10 entries of 8 bytes to each of 3 others at 100 bytes/s, in 3 messages; selecting takes 0.5 s, adding up the
+    # entries of 3 others 0.3 s.
+    costs = Costs(element=0.5e-3, entry=0.01, shared=True)
+    found = step(topk, work, 4, Link(100, latency=0.1), costs)
+    assert (found.seconds, found.sent_bytes) == pytest.approx((3 + 0.5 + 2.4 + 0.3 + 0.3, 240))
+    # With a second segment, selecting the first holds up backward where they share a device, and not elsewhere.
+    work = Workload((1000, 1000), (0.5, 1.0), forward=1.0, backward=2.0)
+    shared = step(topk, work, 4, Link(1e9, latency=0), costs).seconds
+    beside = step(topk, work, 4, Link(1e9, latency=0), Costs(element=0.5e-3, entry=0.01, shared=False)).seconds
+    assert shared - beside == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_bytes_are_those_of_a_reducer(name, size):
+    numel = 20_000
+    chosen = method(name) if name == "dense" else method(name, density=0.01)
+
+    def rank(comm):
+        reducer = Reducer(chosen, comm, granularity="model")
+        grads = {"w": torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))}
+        reducer.reduce_(grads)
+        return comm.sent_bytes
+
+    work = Workload((numel,), (1.0,), 0.0, 1.0)
+    said = step(DENSE if name == "dense" else chosen, work, size, Link(1e9), Costs()).sent_bytes
+    sent = simulate(size, rank)
+    # In gTopK not all ranks send as often as the busiest; in ScaleCom each leads in turn, and sends more then.
+    assert said <= max(sent) * 1.001
+    # Headers, counts, words rounded up to 8 bytes.
+    assert sum(sent) / size <= said + 150 * size
+
+
+def test_dense_is_sent_where_that_is_less():
+    work = Workload((1000,), (1.0,), 0.0, 1.0)
+    assert step(method("topk", density=0.5), work, 64, Link(1e6), Costs()) == step(DENSE, work, 64, Link(1e6), Costs())
+
+
+def test_messages_of_each_way():
+    rounds = {name: [method(name).aggregator.rounds(size) for size in (1, 2, 5, 8)] for name in METHODS}
+    assert rounds == {
+        "dense": [0, 3, 12, 21],  # with the headers that our own dense path sends before
+        "randk": [0, 3, 12, 21],
+        "topk": [0, 1, 4, 7],
+        "gaussiank": [0, 1, 4, 7],
+        "gtopk": [0, 1, 4, 3],
+        "oktopk": [0, 3, 12, 21],
+        "scalecom": [0, 4, 15, 24],
+    }
+    assert TwoLevel(ranks_per_node=4).rounds(8) == 1
+
+
+def test_crossing_point():
+    work = Workload.even(25_000_000, 0.05, 0.1)
+    costs = Costs(element=1e-9)
+    point = crossing(method("gtopk"), work, 16, Link(1e9), costs, [4, 2])
+
+    def ratio(bandwidth):
+        dense = step(DENSE, work, 16, Link(bandwidth), costs, dense_bytes=2).seconds
+        return dense / step(method("gtopk"), work, 16, Link(bandwidth), costs).seconds
+
+    assert ratio(point * 1.01) < 1 < ratio(point * 0.99)
+    assert crossing(method("gtopk"), work, 16, Link(1e9), Costs(element=1.0), [4]) < 1e3 * 125
+    # Without any cost of its own less is never slower, but on an endless link not faster either.
+    assert crossing(method("gtopk"), work, 16, Link(1e9, latency=0), Costs(), [4]) > 1e10
+
+
+def test_segments_are_even():
+    work = Workload.even(10_000_001, 0.1, 0.2)
+    assert sum(work.segments) == 10_000_001
+    assert max(work.segments) - min(work.segments) <= 1
+    assert work.arrivals[-1] == 1
+
+
+def test_a_thousand_workers():
+    for name in METHODS:
+        found = step(method(name), Workload.even(125_000_000, 0.1, 0.2), 1024, Link(125e6), Costs(element=1e-9))
+        assert math.isfinite(found.seconds)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="bandwidth must be above 0"):
+        Link(0)
+    with pytest.raises(ValueError, match="at least one parameter"):
+        Workload.even(0, 1, 1)
+    with pytest.raises(ValueError, match="workers=0"):
+        step(DENSE, Workload.even(10, 1, 1), 0, Link(1), Costs())
+
+
+def table(capsys, *arguments):
+    advise.main(["--params", "2e5", "--workers", "8", *arguments])
+    return capsys.readouterr().out
+
+
+def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
+    slow = table(capsys, "--bandwidth", "1Mbit", "--backward", "0.01")
+    names = re.findall(r"^(\w[\w, -]*?)  +\d", slow, re.MULTILINE)
+    assert set(names) == {*METHODS, "ddp", "ddp, 16-bit hook"} - {"dense"}
+    assert "x ddp" in slow
+    assert re.search(r"\w+ takes \d+% of the time of ddp, 16-bit hook", slow)
+    assert "Dense training wins here: stay with ddp" in table(capsys, "--bandwidth", "400Gbit", "--backward", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bandwidth", "fast", "--backward", "1"], "'fast' is not a bandwidth: write 1Gbit"),
+        (["--bandwidth", "1Gbit", "--backward", "-1"], "times are 0 s or more"),
+        (["--bandwidth", "1Gbit", "--backward", "1", "--density", "2"], "density must be in"),
+        (["--bandwidth", "1Gbit", "--backward", "1", "--latency", "-1"], "latency 0 s or more"),
+        (["--bandwidth", "1Gbit"], "required: --backward"),
+        (["--bandwidth", "1Gbit", "--backward", "1", "--workers", "1"], "fewer than two"),
+    ],
+)
+def test_advise_refuses_what_makes_no_sense(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        table(capsys, *arguments)
+    assert message in " ".join(capsys.readouterr().err.split())
