@@ -133,6 +133,22 @@ def test_topk_equals_the_oracle(name, use):
 
 
 @needs_triton
+@pytest.mark.parametrize("name", ["normal", "few values", "mostly zero", "denormal", "nan and inf"])
+def test_the_kth_largest_and_the_counts_above_it(name):
+    u = INPUTS[name](9_001)
+    bits = u.to(DEVICE).view(torch.int32)
+    magnitudes = u.view(torch.int32) & scan.MAGNITUDE
+    blocks = select.Blocks.of(bits, torch.arange(0, 9_001 // 32, 2, device=DEVICE), 32)
+    # Every other block of 32, and what is left at the end.
+    mine = torch.cat([magnitudes[: 9_001 // 32 * 32].view(-1, 32)[::2].reshape(-1), magnitudes[9_001 // 32 * 32 :]])
+    for k in (1, 2, 90, 4_000, len(mine)):
+        threshold = select.kth_largest(blocks, k)
+        assert threshold.tolist() == [mine.sort(descending=True).values[k - 1]]
+        above, equal = select.counts_above(blocks, threshold)[:, -1].tolist()
+        assert (above, equal) == (int((mine > threshold.cpu()).sum()), int((mine == threshold.cpu()).sum()))
+
+
+@needs_triton
 def test_topk_takes_what_the_pass_that_makes_u_has_found(use, monkeypatch):
     use("triton")
     topk, numel = TopK(0.001), 3 * 4096 + 17
