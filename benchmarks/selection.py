@@ -8,10 +8,17 @@ between their 20th and 80th percentiles.
     python -m benchmarks.selection                                     # 1 M to 25 M elements
     python -m benchmarks.selection --numel 100000000 --repetitions 5 --append
     python -m benchmarks.selection --figure                            # only draws what was measured
+    python -m benchmarks.selection --parts cuda                        # on the GPU, 1 M to 400 M elements
+    python -m benchmarks.selection --parts cuda --numel 100000         # without one: the same, small, as a check
 
 Written: `results/selection_cpu.csv`, one row per contestant. Its parts: "selection" of a Gaussian `u`; "step", the
 whole of error feedback (add the gradient, select, take out what is sent); "hostile" inputs; "memory", the highest
 memory that a process needs for one selection beyond what it needs before.
+
+On CUDA: `results/selection_cuda.csv`, by CUDA events, from a cold cache. What memory allows is measured beside it: the
+floor of a step is to read the gradient and to read and write the residual, 12 bytes an element, at the rate at which
+the card copies as many elements. "scratch" is the highest memory needed beyond gradient and residual, as a share of the
+residual.
 """
 
 from __future__ import annotations
@@ -19,6 +26,9 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
+import dataclasses
+import functools
+import importlib.util
 import platform
 import re
 import statistics
@@ -34,9 +44,13 @@ from torch import Tensor
 
 from lightning_sparse.compressors import GaussianK, RandK, Sparsifier, TopK
 from lightning_sparse.context import Context
+from lightning_sparse.kernels.scan import add_
+from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
+from lightning_sparse.methods import METHODS, method
 
 RESULT = Path(__file__).parent / "results" / "selection_cpu.csv"
+RESULT_CUDA = RESULT.with_name("selection_cuda.csv")
 EVICTION = 32_000_000  # elements, 128 MB: more than the caches hold
 
 Row = dict[str, object]
@@ -85,7 +99,7 @@ def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
         magnitudes = u.view(torch.int32) & 0x7FFFFFFF
         smallest = magnitudes[chosen].min()
         above, equal = (magnitudes > smallest).nonzero(), (magnitudes == smallest).nonzero()
-        if name == "torch.topk":  # which of equal ones it takes is not said
+        if name in ("torch.topk", "torch.sort"):  # which of equal ones it takes is not said
             right = len(chosen) == k and len(above) <= k == len(ascending.unique())
         else:
             expected = torch.cat([above, equal[: max(0, len(chosen) - len(above))]]).squeeze(1).sort().values
@@ -208,6 +222,145 @@ def memory(name: str, numel: int, density: float) -> int:
     return status("VmHWM") - before
 
 
+def torch_sort(u: Tensor, density: float) -> Tensor:
+    """Select by sorting everything."""
+    return u.abs().sort(descending=True).indices[: count(u, density)]
+
+
+def sparsifiers(density: float) -> dict[str, Sparsifier]:
+    """Return one of each kind that a method uses."""
+    found = (method(name).compressor for name in METHODS)
+    return {
+        type(compressor).__name__: dataclasses.replace(compressor, density=density)
+        for compressor in found
+        if isinstance(compressor, Sparsifier)
+    }
+
+
+class DeviceStep:
+    """Error feedback as training does it: the pass that adds the gradient scans for the selection."""
+
+    def __init__(self, grad: Tensor, density: float, select: Select | Sparsifier) -> None:
+        self.grad, self.density, self.select = grad, density, select
+        self.residual = torch.zeros_like(grad)
+        self.segment = Segment(0, ("w",), (tuple(grad.shape),), 0)
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        if isinstance(self.select, Sparsifier):
+            ctx = Context(scan=self.select.scan(self.grad.numel()))
+            u = add_(self.residual, self.segment.bounds, [self.grad], 1.0, ctx.scan)
+            chosen = self.select.select(u, self.segment, ctx)
+            values = u.index_select(0, chosen)
+            add_entries_(u, chosen, values, -1.0)
+        else:
+            u = self.residual.add_(self.grad)
+            chosen = self.select(u, self.density)
+            values = u[chosen]
+            u[chosen] = 0
+        return chosen, values
+
+    def check(self, name: str) -> None:
+        """Raise unless the right entries were sent, with their values, and all else was kept."""
+        before = self.residual + self.grad
+        chosen, values = self()
+        check(name, before, chosen, self.density)
+        rest = before.index_fill(0, chosen, 0.0)
+        if not torch.equal(values, before[chosen]) or not torch.equal(self.residual, rest):
+            raise SystemExit(f"The step with {name} keeps the wrong rest: no times for that.")
+
+
+def device_times(run: Callable[[], object], repetitions: int, other: Tensor) -> Row:
+    """Time on the device where `other` is, whose caches are filled with `other` before."""
+    times = []
+    for repetition in range(repetitions + 2):
+        other.zero_()
+        if other.is_cuda:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            ms = start.elapsed_time(stop)
+        else:
+            started = time.perf_counter()
+            run()
+            ms = 1e3 * (time.perf_counter() - started)
+        if repetition >= 2:  # the first ones compile and warm up
+            times.append(ms)
+    p20, _, _, p80 = statistics.quantiles(times, n=5)
+    return {"ms": statistics.median(times), "ms_p20": p20, "ms_p80": p80}
+
+
+def scratch(run: Callable[[], object], numel: int) -> float:
+    """Return the highest memory that a run needs beyond what there is, as a share of a residual."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / (4 * numel)
+
+
+def on_device(numel: int, density: float, repetitions: int, device: str) -> Iterator[Row]:
+    """Check and time selections and whole steps, on CUDA or, as a rehearsal, on the CPU."""
+    cuda, other = device == "cuda", torch.empty(2 * EVICTION if device == "cuda" else 1, device=device)
+    grad = torch.randn(numel, device=device)
+    naive: dict[str, Select | Sparsifier] = {
+        "torch.topk": torch_topk,
+        "torch.sort": torch_sort,
+        "GaussianK as published": SELECTIONS["GaussianK as published"],
+    }
+    copied = device_times(functools.partial(torch.empty_like(grad).copy_, grad), repetitions, other)
+    # A copy moves 8 bytes an element, a step at least 12.
+    floor = 1.5 * float(str(copied["ms"]))
+    yield {"part": "copy", "contestant": "copy_"} | copied | {"times_floor": 1 / 1.5}
+    for name, select in {**naive, **sparsifiers(density)}.items():
+        chooses = select.select if isinstance(select, Sparsifier) else lambda u, select=select: select(u, density)
+        check(name, grad, chooses(grad), density)
+        row = device_times(lambda chooses=chooses: chooses(grad), repetitions, other)  # type: ignore[misc]
+        yield {"part": "selection", "contestant": name} | row | {"times_floor": float(str(row["ms"])) / floor}
+    for name, select in {**naive, **sparsifiers(density)}.items():
+        step = DeviceStep(grad, density, select)
+        for _ in range(2):
+            step.check(name)
+        row = device_times(step, repetitions, other) | ({"scratch": scratch(step, numel)} if cuda else {})
+        yield {"part": "step", "contestant": name} | row | {"times_floor": float(str(row["ms"])) / floor}
+        if cuda and name == "TopK":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            row = device_times(graph.replay, repetitions, other)
+            yield {"part": "step", "contestant": "TopK, CUDA graph"} | row | {"times_floor": float(row["ms"]) / floor}
+
+
+def report_on_device(arguments: argparse.Namespace) -> None:
+    """Print all that was asked for, and write it if it was measured on CUDA."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    triton = importlib.util.find_spec("triton") is not None
+    surroundings: Row = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU, a rehearsal: nothing is written",
+        "torch": torch.__version__,
+        "triton": importlib.import_module("triton").__version__ if triton else "",
+    }
+    print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
+    measured = []
+    for numel in arguments.numel or [1_000_000, 25_000_000, 100_000_000, 400_000_000]:
+        for density in arguments.density:
+            for row in on_device(numel, density, arguments.repetitions, device):
+                case = {"numel": numel, "density": density, "repetitions": arguments.repetitions}
+                print(
+                    "{part:10}{numel:>12,}{density:>7}  {contestant:24}{ms:10.3f} ms ({ms_p20:.3f} to {ms_p80:.3f})"
+                    "{times_floor:9.2f} floors".format(**row, **case),
+                    f"{row['scratch']:.3f} scratch" if "scratch" in row else "",
+                    flush=True,
+                )
+                measured.append(case | row | surroundings)
+    if device == "cuda":
+        with RESULT_CUDA.open("w", newline="") as file:
+            first = ["part", "numel", "density", "contestant", "ms", "ms_p20", "ms_p80", "times_floor", "scratch"]
+            writer = csv.DictWriter(file, [*first, "repetitions", *surroundings], restval="")
+            writer.writeheader()
+            writer.writerows(measured)
+
+
 def machine() -> Row:
     """Describe what the times depend on."""
     cpu = platform.processor() or "unknown"
@@ -282,12 +435,12 @@ def report(measured: Iterator[Row], append: bool) -> None:
             file.flush()
 
 
-def figure() -> None:
+def figure(result: Path) -> None:
     """Draw the times of selection at the smallest density, cold, from the CSV."""
     import matplotlib.pyplot as plt
 
-    with RESULT.open(newline="") as file:
-        measured = [row for row in csv.DictReader(file) if row["part"] == "selection" and row["cache"] == "cold"]
+    with result.open(newline="") as file:
+        measured = [row for row in csv.DictReader(file) if row["part"] == "selection" and row.get("cache") != "warm"]
     density = min(float(row["density"]) for row in measured)
     measured = [row for row in measured if float(row["density"]) == density]
     _, axes = plt.subplots(figsize=(7, 4.5))
@@ -297,18 +450,20 @@ def figure() -> None:
         axes.plot(*zip(*line, strict=True), marker="o", ls=":" if base else "-", color="gray" if base else None)
         axes.annotate(f" {name}", line[-1], fontsize=8, va="center")
     axes.set(xscale="log", yscale="log", xlabel="elements", ylabel="ms, median", xlim=(None, 6 * line[-1][0]))
-    axes.set_title(f"Selecting {density:.1%}, {measured[0]['threads']} threads, {measured[0]['cpu']}", fontsize=10)
+    row = measured[0]
+    where = row["device"] if "device" in row else f"{row['threads']} threads, {row['cpu']}"
+    axes.set_title(f"Selecting {density:.1%}, {where}", fontsize=10)
     axes.grid(alpha=0.3)
-    plt.savefig(RESULT.with_suffix(".png"), dpi=150, bbox_inches="tight")
+    plt.savefig(result.with_suffix(".png"), dpi=150, bbox_inches="tight")
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, nargs="+", default=[1_000_000, 10_000_000, 25_000_000])
+    parser.add_argument("--numel", type=int, nargs="+", help="default: 1 M, 10 M, 25 M; on CUDA up to 400 M")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01])
     parts = ["selection", "step", "hostile", "memory"]
-    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--parts", nargs="+", default=parts, choices=[*parts, "cuda"])
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--append", action="store_true", help="keep the rows that were measured before")
@@ -321,8 +476,12 @@ def main() -> None:
     if arguments.peak:
         print(memory(arguments.peak, arguments.numel[0], arguments.density[0]))
     elif arguments.figure:
-        figure()
+        for result in filter(Path.exists, (RESULT, RESULT_CUDA)):
+            figure(result)
+    elif "cuda" in arguments.parts:
+        report_on_device(arguments)
     else:
+        arguments.numel = arguments.numel or [1_000_000, 10_000_000, 25_000_000]
         report(rows(arguments), arguments.append)
 
 

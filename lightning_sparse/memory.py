@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_sparse.compressors.base import Agreed, Compressor, Payload
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels import scan
+from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
 
 
@@ -63,7 +64,7 @@ def add_(x: Tensor, term: Agreed | None) -> None:
         x.add_(term)
     else:
         for indices, values in term or ():
-            x.index_add_(0, indices, values)
+            add_entries_(x, indices, values)
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,9 @@ class Reducer:
         self.states = [{} for _ in self.layout.segments]
         for entry in self._entries.values():
             if entry.per != "segment":
-                flat = torch.zeros(self.layout.numel, device=device)
+                # A buffer for each segment: where one for all is cut, it is not aligned as wide loads need it.
                 for segment, state in zip(self.layout.segments, self.states, strict=True):
-                    state[entry.name] = flat[segment.start : segment.start + segment.numel]
+                    state[entry.name] = torch.zeros(segment.numel, device=device)
         if self._saved is not None:
             self._restore(self.layout, self._saved)
             self._saved = None

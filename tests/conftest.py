@@ -20,9 +20,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
+# Triton decides when it is imported, which others do, whether kernels are compiled or interpreted on the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from lightning_sparse import METHODS
 
-collect_ignore = ["integration/fit.py"]  # a script, which the tests of the strategy start
+# Scripts that tests start.
+collect_ignore = ["integration/fit.py", "compile_kernels.py"]
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and with them all ranks that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -23,6 +23,7 @@ from lightning_sparse.compressors import formats
 from lightning_sparse.compressors.formats import IndexFormat, ValueFormat
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels.scan import Scan
+from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
 
 Payload = tuple[Tensor, ...]
@@ -171,7 +172,7 @@ class Sparsifier(Compressor):
         if capacity is None:
             capacity = self.capacity(segment.numel, ctx.density)
         return (
-            torch.tensor([indices.numel()], dtype=torch.int32, device=indices.device),
+            torch.full((1,), indices.numel(), dtype=torch.int32, device=indices.device),
             *formats.encode_values(values, capacity, self.value_format),
             *formats.encode_indices(indices, segment.numel, capacity, self.index_format),
         )
@@ -199,10 +200,10 @@ class Sparsifier(Compressor):
         return self.unpack(payload, segment, ctx).indices
 
     def accumulate_(self, out: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
-        return out.index_add_(0, *self.unpack(payload, segment, ctx))
+        return add_entries_(out, *self.unpack(payload, segment, ctx))
 
     def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
-        return u.index_add_(0, *self.unpack(payload, segment, ctx), alpha=-1)
+        return add_entries_(u, *self.unpack(payload, segment, ctx), -1.0)
 
     def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
         size = len(payloads)

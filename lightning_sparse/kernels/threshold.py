@@ -3,25 +3,38 @@
 After one pass for block maxima and one for the moments, the maxima say where to look: a block whose maximum does not
 reach the threshold has nothing to offer, and more than 4k/3 blocks that do are more than 4k/3 entries, without looking
 into any.
+
+On CUDA the largest 4k/3 + 1 maxima are sorted, so that one small kernel can count what reaches a threshold in a few
+steps, and the whole search runs there. How many entries there are is then fetched, once: it is the result's length.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 from lightning_sparse.kernels.scan import MAGNITUDE, Scan
 from lightning_sparse.kernels.select import (
+    Blocks,
     block_size,
     count_reaching,
+    counts_above,
     entries_reaching,
     fresh,
+    indices_above,
     largest,
+    largest_in,
     largest_of_blocks,
     magnitude_bits,
 )
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 OCTAVE = 1 << 23
 """A factor of two, in bits."""
@@ -44,6 +57,8 @@ def gaussian_indices(u: Tensor, k: int, z: float, scan: Scan | None = None) -> T
     """
     bits = magnitude_bits("gaussian_indices", u)
     scan = fresh(scan, u, block_size(bits.numel(), k), moments=True)
+    if uses_triton(u):
+        return _by_triton(bits, k, z, scan)
     maxima = bits if scan.maxima is None else scan.maxima
     mean, deviation = scan.mean_and_deviation()
     fewest, most = -(-2 * k // 3), 4 * k // 3
@@ -77,3 +92,64 @@ def gaussian_indices(u: Tensor, k: int, z: float, scan: Scan | None = None) -> T
 def _bits(x: float) -> int:
     """Return the bits of a non-negative number as fp32."""
     return int(torch.tensor(x).view(torch.int32))
+
+
+def _by_triton(bits: Tensor, k: int, z: float, scan: Scan) -> Tensor:
+    maxima, fewest, most = bits if scan.maxima is None else scan.maxima, -(-2 * k // 3), 4 * k // 3
+    # No more blocks than these can hold the entries above any threshold that leaves enough and not too many.
+    candidates = largest_in(Blocks(maxima), min(most + 1, maxima.numel()))
+    tops = (maxima.index_select(0, candidates) & MAGNITUDE).sort(descending=True).values
+    assert scan.sums is not None
+    mean, square = (scan.sums / scan.numel).unbind()
+    deviation = (square - mean * mean).clamp(min=0).sqrt()
+    first = (mean.abs() + z * deviation).float().view(torch.int32) + 1
+    # As in the loop above: without a spread there is nothing to start from, which 0 says.
+    first = torch.where((deviation > 0) & (deviation < math.inf), first, 0)
+    limit = torch.empty(1, dtype=torch.int32, device=bits.device)
+    launch(_search, 1, tops, first, limit, tops.numel(), fewest, most, ROUNDS=ROUNDS, num_warps=1)
+    blocks = Blocks.of(bits, candidates, scan.block)
+    counts = counts_above(blocks, limit)
+    # The one synchronisation: the length of the result is data.
+    found, size = torch.stack([limit[0], counts[0, -1]]).tolist()
+    if found < 0:
+        return largest_of_blocks(bits, scan, k)
+    # More than 4k/3 crowd in few blocks; then the k largest lie at hand.
+    return indices_above(blocks, limit, counts, size) if size <= most else largest_in(blocks, k)
+
+
+@kernel("count", "fewest", "most")
+def _search(tops, first, limit, count, fewest, most, ROUNDS: tl.constexpr):
+    """Store the largest magnitude that is not sent, -1 for none found; `tops` are the largest maxima, descending."""
+    low = 0
+    high = 0x7FFFFFFF
+    threshold = tl.load(first)
+    found = -1
+    rounds = tl.where(threshold > 0, ROUNDS, 0)
+    while rounds > 0:
+        passing = 0
+        behind = count
+        while passing < behind:
+            middle = (passing + behind) // 2
+            if tl.load(tops + middle) >= threshold:
+                passing = middle + 1
+            else:
+                behind = middle
+        rounds -= 1
+        if (passing >= fewest) & (passing <= most):
+            found = threshold - 1
+            rounds = 0
+        else:
+            if passing > most:
+                low = threshold
+            else:
+                high = threshold
+            if (low > 0) & (high < 0x7FFFFFFF):
+                # Without a sum that would need 32 bits.
+                threshold = low + (high - low) // 2
+            elif low > 0:
+                threshold = low + tl.minimum(0x7FFFFFFF - low, 1 << 22)
+            else:
+                threshold = tl.maximum(high - (1 << 23), 1)
+            if (threshold == low) | (threshold == high):
+                rounds = 0
+    tl.store(limit, found)

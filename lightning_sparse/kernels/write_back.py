@@ -1,12 +1,51 @@
-"""Writing a segment's result into its gradients."""
+"""Adding sparse terms: to what a rank keeps, and to a segment's gradients, where its result belongs.
+
+Terms are added one after the other, in the order given, and the indices of one are distinct: so results do not depend
+on which thread comes first, and kernels need no atomic additions.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+TILE = 1024
+"""Entries that one program of the kernels adds."""
+
+
+def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
+    """Add `scale` times the values to `x` (1-D, fp32), in place.
+
+    Args:
+        x: overwritten at the indices.
+        indices: int64, distinct.
+        values: fp32, as many.
+        scale: factor on the values.
+    """
+    if not uses_triton(x):
+        return x.index_add_(0, indices, values, alpha=scale)
+    if count := indices.numel():
+        launch(_add_entries, -(-count // TILE), x, indices, values, float(scale), count, TILE=TILE)
+    return x
+
+
+@kernel("scale", "count")
+def _add_entries(x, indices, values, scale, count, TILE: tl.constexpr):
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = places < count
+    index = tl.load(indices + places, mask=there, other=0)
+    value = tl.load(values + places, mask=there, other=0.0)
+    tl.store(x + index, tl.fma(value, scale, tl.load(x + index, mask=there, other=0.0)), mask=there)
 
 
 def write_entries_(
@@ -28,6 +67,10 @@ def write_entries_(
         # Each element has to be summed up in fp32 before it is rounded once.
         terms = [coalesce(terms)]
     torch._foreach_zero_(list(grads))
+    if uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads):
+        fitted = [(indices, fit(values, grads[0].dtype)) for indices, values in terms]
+        _add_to_all(grads, bounds, fitted)
+        return (terms[0][0], terms[0][1] - fitted[0][1].float()) if rounded else None
     edges = torch.tensor(bounds, device=grads[0].device)
     lost = []
     for indices, values in terms:
@@ -40,6 +83,39 @@ def write_entries_(
                 if rounded:
                     lost.append(what - fitting.float())
     return (terms[0][0], torch.cat([*lost, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
+
+
+def _add_to_all(grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add terms, by Triton, to gradients of the values' dtype, wherever they lie: one launch for each term."""
+    table = torch.tensor([*bounds[:-1], *(grad.data_ptr() for grad in grads)])
+    if grads[0].is_cuda:
+        # From pinned memory, so that the host need not wait until the device has it.
+        table = table.pin_memory().to(grads[0].device, non_blocking=True)
+    steps = (len(grads) - 1).bit_length()
+    for indices, values in terms:
+        if count := indices.numel():
+            args = (table, grads[0], indices, values, count, len(grads), steps)
+            launch(_add_to_many, -(-count // TILE), *args, TILE=TILE)
+
+
+@kernel("count", "many", "steps")
+def _add_to_many(table, typed, indices, values, count, many, steps, TILE: tl.constexpr):
+    """`table` holds where each gradient starts in the segment, then its address; `typed` only says their dtype."""
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = places < count
+    index = tl.load(indices + places, mask=there, other=0)
+    value = tl.load(values + places, mask=there, other=0.0)
+    # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
+    first = tl.zeros([TILE], dtype=tl.int32)
+    behind = first + many
+    for _ in range(steps):
+        middle = (first + behind) // 2
+        reached = tl.load(table + middle, mask=middle < many, other=0x7FFFFFFFFFFFFFFF) <= index
+        first = tl.where(reached, middle, first)
+        behind = tl.where(reached, behind, middle)
+    address = tl.load(table + many + first).to(tl.pointer_type(typed.dtype.element_ty))
+    address += index - tl.load(table + first)
+    tl.store(address, tl.load(address, mask=there, other=0.0) + value, mask=there)
 
 
 def fit(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,7 +131,7 @@ def coalesce(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     indices = torch.unique(torch.cat([term[0] for term in terms]))
     values = torch.zeros(len(indices), device=indices.device)
     for where, what in terms:
-        values.index_add_(0, torch.searchsorted(indices, where), what)
+        add_entries_(values, torch.searchsorted(indices, where), what)
     return indices, values
 
 

@@ -1,0 +1,85 @@
+"""The choice between plain torch and Triton, and kernels that import Triton only when the first is launched."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+KERNELS = "LIGHTNING_SPARSE_KERNELS"
+"""Environment variable that forces the choice: "torch", or "triton" (on CPU only with TRITON_INTERPRET=1)."""
+
+_loading = threading.Lock()
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Return whether Triton kernels work on `x`: on CUDA where Triton is installed, unless the environment says else.
+
+    Raises:
+        ValueError: the environment variable `LIGHTNING_SPARSE_KERNELS` holds something else than "torch" or "triton".
+    """
+    forced = os.environ.get(KERNELS)
+    if forced is None:
+        return x.is_cuda and _has_triton()
+    if forced not in ("torch", "triton"):
+        raise ValueError(f"{KERNELS}={forced!r}: choose torch or triton, or leave it unset.")
+    return forced == "triton"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    found = importlib.util.find_spec("triton") is not None
+    if found:
+        log.info(f"Selection on CUDA by Triton kernels; {KERNELS}=torch turns them off.")
+    else:
+        log.warning("Selection on CUDA by plain torch, which is slower: Triton is missing (the extra `cuda`).")
+    return found
+
+
+class Kernel:
+    """Stands in for a Triton kernel in its module until the first of them is launched.
+
+    Then all stand-ins of that module are replaced, so that kernels can call each other, and `tl` is put beside them.
+    """
+
+    def __init__(self, function: Callable[..., Any], plain: tuple[str, ...]) -> None:
+        self.function = function
+        self.plain = plain
+
+    def load(self) -> Any:
+        """Return the Triton kernel."""
+        scope = self.function.__globals__
+        with _loading:
+            import triton
+
+            scope["tl"] = triton.language
+            for name, value in list(scope.items()):
+                if isinstance(value, Kernel):
+                    scope[name] = triton.jit(value.function, do_not_specialize=value.plain)
+        return scope[self.function.__name__]
+
+
+def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    """Run as many programs of a kernel as are asked for, on the device of its first argument, a tensor."""
+    kernel = kernel.load() if isinstance(kernel, Kernel) else kernel
+    with torch.cuda.device_of(args[0]):
+        kernel[(programs,)](*args, **constants)
+
+
+def kernel(*plain: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a module's function as a Triton kernel.
+
+    Args:
+        plain: arguments of which it does not matter whether they are 1 or a multiple of 16: no variant is compiled for
+            these cases.
+    """
+    return lambda function: Kernel(function, plain)

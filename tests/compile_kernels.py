@@ -1,0 +1,105 @@
+"""Compiles every Triton kernel for a GPU that need not be there, and prints what the assembler says, as JSON.
+
+    python -m tests.compile_kernels 90    # compute capability 9.0
+
+Run as a script by tests/test_kernels.py, because Triton decides on import whether it compiles or interprets.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.knobs import nvidia
+
+from lightning_sparse.kernels import scan, select, threshold, write_back
+
+SCAN = {
+    "u": "*fp32",
+    "grad": "*fp32",
+    "scale": "*fp32",
+    "maxima": "*i32",
+    "partial": "*fp32",
+    "first": "i32",
+    "start": "i32",
+    "numel": "i32",
+}
+SELECT = {
+    "bits": "*i32",
+    "indices": "*i64",
+    "numel": "i32",
+    "count": "i32",
+    "threshold": "*i32",
+    "counts": "*i64",
+    "out": "*i64",
+    "k": "i32",
+    "ties_up_to": "i32",
+    "tiles": "i32",
+}
+SEARCH = {"tops": "*i32", "first": "*i32", "limit": "*i32", "count": "i32", "fewest": "i32", "most": "i32"}
+ENTRIES = {"x": "*fp32", "indices": "*i64", "values": "*fp32", "scale": "fp32", "count": "i32"}
+MANY = {
+    "table": "*i64",
+    "typed": "*bf16",
+    "indices": "*i64",
+    "values": "*bf16",
+    "count": "i32",
+    "many": "i32",
+    "steps": "i32",
+}
+TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": scan.TILE}
+CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select.TILE}
+# Name to kernel, types of its arguments, and constants.
+KERNELS = {
+    "add fp32": (scan._scan, SCAN, {**TILES, "ADD": True, "MOMENTS": False}),
+    "add bf16": (scan._scan, {**SCAN, "grad": "*bf16"}, {**TILES, "ADD": True}),
+    "add fp16": (scan._scan, {**SCAN, "grad": "*fp16"}, {**TILES, "ADD": True, "BLOCK": 16}),
+    "read": (scan._scan, SCAN, {**TILES, "ADD": False}),
+    "first digit": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 0}),
+    "last digit": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 3}),
+    "digit of maxima": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 1, "GATHER": False}),
+    "threshold": (select._threshold, SELECT, {}),
+    "count": (select._count, SELECT, CHOSEN),
+    "count at 1 %": (select._count, SELECT, {**CHOSEN, "BLOCK": 16}),
+    "write": (select._write, SELECT, CHOSEN),
+    "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS}),
+    "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
+    "add to many": (write_back._add_to_many, MANY, {"TILE": write_back.TILE}),
+}
+
+
+def compiled(stand_in, types, constants, capability):
+    """Return registers, spilled bytes, and how many loads and stores of global memory there are, and wide ones."""
+    function = stand_in.load()  # KERNELS holds the stand-ins, made before any is loaded
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    # As at launch, where torch's memory is aligned and the numbers that matter are multiples of 16.
+    aligned = set(names) - set(constants) - set(stand_in.plain)
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(function, signature, constants, attributes)
+    warps = 1 if names[0] == "tops" else 8 if "BLOCK" in names else 4
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    ptx = kernel.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        chip = re.search(r"\.target (\w+)", ptx)[1]
+        command = [nvidia.ptxas.path, "-v", f"--gpu-name={chip}", "-o", f"{folder}/kernel.cubin", str(file)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        "wide loads": len(re.findall(r"ld\.global\S*\.v[24]\.b(?:32|64)", ptx)),
+        "loads": len(re.findall(r"ld\.global", ptx)),
+        "wide stores": len(re.findall(r"st\.global\S*\.v[24]\.b(?:32|64)", ptx)),
+        "stores": len(re.findall(r"st\.global", ptx)),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compiled(*case, int(sys.argv[1])) for name, case in KERNELS.items()}))

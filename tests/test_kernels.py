@@ -1,0 +1,393 @@
+"""Triton kernels against plain torch: on a GPU where there is one, and by Triton's interpreter on the CPU elsewhere.
+
+That they also compile for GPUs is tested without one. What remains for a GPU is skipped with a reason.
+"""
+
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import NormalDist
+
+import pytest
+import torch
+
+from benchmarks import selection
+from lightning_sparse import Reducer, method, simulate
+from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.context import Context
+from lightning_sparse.kernels import launch, scan, select
+from lightning_sparse.kernels.scan import Scan, add_
+from lightning_sparse.kernels.select import topk_indices
+from lightning_sparse.kernels.threshold import gaussian_indices
+from lightning_sparse.kernels.write_back import add_entries_, write_entries_
+from lightning_sparse.layout import Segment
+from tests.test_gaussiank import SMOOTH
+from tests.test_select import INPUTS, oracle
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+# numpy's, in which the interpreter calculates: of NaN and infinities, and of sums that overflow.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Choose between "torch" and "triton"; gradients of a tile are long enough for the kernel."""
+    monkeypatch.setattr(scan, "FUSED", scan.TILE)
+    return lambda kernels: monkeypatch.setenv(launch.KERNELS, kernels)
+
+
+def same_bits(x, y):
+    """Whether two fp32 tensors are equal to the last bit, whatever the bits of a NaN are."""
+    x, y = x.cpu(), y.cpu()
+    broken = x.isnan()
+    return torch.equal(broken, y.isnan()) and torch.equal(x[~broken].view(torch.int32), y[~broken].view(torch.int32))
+
+
+HOSTILE = {
+    **INPUTS,
+    "infinities": lambda d: torch.where(torch.rand(d) < 0.5, torch.inf, -torch.inf),
+    "largest": lambda d: torch.full((d,), torch.finfo(torch.float32).max),
+    "student": SMOOTH["Student 3"],
+}
+# Shorter than a block, whole tiles, cut at both ends, short ones between long ones, and none at all.
+LENGTHS = [[0], [1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [8192], [4097, 1, 13, 12289], [9000, 3, 20001, 4096]]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_adding_and_scanning(lengths, dtype, use):
+    bounds = [0, *itertools.accumulate(lengths)]
+    for block, scale in ((1, 1.0), (16, 2.0**-16), (64, 2.0**-16), (64, 1 / 3)):
+        grads = [torch.randn(length).to(dtype) for length in lengths]
+        u = torch.randn(bounds[-1])
+        x, mine = u.to(DEVICE, copy=True), Scan(len(u), block, moments=True)
+        use("triton")
+        # On the device, as a loss scale is, the factor is the same number.
+        factor = torch.tensor(scale, device=DEVICE) if block == 16 else scale
+        assert add_(x, bounds, [grad.to(DEVICE) for grad in grads], factor, mine) is x
+        use("torch")
+        terms = scale * torch.cat(grads).float()
+        add_(u, bounds, grads, scale, Scan(len(u), block))
+        if scale == 1 / 3:
+            # The product is rounded before it is added, or not, as the machine likes: 2⁻²⁴ of it. Then each of the
+            # two sums is rounded: 2⁻²⁴ of it. The factor 2 covers that x is rounded, and the product above.
+            assert bool(((x.cpu() - u).abs() <= 2**-23 * (u.abs() + terms.abs()) + 1e-44).all())
+        else:
+            assert torch.equal(x.cpu(), u)
+        check_scan(mine, x.cpu())
+
+
+@needs_triton
+@pytest.mark.parametrize("name", HOSTILE)
+def test_scanning_hostile_inputs(name, use):
+    use("triton")
+    for numel, block in itertools.product((1, 63, 4096, 4096 + 63, 9001), (1, 16, 64)):
+        u = HOSTILE[name](numel)
+        x, mine = u.to(DEVICE, copy=True), Scan(numel, block, moments=True)
+        zeros = torch.zeros(numel, device=DEVICE)
+        assert same_bits(add_(x, [0, numel], [zeros], 1.0, mine), u + 0.0)  # which makes -0.0 + 0.0 = 0.0
+        check_scan(mine, x.cpu())
+        check_scan(Scan(numel, block, moments=True).read(u.to(DEVICE)), u)
+
+
+def check_scan(mine, u):
+    """Maxima are exact; so are moments but for rounding."""
+    full = len(u) // mine.block * mine.block
+    if mine.block == 1:
+        assert mine.maxima is None
+    else:
+        bits = (u[:full].view(torch.int32) & scan.MAGNITUDE).view(-1, mine.block)
+        assert torch.equal(mine.maxima.cpu(), bits.amax(1) if full else torch.empty(0, dtype=torch.int32))
+    sums, x = mine.sums.cpu(), u.double()
+    if bool((x.abs() < 1e15).all()):
+        # A sum of n terms in fp32, in any order, is off by at most (n - 1)·2⁻²⁴/(1 - n·2⁻²⁴) of the sum of their
+        # magnitudes (Higham 2002, 4.2); a square adds one rounding. A tile has n = 4096 terms, so 2⁻¹¹ is twice that,
+        # and tiles are added up in fp64. Squares below 2⁻¹⁴⁹ vanish, which is an absolute error for each.
+        assert abs(sums[0] - x.sum()) <= 2**-11 * x.abs().sum()
+        assert abs(sums[1] - x.square().sum()) <= 2**-11 * x.square().sum() + len(x) * 2**-149
+    elif bool(x.isnan().any()):
+        assert bool(sums.isnan().all())
+    else:
+        assert not bool(sums.isfinite().all())  # overflow must not look like a number
+
+
+@needs_triton
+@pytest.mark.parametrize("name", HOSTILE)
+def test_topk_equals_the_oracle(name, use):
+    use("triton")
+    for numel in (0, 1, 65, 4096 + 63, 12_345):
+        u = HOSTILE[name](numel)
+        counts = {0, 1, *(round(numel * density) for density in (0.001, 0.01, 0.02, 0.5)), numel - 1, numel, numel + 1}
+        for k in counts - {-1}:
+            chosen = topk_indices(u.to(DEVICE), k)
+            assert chosen.dtype == torch.int64
+            assert torch.equal(chosen.cpu(), oracle(u, k)), (numel, k)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["normal", "few values", "mostly zero", "denormal", "nan and inf"])
+def test_the_kth_largest_and_the_counts_above_it(name):
+    u = INPUTS[name](9_001)
+    bits = u.to(DEVICE).view(torch.int32)
+    magnitudes = u.view(torch.int32) & scan.MAGNITUDE
+    blocks = select.Blocks.of(bits, torch.arange(0, 9_001 // 32, 2, device=DEVICE), 32)
+    # Every other block of 32, and what is left at the end.
+    mine = torch.cat([magnitudes[: 9_001 // 32 * 32].view(-1, 32)[::2].reshape(-1), magnitudes[9_001 // 32 * 32 :]])
+    for k in (1, 2, 90, 4_000, len(mine)):
+        threshold = select.kth_largest(blocks, k)
+        assert threshold.tolist() == [mine.sort(descending=True).values[k - 1]]
+        above, equal = select.counts_above(blocks, threshold)[:, -1].tolist()
+        assert (above, equal) == (int((mine > threshold.cpu()).sum()), int((mine == threshold.cpu()).sum()))
+
+
+@needs_triton
+def test_topk_takes_what_the_pass_that_makes_u_has_found(use, monkeypatch):
+    use("triton")
+    topk, numel = TopK(0.001), 3 * 4096 + 17
+    ctx, u, grad = Context(scan=topk.scan(numel)), torch.randn(numel), torch.randn(numel)
+    x = add_(u.to(DEVICE, copy=True), [0, numel], [grad.to(DEVICE)], 0.5, ctx.scan)
+    monkeypatch.setattr(Scan, "read", None)
+    assert torch.equal(topk.select(x, None, ctx).cpu(), oracle(u + 0.5 * grad, topk.target(numel)))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [*HOSTILE, *SMOOTH])
+def test_gaussiank_equals_the_reference(name, use):
+    for numel in (3, 4096 + 63, 20_007):
+        u = {**HOSTILE, **SMOOTH}[name](numel)
+        for k in {max(1, round(density * numel)) for density in (0.001, 0.01, 0.1)}:
+            z = NormalDist().inv_cdf(1 - k / numel / 2)
+            block = select.block_size(numel, k)
+            use("triton")
+            mine = Scan(numel, block, moments=True).read(u.to(DEVICE))
+            chosen = gaussian_indices(u.to(DEVICE), k, z, mine).cpu()
+            assert 2 * k / 3 <= len(chosen) <= 4 * k / 3
+            # From moments that are equal to the last bit, the search takes the same steps.
+            use("torch")
+            reference = Scan(numel, block, moments=True).read(u)
+            reference._total, reference._squares = mine.sums.tolist()
+            assert torch.equal(chosen, gaussian_indices(u, k, z, reference)), (numel, k)
+
+
+def term(numel, count):
+    return torch.randperm(numel)[:count].sort().values, torch.randn(count) * 10 ** torch.randn(count)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[1], [3, 4], [0, 5, 0, 0, 130, 1, 700, 64, 0], [3000, 1, 2000]], ids=str)
+def test_writing_terms_in_order(lengths, dtype, use):
+    bounds = [0, *itertools.accumulate(lengths)]
+    numel = bounds[-1]
+    # Most elements are in several terms: their sum depends on the order.
+    terms = [term(numel, count) for count in (numel // 2, 0, numel, 1, -(-numel // 3))]
+    terms[2][1][0] = 1e30  # more than 16 bits hold
+    results = []
+    for kernels, device in (("torch", "cpu"), ("triton", DEVICE)):
+        use(kernels)
+        grads = [torch.full((length,), 7.0, dtype=dtype, device=device) for length in lengths]
+        lost = write_entries_(grads, bounds, [(indices.to(device), values.to(device)) for indices, values in terms])
+        results.append([torch.cat(grads).cpu(), *(part.cpu() for part in lost or ())])
+    assert len(results[0]) == len(results[1]) == (1 if dtype == torch.float32 else 3)
+    assert all(map(torch.equal, *results))
+
+
+@needs_triton
+def test_gradients_of_several_dtypes(use):
+    terms = [term(100, 50), term(100, 60)]
+    results = []
+    for kernels, device in (("torch", "cpu"), ("triton", DEVICE)):
+        use(kernels)
+        grads = [torch.zeros(60, device=device), torch.zeros(40, dtype=torch.bfloat16, device=device)]
+        write_entries_(grads, [0, 60, 100], [(indices.to(device), values.to(device)) for indices, values in terms])
+        results.append([grad.cpu() for grad in grads])
+    assert all(map(torch.equal, *results))
+
+
+@needs_triton
+def test_adding_and_taking_out_entries(use):
+    use("triton")
+    for numel, count in ((1, 0), (1, 1), (5000, 1), (5000, 1024), (5000, 2500)):
+        x, (indices, values) = torch.randn(numel), term(numel, count)
+        mine = x.to(DEVICE, copy=True)
+        assert add_entries_(mine, indices.to(DEVICE), values.to(DEVICE), -1.0) is mine
+        assert torch.equal(mine.cpu(), x.index_add(0, indices, values, alpha=-1))
+        # What is taken out is zero afterwards, and not nearly so: it must not be sent twice.
+        chosen = x[indices].to(DEVICE)
+        assert not add_entries_(x.to(DEVICE, copy=True), indices.to(DEVICE), chosen, -1.0)[indices.to(DEVICE)].any()
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["topk", "gaussiank", "randk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_through_the_reducer(name, dtype, use):
+    """One rank, because the interpreter is no place for threads. Nothing is lost, and all is as by plain torch."""
+    shapes = {"w": (90, 91), "b": (91,), "v": (70, 70)}
+    generator = torch.Generator().manual_seed(0)
+    steps = [
+        {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in shapes.items()} for _ in range(3)
+    ]
+    outcomes = []
+    for kernels, device in (("torch", "cpu"), ("triton", DEVICE)):
+        use(kernels)
+
+        def rank(comm, device=device):
+            reducer = Reducer(method(name, density=0.01), comm)
+            outs = []
+            for step in steps:
+                grads = {key: grad.to(device, copy=True) for key, grad in step.items()}
+                reducer.reduce_(grads)
+                outs.append({key: grad.cpu() for key, grad in grads.items()})
+            return outs, {key: kept.cpu() for key, kept in reducer.state_dict()["elements"]["residual"].items()}
+
+        outcomes.append(simulate(1, rank)[0])
+    for outs, residual in outcomes:
+        for key, kept in residual.items():
+            given, sent = sum(step[key].float() for step in steps), sum(out[key].float() for out in outs)
+            torch.testing.assert_close(kept + sent, given, rtol=0, atol=1e-6)
+            assert sent.any()
+    if name == "topk":  # of the others, one asks for rounded moments, and one draws otherwise on other devices
+        (outs, residual), (expected, kept) = outcomes
+        assert all(torch.equal(out[key], other[key]) for out, other in zip(outs, expected, strict=True) for key in out)
+        assert all(torch.equal(residual[key], kept[key]) for key in kept)
+
+
+def test_the_choice_can_be_forced(monkeypatch):
+    x = torch.zeros(1)
+    monkeypatch.delenv(launch.KERNELS, raising=False)
+    assert not launch.uses_triton(x)
+    monkeypatch.setenv(launch.KERNELS, "triton")
+    assert launch.uses_triton(x)
+    monkeypatch.setenv(launch.KERNELS, "torch")
+    assert not launch.uses_triton(x)
+    monkeypatch.setenv(launch.KERNELS, "cuda")
+    with pytest.raises(ValueError, match="LIGHTNING_SPARSE_KERNELS='cuda': choose torch or triton"):
+        launch.uses_triton(x)
+
+
+@pytest.mark.parametrize(
+    ("spec", "chosen", "line"), [(None, False, "Triton is missing"), (object(), True, "by Triton kernels")]
+)
+def test_on_cuda_one_line_says_what_was_chosen(spec, chosen, line, monkeypatch, caplog):
+    class OnCuda:
+        is_cuda = True
+
+    monkeypatch.delenv(launch.KERNELS, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    launch._has_triton.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert [launch.uses_triton(OnCuda()) for _ in range(3)] == [chosen] * 3
+    launch._has_triton.cache_clear()
+    assert len(caplog.records) == 1
+    assert line in caplog.text
+
+
+def test_the_package_works_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"  # importing it fails
+        "import torch\n"
+        "from lightning_sparse.compressors import TopK\n"
+        "assert TopK(0.5).select(torch.tensor([1.0, -2.0])).tolist() == [1]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
+
+
+@needs_triton
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its assembler on Linux only")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_gpus(capability):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.compile_kernels", str(capability)]
+    root = Path(__file__).parents[1]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    kernels = json.loads(ran.stdout)
+    assert len(kernels) == 14
+    for name, kernel in kernels.items():
+        assert kernel["spilled"] == 0, (name, kernel)
+        # Two programs of 256 threads share the 65,536 registers, so that one loads while the other calculates.
+        assert kernel["registers"] <= 128, (name, kernel)
+    # 256 threads and 4096 elements: 16 elements each, four to a load of fp32, eight to one of 16 bits. No other loads
+    # but that of the factor.
+    for name, wide in {"add fp32": 4 + 4, "add bf16": 4 + 2, "add fp16": 4 + 2}.items():
+        assert kernels[name]["wide loads"] == kernels[name]["loads"] - 1 == wide, (name, kernels[name])
+        assert kernels[name]["wide stores"] == 4, (name, kernels[name])
+    # These have the same loads twice: wide for full tiles, and one by one for the last.
+    for name in ("read", "first digit", "last digit", "digit of maxima", "count", "count at 1 %", "write"):
+        assert kernels[name]["wide loads"] >= 4, (name, kernels[name])
+
+
+def test_the_benchmark_checks_and_times_every_contestant():
+    rows = list(selection.on_device(20_000, 0.01, 2, DEVICE))
+    contestants = {"torch.topk", "torch.sort", "GaussianK as published", "TopK", "GaussianK", "RandK"}
+    for part in ("selection", "step"):
+        assert {row["contestant"] for row in rows if row["part"] == part} >= contestants
+    assert all(row["ms"] > 0 and row["times_floor"] > 0 for row in rows)
+
+
+def test_the_benchmark_refuses_wrong_results():
+    u = torch.randn(1000)
+    with pytest.raises(SystemExit, match="selects wrongly"):
+        selection.check("TopK", u, u.abs().topk(10, largest=False).indices, 0.01)
+    step = selection.DeviceStep(u, 0.01, lambda u, density: topk_indices(u, 10))
+    step.residual = torch.ones(500).repeat_interleave(2)
+    step.check("TopK")
+    step.select = lambda u, density: torch.arange(10)
+    with pytest.raises(SystemExit, match="selects wrongly"):
+        step.check("TopK")
+
+
+@needs_triton
+@needs_gpu
+def test_a_step_needs_no_synchronisation_and_can_be_captured():
+    numel = 1 << 20
+    topk, segment = TopK(0.001), Segment(0, ("w",), ((numel,),), 0)
+    grad, residual = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
+
+    def step():
+        ctx = Context(scan=topk.scan(numel))
+        u = add_(residual, [0, numel], [grad], 1.0, ctx.scan)
+        chosen = topk.select(u, segment, ctx)
+        values = u.index_select(0, chosen)
+        add_entries_(u, chosen, values, -1.0)
+        return chosen, values
+
+    expected = [[part.clone() for part in step()] for _ in range(4)]
+    residual.zero_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [[part.clone() for part in step()] for _ in range(4)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, itertools.chain(*expected), itertools.chain(*again)))
+    residual.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for before in expected:
+        graph.replay()
+        assert all(map(torch.equal, before, captured))
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("name", SMOOTH)
+def test_large_inputs_on_the_device(name):
+    for numel in (1 << 22, 5_000_011):
+        u = SMOOTH[name](numel)
+        for density in (0.001, 0.01, 0.1):
+            x, k = u.cuda(), round(density * numel)
+            assert torch.equal(topk_indices(x, k).cpu(), oracle(u, k))
+            chosen = GaussianK(density).select(x)
+            assert 2 * k / 3 <= len(chosen) <= 4 * k / 3
+            assert torch.equal(chosen.cpu(), oracle(u, len(chosen)))
+            assert torch.equal(chosen, GaussianK(density).select(x))
