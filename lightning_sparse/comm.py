@@ -123,6 +123,28 @@ class Comm(abc.ABC):
         """
         return _SubComm(self, sorted(ranks), counted)
 
+    def fetch(self, x: Tensor) -> Callable[[], list[Any]]:
+        """Start to copy a tensor to the host, and return a function that waits for it and returns it as a list."""
+        if not x.is_cuda:
+            return x.clone().tolist
+        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> list[Any]:
+            looked = time.monotonic()
+            while not copied.query():
+                if time.monotonic() > looked + POLL.total_seconds():
+                    self.look()
+                    looked = time.monotonic()
+                time.sleep(1e-4)
+            return there.tolist()  # type: ignore[no-any-return]
+
+        return wait
+
+    def look(self) -> None:  # noqa: B027
+        """Raise RankFailure if another rank is known to have failed; to be called while waiting."""
+
     def _swapped(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         nbytes = (sum(send) - send[self.rank]) * x.element_size()
         return self._timed(nbytes, self._swap, x, send, receive)
