@@ -44,7 +44,8 @@ class Comm(abc.ABC):
         sent_bytes: bytes that this rank has put on the wire so far, protocol overhead not counted. All-gather counts
             (P − 1) times its input, all-reduce 2(P − 1)/P times, as the ring algorithms do; broadcast (source only)
             and exchange their input, all-to-all the chunks for others.
-        seconds: time spent inside collectives so far, waiting for slower ranks included.
+        seconds: time spent inside collectives so far, waiting for slower ranks included. Over NCCL only what the host
+            takes to start them: it does not wait for the device.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -52,7 +53,7 @@ class Comm(abc.ABC):
         self.size = size
         self.sent_bytes = 0
         self.seconds = 0.0
-        self._calls = 0  # collectives completed
+        self._begun = self._calls = 0  # collectives begun, and those that the host has completed
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
         """Replace `x` by the sum or the maximum over all ranks, in place, and return it.
@@ -150,6 +151,7 @@ class Comm(abc.ABC):
         return self._timed(nbytes, self._swap, x, send, receive)
 
     def _timed(self, nbytes: int, collective: Callable[..., T], *args: Any) -> T:
+        self._begun += 1
         start = time.perf_counter()
         result = collective(*args)
         self.seconds += time.perf_counter() - start
@@ -298,13 +300,13 @@ class ProcessGroupComm(Comm):
             self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
 
     def check(self) -> None:
-        """Raise RankFailure if a rank has failed, or has left before the collective that this one is in."""
+        """Raise RankFailure if a rank has failed, or has left before a collective that this one has begun."""
         try:
             if self._store.check([self._failed]):
                 raise RankFailure(self._store.get(self._failed).decode())
             if self._store.check([self._left]):
                 calls, reason = self._store.get(self._left).decode().split(" ", 1)
-                if int(calls) <= self._calls:
+                if int(calls) < self._begun:
                     raise RankFailure(reason)
         except dist.DistError as error:
             raise RankFailure(
@@ -312,14 +314,38 @@ class ProcessGroupComm(Comm):
                 f"has ended. ({first_line(error)})"
             ) from error
 
+    def _over_gloo(self, x: Tensor) -> bool:
+        return bool(self.group._get_backend(x.device).name() == "gloo")
+
+    def _by_host(self, x: Tensor) -> bool:
+        return x.is_cuda and self._over_gloo(x)
+
+    def _timed(self, nbytes: int, collective: Callable[..., Any], *args: Any) -> Any:
+        x: Tensor = args[0]
+        if not self._by_host(x):
+            return super()._timed(nbytes, collective, *args)
+        # Gloo has no all-gather of CUDA tensors, and its other collectives of them wait for the device as well. So
+        # everything goes through the host's memory, for those who have no NCCL between their devices.
+        host = x.to("cpu", copy=True)
+        result = super()._timed(nbytes, collective, host, *args[1:])
+        if isinstance(result, list):
+            return [part.to(x.device) for part in result]
+        return x.copy_(host) if result is None else result.to(x.device)  # None: it worked in place
+
     def _wait(self, start: Callable[[], dist.Work], x: Tensor) -> None:
-        """Start a collective on `x` and wait for it."""
+        """Start a collective on `x` and wait for it: on the host over gloo, on the current stream over NCCL."""
         try:
             work = start()
-            waited = self._gloo_waited if self.group._get_backend(x.device).name() == "gloo" else self._polled
-            while not waited(work):
-                self.check()
-                self.answer()
+            if self._over_gloo(x):
+                while not self._gloo_waited(work):
+                    self.check()
+                    self.answer()
+            else:
+                # This lets the current stream wait, not the host, which goes on to launch what comes after; with a
+                # limit it would stop the host, and abort the communicator when the limit is reached. A peer that
+                # fails is noticed by who calls `check` while the device is busy; for one that is silent NCCL's
+                # watchdog ends this process, after the group's timeout, as it does with stock DDP.
+                work.wait()
         except RankFailure:
             raise
         except RuntimeError as error:
@@ -341,24 +367,15 @@ class ProcessGroupComm(Comm):
             work.wait()  # it came to an end in the meantime: well, or with an error of its own
         return True
 
-    def _polled(self, work: dist.Work) -> bool:
-        # A wait on NCCL's work does not block the host, it orders streams: until then nothing may depend on it.
-        deadline = time.monotonic() + POLL.total_seconds()
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-4)
-        work.wait()
-        return True
-
     def _all_reduce(self, x: Tensor, op: Op) -> None:
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         self._wait(lambda: dist.all_reduce(x, reduce_op, group=self.group, async_op=True), x)
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
-        parts = list(x.new_empty((self.size, *x.shape)).unbind())
-        self._wait(lambda: dist.all_gather(parts, x, group=self.group, async_op=True), x)
-        return parts
+        # Into one tensor, which NCCL fills where it lies; of a list it would make a copy of each.
+        rows = x.new_empty(self.size * x.numel())
+        self._wait(lambda: dist.all_gather_single(rows, x.view(-1), group=self.group, async_op=True), x)
+        return list(rows.view(self.size, *x.shape).unbind())
 
     def _broadcast(self, x: Tensor, src: int) -> None:
         self._wait(lambda: dist.broadcast(x, group=self.group, async_op=True, group_src=src), x)

@@ -8,6 +8,10 @@ returns a future; one communication thread owns all state and does the rest: a s
 gradient is there, and a bucket's future completes when all segments that touch it are done. DDP calls the hook in the
 same order on all ranks, so the segments' order agrees without further talk.
 
+On CUDA the thread works on a stream of its own. That waits for an event which the hook records behind the bucket's last
+gradient; the future holds an event of the thread's stream, for which DDP's stream waits. The host waits for the device
+nowhere: what the thread has ended, it has launched.
+
 An exception in the thread must not leave anybody waiting: the thread tells the other ranks, completes all futures as if
 nothing had happened (a future that never completes hangs backward for ever), and the training thread raises at the end
 of backward.
@@ -233,8 +237,9 @@ class CommThread:
         self._used -= set(names)
         ready = None
         if self._stream is not None:
-            ready = torch.cuda.Event()
-            ready.record()
+            # In the stream in which DDP has just filled the bucket; it is the one of autograd's node for the parameter,
+            # not always the one in which backward was called.
+            ready = torch.cuda.current_stream(self._device).record_event()
         if self._thread is None and not self._closed:
             # Started here, in the process that trains: a thread does not survive fork, nor can it be pickled.
             self._thread = threading.Thread(
@@ -245,7 +250,11 @@ class CommThread:
         return future
 
     def _end_of_backward(self) -> None:
-        """Wait for the thread and raise what went wrong in it. Runs before DDP itself waits for the futures."""
+        """Wait for the thread and raise what went wrong in it. Runs before DDP itself waits for the futures.
+
+        On CUDA this waits until the thread has launched all, as DDP's own wait for the futures would, not for the
+        device.
+        """
         # With reentrant checkpointing this is the end of a part only: the next bucket queues it again.
         self._in_backward = False
         started = time.perf_counter()
@@ -253,6 +262,10 @@ class CommThread:
         self.reducer.seconds["exposed"] += time.perf_counter() - started
         if self._error is not None:
             raise self._error
+        if self._stream is not None:
+            # DDP lets only that stream wait in which its hook ran. The caller's goes on to use, and to free, what the
+            # thread works on: gradients, their buckets, the residuals. After this none of them needs record_stream.
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for name, param in self._frozen.items():
             if param.requires_grad:
                 raise self._told(
@@ -334,6 +347,7 @@ class CommThread:
             # An exchange may be pending for ever. The group's destructor would wait for its timeout, with the
             # interpreter locked, whenever garbage is collected: so it must not run.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._free_device()
         if dist.is_initialized() and not self._part_of_world:
             dist.destroy_process_group(self._group)
 
@@ -342,22 +356,19 @@ class CommThread:
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # OpenMP keeps this number per thread
         if self._stream is not None:
-            torch.cuda.set_device(self._device)  # and CUDA the current device
+            torch.cuda.set_device(self._device)  # and CUDA the current device and stream
+            torch.cuda.set_stream(self._stream)
         while (bucket := self._next()) is not None:
             try:
                 if self._error is None:
-                    if self._stream is None:
-                        self._process(bucket)
-                    else:
-                        with torch.cuda.stream(self._stream):
-                            assert bucket.ready is not None
-                            bucket.ready.wait(self._stream)
-                            self._process(bucket)
+                    if bucket.ready is not None:
+                        bucket.ready.wait()
+                    self._process(bucket)
             except BaseException as error:  # raised again in the training thread
                 self._fail(error)
             finally:
-                if self._error is not None and not bucket.future.done():
-                    bucket.future.set_result(bucket.buffer)
+                if self._error is not None:
+                    _complete(bucket)
                 self._queue.task_done()
             del bucket
 
@@ -367,6 +378,27 @@ class CommThread:
                 return self._queue.get(timeout=POLL.total_seconds())
             except queue.Empty:
                 self.comm.answer()
+                self._watch_device()
+
+    def _watch_device(self) -> None:
+        """Notice that a rank has failed for which this one's device waits, and free the device."""
+        if self._stream is None or self._error is not None:
+            return
+        try:
+            if not self._stream.query():
+                self.comm.check()
+        except Exception as error:
+            # The training thread may be waiting for the device, and with it for the other rank. What it gets now is
+            # worth nothing, and the next backward raises the reason.
+            self._fail(error)
+            log.error(self._describe(error))
+            self._free_device()
+
+    def _free_device(self) -> None:
+        """End collectives that wait on the device for ranks that do not come, as NCCL's do until a timeout."""
+        if self._stream is not None and self._group._get_backend(self._device).name() == "nccl":
+            with contextlib.suppress(Exception):
+                self._group.abort()
 
     def _process(self, bucket: _Bucket) -> None:
         self._buckets.append(bucket)
@@ -414,14 +446,21 @@ class CommThread:
         self._error = error
         # First of all, so that backward ends whatever happens here.
         for bucket in self._buckets:
-            if not bucket.future.done():
-                bucket.future.set_result(bucket.buffer)
+            _complete(bucket)
         self.comm.report(self._describe(error))
 
     def _describe(self, error: BaseException) -> str:
         if isinstance(error, RankFailure):
             return str(error)  # somebody else's reason, or a finding about all ranks
         return f"Rank {self.comm.rank} failed at step {self.reducer.step}: {type(error).__name__}: {error}"
+
+
+def _complete(bucket: _Bucket) -> None:
+    """Complete a bucket's future as if nothing had happened."""
+    # After an error of CUDA not even this works. Then backward raises before anybody waits for the future.
+    with contextlib.suppress(RuntimeError):
+        if not bucket.future.done():
+            bucket.future.set_result(bucket.buffer)
 
 
 def _on_bucket(state: CommThread, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -1,4 +1,4 @@
-"""Real ranks for tests: forked processes over gloo."""
+"""Real ranks for tests: processes, forked unless something else is asked for, over gloo."""
 
 import multiprocessing
 import os
@@ -18,43 +18,40 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = 60, timeout: float = 30) -> list[Any]:
-    """Run `fn(rank, *args)` in `size` forked processes that share a gloo group.
+def run_ranks(
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    patience: float = 60,
+    timeout: float = 30,
+    start: str = "fork",
+    backend: str | None = "gloo",
+) -> list[Any]:
+    """Run `fn(rank, *args)` in `size` processes that share a process group.
 
     Args:
         size: number of ranks.
         fn: called in each process, with torch.distributed initialised.
         patience: seconds after which the test fails, because a rank hangs.
         timeout: the group's, in seconds.
+        start: "fork", or "spawn" where forked processes cannot work, as on CUDA; then `fn` belongs to a module.
+        backend: of the group; None leaves it to `fn`.
 
     Returns:
         For each rank what `fn` returned, or the exception that it raised; None for a process that died.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(start)
     port = free_port()
     done = context.Event()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
-
-    def child(rank: int) -> None:
-        for other, (_, writing) in enumerate(pipes):
-            if other != rank:
-                writing.close()  # or the end of a rank that dies would go unnoticed
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-        try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-            result = fn(rank, *args)
-        except BaseException as error:
-            traceback.print_exc()
-            result = error
-        try:
-            data = pickle.dumps(result)
-        except Exception:  # an exception that cannot be pickled
-            data = pickle.dumps(RuntimeError(repr(result)))
-        pipes[rank][1].send_bytes(data)
-        done.wait(patience)  # leave together: one rank hosts the store
-        os._exit(0)
-
-    processes = [context.Process(target=child, args=(rank,)) for rank in range(size)]
+    inherited = pipes if start == "fork" else []
+    processes = [
+        context.Process(
+            target=_rank,
+            args=(rank, size, port, backend, timeout, inherited, pipes[rank][1], done, patience, fn, args),
+        )
+        for rank in range(size)
+    ]
     for process in processes:
         process.start()
     for _, writing in pipes:
@@ -73,3 +70,36 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = 6
             process.join(2 if len(results) == size else 0)
             process.kill()
     return results
+
+
+def _rank(
+    rank: int,
+    size: int,
+    port: int,
+    backend: str | None,
+    timeout: float,
+    inherited: Any,
+    answer: Any,
+    done: Any,
+    patience: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    for other, (_, writing) in enumerate(inherited):
+        if other != rank:
+            writing.close()  # or the end of a rank that dies would go unnoticed
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    try:
+        if backend is not None:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        result = fn(rank, *args)
+    except BaseException as error:
+        traceback.print_exc()
+        result = error
+    try:
+        data = pickle.dumps(result)
+    except Exception:  # an exception that cannot be pickled
+        data = pickle.dumps(RuntimeError(repr(result)))
+    answer.send_bytes(data)
+    done.wait(patience)  # leave together: one rank hosts the store
+    os._exit(0)

@@ -44,10 +44,28 @@ def test_threads(size):
     assert simulate(size, all_collectives) == [expected(rank, size) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_processes(size):
     results = run_ranks(size, lambda rank: all_collectives(ProcessGroupComm()))
     assert results == [expected(rank, size) for rank in range(size)]
+
+
+def by_host(rank: int) -> list[object]:
+    comm = ProcessGroupComm()
+    comm._by_host = lambda x: True  # as for CUDA tensors over gloo
+    return all_collectives(comm)
+
+
+def test_collectives_by_way_of_the_host():
+    assert run_ranks(3, by_host) == [expected(rank, 3) for rank in range(3)]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (2, 3)])
+def test_gathering_any_shape(shape):
+    def rank(rank: int) -> list[list[float]]:
+        return [part.tolist() for part in ProcessGroupComm().all_gather(torch.full(shape, float(rank)))]
+
+    assert run_ranks(2, rank) == [[torch.full(shape, float(other)).tolist() for other in range(2)]] * 2
 
 
 def test_results_do_not_alias_other_ranks():

@@ -1,0 +1,382 @@
+"""The whole way on a GPU: Lightning over NCCL and gloo, streams, no waiting of the host, the same bits in every run.
+
+What makes sense without a GPU runs on the CPU, too, so that the tests themselves are tested.
+"""
+
+import contextlib
+import importlib.util
+import itertools
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import METHODS, SparseDDPStrategy, attach
+from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.context import Context
+from lightning_sparse.kernels import launch
+from lightning_sparse.kernels.scan import add_
+from lightning_sparse.layout import Segment
+from tests.integration.trainers import Watch, keeps_all, lost, trainer
+from tests.processes import run_ranks
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+STEPS = 5
+WIDTH = {"cpu": 64, "cuda": 1100}
+"""Of the hidden layer. On CUDA the first weights are long enough for the kernel that adds and scans."""
+
+
+def ranks(device: str, size: int, fn: Callable[..., Any], *args: Any, backend: str | None = None) -> list[Any]:
+    """Run `fn(rank, device, *args)` in processes that can use the device; raise what one of them raises."""
+    start = "spawn" if device == "cuda" else "fork"  # CUDA does not survive a fork
+    results = run_ranks(size, quietly, fn, device, *args, start=start, backend=backend, patience=240, timeout=60)
+    for result in results:
+        assert result is not None, "a rank died"
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def quietly(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+    warnings.simplefilter("ignore")  # Lightning's advice on a toy run, and torch's on toy groups
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    # Each rank is a node with one device, the first: so two ranks can share it.
+    os.environ.update(LOCAL_RANK="0", GROUP_RANK=str(rank), LOCAL_WORLD_SIZE="1", TORCHELASTIC_RUN_ID="tests")
+    return fn(rank, *args)
+
+
+def spawned(rank: int) -> list[float]:
+    return ProcessGroupComm().all_reduce(torch.tensor([float(rank), 1.0])).tolist()
+
+
+def test_a_spawned_rank():
+    """How ranks start on CUDA."""
+    assert run_ranks(1, spawned, start="spawn") == [[0.0, 1.0]]
+
+
+def layers(device: str) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(1024, WIDTH[device]), nn.ReLU(), nn.Linear(WIDTH[device], 32))
+
+
+def batches(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(10 + rank)
+    return [torch.randn(8, 1024, generator=generator) for _ in range(STEPS)]
+
+
+def bits(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()
+
+
+# Lightning.
+
+
+class Batches:
+    """A list, which Lightning would take for several loaders."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+class Net(pl.LightningModule):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.layers = layers(device)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.layers(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def fit(rank: int, device: str, strategy: Any, nodes: int, precision: str) -> dict[str, Any]:
+    net, watch = Net(device), Watch()
+    accelerator = {"cpu": "cpu", "cuda": "gpu"}[device]
+    options = {"accelerator": accelerator, "num_nodes": nodes, "precision": precision, "callbacks": [watch]}
+    run = trainer(strategy, 1, **options)
+    run.fit(net, Batches(batches(rank)))
+    reducer = run.strategy.reducer
+    elements = reducer.state_dict()["elements"]
+    return {
+        "weights": bits(net.parameters()),
+        "sums": watch.sums,
+        "state": {"elements": {key: {n: x.cpu() for n, x in kept.items()} for key, kept in elements.items()}},
+        "steps": reducer.step,
+        "backend": dist.get_backend(),
+        "device": str(run.strategy.root_device),
+    }
+
+
+def alone(rank: int, device: str, name: str) -> list[dict[str, Any]]:
+    precisions = ["32-true", "32-true", "bf16-mixed", "bf16-true"]
+    return [fit(rank, device, f"{name}_ddp", 1, precision) for precision in precisions]
+
+
+@on_both
+@pytest.mark.parametrize("name", ["topk", "gaussiank"])
+def test_lightning_with_one_rank(device, name):
+    """Over NCCL where there is a GPU. Nothing is lost, and a second run ends with the same bits."""
+    (runs,) = ranks(device, 1, alone, name, backend=None if device == "cuda" else "gloo")
+    for run in runs:
+        assert (run["steps"], run["backend"]) == (STEPS, "nccl" if device == "cuda" else "gloo")
+        assert run["device"].startswith(device)
+        assert lost([run["sums"]], [run["state"]]) < 1e-6
+        assert not torch.equal(run["weights"], bits(layers(device).parameters()))
+    assert torch.equal(runs[0]["weights"], runs[1]["weights"])
+
+
+def over_gloo(rank: int, device: str) -> dict[str, dict[str, Any]]:
+    return {
+        name: fit(rank, device, SparseDDPStrategy(name, process_group_backend="gloo"), 2, "32-true") for name in METHODS
+    }
+
+
+@on_both
+def test_lightning_with_two_ranks_over_gloo(device):
+    """Both on the same device, if it is a GPU, with every method."""
+    results = ranks(device, 2, over_gloo, backend=None if device == "cuda" else "gloo")
+    for name in METHODS:
+        runs = [result[name] for result in results]
+        assert all((run["steps"], run["backend"]) == (STEPS, "gloo") for run in runs)
+        assert all(run["device"].startswith(device) for run in runs)
+        assert torch.equal(runs[0]["weights"], runs[1]["weights"]), name
+        if keeps_all(name):
+            assert lost([run["sums"] for run in runs], [run["state"] for run in runs]) < 1e-6, name
+
+
+# Plain DDP.
+
+
+@contextlib.contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """Make it an error, in all threads, that the host waits for the device; the CPU has nothing of the kind."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def wait_a_little(device: str) -> None:
+    """Keep the current stream busy, or the thread: long enough for what does not wait for it to overtake."""
+    if device == "cpu":
+        time.sleep(0.01)
+    else:
+        torch.cuda._sleep(50_000_000)  # cycles: some ten milliseconds
+
+
+def train(
+    device: str,
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    autocast: bool = False,
+    may_wait: bool = False,
+    late: str = "",
+    granularity: str = "bucket",
+    bucket_cap_mb: float = 25,
+) -> Tensor:
+    """Train, after two steps to warm up without any wait of the host unless it `may_wait`, and return all weights.
+
+    Args:
+        device: "cpu" or "cuda".
+        name: the method.
+        dtype: of the parameters.
+        autocast: whether to calculate in bf16.
+        may_wait: whether the host may wait for the device.
+        granularity: see `attach`.
+        bucket_cap_mb: of DDP.
+        late: what is held up in every step: "training", between forward and backward, or the "thread", before each
+            segment.
+    """
+    warnings.simplefilter("ignore")
+    net = layers(device).to(device, dtype)
+    ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
+    density = None if name == "dense" else 0.01
+    reducer = attach(ddp, name, density=density, granularity=granularity)
+    if late == "thread":
+        reduce_segment_ = reducer.reduce_segment_
+
+        def reduce_late_(*args: Any) -> None:
+            wait_a_little(device)
+            reduce_segment_(*args)
+
+        reducer.reduce_segment_ = reduce_late_  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    inputs = [batch.to(device, dtype) for batch in batches(0)]
+
+    def step(batch: Tensor) -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            loss = ddp(batch).pow(2).mean()
+        if late == "training":
+            wait_a_little(device)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for batch in inputs[:2]:
+        step(batch)
+    with no_waiting("cpu" if may_wait else device):
+        for batch in inputs[2:]:
+            step(batch)
+    assert reducer.step == STEPS
+    return bits(net.parameters())
+
+
+def in_several_ways(rank: int, device: str, name: str) -> dict[str, Tensor]:
+    kinds = {"fp32": {}, "bf16-mixed": {"autocast": True}, "bf16-true": {"dtype": torch.bfloat16}}
+    return {f"{kind} {run}": train(device, name, **options) for kind, options in kinds.items() for run in range(2)}
+
+
+@on_both
+@pytest.mark.parametrize("name", ["topk", "gaussiank", "randk", "dense"])
+def test_no_step_waits_and_runs_are_bit_identical(device, name):
+    (runs,) = ranks(device, 1, in_several_ways, name, backend="nccl" if device == "cuda" else "gloo")
+    for kind in ("fp32", "bf16-mixed", "bf16-true"):
+        assert torch.equal(runs[f"{kind} 0"], runs[f"{kind} 1"]), kind
+        assert bool(runs[f"{kind} 0"].isfinite().all())
+
+
+def held_up(rank: int, device: str) -> list[Tensor]:
+    small = {"granularity": "layer", "bucket_cap_mb": 0.01}  # many segments and buckets
+    return [train(device, "topk", late=late, **small) for late in ("", "thread", "training")]
+
+
+@on_both
+def test_streams_wait_for_each_other(device):
+    """Whoever is late: the result is the same to the last bit."""
+    (runs,) = ranks(device, 1, held_up, backend="nccl" if device == "cuda" else "gloo")
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def with_each_choice(rank: int, device: str) -> dict[str, tuple[Tensor, list[str]]]:
+    log = logging.getLogger(launch.__name__)
+    log.setLevel(logging.INFO)
+    find_spec = importlib.util.find_spec
+    os.environ.pop(launch.KERNELS, None)
+    results = {}
+    for choice in ("default", "forced", "missing"):
+        launch._has_triton.cache_clear()
+        lines = Lines()
+        log.handlers = [lines]
+        if choice == "forced":
+            os.environ[launch.KERNELS] = "torch"
+        if choice == "missing":
+            importlib.util.find_spec = lambda name, *args: None if name == "triton" else find_spec(name, *args)
+        results[choice] = train(device, "topk", may_wait=choice != "default"), lines.lines  # plain torch waits
+        os.environ.pop(launch.KERNELS, None)
+        importlib.util.find_spec = find_spec
+    return results
+
+
+@needs_triton
+@on_both
+def test_plain_torch_trains_to_the_same_weights(device):
+    """Where it is forced, and where Triton is missing, which one line of the log says."""
+    (runs,) = ranks(device, 1, with_each_choice, backend="nccl" if device == "cuda" else "gloo")
+    weights, lines = zip(*runs.values(), strict=True)
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+    assert [len(some) for some in lines] == ([1, 0, 1] if device == "cuda" else [0, 0, 0])
+    if device == "cuda":
+        assert "by Triton kernels" in lines[0][0]
+        assert "Triton is missing" in lines[2][0]
+
+
+def each_collective(rank: int, device: str) -> list[Any]:
+    # A rank that is alone does not talk, so this goes below what decides that.
+    comm = ProcessGroupComm()
+    x = torch.arange(6.0, device=device)
+
+    def talk() -> list[Any]:
+        total, top, told = x.clone(), x.clone(), x.clone()
+        comm._timed(0, comm._all_reduce, total, "sum")
+        comm._timed(0, comm._all_reduce, top, "max")
+        comm._timed(0, comm._broadcast, told, 0)
+        gathered = comm._timed(0, comm._all_gather, x.view(2, 3))
+        return [total, top, told, *gathered, comm._timed(0, comm._swap, x, [6], [6])]
+
+    talk()  # connects
+    busy = True
+    with no_waiting(device if dist.get_backend() == "nccl" else "cpu"):
+        if device == "cuda":
+            wait_a_little(device)
+        results = talk()
+        if device == "cuda":
+            busy = not torch.cuda.current_stream().query()
+    return [busy, *(result.tolist() for result in results)]
+
+
+@on_both
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_collectives_do_not_stop_the_host(device, backend):
+    if device == "cpu" and backend == "nccl":
+        pytest.skip("NCCL is for GPUs")
+    (seen,) = ranks(device, 1, each_collective, backend=backend)
+    values = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert seen[1:] == [values, values, values, [values[:3], values[3:]], values]
+    assert seen[0] or backend == "gloo"
+
+
+# Without a process group.
+
+
+@needs_gpu
+@needs_triton
+@pytest.mark.parametrize("compressor", [TopK(0.001), TopK(0.01), GaussianK(0.001), GaussianK(0.01)], ids=str)
+def test_a_step_can_be_captured_in_a_graph(compressor):
+    """Adding, selecting, packing and taking out, over and over, as without the graph."""
+    numel = (1 << 21) + 1
+    segment = Segment(0, ("w",), ((numel,),), 0)
+    grad, residual = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        ctx = Context(scan=compressor.scan(numel))
+        u = add_(residual, segment.bounds, [grad], 1.0, ctx.scan)
+        payload = compressor.compress(u, segment, ctx)
+        compressor.remove_(u, payload, segment, ctx)
+        return payload
+
+    eager = [([part.clone() for part in step()], residual.clone()) for _ in range(4)]
+    residual.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        payload = step()
+    residual.zero_()
+    for parts, rest in eager:
+        graph.replay()
+        assert all(itertools.starmap(torch.equal, zip(parts, payload, strict=True)))
+        assert torch.equal(rest, residual)
