@@ -314,6 +314,11 @@ class ProcessGroupComm(Comm):
                 f"has ended. ({first_line(error)})"
             ) from error
 
+    def look(self) -> None:
+        """Raise RankFailure if another rank is known to have failed, and answer one that asks."""
+        self.check()
+        self.answer()
+
     def _over_gloo(self, x: Tensor) -> bool:
         return bool(self.group._get_backend(x.device).name() == "gloo")
 
@@ -338,8 +343,7 @@ class ProcessGroupComm(Comm):
             work = start()
             if self._over_gloo(x):
                 while not self._gloo_waited(work):
-                    self.check()
-                    self.answer()
+                    self.look()
             else:
                 # This lets the current stream wait, not the host, which goes on to launch what comes after; with a
                 # limit it would stop the host, and abort the communicator when the limit is reached. A peer that

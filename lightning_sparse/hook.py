@@ -343,6 +343,11 @@ class CommThread:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(JOIN_SECONDS)
+        if self._error is None:
+            try:
+                self.reducer.catch_up()
+            except Exception as error:  # of the last step; backward does not come to raise it
+                log.error(f"{error}")
         if self._error is not None or (self._thread is not None and self._thread.is_alive()):
             # An exchange may be pending for ever. The group's destructor would wait for its timeout, with the
             # interpreter locked, whenever garbage is collected: so it must not run.

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from benchmarks import selection
-from lightning_sparse import NonFiniteGradient, Reducer, method
-from lightning_sparse.comm import Comm
+from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method
+from lightning_sparse.aggregators import GlobalTopK, TwoLevel
+from lightning_sparse.comm import Comm, ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import launch, scan, select
@@ -27,11 +28,14 @@ from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
 from lightning_sparse.kernels.write_back import add_entries_, write_entries_
 from lightning_sparse.layout import Segment
+from lightning_sparse.memory import Residual
+from tests.processes import run_ranks
 from tests.test_gaussiank import SMOOTH
 from tests.test_select import INPUTS, oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="where there is a GPU kernels do not run on the CPU")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 # numpy's, in which the interpreter calculates: of NaN and infinities, and of sums that overflow.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -285,6 +289,47 @@ def test_steps_through_the_reducer(name, dtype, options, size, use):
         (outs, residual), (expected, kept) = outcomes
         assert all(torch.equal(out[key], other[key]) for out, other in zip(outs, expected, strict=True) for key in out)
         assert all(torch.equal(residual[key], kept[key]) for key in kept)
+
+
+def every_method(rank, size):
+    """Return what three steps of every method make of the same gradients, by plain torch and by Triton."""
+    outcomes = {}
+    comm = ProcessGroupComm()
+    ways = {name: method(name) if name == "dense" else method(name, density=0.02) for name in METHODS}
+    if size % 2 == 0:
+        ways["two levels"] = Method(TopK(0.02), Residual(), TwoLevel(GlobalTopK(), 2))
+    for name, kernels in itertools.product(ways, ("torch", "triton")):
+        os.environ[launch.KERNELS] = kernels
+        generator = torch.Generator().manual_seed(rank)
+        reducer, total, given = Reducer(ways[name], comm), 0, 0
+        for _ in range(3):
+            grads = {"w": torch.randn(60, 61, generator=generator), "b": torch.randn(61, generator=generator)}
+            given = given + torch.cat([grad.view(-1) for grad in grads.values()])
+            reducer.reduce_(grads)
+            total = total + torch.cat([grad.view(-1) for grad in grads.values()])
+        kept = reducer.state_dict()["elements"].get("residual")
+        kept = torch.zeros_like(given) if kept is None else torch.cat([kept[key].view(-1) for key in grads])
+        outcomes[name, kernels] = (given, total, kept)
+    return outcomes
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_method_over_processes(size):
+    """Processes, because the interpreter is no place for threads."""
+    ranks = run_ranks(size, every_method, size)
+    for name, kernels in ranks[0]:
+        outcomes = [rank[name, kernels] for rank in ranks]
+        for _, total, _ in outcomes:
+            assert torch.equal(total, outcomes[0][1])
+        given, total, kept = (sum(part) for part in zip(*outcomes, strict=True))
+        # Sums of some 30 numbers of about 3, each rounded to 2⁻²⁴ of it.
+        torch.testing.assert_close(total + kept, given, rtol=0, atol=2e-5)
+        if name != "gaussiank":  # which asks for moments, and these are rounded differently
+            for rank in ranks:
+                for mine, reference in zip(rank[name, "triton"], rank[name, "torch"], strict=True):
+                    assert torch.equal(mine, reference), name
 
 
 @needs_triton
