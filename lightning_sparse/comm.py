@@ -143,6 +143,9 @@ class Comm(abc.ABC):
 
         return wait
 
+    def report(self, reason: str) -> None:  # noqa: B027
+        """Tell the other ranks that this one cannot go on, where they would not notice."""
+
     def look(self) -> None:  # noqa: B027
         """Raise RankFailure if another rank is known to have failed; to be called while waiting."""
 

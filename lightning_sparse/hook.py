@@ -311,7 +311,7 @@ class CommThread:
             # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
             with contextlib.suppress(Exception):
                 error.args = (f"{self.comm.explain()} ({first_line(error)})",)
-        self.comm.report(self._describe(error))
+        self.comm.report(self.reducer.described(error))
 
     @property
     def whole(self) -> bool:
@@ -396,7 +396,7 @@ class CommThread:
             # The training thread may be waiting for the device, and with it for the other rank. What it gets now is
             # worth nothing, and the next backward raises the reason.
             self._fail(error)
-            log.error(self._describe(error))
+            log.error(self.reducer.described(error))
             self._free_device()
 
     def _free_device(self) -> None:
@@ -452,12 +452,7 @@ class CommThread:
         # First of all, so that backward ends whatever happens here.
         for bucket in self._buckets:
             _complete(bucket)
-        self.comm.report(self._describe(error))
-
-    def _describe(self, error: BaseException) -> str:
-        if isinstance(error, RankFailure):
-            return str(error)  # somebody else's reason, or a finding about all ranks
-        return f"Rank {self.comm.rank} failed at step {self.reducer.step}: {type(error).__name__}: {error}"
+        self.comm.report(self.reducer.described(error))
 
 
 def _complete(bucket: _Bucket) -> None:

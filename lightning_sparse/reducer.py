@@ -182,15 +182,25 @@ class Reducer:
                 check_tensor(name, grads[name])
                 if tuple(grads[name].shape) != shape:
                     raise ValueError(f"The gradient of {name!r} has shape {tuple(grads[name].shape)}, before {shape}.")
-        if self.looks_ahead and not self.look_ahead(grads):
-            return
-        for segment in self.layout.segments:
-            flat = [grads[name].contiguous().view(-1) for name in segment.names]
-            self.reduce_segment_(segment, flat)
-            for name, result in zip(segment.names, flat, strict=True):
-                if result.data_ptr() != grads[name].data_ptr():
-                    grads[name].copy_(result.view_as(grads[name]))
+        try:
+            if self.looks_ahead and not self.look_ahead(grads):
+                return
+            for segment in self.layout.segments:
+                flat = [grads[name].contiguous().view(-1) for name in segment.names]
+                self.reduce_segment_(segment, flat)
+                for name, result in zip(segment.names, flat, strict=True):
+                    if result.data_ptr() != grads[name].data_ptr():
+                        grads[name].copy_(result.view_as(grads[name]))
+        except Exception as error:
+            self.comm.report(self.described(error))
+            raise
         self.finish_step()
+
+    def described(self, error: BaseException) -> str:
+        """Return what the other ranks are told about an error on this one."""
+        if isinstance(error, RankFailure):
+            return str(error)  # somebody else's reason, or a finding about all ranks
+        return f"Rank {self.comm.rank} failed at step {self.step}: {type(error).__name__}: {error}"
 
     def look_ahead(self, grads: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
         """Agree on whether a step can be taken, before anything is added. To be called first where `looks_ahead`.

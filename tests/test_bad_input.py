@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, simulate
-from lightning_sparse.aggregators import Aggregator, GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, base, gtopk, oktopk
+from lightning_sparse.aggregators import (
+    Aggregator,
+    GlobalTopK,
+    Mean,
+    OkTopK,
+    ScaleCom,
+    TwoLevel,
+    base,
+    gtopk,
+    oktopk,
+    scalecom,
+)
 from lightning_sparse.aggregators import two_level as two_levels
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import TopK, formats
@@ -139,7 +150,8 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
         made.count = getattr(made, "count", -1) + 1
         if threading.current_thread().name == "rank 1" and made.count == at:
             parts = [part.clone() for part in parts]
-            *_, count, _, indices = parts
+            # ScaleCom sends count and indices in one.
+            *_, count, _, indices = parts if len(parts) > 1 else (parts[0][:1], None, parts[0][1:])
             if count.dtype == torch.int64:  # what the ranks of a host tell each other: indices, values, indices
                 count = torch.tensor(indices.numel())
             hurt(count, indices)
@@ -149,17 +161,10 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
         if int(count) > 1:
             DAMAGES[damage](count, indices)
 
-    def broadcast(inner, x, *args):
-        if x.dtype == torch.int32:
-            hurt(x[:1], x[1:])
-        return inner(x, *args)
-
-    for module in (base, gtopk, oktopk, two_levels):
+    for module in (base, gtopk, oktopk, scalecom, two_levels):
         monkeypatch.setattr(module, "packed", packed)
 
     def rank(comm):
-        if name == "scalecom" and comm.rank == 1:
-            comm = on_call(comm, 3 * at + 1, broadcast)
         return steps(comm, AGGREGATORS[name])
 
     at = -1
@@ -178,7 +183,7 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
 @every_aggregator
 @pytest.mark.parametrize("index_format", ["compact", "int32"])
 def test_flipped_bits_are_an_error_or_go_on(index_format, name):
-    """What still looks like a payload is taken for one: TCP has checksums for that. Nothing crashes or hangs."""
+    """A damaged message is an error. Sums that are made on the way have no checksum; nothing crashes or hangs there."""
     generator = torch.Generator().manual_seed(0)
 
     def flip(inner, x, *args):
@@ -204,7 +209,8 @@ def test_flipped_bits_are_an_error_or_go_on(index_format, name):
             ),
         )
         errors = [rank for rank in ranks if isinstance(rank, Exception)]
-        assert len(errors) in (0, 4), ranks
+        # In a sum on its way, in the header of one, and in the regions' checksum a bit more or less goes unnoticed.
+        assert len(errors) in ((4,) if name in ("topk", "gtopk") else (0, 4)), ranks
         found += len(errors) == 4
     print(f"{name}, {index_format}: {found} of {2 * made} found")
 

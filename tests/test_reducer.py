@@ -44,8 +44,8 @@ def test_bytes_are_counted():
         return comm.sent_bytes
 
     # 100 values of 4 bytes; of their indices a byte each and 100 + 10,000 / 256 bits, in 18 bytes; each part in full
-    # words of 8 bytes; a count in 8, a header of 16; to two others.
-    assert simulate(3, rank) == [2 * (400 + 104 + 24 + 8 + 16)] * 3
+    # words of 8 bytes; a count in 8, a header of 16, a checksum of 8; to two others.
+    assert simulate(3, rank) == [2 * (400 + 104 + 24 + 8 + 16 + 8)] * 3
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ NOT_FINITE = (
 )
 
 
+CHECKSUM_BYTES = 8
+"""At the end of each message that is `packed`."""
+
+
 class NonFiniteGradient(RuntimeError):
     """A gradient holds a NaN or an infinity; raised on all ranks."""
 
@@ -132,29 +136,47 @@ def header(payload: Payload, u: Tensor, segment: Segment, ctx: Context) -> Tenso
     return torch.tensor([ctx.fingerprint, wrong], dtype=torch.int64, device=u.device)
 
 
-def check_headers(headers: Sequence[Tensor], segment: Segment, comm: Comm, ctx: Context) -> None:
-    """Raise, on all ranks alike, if ranks are out of step or a gradient is not finite.
+def check_headers(
+    headers: Sequence[Tensor], segment: Segment, comm: Comm, ctx: Context, messages: Sequence[Tensor] = ()
+) -> None:
+    """Raise, on all ranks alike, if ranks are out of step or a gradient is not finite; here, if a message is damaged.
+
+    Args:
+        headers: of all ranks.
+        messages: which they came in, where these are `packed`.
 
     On CUDA the host would have to wait for that. So there it is raised one step later, and until then `Context.sound`
     sees to it that the weights come to no harm.
     """
-    if not uses_triton(headers[0]):
-        _judge([row.tolist() for row in headers], segment, ctx.step)
-        return
     rows = torch.stack(list(headers))
-    ctx.sound = ((rows[:, 0] == ctx.fingerprint) & (rows[:, 1] == 0)).all()
+    if messages:
+        rows = torch.cat([rows, torch.stack(list(map(_checksum, messages)))[:, None]], 1)
+    if not uses_triton(rows):
+        _judge(rows.tolist(), segment, ctx.step)
+        return
+    ctx.sound = ((rows[:, 0] == ctx.fingerprint) & (rows[:, 1:] == 0).all(1)).all()
     fetched = comm.fetch(rows)
     step = ctx.step
     ctx.later.append(lambda: _judge(fetched(), segment, step))
 
 
 def _judge(rows: Sequence[Sequence[int]], segment: Segment, step: int) -> None:
-    for rank, (fingerprint, _) in enumerate(rows):
+    for rank, (_, _, *checksum) in enumerate(rows):
+        if any(checksum):
+            raise _damaged(f"of rank {rank} at step {step}, segment {segment.index} ({segment.names[0]!r} and on),")
+    for rank, (fingerprint, *_) in enumerate(rows):
         if fingerprint != rows[0][0]:
             raise out_of_step(rank, 0, segment, step)
-    for rank, (_, wrong) in enumerate(rows):
+    for rank, (_, wrong, *_) in enumerate(rows):
         if wrong:
             raise not_finite(wrong, rank, segment, step)
+
+
+def _damaged(which: str) -> ValueError:
+    return ValueError(
+        f"A message {which} is corrupt: its checksum is wrong. It was damaged on its way, or ranks run different "
+        f"versions."
+    )
 
 
 def out_of_step(rank: int, other: int, segment: Segment, step: int) -> RankFailure:
@@ -196,20 +218,37 @@ def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Com
         All ranks' payloads, in rank order.
     """
     parts = (header(payload, u, segment, ctx), *payload)
-    received = [unpacked(row, parts) for row in comm.all_gather(packed(parts))]
-    check_headers([row[0] for row in received], segment, comm, ctx)
+    messages = comm.all_gather(packed(parts))
+    received = [unpacked(message, parts) for message in messages]
+    check_headers([row[0] for row in received], segment, comm, ctx, messages)
     return [row[1:] for row in received]
 
 
 def packed(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors one after the other, as bytes. Each starts at a multiple of 8, to be read where it lies."""
-    wire = torch.zeros(sum(map(_room, parts)), dtype=torch.uint8, device=parts[0].device)
+    """Return tensors one after the other, as bytes. Each starts at a multiple of 8, to be read where it lies.
+
+    At the end there are 8 bytes that make all words, of 8 bytes each, add up to zero: TCP's own checksum has 16 bits,
+    and ranks that read different values would drift apart.
+    """
+    wire = torch.zeros(sum(map(_room, parts)) + CHECKSUM_BYTES, dtype=torch.uint8, device=parts[0].device)
     start = 0
     for part in parts:
         size = part.numel() * part.element_size()
         wire[start : start + size] = part.contiguous().view(-1).view(torch.uint8)
         start += _room(part)
+    wire[start:].view(torch.int64)[:] = -_checksum(wire)
     return wire
+
+
+def _checksum(message: Tensor) -> Tensor:
+    return message.view(torch.int64).sum()
+
+
+def intact(message: Tensor) -> Tensor:
+    """Return what `packed` has made, or raise ValueError if it was damaged."""
+    if int(_checksum(message)):
+        raise _damaged("of another rank")
+    return message
 
 
 def unpacked(wire: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:

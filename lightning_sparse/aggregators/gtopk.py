@@ -11,6 +11,7 @@ from lightning_sparse.aggregators.base import (
     Aggregator,
     first_to_blame,
     header,
+    intact,
     not_finite,
     out_of_step,
     packed,
@@ -64,7 +65,7 @@ class GlobalTopK(Aggregator):
             if owner:
                 returned.append(Entries(result.indices, result.values - rounded.values))
             result = rounded
-            words, *theirs = unpacked(comm.exchange(packed(parts), peer), parts)
+            words, *theirs = unpacked(intact(comm.exchange(packed(parts), peer)), parts)
             their_fingerprint, *their_blame = words.tolist()
             if their_fingerprint != fingerprint:
                 raise out_of_step(peer, rank, segment, ctx.step)

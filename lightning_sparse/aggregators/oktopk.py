@@ -12,6 +12,7 @@ from lightning_sparse.aggregators.base import (
     Aggregator,
     check_headers,
     header,
+    intact,
     packed,
     unpacked,
     without_zeros,
@@ -74,7 +75,7 @@ class OkTopK(Aggregator):
             sent.append(compressor.unpack(chunks[-1], segment, ctx, room))
 
         received = [
-            compressor.unpack(unpacked(chunk, chunks[0]), segment, ctx, room)
+            compressor.unpack(unpacked(intact(chunk), chunks[0]), segment, ctx, room)
             for chunk in comm.all_to_all([packed(chunk) for chunk in chunks])
         ]
         indices, values = coalesce(received)
@@ -82,7 +83,9 @@ class OkTopK(Aggregator):
         kept = Entries(indices[largest], values[largest])
 
         told = compressor.pack(kept, segment, ctx, share)
-        regions = [compressor.unpack(unpacked(row, told), segment, ctx, share) for row in comm.all_gather(packed(told))]
+        regions = [
+            compressor.unpack(unpacked(intact(row), told), segment, ctx, share) for row in comm.all_gather(packed(told))
+        ]
         # The regions follow one another, or a rank has cut them differently.
         result = Entries(torch.cat([r.indices for r in regions]), torch.cat([r.values for r in regions]))
         check_indices(result.indices, segment.numel)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import Aggregator, check_headers, header
+from lightning_sparse.aggregators.base import Aggregator, check_headers, header, intact, packed, unpacked
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
@@ -38,7 +38,7 @@ class ScaleCom(Aggregator):
             chosen = compressor.select(u, segment, ctx)
             words[0] = chosen.numel()
             words[1 : 1 + chosen.numel()] = chosen
-        comm.broadcast(words, leader)
+        (words,) = unpacked(intact(comm.broadcast(packed((words,)), leader)), (words,))
         count = int(words[0])
         if not 0 <= count < words.numel():
             raise ValueError(f"A payload for at most {words.numel() - 1} entries says it holds {count}: it is corrupt.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import Aggregator, Mean, check_headers, header, packed, unpacked
+from lightning_sparse.aggregators.base import Aggregator, Mean, check_headers, header, intact, packed, unpacked
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
@@ -122,6 +122,6 @@ def _all_gather_ragged(comm: Comm, parts: Sequence[Tensor], most: int) -> list[l
         for part, longest in zip(parts, lengths.amax(0), strict=True)
     ]
     return [
-        [part[:length] for part, length in zip(unpacked(row, rooms), own, strict=True)]
+        [part[:length] for part, length in zip(unpacked(intact(row), rooms), own, strict=True)]
         for row, own in zip(comm.all_gather(packed(rooms)), lengths.tolist(), strict=True)
     ]

@@ -18,7 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, hook, simulate
+from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.kernels import launch
+from lightning_sparse.observer import Observer
 from tests.processes import free_port, run_ranks
 from tests.test_kernels import interpreted, needs_triton
 
@@ -274,6 +276,26 @@ def test_what_the_host_has_not_waited_for_is_raised_a_step_later():
         assert seconds < SOON
         assert len(errors) == 1
         assert "is not finite on rank 1 at step 0" in errors[0]
+
+
+class Fails(Observer):
+    def compensated(self, *_: Any) -> None:
+        raise ValueError("no way")
+
+
+def fails_without_ddp(rank: int) -> tuple[str, str, float]:
+    reducer = Reducer("topk", ProcessGroupComm())
+    if rank == 1:
+        reducer.observers.append(Fails())
+    return caught(lambda: reducer.reduce_({"w": torch.ones(5000)}))
+
+
+def test_a_reducer_without_ddp_tells_the_others_too():
+    for rank, (kind, text, seconds) in enumerate(run_ranks(3, fails_without_ddp)):
+        assert kind == ("ValueError" if rank == 1 else "RankFailure")
+        assert "no way" in text
+        assert rank == 1 or "Rank 1 failed at step 0: ValueError" in text
+        assert seconds < SOON
 
 
 def dies(rank: int) -> tuple[str, str, float]:
