@@ -7,6 +7,8 @@ import torch
 
 from benchmarks import selection
 from lightning_sparse.compressors import TopK
+from lightning_sparse.kernels import scan
+from tests import run_kernels
 
 
 def timed(part, contestant, ms, **more):
@@ -53,6 +55,11 @@ def test_a_step_that_keeps_the_wrong_rest_gets_no_times():
 
     with pytest.raises(SystemExit, match="keeps the wrong rest"):
         selection.DeviceStep(torch.randn(1000), 0.01, Forgetful(0.01)).check("TopK")
+
+
+def test_what_runs_under_the_sanitizer_checks_its_results(monkeypatch):
+    monkeypatch.setattr(scan, "FUSED", scan.FUSED)  # put back afterwards
+    run_kernels.main("cpu")
 
 
 def test_who_does_not_fit_is_left_out(capsys):
