@@ -19,7 +19,7 @@ demo: .venv/installed
 reliability: .venv/installed
 	$(BIN)/pytest -q -m reliability --reliability=README.md
 
-# All that needs a GPU, within ten minutes: tests, sanitizers, and the benchmarks that write benchmarks/results/*_cuda.*
+# All that needs a GPU, in about ten minutes: tests, sanitizers, and the benchmarks that write benchmarks/results/*_cuda.*
 gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),.venv/installed)
 	@$(GPU_PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available() and 'torch finds no GPU here')"
 	@status=0; \

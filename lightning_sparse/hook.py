@@ -343,13 +343,16 @@ class CommThread:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(JOIN_SECONDS)
-        if self._error is not None or (self._thread is not None and self._thread.is_alive()):
+        pending = self._error is not None or (self._thread is not None and self._thread.is_alive())
+        if pending:
             # An exchange may be pending for ever. The group's destructor would wait for its timeout, with the
             # interpreter locked, whenever garbage is collected: so it must not run.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             self._free_device()
         if dist.is_initialized() and not self._part_of_world:
-            dist.destroy_process_group(self._group)
+            # What an aborted group has to say must not hide the error that led here.
+            with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
+                dist.destroy_process_group(self._group)
 
     # In the communication thread:
 
