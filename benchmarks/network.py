@@ -51,7 +51,8 @@ ENVIRONMENT = {
 SLACK = 1.2
 # What other programs may use of the processors.
 FOREIGN_LOAD = 0.05
-# Of the real training.
+# Workloads that train for real, and the rates to choose from.
+TRAININGS = ("real", "real_resnet20")
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 # With paced models processors stand for accelerators and network cards, and must not be what limits them.
 BUSY = 0.7
@@ -75,11 +76,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workload",
-        choices=["mlp", "real", *COMPUTE_SECONDS],
+        choices=["mlp", *TRAININGS, *COMPUTE_SECONDS],
         default="mlp",
         metavar="NAME",
-        help="mlp: time steps of a model of 25.6 million parameters on random data. real: train a small convolutional "
-        "network on scikit-learn's handwritten digits and record the test loss over time. "
+        help="mlp: time steps of a model of 25.6 million parameters on random data. real, real_resnet20: "
+        "train a small convolutional network, or ResNet-20, on scikit-learn's handwritten digits and record the test "
+        "loss over time. "
         f"{', '.join(COMPUTE_SECONDS)}: paced, so gradients of that model's shapes, made of real ones of a small "
         "network, come after the published compute time, while the processors sleep. Default: mlp",
     )
@@ -294,16 +296,17 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         names = args.contestants
         if args.workload != "mlp":
             names = [name for name in names if name != "parts"]
-        if args.workload != "real":
+        if args.workload not in TRAININGS:
             names = [name for name in names if name not in ("ddp_accumulated", "local_sgd")]
-        if args.workload == "real":
-            best = {row["contestant"]: row["learning_rate"] for row in load(args.out / "network_tuning.csv")}
+        else:
+            tuned = [row for row in load(args.out / "network_tuning.csv") if row["workload"] == args.workload]
+            best = {row["contestant"]: row["learning_rate"] for row in tuned}
             names = [
                 f"{name}@{rate}"
                 for name in names
                 for rate in (LEARNING_RATES if args.tune else [best.get(name, "0.05")])
             ]
-        todo = [(name, number) for number in range(1 if args.workload == "real" else args.rounds) for name in names]
+        todo = [(name, number) for number in range(1 if args.workload in TRAININGS else args.rounds) for name in names]
         results: dict[str, list[Any]] = {}
         while todo:
             records, reason = launch(args, start, env, todo)
@@ -338,7 +341,7 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         "threads_per_rank": 1,
         "date": time.strftime("%Y-%m-%d"),
     }
-    if args.workload == "real":
+    if args.workload in TRAININGS:
         curves = {tuple(name.split("@")): curve for name, (curve, *_) in results.items()}
         for (name, learning_rate), curve in curves.items():
             last = curve[-1]
@@ -354,7 +357,7 @@ def measure(args: argparse.Namespace, rate: str) -> None:
             ]
             for name in dict.fromkeys(row["contestant"] for row in reached):
                 rows = sorted((row for row in reached if row["contestant"] == name), key=lambda row: row["steps"])
-                save(args.out / "network_tuning.csv", rows[:1], {"contestant": name})
+                save(args.out / "network_tuning.csv", rows[:1], {"contestant": name, "workload": args.workload})
             return
         rows = [
             {
@@ -532,14 +535,17 @@ def plot(folder: Path) -> None:
         figure.savefig(folder / "network.png", dpi=150)
     rows = load(folder / "network_real.csv")
     if rows:
-        rates = list(dict.fromkeys(row["rate"] for row in rows))
-        figure, panels = plt.subplots(1, len(rates), figsize=(5 * len(rates), 3.2), squeeze=False, layout="constrained")
-        for panel, rate in zip(panels[0], rates, strict=True):
-            for name in dict.fromkeys(row["contestant"] for row in rows if row["rate"] == rate):
-                curve = [row for row in rows if row["rate"] == rate and row["contestant"] == name]
+        runs = list(dict.fromkeys((row["workload"], row["rate"]) for row in rows))
+        figure, panels = plt.subplots(1, len(runs), figsize=(5 * len(runs), 3.2), squeeze=False, layout="constrained")
+        for panel, run in zip(panels[0], runs, strict=True):
+            mine = [row for row in rows if (row["workload"], row["rate"]) == run]
+            for name in dict.fromkeys(row["contestant"] for row in mine):
+                curve = [row for row in mine if row["contestant"] == name]
                 seconds = [float(row["seconds"]) for row in curve[1:]]
                 panel.plot(seconds, [float(row["test_loss"]) for row in curve[1:]], label=name)
-            panel.set(xscale="log", yscale="log", xlabel="seconds of training", ylabel="test loss", title=rate)
+            panel.set(
+                xscale="log", yscale="log", xlabel="seconds of training", ylabel="test loss", title=", ".join(run)
+            )
             panel.legend(fontsize=7)
         figure.savefig(folder / "network_real.png", dpi=150)
 

@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.shapes import shapes
+from examples.models.resnet import ResNet20
 
 if TYPE_CHECKING:
     from lightning_sparse import Reducer
@@ -42,8 +43,8 @@ class Job:
     """What `benchmarks.network` asks of all ranks.
 
     Attributes:
-        workload: "mlp", "real", or a model of `benchmarks.shapes`.
-        todo: contestants and the round that each belongs to, in order; for "real" with their learning rates, as in
+        workload: "mlp", one of `TRAININGS`, or a model of `benchmarks.shapes`.
+        todo: contestants and the round that each belongs to, in order; for a training with their learning rates, as in
             "topk@0.05".
         out: file to which rank 0 appends one JSON line per result.
         seconds: how long to time each contestant in each round.
@@ -52,7 +53,7 @@ class Job:
         batch: examples per rank and step.
         density: of all sparse contestants.
         bucket_cap_mb: size of DDP's buckets for our contestants.
-        target_loss: "real" ends when the test loss is below it.
+        target_loss: a training ends when the test loss is below it.
         compute: seconds of forward and backward of a model of `benchmarks.shapes`.
         ranks_per_host: how many ranks share a link.
     """
@@ -79,7 +80,7 @@ class Wrapped:
         module: what the training loop calls.
         residuals: returns what the rank has kept so far, by parameter name.
         reducer: ours only.
-        every: how many steps lie between two exchanges, in "real".
+        every: how many steps lie between two exchanges, in a training.
         averages: exchanges weights, not gradients.
     """
 
@@ -130,6 +131,10 @@ def convnet() -> nn.Module:
         nn.ReLU(),
         nn.Linear(512, 10),
     )
+
+
+TRAININGS = {"real": convnet, "real_resnet20": lambda: ResNet20(in_channels=1)}
+"""Workloads that train for real, on the digits."""
 
 
 class Paced(nn.Module):
@@ -366,11 +371,11 @@ class Rank:
         self.job = job
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        self.paced = job.workload not in ("mlp", "real")
+        self.paced = job.workload not in ("mlp", *TRAININGS)
         if self.paced:
             self.model: nn.Module = Paced(shapes(job.workload), job.compute, real_gradients(self.rank))
         else:
-            self.model = mlp() if job.workload == "mlp" else convnet()
+            self.model = mlp() if job.workload == "mlp" else TRAININGS[job.workload]()
 
     def write(self, **record: Any) -> None:
         """Append a line to the results; rank 0 only."""
@@ -598,8 +603,10 @@ class Rank:
         # Tests come after an exchange, so that all ranks have the same weights.
         count = every * math.ceil(10 / every)
         while True:
+            model.eval()
             with torch.no_grad():
                 scores = model(test_x)
+            model.train()
             test_loss = functional.cross_entropy(scores, test_y).item()
             accuracy = (scores.argmax(1) == test_y).float().mean().item()
             curve.append(

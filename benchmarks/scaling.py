@@ -28,6 +28,7 @@ from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.layout import Layout
 from lightning_sparse.methods import Method
 
+MODELS = [name for name in COMPUTE_SECONDS if name != "mlp_paced"]
 FITTED_TO = [("vgg16", 4), ("alexnet", 4), ("resnet20", 4)]
 EXTRAPOLATED = (8, 16, 32)
 # Per cent, dense / TopK / gTopK (Shi et al. 2019, arXiv 1901.04359, and the authors' plotting script for P = 4).
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=RESULTS, help="of the CSV files. Default: benchmarks/results")
     folder = parser.parse_args().folder
 
-    runs = [run for run in read(folder / "network_paced.csv") if run["busy"] <= BUSY]
+    runs = [run for run in read(folder / "network_paced.csv") if run["busy"] <= BUSY and run["workload"] in MODELS]
     if not (fitted := [run for run in runs if (run["workload"], run["workers"]) in FITTED_TO]):
         raise SystemExit(f"{folder / 'network_paced.csv'} holds no run of {FITTED_TO}: measure these first.")
     values = fit(fitted)
@@ -152,7 +153,7 @@ def main() -> None:
             print(f"{label}: median error {statistics.median(errors[seen]):.1%}, largest {max(errors[seen]):.1%}")
 
     measured = {(row["model"], row["workers"], row["method"]) for row in rows}
-    for name, workers, contestant in itertools.product(COMPUTE_SECONDS, EXTRAPOLATED, METHODS):
+    for name, workers, contestant in itertools.product(MODELS, EXTRAPOLATED, METHODS):
         if (name, workers, contestant) in measured:
             continue
         # Everything as with four workers, but their number.
@@ -191,7 +192,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, panels = plt.subplots(2, 3, figsize=(12, 6.4), layout="constrained", sharey=True)
-    for panel, name in zip(panels.flat, COMPUTE_SECONDS, strict=True):
+    for panel, name in zip(panels.flat, MODELS, strict=True):
         for number, contestant in enumerate(METHODS):
             mine = sorted(
                 (row for row in rows if (row["model"], row["method"]) == (name, contestant)),

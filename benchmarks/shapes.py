@@ -1,4 +1,4 @@
-"""Parameter shapes of the models in the gTopK paper (arXiv 1901.04359), and of GPT-2 small; and how long a step takes.
+"""Parameter shapes of the models in the gTopK paper (arXiv 1901.04359) and of others; and how long a step takes.
 
 Only shapes: `benchmarks.rank` moves gradients of these shapes and sleeps where a model would compute.
 """
@@ -19,6 +19,8 @@ COMPUTE_SECONDS = {
     "lstm_ptb": 0.118,
     # Not in the paper; an assumption, about 8 × 1024 tokens on one data-centre GPU.
     "gpt2": 0.25,
+    # The timing model of `benchmarks.network`: what a step without communication takes there, four ranks on two cores.
+    "mlp_paced": 0.146,
 }
 """Seconds of forward and backward for one step, published in the authors' scripts unless said otherwise."""
 
@@ -90,7 +92,14 @@ def _gpt2() -> Iterator[Shape]:
     yield from _norm(768)
 
 
+def _mlp() -> Iterator[Shape]:
+    for _ in range(6):
+        yield from [(2048, 2048), (2048,)]
+    yield from [(200, 2048), (200,)]
+
+
 _MODELS = {
+    "mlp_paced": _mlp,
     "resnet20": _resnet20,
     "vgg16": _vgg16,
     "alexnet": _alexnet,

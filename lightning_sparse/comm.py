@@ -124,6 +124,28 @@ class Comm(abc.ABC):
         """
         return _SubComm(self, sorted(ranks), counted)
 
+    def fetch(self, x: Tensor) -> Callable[[], list[Any]]:
+        """Start to copy a tensor to the host, and return a function that waits for it and returns it as a list."""
+        if not x.is_cuda:
+            return x.clone().tolist
+        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> list[Any]:
+            looked = time.monotonic()
+            while not copied.query():
+                if time.monotonic() > looked + POLL.total_seconds():
+                    self.look()
+                    looked = time.monotonic()
+                time.sleep(1e-4)
+            return there.tolist()  # type: ignore[no-any-return]
+
+        return wait
+
+    def look(self) -> None:  # noqa: B027
+        """Raise RankFailure if another rank is known to have failed; to be called while waiting."""
+
     def _swapped(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         nbytes = (sum(send) - send[self.rank]) * x.element_size()
         return self._timed(nbytes, self._swap, x, send, receive)
@@ -292,6 +314,11 @@ class ProcessGroupComm(Comm):
                 f"has ended. ({first_line(error)})"
             ) from error
 
+    def look(self) -> None:
+        """Raise RankFailure if another rank is known to have failed, and answer one that asks."""
+        self.check()
+        self.answer()
+
     def _over_gloo(self, x: Tensor) -> bool:
         return bool(self.group._get_backend(x.device).name() == "gloo")
 
@@ -316,8 +343,7 @@ class ProcessGroupComm(Comm):
             work = start()
             if self._over_gloo(x):
                 while not self._gloo_waited(work):
-                    self.check()
-                    self.answer()
+                    self.look()
             else:
                 # This lets the current stream wait, not the host, which goes on to launch what comes after; with a
                 # limit it would stop the host, and abort the communicator when the limit is reached. A peer that

@@ -7,6 +7,7 @@ is an entry of the segment's state, declared beforehand so that checkpoints can 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,6 +56,9 @@ class Context:
         fingerprint: 32-bit checksum of method, step, density, segment and layout that ranks compare.
         scan: what the compressor wants to know of u; filled in by a memory that makes u in one pass.
         cache: what a part wants to find again within the same step.
+        sound: on CUDA, whether the headers of all ranks say that the step can be taken, a bool scalar on the device.
+            None where the host knows that they do.
+        later: what the host has to look at one step later, because it would have to wait for it now.
     """
 
     step: int = 0
@@ -68,6 +72,8 @@ class Context:
     fingerprint: int = 0
     scan: Scan | None = None
     cache: dict[str, Tensor] = field(default_factory=dict)
+    sound: Tensor | None = None
+    later: list[Callable[[], None]] = field(default_factory=list)
 
     def generator(self, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
         """Return random numbers that are a function of (seed, step, segment) and, unless `shared`, of the rank.

@@ -343,7 +343,14 @@ class CommThread:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(JOIN_SECONDS)
-        pending = self._error is not None or (self._thread is not None and self._thread.is_alive())
+        alive = self._thread is not None and self._thread.is_alive()
+        if self._error is None and not alive:
+            try:
+                self.reducer.catch_up()
+            except Exception as error:  # of the last step; backward does not come to raise it
+                self._error = error
+                log.error(f"{error}")
+        pending = self._error is not None or alive
         if pending:
             # An exchange may be pending for ever. The group's destructor would wait for its timeout, with the
             # interpreter locked, whenever garbage is collected: so it must not run.

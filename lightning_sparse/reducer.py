@@ -113,6 +113,7 @@ class Reducer:
         self.states: list[State] = []
         self._saved: Mapping[str, Any] | None = None
         self._reported: set[float | None] = set()
+        self._later: list[tuple[int, Callable[[], None]]] = []  # step, and what is to be looked at after it
         self._scale = self._loss_scale = 1.0
         parts = (self.method.memory, self.method.aggregator, self.method.compressor)
         kept = [(entry, repr(part)) for part in parts for entry in part.entries]
@@ -254,6 +255,8 @@ class Reducer:
             unused: parameters that took no part in this backward pass: their gradients are not looked at, and what
                 was kept of them waits for a step in which they do.
         """
+        if self._later and self._later[0][0] < self.step:
+            self.catch_up()
         state, density = self.states[segment.index], self.density
         memory = self.method.memory
         compressor, aggregator = self._path(density, segment)
@@ -291,11 +294,21 @@ class Reducer:
         for observer in self.observers:
             observer.aggregated(segment, u, used, compressor, ctx)
         with self._timed("write"):
-            lost = write_(grads, segment, agreed, self._loss_scale / gain, memory.keeps)
+            lost = write_(grads, segment, agreed, self._loss_scale / gain, memory.keeps, ctx.sound)
         with self._timed("keep"):
             memory.keep(u, used, lost, compressor, segment, ctx)
             for kept, value in aside:
                 kept.add_(value)
+        self._later += [(self.step, check) for check in ctx.later]
+
+    def catch_up(self) -> None:
+        """Raise what the host has not looked at yet, for it would have had to wait: on CUDA, that of the last step.
+
+        Raises:
+            NonFiniteGradient, RankFailure: as `reduce_segment_` does where nobody waits.
+        """
+        while self._later:
+            self._later.pop(0)[1]()
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -309,6 +322,7 @@ class Reducer:
         self._clear()
 
     def _clear(self) -> None:
+        self._later.clear()
         for state in self.states:
             for name in list(state):
                 if self._entries[name].per == "segment":
@@ -391,7 +405,11 @@ class Reducer:
             shape; "segments", names of a segment's parameters to entry name to tensor; "owners", the part that keeps an
             entry, and "resize", what becomes of it when the number of ranks changes (see `resized`); and what it
             belongs to.
+
+        Raises:
+            NonFiniteGradient, RankFailure: see `catch_up`.
         """
+        self.catch_up()
         if self._saved is not None:
             return dict(self._saved)  # loaded, but the parameters are not known yet
         state: dict[str, Any] = {
@@ -503,17 +521,24 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     return result
 
 
-def write_(grads: Sequence[Tensor], segment: Segment, agreed: Agreed, scale: float, keeps: bool) -> Agreed | None:
-    """Overwrite a segment's gradients with scale × the agreed result.
+def write_(
+    grads: Sequence[Tensor],
+    segment: Segment,
+    agreed: Agreed,
+    scale: float,
+    keeps: bool,
+    sound: Tensor | None = None,
+) -> Agreed | None:
+    """Overwrite a segment's gradients with scale × the agreed result, or with zeros where it is not `sound`.
 
     Returns:
         What rounding to 16-bit gradients took away, in units of `agreed`; None where nothing was rounded.
     """
     if isinstance(agreed, Tensor):
-        lost = write_dense_(grads, segment.bounds, agreed if scale == 1 else agreed * scale, keeps)
+        lost = write_dense_(grads, segment.bounds, agreed if scale == 1 else agreed * scale, keeps, sound)
         return lost if lost is None or scale == 1 else lost.div_(scale)
     terms = agreed if scale == 1 else tuple((indices, values * scale) for indices, values in agreed)
-    entries = write_entries_(grads, segment.bounds, terms)
+    entries = write_entries_(grads, segment.bounds, terms, sound)
     return None if entries is None else (Entries(entries[0], entries[1] / scale),)
 
 

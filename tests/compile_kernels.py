@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia
 
-from lightning_sparse.kernels import scan, select, threshold, write_back
+from lightning_sparse.kernels import pack, scan, select, threshold, write_back
 
 SCAN = {
     "u": "*fp32",
@@ -40,20 +40,26 @@ SELECT = {
     "k": "i32",
     "ties_up_to": "i32",
     "tiles": "i32",
+    "when": "*i32",
 }
 SEARCH = {"tops": "*i32", "first": "*i32", "limit": "*i32", "count": "i32", "fewest": "i32", "most": "i32"}
-ENTRIES = {"x": "*fp32", "indices": "*i64", "values": "*fp32", "scale": "fp32", "count": "i32"}
+ENTRIES = {"x": "*fp32", "indices": "*i64", "values": "*fp32", "scale": "fp32", "count": "i32", "numel": "i32"}
 MANY = {
     "table": "*i64",
     "typed": "*bf16",
     "indices": "*i64",
     "values": "*bf16",
     "count": "i32",
+    "numel": "i32",
     "many": "i32",
     "steps": "i32",
 }
+GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
+PACK = {"indices": "*i64", "words": "*i32", "lower": "*u8", "count": "i32", "numel": "i32"}
+UNPACK = {"upper": "*u8", "lower": "*i16", "count": "*i32", "out": "*i64", "nbytes": "i32", "capacity": "i32"}
 TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": scan.TILE}
-CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select.TILE}
+CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select.TILE, "WHEN": False}
+COUNTED = {name: value for name, value in CHOSEN.items() if name != "WHEN"}
 # Name to kernel, types of its arguments, and constants.
 KERNELS = {
     "add fp32": (scan._scan, SCAN, {**TILES, "ADD": True, "MOMENTS": False}),
@@ -64,11 +70,17 @@ KERNELS = {
     "last digit": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 3}),
     "digit of maxima": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 1, "GATHER": False}),
     "threshold": (select._threshold, SELECT, {}),
-    "count": (select._count, SELECT, CHOSEN),
-    "count at 1 %": (select._count, SELECT, {**CHOSEN, "BLOCK": 16}),
+    "count": (select._count, SELECT, COUNTED),
+    "count at 1 %": (select._count, SELECT, {**COUNTED, "BLOCK": 16}),
     "write": (select._write, SELECT, CHOSEN),
+    "digit if needed": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
+    "write if needed": (select._write, SELECT, {**CHOSEN, "WHEN": True}),
     "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
+    "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
+    "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8}),
+    "pack without lower bits": (pack._pack, {**PACK, "lower": "*i32"}, {"TILE": pack.TILE, "WIDTH": 0}),
+    "unpack": (pack._unpack, UNPACK, {"TILE": pack.TILE, "WIDTH": 16, "COUNTED": pack.COUNTED}),
     "add to many": (write_back._add_to_many, MANY, {"TILE": write_back.TILE}),
 }
 
@@ -82,7 +94,7 @@ def compiled(stand_in, types, constants, capability):
     aligned = set(names) - set(constants) - set(stand_in.plain)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
-    warps = 1 if names[0] == "tops" else 8 if "BLOCK" in names else 4
+    warps = 1 if names[0] == "tops" else 8 if {"BLOCK", "COUNTED"} & set(names) else 4
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     ptx = kernel.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import Agreed, Compressor, Entries, Payload
+from lightning_sparse.compressors.base import Agreed, Compressor, Entries, Payload, first_broken
 from lightning_sparse.context import Context, Entry
+from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.layout import Segment
 
 NOT_FINITE = (
@@ -90,7 +91,7 @@ class AllReduceMean(Aggregator):
     ) -> tuple[Agreed, Payload]:
         payload = compressor.compress(u, segment, ctx)
         # Sums carry no header, so it goes ahead.
-        check_headers(comm.all_gather(header(payload, u, segment, ctx)), segment, ctx)
+        check_headers(comm.all_gather(header(payload, u, segment, ctx)), segment, comm, ctx)
         # Summed in place where the payload is u itself: a dense segment must not cost a second buffer.
         total = tuple(part if part is u else part.clone() for part in payload)
         for part in total:
@@ -111,9 +112,13 @@ class AllReduceMean(Aggregator):
 def header(payload: Payload, u: Tensor, segment: Segment, ctx: Context) -> Tensor:
     """Return what travels before every payload: the fingerprint and what is wrong.
 
-    0 is for nothing, n for a gradient of the segment's n-th parameter that is not finite, -1 for a payload that is not
-    finite although `u` is.
+    0 is for nothing, n for a gradient that is not finite at the segment's n-th element, or on CUDA in that element's
+    parameter, -1 for a payload that is not finite although `u` is.
     """
+    if uses_triton(u):
+        words = torch.full((2,), ctx.fingerprint, dtype=torch.int64, device=u.device)
+        words[1:] = ctx.cache["broken"] if "broken" in ctx.cache else first_broken(u, segment)
+        return words
     wrong = 0
     floats = [part for part in payload if part.is_floating_point()]
     # A sum of finite values may overflow, so it only raises the suspicion; `isfinite` of everything costs ten times
@@ -121,42 +126,56 @@ def header(payload: Payload, u: Tensor, segment: Segment, ctx: Context) -> Tenso
     if not all(torch.isfinite(part.sum()) for part in floats):
         broken = (~torch.isfinite(u)).nonzero()
         if len(broken):
-            wrong = 1 + segment.names.index(segment.owner(int(broken[0])))
+            wrong = 1 + int(broken[0])
         elif not all(torch.isfinite(part).all() for part in floats):
             wrong = -1
     return torch.tensor([ctx.fingerprint, wrong], dtype=torch.int64, device=u.device)
 
 
-def check_headers(headers: Sequence[Tensor], segment: Segment, ctx: Context) -> None:
-    """Raise, on all ranks alike, if ranks are out of step or a gradient is not finite."""
-    rows = [tuple(row.tolist()) for row in headers]
+def check_headers(headers: Sequence[Tensor], segment: Segment, comm: Comm, ctx: Context) -> None:
+    """Raise, on all ranks alike, if ranks are out of step or a gradient is not finite.
+
+    On CUDA the host would have to wait for that. So there it is raised one step later, and until then `Context.sound`
+    sees to it that the weights come to no harm.
+    """
+    if not uses_triton(headers[0]):
+        _judge([row.tolist() for row in headers], segment, ctx.step)
+        return
+    rows = torch.stack(list(headers))
+    ctx.sound = ((rows[:, 0] == ctx.fingerprint) & (rows[:, 1] == 0)).all()
+    fetched = comm.fetch(rows)
+    step = ctx.step
+    ctx.later.append(lambda: _judge(fetched(), segment, step))
+
+
+def _judge(rows: Sequence[Sequence[int]], segment: Segment, step: int) -> None:
     for rank, (fingerprint, _) in enumerate(rows):
         if fingerprint != rows[0][0]:
-            raise out_of_step(rank, 0, segment, ctx)
+            raise out_of_step(rank, 0, segment, step)
     for rank, (_, wrong) in enumerate(rows):
         if wrong:
-            raise not_finite(wrong, rank, segment, ctx)
+            raise not_finite(wrong, rank, segment, step)
 
 
-def out_of_step(rank: int, other: int, segment: Segment, ctx: Context) -> RankFailure:
+def out_of_step(rank: int, other: int, segment: Segment, step: int) -> RankFailure:
     """Return the error for two ranks whose fingerprints differ."""
     return RankFailure(
-        f"Ranks are out of step: at step {ctx.step}, segment {segment.index} ({segment.names[0]!r} and on), "
+        f"Ranks are out of step: at step {step}, segment {segment.index} ({segment.names[0]!r} and on), "
         f"rank {rank} and rank {other} differ in method, density, learning rate, step or model. Give all ranks the "
         f"same settings and the same number of batches."
     )
 
 
-def not_finite(wrong: int, rank: int, segment: Segment, ctx: Context) -> RuntimeError:
+def not_finite(wrong: int, rank: int, segment: Segment, step: int) -> RuntimeError:
     """Return the error for what a rank's header says."""
-    if not -1 <= wrong <= len(segment.names):
-        return RankFailure(f"A header of rank {rank} at step {ctx.step} blames parameter {wrong}: it is corrupt.")
+    if not -1 <= wrong <= segment.numel:
+        return RankFailure(f"A header of rank {rank} at step {step} blames element {wrong}: it is corrupt.")
     what = (
-        f"The gradient of {segment.names[wrong - 1]!r} is not finite"
+        f"The gradient of {segment.owner(wrong - 1)!r} is not finite"
         if wrong > 0
         else f"The gradients from {segment.names[0]!r} on are too large for the compressor"
     )
-    return NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {NOT_FINITE}")
+    return NonFiniteGradient(f"{what} on rank {rank} at step {step}. {NOT_FINITE}")
 
 
 def first_to_blame(*blames: tuple[int, int]) -> tuple[int, int]:
@@ -178,7 +197,7 @@ def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Com
     """
     parts = (header(payload, u, segment, ctx), *payload)
     received = [unpacked(row, parts) for row in comm.all_gather(packed(parts))]
-    check_headers([row[0] for row in received], segment, ctx)
+    check_headers([row[0] for row in received], segment, comm, ctx)
     return [row[1:] for row in received]
 
 

@@ -67,7 +67,7 @@ class GlobalTopK(Aggregator):
             words, *theirs = unpacked(comm.exchange(packed(parts), peer), parts)
             their_fingerprint, *their_blame = words.tolist()
             if their_fingerprint != fingerprint:
-                raise out_of_step(peer, rank, segment, ctx)
+                raise out_of_step(peer, rank, segment, ctx.step)
             blame = first_to_blame(blame, tuple(their_blame))
             return compressor.unpack(tuple(theirs), segment, ctx)
 
@@ -95,7 +95,7 @@ class GlobalTopK(Aggregator):
             theirs = swapped(partner, rank == 0)
             result = theirs if rank >= half else result
         if blame[1]:
-            raise not_finite(blame[1], blame[0], segment, ctx)
+            raise not_finite(blame[1], blame[0], segment, ctx.step)
         used = at(result.indices, mine)
         for indices, values in returned:
             used += at(result.indices, Entries(indices, values * -comm.size))

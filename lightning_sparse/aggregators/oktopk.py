@@ -99,7 +99,7 @@ class OkTopK(Aggregator):
         checksum = -1 if known is None else zlib.crc32(repr(known.tolist()).encode())
         words = torch.cat([header(payload, u, segment, ctx), torch.tensor([checksum], device=u.device)])
         rows = comm.all_gather(words)
-        check_headers([row[:2] for row in rows], segment, ctx)
+        check_headers([row[:2] for row in rows], segment, comm, ctx)
         alike, fits = all(int(row[2]) == checksum for row in rows), known is not None and known.numel() == comm.size - 1
         if ctx.step % self.refresh == 0 or (alike and not fits):
             quantiles = torch.arange(1, comm.size, device=mine.indices.device) * mine.indices.numel() // comm.size

@@ -31,7 +31,7 @@ class ScaleCom(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
         # First of all: who leads follows from the step, which has to be the same everywhere.
-        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, ctx)
+        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx)
         leader = (ctx.step + segment.index) % comm.size
         words = torch.zeros(1 + compressor.capacity(segment.numel, ctx.density), dtype=torch.int32, device=u.device)
         if comm.rank == leader:

@@ -59,7 +59,7 @@ class TwoLevel(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
         # Among all, so that all ranks learn of it, with the name of the parameter.
-        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, ctx)
+        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx)
         count = self.ranks_per_node
         first = comm.rank // count * count
         node = comm.sub(range(first, first + count), counted=False)

@@ -22,6 +22,8 @@ from torch import Tensor
 from lightning_sparse.compressors import formats
 from lightning_sparse.compressors.formats import IndexFormat, ValueFormat
 from lightning_sparse.context import Context, Entry
+from lightning_sparse.kernels.launch import to_device, uses_triton
+from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.scan import Scan
 from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
@@ -30,7 +32,11 @@ Payload = tuple[Tensor, ...]
 
 
 class Entries(NamedTuple):
-    """Some elements of a segment: `indices` int64, ascending, and as many `values` fp32."""
+    """Some elements of a segment: `indices` int64, ascending, and as many `values` fp32.
+
+    On CUDA, where the host must not wait for their number, they may be padded: at the end the index is the segment's
+    length, which is none, and the value zero.
+    """
 
     indices: Tensor
     values: Tensor
@@ -49,6 +55,25 @@ def check_density(owner: str, density: object) -> None:
 def target_count(density: float, numel: int) -> int:
     """Return k: how many of `numel` entries a density asks for, at least one where there is one."""
     return min(numel, max(1, round(density * numel)))
+
+
+def first_broken(u: Tensor | Entries, segment: Segment) -> Tensor:
+    """Return 1 + the index of the first element that is not finite, 0 where all are, as an int64 scalar on the device.
+
+    Args:
+        u: of the segment's length; of it all elements of a parameter count as its first one. Or some entries.
+        segment: whose it is.
+    """
+    values = u.values if isinstance(u, Entries) else u
+    if not values.numel():
+        return torch.zeros((), dtype=torch.int64, device=values.device)
+    if isinstance(u, Entries):
+        places = u.indices
+    else:
+        parts = [(start, part) for start, part in zip(segment.bounds, segment.views(u), strict=False) if part.numel()]
+        values = torch.stack(torch._foreach_norm([part for _, part in parts], math.inf))  # no other overflows
+        places = to_device(torch.tensor([start for start, _ in parts]), u.device)
+    return (torch.where(values.isfinite(), segment.numel, places).amin() + 1) % (segment.numel + 1)
 
 
 class Compressor(abc.ABC):
@@ -162,17 +187,28 @@ class Sparsifier(Compressor):
             capacity, self.value_format
         )
 
+    def choose(self, u: Tensor, segment: Segment, ctx: Context) -> Tensor:
+        """Return what `select` does; on CUDA, where its number is not fixed, padded, so that the host need not wait."""
+        return self.select(u, segment, ctx)
+
     def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
-        chosen = self.select(u, segment, ctx)
-        return self.pack(Entries(chosen, u[chosen]), segment, ctx)
+        chosen = self.choose(u, segment, ctx)
+        entries = Entries(chosen, gather(u, chosen))
+        if uses_triton(u):
+            ctx.cache["broken"] = first_broken(entries, segment)
+        return self.pack(entries, segment, ctx)
 
     def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:
         """Return a payload that holds these entries, at most `capacity` of them; None is the compressor's own."""
         indices, values = entries
         if capacity is None:
             capacity = self.capacity(segment.numel, ctx.density)
+        if uses_triton(indices):
+            count = (indices < segment.numel).sum(0, keepdim=True, dtype=torch.int32)
+        else:
+            count = torch.full((1,), indices.numel(), dtype=torch.int32, device=indices.device)
         return (
-            torch.full((1,), indices.numel(), dtype=torch.int32, device=indices.device),
+            count,
             *formats.encode_values(values, capacity, self.value_format),
             *formats.encode_indices(indices, segment.numel, capacity, self.index_format),
         )
@@ -195,19 +231,29 @@ class Sparsifier(Compressor):
             formats.decode_values(payload[1 : 1 + parts], count, self.value_format),
         )
 
+    def padded(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
+        """Return what `unpack` does; on CUDA padded and unchecked, so that the host need not wait."""
+        if isinstance(payload, Entries) or not uses_triton(payload[0]):
+            return self.unpack(payload, segment, ctx)
+        capacity, parts = self.capacity(segment.numel, ctx.density), 2 if self.value_format == "int8" else 1
+        return Entries(
+            formats.decode_padded(payload[1 + parts :], payload[0], segment.numel, capacity, self.index_format),
+            formats.decode_values(payload[1 : 1 + parts], capacity, self.value_format),
+        )
+
     def indices(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         """Return the int64 indices that the payload holds, ascending."""
         return self.unpack(payload, segment, ctx).indices
 
     def accumulate_(self, out: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
-        return add_entries_(out, *self.unpack(payload, segment, ctx))
+        return add_entries_(out, *self.padded(payload, segment, ctx))
 
     def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
-        return add_entries_(u, *self.unpack(payload, segment, ctx), -1.0)
+        return add_entries_(u, *self.padded(payload, segment, ctx), -1.0)
 
     def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
         size = len(payloads)
-        unpacked = (self.unpack(payload, segment, ctx) for payload in payloads)
+        unpacked = (self.padded(payload, segment, ctx) for payload in payloads)
         return tuple(Entries(indices, values / size) for indices, values in unpacked)
 
 

@@ -15,22 +15,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.pack import LOWER, pack, unpack, unpack_padded, upper_bytes
+
 IndexFormat = Literal["compact", "int32"]
 ValueFormat = Literal["float32", "bfloat16", "int8"]
-_LOWER = {0: None, 8: torch.uint8, 16: torch.int16}
 
 
 def encode_indices(indices: Tensor, numel: int, capacity: int, form: IndexFormat) -> tuple[Tensor, ...]:
-    """Return int64 indices, ascending, below `numel`, and at most `capacity` of them, as one or two tensors."""
-    width, count = _width(numel, capacity, form), indices.numel()
-    if width is None:
-        return (_padded(indices.int(), capacity),)
-    bits = torch.zeros(8 * _upper_bytes(numel, capacity, width), dtype=torch.uint8, device=indices.device)
-    bits[(indices >> width) + torch.arange(count, device=indices.device)] = 1
-    upper = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
-    lower = _LOWER[width]
-    # Conversion keeps the lower bits.
-    return (upper,) if lower is None else (upper, _padded(indices.to(lower), capacity))
+    """Return int64 indices, ascending, below `numel`, and at most `capacity` of them, as one or two tensors.
+
+    On CUDA they may be padded, see `kernels/pack.py`.
+    """
+    width = _width(numel, capacity, form)
+    return (_padded(indices.int(), capacity),) if width is None else pack(indices, numel, capacity, width)
 
 
 def decode_indices(parts: tuple[Tensor, ...], count: int, numel: int, capacity: int, form: IndexFormat) -> Tensor:
@@ -43,15 +40,20 @@ def decode_indices(parts: tuple[Tensor, ...], count: int, numel: int, capacity: 
     if width is None:
         indices = parts[0][:count].long()
     else:
-        bits = parts[0].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=parts[0].device) & 1
-        places = bits.view(-1).nonzero().squeeze(1)
-        if places.numel() != count:
-            raise ValueError(f"A payload of {count} entries holds {places.numel()} indices: it is corrupt.")
-        indices = places.sub_(torch.arange(count, device=places.device))
-        if width:
-            indices = (indices << width) | (parts[1][:count].long() & (1 << width) - 1)
+        indices = unpack(parts[0], parts[1:], width)
+        if indices.numel() != count:
+            raise ValueError(f"A payload of {count} entries holds {indices.numel()} indices: it is corrupt.")
     check_indices(indices, numel)
     return indices
+
+
+def decode_padded(parts: tuple[Tensor, ...], count: Tensor, numel: int, capacity: int, form: IndexFormat) -> Tensor:
+    """Return the indices of `encode_indices` by Triton, without asking for their number; see `kernels/pack.py`."""
+    width = _width(numel, capacity, form)
+    if width is not None:
+        return unpack_padded(parts[0], parts[1:], count, numel, capacity, width)
+    indices = parts[0].long()
+    return torch.where(torch.arange(capacity, device=indices.device) < count, indices, numel)
 
 
 def check_indices(indices: Tensor, numel: int) -> None:
@@ -67,7 +69,7 @@ def check_indices(indices: Tensor, numel: int) -> None:
 def index_bytes(numel: int, capacity: int, form: IndexFormat) -> int:
     """Return how many bytes the indices take."""
     width = _width(numel, capacity, form)
-    return 4 * capacity if width is None else _upper_bytes(numel, capacity, width) + width // 8 * capacity
+    return 4 * capacity if width is None else upper_bytes(numel, capacity, width) + width // 8 * capacity
 
 
 def encode_values(values: Tensor, capacity: int, form: ValueFormat) -> tuple[Tensor, ...]:
@@ -102,13 +104,9 @@ def _width(numel: int, capacity: int, form: IndexFormat) -> int | None:
     """Return how many lower bits are kept as they are; None where four bytes an index are no more."""
     if form == "int32":
         return None
-    sizes = {width: _upper_bytes(numel, capacity, width) + width // 8 * capacity for width in _LOWER}
+    sizes = {width: upper_bytes(numel, capacity, width) + width // 8 * capacity for width in (0, *LOWER)}
     best = min(sizes, key=lambda width: sizes[width])
     return best if sizes[best] < 4 * capacity else None
-
-
-def _upper_bytes(numel: int, capacity: int, width: int) -> int:
-    return (capacity + (numel >> width) + 8) // 8
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparse.compressors.base import Sparsifier, selection_bound
 from lightning_sparse.compressors.formats import IndexFormat, ValueFormat
 from lightning_sparse.context import Context
+from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.scan import Scan
 from lightning_sparse.kernels.select import block_size, magnitude_bits, topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
@@ -61,15 +62,19 @@ class GaussianK(Sparsifier):
 
     def select(self, u: Tensor, segment: Segment | None = None, ctx: Context | None = None) -> Tensor:
         """Return the int64 indices, ascending, of the entries of `u` (1-D, fp32) above the threshold."""
-        density = None if ctx is None else ctx.density
-        k, numel = self.target(u.numel(), density), u.numel()
+        ctx = ctx or Context()
+        chosen = self.choose(u, segment, ctx)
+        return chosen[chosen < u.numel()] if uses_triton(u) else chosen
+
+    def choose(self, u: Tensor, segment: Segment | None, ctx: Context) -> Tensor:
+        k, numel = self.target(u.numel(), ctx.density), u.numel()
         if k == numel:
             return topk_indices(u, k)
         z = NormalDist().inv_cdf(1 - k / numel / 2)
         if self.refine == "bracket":
-            return gaussian_indices(u, k, z, None if ctx is None else ctx.scan)
+            return gaussian_indices(u, k, z, ctx.scan)
         indices = _published_loop(u, k, z)
-        room = self.capacity(numel, density)
+        room = self.capacity(numel, ctx.density)
         if 0 < indices.numel() <= room:
             return indices
         # Nothing is above the threshold of a `u` with a NaN or an infinity, whose moments are NaN.

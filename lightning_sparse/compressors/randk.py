@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Agreed, Entries, Payload, Sparsifier
+from lightning_sparse.compressors.base import Agreed, Entries, Payload, Sparsifier, first_broken
 from lightning_sparse.context import Context
+from lightning_sparse.kernels.launch import to_device, uses_triton
 from lightning_sparse.layout import Segment
 
 
@@ -35,31 +36,19 @@ class RandK(Sparsifier):
 
     def _draw(self, numel: int, device: torch.device, ctx: Context) -> Tensor:
         if "randk" not in ctx.cache:
-            ctx.cache["randk"] = self._drawn(numel, device, ctx)
+            drawn = draw(numel, self.target(numel, ctx.density), ctx.generator(shared=True))
+            ctx.cache["randk"] = to_device(drawn, device)
         return ctx.cache["randk"]
-
-    def _drawn(self, numel: int, device: torch.device, ctx: Context) -> Tensor:
-        k = self.target(numel, ctx.density)
-        generator = ctx.generator(shared=True, device=device)
-        if 4 * k > numel:
-            drawn = torch.zeros(numel, dtype=torch.bool, device=device)
-            drawn[torch.randperm(numel, generator=generator, device=device)[:k]] = True
-            return drawn.nonzero().squeeze(1)
-        # O(k): draw with replacement until k are distinct. No index is preferred, so whatever their number, the
-        # distinct ones are a uniform choice, and so is what is left after leaving out as many as are too many.
-        distinct = torch.empty(0, dtype=torch.int64, device=device)
-        while distinct.numel() < k:
-            draws = math.ceil(-numel * math.log1p(-k / numel) + 2 * math.sqrt(k))
-            drawn = torch.randint(numel, (draws,), generator=generator, device=device)
-            distinct = torch.unique(torch.cat([distinct, drawn]))
-        chosen = torch.randperm(distinct.numel(), generator=generator, device=device)[:k]
-        return distinct.index_select(0, chosen.sort().values)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return 4 * self.target(segment.numel, density)
 
     def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
         values = u.index_select(0, self.select(u, segment, ctx))
+        if uses_triton(u):
+            broken = ctx.cache["broken"] = first_broken(u, segment)
+            values[:1] = torch.where(broken > 0, torch.nan, values[:1])
+            return (values,)
         # What is broken must show even where it was not drawn. The sum of finite values may overflow, so it only
         # raises the suspicion; `isfinite` of everything costs ten times as much.
         if values.numel() and not torch.isfinite(u.sum()) and not torch.isfinite(u).all():
@@ -78,8 +67,30 @@ class RandK(Sparsifier):
             return payload
         return Entries(self._draw(segment.numel, payload[0].device, ctx), payload[0])
 
+    def padded(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
+        return self.unpack(payload, segment, ctx)  # of a length that is known
+
     def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
         total = payloads[0][0].clone()
         for (values,) in payloads[1:]:
             total += values
         return (self.unpack((total.div_(len(payloads)),), segment, ctx),)
+
+
+def draw(numel: int, k: int, generator: torch.Generator) -> Tensor:
+    """Return k distinct indices below `numel`, int64, ascending, every choice as likely as any other.
+
+    On the host, whatever the device: how many draws it takes is data, and the host would have to wait for them.
+    """
+    if 4 * k > numel:
+        drawn = torch.zeros(numel, dtype=torch.bool)
+        drawn[torch.randperm(numel, generator=generator)[:k]] = True
+        return drawn.nonzero().squeeze(1)
+    # O(k): draw with replacement until k are distinct. No index is preferred, so whatever their number, the distinct
+    # ones are a uniform choice, and so is what is left after leaving out as many as are too many.
+    distinct = torch.empty(0, dtype=torch.int64)
+    while distinct.numel() < k:
+        draws = math.ceil(-numel * math.log1p(-k / numel) + 2 * math.sqrt(k))
+        distinct = torch.unique(torch.cat([distinct, torch.randint(numel, (draws,), generator=generator)]))
+    chosen = torch.randperm(distinct.numel(), generator=generator)[:k]
+    return distinct.index_select(0, chosen.sort().values)

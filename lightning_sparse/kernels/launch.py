@@ -45,6 +45,14 @@ def _has_triton() -> bool:
     return found
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device, without the host waiting until it is there."""
+    if device.type != "cuda":
+        return x.to(device)
+    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(pinned, non_blocking=True)
+
+
 class Kernel:
     """Stands in for a Triton kernel in its module until the first of them is launched.
 

@@ -263,11 +263,14 @@ def largest_in(blocks: Blocks, k: int) -> Tensor:
     return indices_above(blocks, threshold, counts_above(blocks, threshold), k, ties_up_to=k)
 
 
-def kth_largest(blocks: Blocks, k: int) -> Tensor:
-    """Return the k-th largest magnitude as one int32 on the device, by Triton: radix select, eight bits at a time."""
+def kth_largest(blocks: Blocks, k: int, when: Tensor | None = None) -> Tensor:
+    """Return the k-th largest magnitude as one int32 on the device, by Triton: radix select, eight bits at a time.
+
+    Where `when`, one int32 on the device, is zero, it does next to nothing and returns nothing of use.
+    """
     counts = torch.zeros(4, 256, dtype=torch.int32, device=blocks.bits.device)
     for digit in range(4):
-        blocks.look(_histogram, counts, k, DIGIT=digit)
+        blocks.look(_histogram, counts, k, counts if when is None else when, DIGIT=digit, WHEN=when is not None)
     threshold = torch.empty(1, dtype=torch.int32, device=counts.device)
     launch(_threshold, 1, counts, k, threshold)
     return threshold
@@ -284,20 +287,26 @@ def counts_above(blocks: Blocks, threshold: Tensor) -> Tensor:
     return counts.cumsum(1)
 
 
-def indices_above(blocks: Blocks, threshold: Tensor, counts: Tensor, size: int, *, ties_up_to: int = 0) -> Tensor:
+def indices_above(
+    blocks: Blocks, threshold: Tensor, counts: Tensor, size: int, *, ties_up_to: int, when: Tensor | None = None
+) -> Tensor:
     """Write, by Triton, where the magnitudes above a threshold are, and the first of those equal to it.
 
     Args:
         threshold: one int32 on the device.
         counts: of `counts_above`.
-        size: how many indices there are.
+        size: how many indices there are; with `when`, at most, and `len(blocks.bits)` stands behind them.
         ties_up_to: magnitudes equal to the threshold are taken, in order, until there are so many in all.
+        when: one int32 on the device; where it is zero, no magnitude equal to the threshold is taken.
 
     Returns:
         int64 indices into `blocks.bits`, ascending.
     """
     indices = torch.empty(size, dtype=torch.int64, device=threshold.device)
-    blocks.look(_write, threshold, counts, indices, ties_up_to, blocks.tiles)
+    if when is not None:
+        indices.fill_(blocks.bits.numel())
+    args = (threshold, counts, indices, ties_up_to, blocks.tiles, counts if when is None else when)
+    blocks.look(_write, *args, WHEN=when is not None)
     return indices
 
 
@@ -341,11 +350,16 @@ def _histogram(
     count,
     counts,
     k,
+    when,
     DIGIT: tl.constexpr,
+    WHEN: tl.constexpr,
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    if WHEN:  # noqa: SIM102 (known when it is compiled, unlike the rest)
+        if tl.load(when) == 0:
+            return
     found, _ = _magnitudes(bits, indices, numel, count, GATHER, BLOCK, TILE)
     candidate = found >= 0
     if DIGIT > 0:
@@ -391,6 +405,8 @@ def _write(
     out,
     ties_up_to,
     tiles,
+    when,
+    WHEN: tl.constexpr,
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -406,5 +422,7 @@ def _write(
     above_before = tl.load(counts + tile - 1, mask=tile > 0, other=0) + (before >> 16)
     ties_before = tl.load(counts + tiles + tile - 1, mask=tile > 0, other=0) + (before & 0xFFFF)
     room = tl.maximum(ties_up_to - tl.load(counts + tiles - 1), 0)
+    if WHEN:
+        room = tl.where(tl.load(when) != 0, room, 0)
     chosen = (above > 0) | ((ties > 0) & (ties_before < room))
     tl.store(out + above_before + tl.minimum(ties_before, room), places, mask=chosen)

@@ -5,7 +5,7 @@ reach the threshold has nothing to offer, and more than 4k/3 blocks that do are 
 into any.
 
 On CUDA the largest 4k/3 + 1 maxima are sorted, so that one small kernel can count what reaches a threshold in a few
-steps, and the whole search runs there. How many entries there are is then fetched, once: it is the result's length.
+steps, and the whole search runs there. The result has a fixed length and is padded: the host waits for nothing.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -27,6 +27,7 @@ from lightning_sparse.kernels.select import (
     entries_reaching,
     fresh,
     indices_above,
+    kth_largest,
     largest,
     largest_in,
     largest_of_blocks,
@@ -53,7 +54,8 @@ def gaussian_indices(u: Tensor, k: int, z: float, scan: Scan | None = None) -> T
         scan: of `u`, with the block of `block_size(len(u), k)` and moments, where there is one already.
 
     Returns:
-        int64 indices, ascending: of everything beyond a threshold, or of the k largest where none was found.
+        int64 indices, ascending: of everything beyond a threshold, or of the k largest where none was found. Where
+        Triton works they are padded with `len(u)` to a length of 4k/3, see `kernels/pack.py`.
     """
     bits = magnitude_bits("gaussian_indices", u)
     scan = fresh(scan, u, block_size(bits.numel(), k), moments=True)
@@ -109,12 +111,11 @@ def _by_triton(bits: Tensor, k: int, z: float, scan: Scan) -> Tensor:
     launch(_search, 1, tops, first, limit, tops.numel(), fewest, most, ROUNDS=ROUNDS, num_warps=1)
     blocks = Blocks.of(bits, candidates, scan.block)
     counts = counts_above(blocks, limit)
-    # The one synchronisation: the length of the result is data.
-    found, size = torch.stack([limit[0], counts[0, -1]]).tolist()
-    if found < 0:
-        return largest_of_blocks(bits, scan, k)
-    # More than 4k/3 crowd in few blocks; then the k largest lie at hand.
-    return indices_above(blocks, limit, counts, size) if size <= most else largest_in(blocks, k)
+    # None was found, or more than 4k/3 crowd in few blocks: then the k largest, which lie in these blocks, too.
+    exact = ((limit < 0) | (counts[0, -1:] > most)).int()
+    threshold = torch.where(exact > 0, kth_largest(blocks, k, exact), limit)
+    counts = counts_above(blocks, threshold)
+    return indices_above(blocks, threshold, counts, most, ties_up_to=k, when=exact)
 
 
 @kernel("count", "fewest", "most")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, to_device, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -28,28 +28,31 @@ def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0)
 
     Args:
         x: overwritten at the indices.
-        indices: int64, distinct.
+        indices: int64, distinct; where Triton works, what is not below `len(x)` is left out.
         values: fp32, as many.
         scale: factor on the values.
     """
     if not uses_triton(x):
         return x.index_add_(0, indices, values, alpha=scale)
     if count := indices.numel():
-        launch(_add_entries, -(-count // TILE), x, indices, values, float(scale), count, TILE=TILE)
+        launch(_add_entries, -(-count // TILE), x, indices, values, float(scale), count, x.numel(), TILE=TILE)
     return x
 
 
-@kernel("scale", "count")
-def _add_entries(x, indices, values, scale, count, TILE: tl.constexpr):
+@kernel("scale", "count", "numel")
+def _add_entries(x, indices, values, scale, count, numel, TILE: tl.constexpr):
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    there = places < count
-    index = tl.load(indices + places, mask=there, other=0)
+    index = tl.load(indices + places, mask=places < count, other=numel)
+    there = index < numel
     value = tl.load(values + places, mask=there, other=0.0)
     tl.store(x + index, tl.fma(value, scale, tl.load(x + index, mask=there, other=0.0)), mask=there)
 
 
 def write_entries_(
-    grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]]
+    grads: Sequence[Tensor],
+    bounds: Sequence[int],
+    terms: Sequence[tuple[Tensor, Tensor]],
+    sound: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Overwrite gradients with a sum of sparse terms, without a dense temporary.
 
@@ -57,20 +60,25 @@ def write_entries_(
         grads: one 1-D gradient per parameter; overwritten.
         bounds: offsets of the parameters in the segment, and its length as the last one.
         terms: (int64 indices into the segment, ascending; fp32 values), added in this order, so that the result is
-            the same on all ranks.
+            the same on all ranks. Where Triton works they may be padded, see `kernels/pack.py`.
+        sound: a bool scalar on the device; where it is false, zeros are written. None is true.
 
     Returns:
         What rounding to 16-bit gradients took away, as (indices, values); None where all gradients are fp32.
     """
     rounded = any(grad.dtype != torch.float32 for grad in grads)
-    if rounded:
-        # Each element has to be summed up in fp32 before it is rounded once.
-        terms = [coalesce(terms)]
     torch._foreach_zero_(list(grads))
     if uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads):
+        if rounded and len(terms) > 1:
+            # Each element has to be summed up in fp32 before it is rounded once.
+            terms = [_coalesce_padded(terms, bounds[-1])]
+        if sound is not None:
+            terms = [(indices, torch.where(sound, values, 0)) for indices, values in terms]
         fitted = [(indices, fit(values, grads[0].dtype)) for indices, values in terms]
         _add_to_all(grads, bounds, fitted)
         return (terms[0][0], terms[0][1] - fitted[0][1].float()) if rounded else None
+    if rounded:
+        terms = [coalesce(terms)]
     edges = torch.tensor(bounds, device=grads[0].device)
     lost = []
     for indices, values in terms:
@@ -87,23 +95,20 @@ def write_entries_(
 
 def _add_to_all(grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add terms, by Triton, to gradients of the values' dtype, wherever they lie: one launch for each term."""
-    table = torch.tensor([*bounds[:-1], *(grad.data_ptr() for grad in grads)])
-    if grads[0].is_cuda:
-        # From pinned memory, so that the host need not wait until the device has it.
-        table = table.pin_memory().to(grads[0].device, non_blocking=True)
+    table = to_device(torch.tensor([*bounds[:-1], *(grad.data_ptr() for grad in grads)]), grads[0].device)
     steps = (len(grads) - 1).bit_length()
     for indices, values in terms:
         if count := indices.numel():
-            args = (table, grads[0], indices, values, count, len(grads), steps)
+            args = (table, grads[0], indices, values, count, bounds[-1], len(grads), steps)
             launch(_add_to_many, -(-count // TILE), *args, TILE=TILE)
 
 
-@kernel("count", "many", "steps")
-def _add_to_many(table, typed, indices, values, count, many, steps, TILE: tl.constexpr):
+@kernel("count", "numel", "many", "steps")
+def _add_to_many(table, typed, indices, values, count, numel, many, steps, TILE: tl.constexpr):
     """`table` holds where each gradient starts in the segment, then its address; `typed` only says their dtype."""
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    there = places < count
-    index = tl.load(indices + places, mask=there, other=0)
+    index = tl.load(indices + places, mask=places < count, other=numel)
+    there = index < numel
     value = tl.load(values + places, mask=there, other=0.0)
     # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
     first = tl.zeros([TILE], dtype=tl.int32)
@@ -135,6 +140,19 @@ def coalesce(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return indices, values
 
 
+def _coalesce_padded(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
+    """Do what `coalesce` does, but padded, as the terms may be, to the length of all terms together."""
+    indices = torch.cat([term[0] for term in terms]).sort().values
+    again = torch.zeros_like(indices, dtype=torch.bool)
+    torch.eq(indices[1:], indices[:-1], out=again[1:])
+    indices = torch.where(again, numel, indices).sort().values
+    values = torch.zeros(len(indices), device=indices.device)
+    for where, what in terms:
+        # What belongs to no index is zero, and is added behind the others.
+        add_entries_(values, torch.searchsorted(indices, where), what)
+    return indices, values
+
+
 def at(places: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
     """Return the values that entries have at the places, zero where they have none; places and indices ascending."""
     indices, values = entries
@@ -146,8 +164,10 @@ def at(places: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
     return found
 
 
-def write_dense_(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, keeps: bool) -> Tensor | None:
-    """Overwrite gradients with a dense result (1-D fp32, of the segment's length).
+def write_dense_(
+    grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, keeps: bool, sound: Tensor | None = None
+) -> Tensor | None:
+    """Overwrite gradients with a dense result (1-D fp32, of the segment's length), or with zeros, see `write_entries_`.
 
     Returns:
         What rounding to 16-bit gradients took away, of the segment's length; None where all gradients are fp32, or
@@ -155,7 +175,10 @@ def write_dense_(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, ke
     """
     parts = [out[start:stop] for start, stop in pairwise(bounds)]
     for grad, part in zip(grads, parts, strict=True):
-        grad.copy_(fit(part, grad.dtype))
+        if sound is None:
+            grad.copy_(fit(part, grad.dtype))
+        else:
+            torch.where(sound, fit(part, grad.dtype), grad.new_zeros(()), out=grad)
     if not keeps or all(grad.dtype == torch.float32 for grad in grads):
         return None
     return torch.cat([part - grad for grad, part in zip(grads, parts, strict=True)])

@@ -1,5 +1,6 @@
 """When something is wrong, every rank ends soon with an error that names the cause. Nobody hangs."""
 
+import gc
 import json
 import os
 import signal
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, simulate
+from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, hook, simulate
+from lightning_sparse.kernels import launch
 from tests.processes import free_port, run_ranks
+from tests.test_kernels import interpreted, needs_triton
 
 SOON = 10  # seconds; the groups' timeout is 30
 
@@ -239,6 +242,38 @@ def test_a_non_finite_gradient_names_parameter_rank_and_step():
         assert "module" not in text
         assert "weight" in text or "bias" in text
         assert seconds < SOON
+
+
+def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str]]:
+    """With kernels that do not let the host wait, here interpreted ones: what is wrong is seen a step later."""
+    os.environ[launch.KERNELS] = "triton"
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    attach(ddp, "topk")
+    step(ddp)
+    step(ddp, float("nan") if rank == 1 else 1.0)
+    unharmed = all(bool((param.grad == 0).all()) for param in ddp.parameters())
+    late = caught(lambda: step(ddp))
+    # In the last step nothing comes after it.
+    errors: list[str] = []
+    hook.log.error = errors.append
+    last = DistributedDataParallel(nn.Linear(50, 50))
+    attach(last, "topk")
+    step(last, float("nan") if rank == 1 else 1.0)
+    del last
+    gc.collect()
+    return unharmed, late, errors
+
+
+@needs_triton
+@interpreted
+def test_what_the_host_has_not_waited_for_is_raised_a_step_later():
+    for unharmed, (kind, text, seconds), errors in run_ranks(2, not_finite_unseen):
+        assert unharmed
+        assert kind == NonFiniteGradient.__name__
+        assert "is not finite on rank 1 at step 1" in text
+        assert seconds < SOON
+        assert len(errors) == 1
+        assert "is not finite on rank 1 at step 0" in errors[0]
 
 
 def dies(rank: int) -> tuple[str, str, float]:

@@ -1,0 +1,182 @@
+"""On CUDA no step of ours makes the host wait: seen without a GPU, with tensors that only say they are there.
+
+torch's fake tensors know device and shape but no values, so whatever has to look at one raises; and what copies between
+host and device is seen by a dispatch mode.
+"""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_sparse import Reducer, method
+from lightning_sparse.comm import Comm
+from lightning_sparse.compressors import randk
+from lightning_sparse.kernels import launch
+
+CUDA = torch.device("cuda", 0)
+COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh_copy")
+STARTS_WITH_COUNT = ("aten::nonzero", "aten::masked_select", "aten::_unique", "aten::unique", "aten::bincount")
+
+
+class HostWait(AssertionError):
+    """An operation for which the host has to wait until the device is done."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes the host wait."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name == "aten::_local_scalar_dense" or name.startswith(STARTS_WITH_COUNT):
+            raise HostWait(name)
+        if name == "aten::index.Tensor" and any(index.dtype == torch.bool for index in args[1] if index is not None):
+            raise HostWait("an index of bool")
+        result = func(*args, **kwargs)
+        if name in COPIES:
+            devices = {x.device.type for x in (args[0], *args[1:2], result) if isinstance(x, torch.Tensor)}
+            waits = not (kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:3] == (True,)))
+            if len(devices) > 1 and waits:
+                raise HostWait(f"{name} between {devices}")
+        return result
+
+
+class Operations(TorchFunctionMode):
+    """`x[...]` and `copy_` by operations; Python's own way to them asks for the device, which is not there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__:
+            return taken(*args)
+        if func is torch.Tensor.__setitem__:
+            x, index, value = args
+            part = taken(x, index)
+            return torch.ops.aten.copy_(part, value) if isinstance(value, torch.Tensor) else part.fill_(value)
+        if func is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def taken(x, index):
+    dim = 0
+    for item in index if isinstance(index, tuple) else (index,):
+        if isinstance(item, slice):
+            x, dim = torch.ops.aten.slice.Tensor(x, dim, item.start, item.stop), dim + 1
+        elif item is None:
+            x, dim = x.unsqueeze(dim), dim + 1
+        elif isinstance(item, int):
+            x = x.select(dim, item)
+        else:
+            x = torch.ops.aten.index.Tensor(x, [None] * dim + [item])
+    return x
+
+
+class Echo(Comm):
+    """Ranks that all send the same. What has to be looked at later is counted, not fetched."""
+
+    def __init__(self, size):
+        super().__init__(0, size)
+        self.fetched = 0
+
+    def fetch(self, x):
+        assert x.device == CUDA
+        self.fetched += 1
+        return list
+
+    def _all_reduce(self, x, op):
+        assert x.device == CUDA
+
+    def _all_gather(self, x):
+        assert x.device == CUDA
+        return [x.clone() for _ in range(self.size)]
+
+    def _broadcast(self, x, src): ...
+
+    def _swap(self, x, send, receive):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Tensors that say they are on CUDA, and kernels that only say they were launched."""
+    launched = []
+
+    class Launched:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(self.name)
+
+    monkeypatch.setenv(launch.KERNELS, "triton")
+    monkeypatch.setattr(launch.Kernel, "load", lambda self: Launched(self.function.__name__))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0, raising=False)
+    monkeypatch.setattr(randk, "draw", lambda numel, k, generator: torch.empty(k, dtype=torch.int64))  # on the host
+    with FakeTensorMode(), Operations():
+        yield launched
+
+
+def steps(name, dtype, size, **options):
+    """Take two steps of a model with a large and a small parameter and an empty one; return what was counted."""
+    shapes = {"w": (1200, 1000), "b": (1000,), "nothing": (0,), "v": (77, 3)}
+    grads = {key: torch.empty(shape, dtype=dtype, device=CUDA) for key, shape in shapes.items()}
+    comm = Echo(size)
+    reducer = Reducer(method(name, **options), comm, granularity="model")
+    reducer.setup(grads)
+    with NoWaiting():
+        for _ in range(2):
+            for segment in reducer.layout.segments:
+                reducer.reduce_segment_(segment, [grads[key].view(-1) for key in segment.names])
+            reducer.finish_step()
+    return comm.fetched
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("topk", {"density": 0.001}),
+        ("topk", {"density": 0.01, "index_format": "int32"}),
+        ("topk", {"density": 0.01, "value_format": "bfloat16"}),
+        ("topk", {"density": 0.01, "value_format": "int8"}),
+        ("gaussiank", {"density": 0.001}),
+        ("gaussiank", {"density": 0.01}),
+        ("gaussiank", {"density": 0.1}),
+        ("randk", {"density": 0.001}),
+        ("dense", {}),
+    ],
+)
+def test_no_step_waits(name, options, dtype, size, fake_cuda):
+    assert steps(name, dtype, size, **options) == 2  # one look at the headers for each step, later
+    if name != "dense":
+        assert {"_scan", "_add_entries", "_add_to_many"} <= set(fake_cuda) | ({"_scan"} if name == "randk" else set())
+    if name in ("topk", "gaussiank"):
+        assert {"_histogram", "_count", "_write", "_gather"} <= set(fake_cuda)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x.cpu(),
+        lambda x: torch.tensor([1], device=CUDA),
+        lambda x: x[x > 0],
+        lambda x: math.isfinite(x.sum()),
+        lambda x: x.unique(),
+        lambda x: torch.empty(4).copy_(x),
+    ],
+)
+def test_waits_are_seen(wait, fake_cuda):
+    """So that the test above can fail."""
+    x = torch.empty(4, device=CUDA)
+    with NoWaiting(), pytest.raises((HostWait, RuntimeError)):
+        wait(x)
+    with NoWaiting():
+        torch.empty(4, pin_memory=True).copy_(x, non_blocking=True)

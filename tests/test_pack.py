@@ -1,0 +1,107 @@
+"""Indices as bits, by plain torch and by Triton; what is padded stands for nothing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse.compressors.base import Entries, first_broken
+from lightning_sparse.kernels import launch, pack
+from lightning_sparse.layout import Segment
+from tests.test_kernels import DEVICE, needs_triton, use
+
+__all__ = ["use"]
+# numpy's, in which the interpreter calculates: of NaN and infinities.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def padded(indices, numel, size):
+    return torch.tensor([*indices, *[numel] * (size - len(indices))], dtype=torch.int64)
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_by_hand(kernels, use):
+    use(kernels)
+    # With eight lower bits the upper ones are 0: bits 0, 1, 2. With none: bits 3 + 0, 5 + 1, 14 + 2.
+    indices = torch.tensor([3, 5, 14]).to(DEVICE if kernels == "triton" else "cpu")
+    upper, lower = pack.pack(indices, 300, 4, 8)
+    assert upper.tolist() == [0b00000111]
+    assert lower.tolist() == [3, 5, 14, 0]
+    (upper,) = pack.pack(indices, 15, 4, 0)
+    assert upper.tolist() == [1 << 3 | 1 << 6, 0, 1]
+    assert pack.unpack(upper, (), 0).tolist() == [3, 5, 14]
+
+
+@needs_triton
+@pytest.mark.parametrize("width", [0, 8, 16])
+@pytest.mark.parametrize(
+    ("numel", "count", "capacity"),
+    [(1, 1, 1), (70_000, 0, 5), (70_000, 90, 90), (70_000, 33, 1500), (3_000, 2_999, 3_000)],
+)
+def test_both_ways_agree(numel, count, capacity, width, use):
+    indices = torch.randperm(numel)[:count].sort().values
+    use("torch")
+    expected = pack.pack(indices, numel, capacity, width)
+    use("triton")
+    # As many as there are, and padded, as the host gives them that does not know how many there are.
+    for given_indices in (indices, padded(indices.tolist(), numel, min(capacity, count + 7))):
+        parts = pack.pack(given_indices.to(DEVICE), numel, capacity, width)
+        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(parts, expected, strict=True))
+    counted = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    back = pack.unpack_padded(parts[0], parts[1:], counted, numel, capacity, width)
+    assert torch.equal(back.cpu(), padded(indices.tolist(), numel, capacity))
+    assert torch.equal(pack.unpack(parts[0], parts[1:], width).cpu(), indices)
+
+
+@needs_triton
+def test_many_tiles_know_what_is_before_them(use, monkeypatch):
+    monkeypatch.setattr(pack, "TILE", 64)
+    monkeypatch.setattr(pack, "COUNTED", 128)
+    use("triton")
+    indices = torch.randperm(30_000)[:4_000].sort().values
+    upper, lower = pack.pack(indices.to(DEVICE), 30_000, 4_000, 8)
+    assert upper.numel() > 8 * 64
+    counted = torch.tensor([4_000], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(pack.unpack_padded(upper, (lower,), counted, 30_000, 4_000, 8).cpu(), indices)
+
+
+@needs_triton
+@settings(max_examples=20, deadline=None)
+@given(st.binary(min_size=40, max_size=40), st.integers(-5, 100))
+def test_damaged_bytes_do_no_harm(damaged, count):
+    """The indices may be wrong, but none lies where there is no memory that a reader would look at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(launch.KERNELS, "triton")
+        data = torch.frombuffer(bytearray(damaged), dtype=torch.uint8).to(DEVICE)
+        upper, lower = data[: pack.upper_bytes(2_000, 20, 8)], torch.cat([data] * 2)[:20]
+        counted = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+        indices = pack.unpack_padded(upper, (lower,), counted, 2_000, 20, 8)
+        assert len(indices) == 20
+        assert bool((indices >= 0).all())
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_gather(kernels, use):
+    use(kernels)
+    device = DEVICE if kernels == "triton" else "cpu"
+    u = torch.randn(5000, device=device)
+    indices = torch.arange(0, 5000, 3, device=device)
+    assert torch.equal(pack.gather(u, indices), u[indices])
+    assert pack.gather(u, indices[:0]).tolist() == []
+    if kernels == "triton":
+        assert pack.gather(u, torch.tensor([1, 5000], device=device)).tolist() == [u[1].item(), 0.0]
+
+
+def test_the_first_broken_element():
+    segment = Segment(0, ("a", "none", "b"), ((3,), (0,), (4,)), 100)
+    u = torch.tensor([0.0, 3e38, -3e38, 1.0, 2.0, 3.0, 4.0])
+    assert first_broken(u, segment).item() == 0
+    for broken, (place, parameter) in {0: (1, 1), 2: (3, 1), 3: (4, 4), 6: (7, 4)}.items():
+        for value in (torch.nan, torch.inf, -torch.inf):
+            v = u.clone()
+            v[broken] = value
+            assert first_broken(v, segment).item() == parameter
+            chosen = torch.tensor([0, 2, 3, 6, 7])  # the last one is none
+            assert first_broken(Entries(chosen, torch.cat([v, v.new_zeros(1)])[chosen]), segment).item() == place
+    empty = Segment(0, ("none",), ((0,),), 0)
+    assert first_broken(torch.empty(0), empty).item() == 0
