@@ -9,8 +9,8 @@ gradient is there, and a bucket's future completes when all segments that touch 
 same order on all ranks, so the segments' order agrees without further talk.
 
 On CUDA the thread works on a stream of its own. That waits for an event which the hook records behind the bucket's last
-gradient; the future holds an event of the thread's stream, for which DDP's stream waits. The host waits for the device
-nowhere: what the thread has ended, it has launched.
+gradient; the future holds an event of the thread's stream, for which DDP's stream waits. So the host need not wait for
+the device: what the thread has done, it has launched.
 
 An exception in the thread must not leave anybody waiting: the thread tells the other ranks, completes all futures as if
 nothing had happened (a future that never completes hangs backward for ever), and the training thread raises at the end
