@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test demo reliability format clean
+# What `make gpu` runs with; another one needs what the extra `dev` lists: make gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+
+.PHONY: test demo reliability gpu format clean
 
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -15,6 +18,20 @@ demo: .venv/installed
 
 reliability: .venv/installed
 	$(BIN)/pytest -q -m reliability --reliability=README.md
+
+# All that needs a GPU, in about ten minutes: tests, sanitizers, and the benchmarks that write benchmarks/results/*_cuda.*
+gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),.venv/installed)
+	@$(GPU_PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available() and 'torch finds no GPU here')"
+	@status=0; \
+	$(GPU_PYTHON) -m pytest -q tests/test_kernels.py tests/integration/test_cuda.py || status=1; \
+	if command -v compute-sanitizer >/dev/null; then \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		timeout 90 compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) -m tests.run_kernels || status=1; \
+		timeout 90 compute-sanitizer --tool racecheck --error-exitcode 1 $(GPU_PYTHON) -m tests.run_kernels || status=1; \
+	else echo "compute-sanitizer is not installed: memcheck and racecheck were not run"; fi; \
+	$(GPU_PYTHON) -m benchmarks.selection --parts cuda || status=1; \
+	$(GPU_PYTHON) -m benchmarks.gpt || status=1; \
+	exit $$status
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

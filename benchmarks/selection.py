@@ -15,15 +15,18 @@ Written: `results/selection_cpu.csv`, one row per contestant. Its parts: "select
 whole of error feedback (add the gradient, select, take out what is sent); "hostile" inputs; "memory", the highest
 memory that a process needs for one selection beyond what it needs before.
 
-On CUDA: `results/selection_cuda.csv`, by CUDA events, from a cold cache. What memory allows is measured beside it: the
-floor of a step is to read the gradient and to read and write the residual, 12 bytes an element, at the rate at which
-the card copies as many elements. "scratch" is the highest memory needed beyond gradient and residual, as a share of the
-residual.
+On CUDA: `results/selection_cuda.csv` and the figure of time against d, by CUDA events, from a cold cache. What memory
+allows is measured beside it: the floor of a step is to read the gradient and to read and write the residual, 12 bytes
+an element, at the rate at which the card copies as many elements. A step of ours adds, selects, encodes what would be
+sent, and takes it out; others add, select and take out. "scratch" is the highest memory needed beyond gradient and
+residual, as a share of the residual. "within" says whether TopK keeps to what is asked of it: so many floors, and so
+much scratch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import ctypes
 import dataclasses
@@ -45,7 +48,6 @@ from torch import Tensor
 from lightning_sparse.compressors import GaussianK, RandK, Sparsifier, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.scan import add_
-from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
 from lightning_sparse.methods import METHODS, method
 
@@ -237,6 +239,12 @@ def sparsifiers(density: float) -> dict[str, Sparsifier]:
     }
 
 
+LIMITS = {400_000_000: 1.4, 100_000_000: 1.6, 25_000_000: 2.5}
+"""Elements to how many floors a step with TopK may take; by a CUDA graph, where launches count."""
+SCRATCH_LIMIT = 0.2
+"""Of a residual, at density 0.001."""
+
+
 class DeviceStep:
     """Error feedback as training does it: the pass that adds the gradient scans for the selection."""
 
@@ -244,25 +252,28 @@ class DeviceStep:
         self.grad, self.density, self.select = grad, density, select
         self.residual = torch.zeros_like(grad)
         self.segment = Segment(0, ("w",), (tuple(grad.shape),), 0)
+        self.ctx = Context()
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
+    def __call__(self) -> tuple[Tensor, ...]:
         if isinstance(self.select, Sparsifier):
-            ctx = Context(scan=self.select.scan(self.grad.numel()))
-            u = add_(self.residual, self.segment.bounds, [self.grad], 1.0, ctx.scan)
-            chosen = self.select.select(u, self.segment, ctx)
-            values = u.index_select(0, chosen)
-            add_entries_(u, chosen, values, -1.0)
-        else:
-            u = self.residual.add_(self.grad)
-            chosen = self.select(u, self.density)
-            values = u[chosen]
-            u[chosen] = 0
+            self.ctx = Context(scan=self.select.scan(self.grad.numel()))
+            u = add_(self.residual, self.segment.bounds, [self.grad], 1.0, self.ctx.scan)
+            payload = self.select.compress(u, self.segment, self.ctx)
+            self.select.remove_(u, payload, self.segment, self.ctx)
+            return payload
+        u = self.residual.add_(self.grad)
+        chosen = self.select(u, self.density)
+        values = u[chosen]
+        u[chosen] = 0
         return chosen, values
 
     def check(self, name: str) -> None:
         """Raise unless the right entries were sent, with their values, and all else was kept."""
         before = self.residual + self.grad
-        chosen, values = self()
+        sent = self()
+        if isinstance(self.select, Sparsifier):
+            sent = self.select.unpack(sent, self.segment, self.ctx)
+        chosen, values = sent
         check(name, before, chosen, self.density)
         rest = before.index_fill(0, chosen, 0.0)
         if not torch.equal(values, before[chosen]) or not torch.equal(self.residual, rest):
@@ -287,7 +298,7 @@ def device_times(run: Callable[[], object], repetitions: int, other: Tensor) -> 
             ms = 1e3 * (time.perf_counter() - started)
         if repetition >= 2:  # the first ones compile and warm up
             times.append(ms)
-    p20, _, _, p80 = statistics.quantiles(times, n=5)
+    p20, _, _, p80 = statistics.quantiles(times, n=5, method="inclusive")
     return {"ms": statistics.median(times), "ms_p20": p20, "ms_p80": p80}
 
 
@@ -309,26 +320,56 @@ def on_device(numel: int, density: float, repetitions: int, device: str) -> Iter
         "GaussianK as published": SELECTIONS["GaussianK as published"],
     }
     copied = device_times(functools.partial(torch.empty_like(grad).copy_, grad), repetitions, other)
-    # A copy moves 8 bytes an element, a step at least 12.
-    floor = 1.5 * float(str(copied["ms"]))
-    yield {"part": "copy", "contestant": "copy_"} | copied | {"times_floor": 1 / 1.5}
+    rate = {"bytes_per_s": 8e3 * numel / float(str(copied["ms"]))}
+    rows: list[Row] = [{"part": "copy", "contestant": "copy_"} | copied | rate]
     for name, select in {**naive, **sparsifiers(density)}.items():
-        chooses = select.select if isinstance(select, Sparsifier) else lambda u, select=select: select(u, density)
-        check(name, grad, chooses(grad), density)
-        row = device_times(lambda chooses=chooses: chooses(grad), repetitions, other)  # type: ignore[misc]
-        yield {"part": "selection", "contestant": name} | row | {"times_floor": float(str(row["ms"])) / floor}
+        with no_room(name):
+            chooses = select.select if isinstance(select, Sparsifier) else lambda u, select=select: select(u, density)
+            check(name, grad, chooses(grad), density)
+            row = device_times(lambda chooses=chooses: chooses(grad), repetitions, other)  # type: ignore[misc]
+            rows.append({"part": "selection", "contestant": name} | row)
     for name, select in {**naive, **sparsifiers(density)}.items():
-        step = DeviceStep(grad, density, select)
-        for _ in range(2):
-            step.check(name)
-        row = device_times(step, repetitions, other) | ({"scratch": scratch(step, numel)} if cuda else {})
-        yield {"part": "step", "contestant": name} | row | {"times_floor": float(str(row["ms"])) / floor}
-        if cuda and name == "TopK":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            row = device_times(graph.replay, repetitions, other)
-            yield {"part": "step", "contestant": "TopK, CUDA graph"} | row | {"times_floor": float(row["ms"]) / floor}
+        with no_room(name):
+            step = DeviceStep(grad, density, select)
+            for _ in range(2):
+                step.check(name)
+            row = device_times(step, repetitions, other) | ({"scratch": scratch(step, numel)} if cuda else {})
+            rows.append({"part": "step", "contestant": name} | row)
+            if cuda and name in ("TopK", "GaussianK"):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
+                row = device_times(graph.replay, repetitions, other)
+                rows.append({"part": "step", "contestant": f"{name}, CUDA graph"} | row)
+    yield from compared(rows, numel, density)
+
+
+@contextlib.contextmanager
+def no_room(name: str) -> Iterator[None]:
+    """Go on without a contestant for which there is not enough memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        print(f"{name}: not enough memory")
+        torch.cuda.empty_cache()
+
+
+def compared(rows: list[Row], numel: int, density: float) -> Iterator[Row]:
+    """Add how many floors each took, how many times the selection by torch.topk and by TopK, and what was asked."""
+    times = {(row["part"], row["contestant"]): float(str(row["ms"])) for row in rows}
+    floor = 1.5 * times["copy", "copy_"]  # a copy moves 8 bytes an element, a step at least 12
+    for row in rows:
+        part, contestant, ms = row["part"], str(row["contestant"]), float(str(row["ms"]))
+        row["times_floor"] = ms / floor
+        for base in ("torch.topk", "TopK"):
+            if (part, base) in times:
+                row[f"times_{base}"] = ms / times[part, base]
+        if part == "step" and contestant.startswith("TopK") and numel in LIMITS:
+            row["limit"] = LIMITS[numel]
+            row["within"] = ms / floor <= LIMITS[numel] and (
+                density > 0.001 or float(str(row.get("scratch", 0))) <= SCRATCH_LIMIT
+            )
+        yield row
 
 
 def report_on_device(arguments: argparse.Namespace) -> None:
@@ -338,6 +379,7 @@ def report_on_device(arguments: argparse.Namespace) -> None:
     surroundings: Row = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU, a rehearsal: nothing is written",
         "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
         "triton": importlib.import_module("triton").__version__ if triton else "",
     }
     print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
@@ -349,16 +391,21 @@ def report_on_device(arguments: argparse.Namespace) -> None:
                 print(
                     "{part:10}{numel:>12,}{density:>7}  {contestant:24}{ms:10.3f} ms ({ms_p20:.3f} to {ms_p80:.3f})"
                     "{times_floor:9.2f} floors".format(**row, **case),
-                    f"{row['scratch']:.3f} scratch" if "scratch" in row else "",
+                    f"{row['times_TopK']:9.2f} times TopK" if "times_TopK" in row else "",
+                    f"{row['scratch']:9.3f} scratch" if "scratch" in row else "",
+                    f"{'within' if row['within'] else 'above'} the limit of {row['limit']}" if "limit" in row else "",
                     flush=True,
                 )
-                measured.append(case | row | surroundings)
+                rounded = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()}
+                measured.append(case | rounded | surroundings)
     if device == "cuda":
         with RESULT_CUDA.open("w", newline="") as file:
-            first = ["part", "numel", "density", "contestant", "ms", "ms_p20", "ms_p80", "times_floor", "scratch"]
-            writer = csv.DictWriter(file, [*first, "repetitions", *surroundings], restval="")
+            first = ["part", "numel", "density", "contestant", "ms", "ms_p20", "ms_p80", "times_floor", "limit"]
+            first += ["within", "times_torch.topk", "times_TopK", "scratch", "bytes_per_s", "repetitions"]
+            writer = csv.DictWriter(file, [*first, *surroundings], restval="")
             writer.writeheader()
             writer.writerows(measured)
+        figure(RESULT_CUDA)
 
 
 def machine() -> Row:
@@ -440,13 +487,14 @@ def figure(result: Path) -> None:
     import matplotlib.pyplot as plt
 
     with result.open(newline="") as file:
-        measured = [row for row in csv.DictReader(file) if row["part"] == "selection" and row.get("cache") != "warm"]
+        shown = ("selection", "copy")
+        measured = [row for row in csv.DictReader(file) if row["part"] in shown and row.get("cache") != "warm"]
     density = min(float(row["density"]) for row in measured)
     measured = [row for row in measured if float(row["density"]) == density]
     _, axes = plt.subplots(figsize=(7, 4.5))
     for name in dict.fromkeys(row["contestant"] for row in measured):
         line = sorted((int(row["numel"]), float(row["ms"])) for row in measured if row["contestant"] == name)
-        base = name in ("read (sum)", "add_")
+        base = name in ("read (sum)", "add_", "copy_")
         axes.plot(*zip(*line, strict=True), marker="o", ls=":" if base else "-", color="gray" if base else None)
         axes.annotate(f" {name}", line[-1], fontsize=8, va="center")
     axes.set(xscale="log", yscale="log", xlabel="elements", ylabel="ms, median", xlim=(None, 6 * line[-1][0]))

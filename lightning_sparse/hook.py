@@ -9,8 +9,8 @@ gradient is there, and a bucket's future completes when all segments that touch 
 same order on all ranks, so the segments' order agrees without further talk.
 
 On CUDA the thread works on a stream of its own. That waits for an event which the hook records behind the bucket's last
-gradient; the future holds an event of the thread's stream, for which DDP's stream waits. The host waits for the device
-nowhere: what the thread has ended, it has launched.
+gradient; the future holds an event of the thread's stream, for which DDP's stream waits. So the host need not wait for
+the device: what the thread has done, it has launched.
 
 An exception in the thread must not leave anybody waiting: the thread tells the other ranks, completes all futures as if
 nothing had happened (a future that never completes hangs backward for ever), and the training thread raises at the end
@@ -343,18 +343,23 @@ class CommThread:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(JOIN_SECONDS)
-        if self._error is None:
+        alive = self._thread is not None and self._thread.is_alive()
+        if self._error is None and not alive:
             try:
                 self.reducer.catch_up()
             except Exception as error:  # of the last step; backward does not come to raise it
+                self._error = error
                 log.error(f"{error}")
-        if self._error is not None or (self._thread is not None and self._thread.is_alive()):
+        pending = self._error is not None or alive
+        if pending:
             # An exchange may be pending for ever. The group's destructor would wait for its timeout, with the
             # interpreter locked, whenever garbage is collected: so it must not run.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             self._free_device()
         if dist.is_initialized() and not self._part_of_world:
-            dist.destroy_process_group(self._group)
+            # What an aborted group has to say must not hide the error that led here.
+            with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
+                dist.destroy_process_group(self._group)
 
     # In the communication thread:
 

@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 from lightning_sparse import METHODS
 
 # Scripts that tests start.
-collect_ignore = ["integration/fit.py", "compile_kernels.py"]
+collect_ignore = ["integration/fit.py", "compile_kernels.py", "run_kernels.py"]
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and with them all ranks that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -172,7 +172,7 @@ def test_language_networks_see_no_byte_before_they_predict_it(network, parameter
 
 def test_gpt_refuses_what_it_has_no_positions_for():
     assert GPT(context=8, width=8, layers=1, heads=2)(torch.zeros(1, 8, dtype=torch.long)).shape == (1, 8, 256)
-    with pytest.raises(ValueError, match=r"GPT\(context=8\) got sequences of 9 bytes"):
+    with pytest.raises(ValueError, match=r"GPT\(context=8\) got sequences of 9 tokens"):
         GPT(context=8, width=8, layers=1, heads=2)(torch.zeros(1, 9, dtype=torch.long))
     with pytest.raises(ValueError, match=r"GPT\(width=8, heads=3\)"):
         GPT(width=8, heads=3)

@@ -31,22 +31,27 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """A GPT (Radford et al. 2019, the layout of GPT-2) over bytes; embedding and output share their weights.
 
+    GPT-2 small is `GPT(context=1024, width=768, layers=12, heads=12, vocabulary=50257)`.
+
     >>> sum(p.numel() for p in GPT().parameters())
     842496
 
     Args:
-        context: the longest sequence that it takes, in bytes.
+        context: the longest sequence that it takes, in tokens.
         width: of the residual stream.
         layers: number of layers.
         heads: of the attention in each layer; they divide the width.
+        vocabulary: number of different tokens, where they are not bytes.
     """
 
-    def __init__(self, context: int = 128, width: int = 128, layers: int = 4, heads: int = 4) -> None:
+    def __init__(
+        self, context: int = 128, width: int = 128, layers: int = 4, heads: int = 4, vocabulary: int = 256
+    ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"GPT(width={width}, heads={heads}): heads must divide the width.")
         self.context = context
-        self.tokens = nn.Embedding(256, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
@@ -59,9 +64,9 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next byte; int64 (batch, length) becomes (batch, length, 256)."""
+        """Return the logits of each next token; int64 (batch, length) becomes (batch, length, vocabulary)."""
         length = tokens.shape[1]
         if length > self.context:
-            raise ValueError(f"GPT(context={self.context}) got sequences of {length} bytes; give it a longer context.")
+            raise ValueError(f"GPT(context={self.context}) got sequences of {length} tokens; give it a longer context.")
         x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
         return functional.linear(self.norm(self.layers(x)), self.tokens.weight)

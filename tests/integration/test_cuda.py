@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import METHODS, SparseDDPStrategy, attach
+from lightning_sparse import METHODS, RankFailure, SparseDDPStrategy, attach, method
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.context import Context
+from lightning_sparse.hook import CommThread
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.scan import add_
 from lightning_sparse.layout import Segment
@@ -271,6 +272,40 @@ def test_streams_wait_for_each_other(device):
     (runs,) = ranks(device, 1, held_up, backend="nccl" if device == "cuda" else "gloo")
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])
+
+
+class BusyStream:
+    """Stands in for a stream on which a collective waits for another rank."""
+
+    def query(self) -> bool:
+        return False
+
+
+def waiting_on_the_device(rank: int, device: str) -> tuple[str, float]:
+    ddp = DistributedDataParallel(layers(device))
+    thread = CommThread(ddp, method("topk", density=0.01))
+    ddp(batches(rank)[0]).sum().backward()
+    loss = ddp(batches(rank)[1]).sum()  # while there are two: DDP itself talks there
+    if rank == 1:
+        thread.fail(KeyError("mine"))
+        return "", 0.0
+    thread._stream = BusyStream()
+    started = time.monotonic()
+    while thread.whole and time.monotonic() < started + 10:
+        time.sleep(0.01)
+    seconds, thread._stream = time.monotonic() - started, None
+    try:
+        loss.backward()
+    except RankFailure as failure:
+        return str(failure), seconds
+    return "no error", seconds
+
+
+def test_a_failure_is_noticed_while_the_device_waits():
+    """The training thread may wait with it, so the communication thread has to look."""
+    text, seconds = ranks("cpu", 2, waiting_on_the_device, backend="gloo")[0]
+    assert text == "Rank 1 failed at step 1: KeyError: 'mine'"
+    assert seconds < 3
 
 
 class Lines(logging.Handler):

@@ -1,0 +1,215 @@
+"""What does the whole way of a gradient add to a step of GPT-2 small on one GPU?
+
+A world of one, so that nothing travels: but each gradient is added to the residual, the entries are selected, encoded,
+decoded and written back, as among many. Plain DDP and `attach` with each method train the same model on random tokens,
+in turn, a few steps in a row each; times are by CUDA events, the median of all turns between their 20th and 80th
+percentiles. Before a method is timed, one step shows that nothing is lost: what is handed out and what is kept make up
+the gradient, bit for bit.
+
+    python -m benchmarks.gpt            # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
+    python -m benchmarks.gpt --small    # a rehearsal on the CPU, over gloo; nothing is written
+
+Written: `results/gpt_cuda.csv`. "added" is a method's time less plain DDP's. It is held against the floor: to read the
+gradient, to read and write the residual in fp32, and to write the result, 16 bytes a parameter where gradients are fp32
+(bf16-mixed) and 12 where they are bf16 (bf16-true), at the rate at which the card copies that many fp32 numbers. The
+limit is 1.6 floors and a millisecond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import importlib.util
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.selection import EVICTION, Row, device_times
+from examples.models import GPT
+from lightning_sparse import attach
+
+RESULT = Path(__file__).parent / "results" / "gpt_cuda.csv"
+PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
+"""Name to dtype of parameters and gradients; calculated is in bf16."""
+METHODS = ("topk", "gaussiank", "randk")
+FLOORS, CONSTANT_MS = 1.6, 1.0
+SMALL = {"context": 32, "width": 64, "layers": 2, "heads": 2, "vocabulary": 211}
+GPT2 = {"context": 1024, "width": 768, "layers": 12, "heads": 12, "vocabulary": 50257}
+
+
+class Contestant:
+    """One model, and how its gradients are averaged.
+
+    Args:
+        method: a method's name, or "ddp" for plain DDP.
+        shape: of the model, arguments of `GPT`.
+        precision: a name in `PRECISIONS`.
+        batch: sequences in a step.
+        device: "cuda" or "cpu".
+    """
+
+    def __init__(self, method: str, shape: dict[str, int], precision: str, batch: int, device: str) -> None:
+        torch.manual_seed(0)
+        self.method, self.device, self.mixed = method, device, precision == "bf16-mixed"
+        self.model = GPT(**shape).to(device, PRECISIONS[precision])
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+        self.reducer = None if method == "ddp" else attach(self.ddp, method, density=0.001)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
+        size = (batch, shape["context"] + 1)
+        tokens = torch.randint(shape["vocabulary"], size, device=device)
+        self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
+
+    @property
+    def params(self) -> int:
+        """The number of parameters."""
+        return sum(param.numel() for param in self.model.parameters())
+
+    def backward(self) -> None:
+        """Go forward and backward."""
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.mixed):
+            loss = functional.cross_entropy(self.ddp(self.inputs).flatten(0, 1), self.targets)
+        loss.backward()
+
+    def step(self) -> None:
+        """Take a whole training step."""
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self) -> None:
+        """Raise unless the first step hands out or keeps every gradient, as it is, and hands out some."""
+        if self.reducer is None:
+            return
+        given: dict[str, Tensor] = {}
+        params = dict(self.model.named_parameters())
+        watches = [
+            param.register_hook(lambda grad, name=name: given.update({name: grad.clone()}))
+            for name, param in params.items()
+        ]
+        self.backward()
+        kept = self.reducer.state_dict()["elements"]["residual"]
+        handed = 0
+        for name, param in params.items():
+            assert param.grad is not None
+            handed += int(param.grad.count_nonzero())
+            if not torch.equal(param.grad.float() + kept[name], given[name].float()):
+                raise SystemExit(f"{self.method} loses something of the gradient of {name}: no times for that.")
+        if not 0.0005 * self.params < handed < 0.0015 * self.params:
+            raise SystemExit(f"{self.method} hands out {handed:,} of {self.params:,} entries: no times for that.")
+        for watch in watches:
+            watch.remove()
+        self.optimizer.zero_grad()
+
+
+def milliseconds(run: Callable[[], None], count: int, device: str) -> float:
+    """Return what one of several runs in a row takes, after one that is not counted."""
+    run()
+    if device == "cpu":
+        started = time.perf_counter()
+        for _ in range(count):
+            run()
+        return 1e3 * (time.perf_counter() - started) / count
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / count
+
+
+def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: str) -> Iterator[Row]:
+    """Check and time all contestants; to be called in a world of one."""
+    for precision, dtype in PRECISIONS.items():
+        contestants = [Contestant(name, shape, precision, batch, device) for name in ("ddp", *METHODS)]
+        times: dict[str, list[float]] = {contestant.method: [] for contestant in contestants}
+        for contestant in contestants:
+            contestant.check()
+        params = contestants[0].params
+        x = torch.randn(params, device=device)
+        other = torch.empty(2 * EVICTION if device == "cuda" else 1, device=device)
+        copied = device_times(functools.partial(torch.empty_like(x).copy_, x), 15, other)
+        rate = 8 * params / float(str(copied["ms"]))  # bytes a millisecond; a copy reads and writes
+        counted = 8 + 2 * dtype.itemsize
+        floor = counted * params / rate
+        del x, other
+        for turn in range(turns + 1):
+            for contestant in contestants:
+                ms = milliseconds(contestant.step, steps, device)
+                if turn:  # the first one compiles and warms up
+                    times[contestant.method].append(ms)
+        plain = statistics.median(times["ddp"])
+        for name, values in times.items():
+            p20, _, _, p80 = statistics.quantiles(values, n=5, method="inclusive")
+            ms = statistics.median(values)
+            row: Row = {"precision": precision, "contestant": name, "ms": ms, "ms_p20": p20, "ms_p80": p80}
+            row |= {"params": params, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
+            row |= {"copy_bytes_per_s": 1e3 * rate, "counted_bytes": counted, "floor_ms": floor}
+            if name != "ddp":
+                limit = FLOORS * floor + CONSTANT_MS
+                row |= {"added_ms": ms - plain, "limit_ms": limit, "within": ms - plain <= limit}
+            yield row
+        del contestants
+
+
+def report(rows: Iterator[Row], out: Path | None) -> None:
+    """Print rows as they come, and write them if that is wanted."""
+    cuda = torch.cuda.is_available()
+    triton = importlib.util.find_spec("triton") is not None
+    surroundings: Row = {
+        "device": torch.cuda.get_device_name() if cuda else "CPU, a rehearsal: nothing is written",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
+        "triton": importlib.import_module("triton").__version__ if triton else "",
+        "python": platform.python_version(),
+    }
+    print(", ".join(f"{key} {value}" for key, value in surroundings.items() if value))
+    done = []
+    for row in rows:
+        text = "{precision:12}{contestant:12}{ms:10.3f} ms ({ms_p20:.3f} to {ms_p80:.3f})".format(**row)
+        if "added_ms" in row:
+            verdict = "within" if row["within"] else "above"
+            text += "  adds {added_ms:.3f} ms, {} the limit of {limit_ms:.3f}, floor {floor_ms:.3f}".format(
+                verdict, **row
+            )
+        print(text, flush=True)
+        done.append({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in row.items()})
+    if out is not None:
+        with out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*done[-1], *surroundings], restval="")
+            writer.writeheader()
+            writer.writerows(row | surroundings for row in done)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a small model, written nowhere")
+    parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
+    parser.add_argument("--turns", type=int, default=15, help="timed turns of each contestant")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps in a row in each turn")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not arguments.small:
+        raise SystemExit("There is no GPU here. --small rehearses on the CPU.")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    where = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if device == "cuda" else {"backend": "gloo"}
+    dist.init_process_group(**where, store=store, rank=0, world_size=1)
+    shape = SMALL if arguments.small else GPT2
+    rows = measured(shape, arguments.batch, arguments.turns, arguments.steps, device)
+    report(rows, RESULT if device == "cuda" and not arguments.small else None)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Runs every Triton kernel on small inputs and checks what comes out: for compute-sanitizer, which takes its time.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.run_kernels
+    compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.run_kernels
+
+Without torch's cache each tensor is an allocation of its own, so that nobody reads past its end unseen.
+"""
+
+import torch
+
+from benchmarks.selection import DeviceStep, sparsifiers
+from lightning_sparse import Comm, Reducer, method, simulate
+from lightning_sparse.kernels import scan
+
+
+def select(device: str) -> None:
+    """Take two steps with every sparsifier, on lengths of whole tiles, and cut short."""
+    for numel in (4096, 70_001):
+        for density in (0.001, 0.01, 0.1):
+            for name, sparsifier in sparsifiers(density).items():
+                step = DeviceStep(torch.randn(numel, device=device), density, sparsifier)
+                for _ in range(2):
+                    step.check(name)
+
+
+def reduce_(device: str) -> None:
+    """Take two steps of a model with long, short and empty parameters; nothing may be lost."""
+    for name in ("topk", "gaussiank", "randk"):
+        for dtype in (torch.float32, torch.bfloat16):
+            shapes = {"w": (90, 91), "none": (0,), "b": (91,), "v": (130, 129)}
+            steps = [{key: torch.randn(shape, device=device).to(dtype) for key, shape in shapes.items()} for _ in "ab"]
+            given = {key: sum(step[key].float() for step in steps) for key in shapes}
+
+            def rank(comm: Comm, name: str = name, steps: list[dict[str, torch.Tensor]] = steps) -> Reducer:
+                reducer = Reducer(method(name, density=0.01), comm)
+                for step in steps:
+                    reducer.reduce_(step)
+                return reducer
+
+            kept = simulate(1, rank)[0].state_dict()["elements"]["residual"]
+            for key, whole in given.items():
+                sent = sum(step[key].float() for step in steps)
+                torch.testing.assert_close(kept[key] + sent, whole, rtol=0, atol=1e-5)
+
+
+def main(device: str) -> None:
+    """Run all, with gradients of a tile being long enough for the kernel that adds and scans."""
+    scan.FUSED = scan.TILE
+    torch.manual_seed(0)
+    select(device)
+    reduce_(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,41 @@
+"""The benchmark of a whole training step, with a small model on the CPU."""
+
+import pytest
+
+from benchmarks.gpt import METHODS, PRECISIONS, SMALL, Contestant, measured
+from tests.processes import run_ranks
+
+
+def rehearse(rank):
+    return list(measured(SMALL, batch=2, turns=2, steps=1, device="cpu"))
+
+
+def test_every_contestant_is_checked_and_timed():
+    (rows,) = run_ranks(1, rehearse)
+    cases = [(precision, name) for precision in PRECISIONS for name in ("ddp", *METHODS)]
+    assert [(row["precision"], row["contestant"]) for row in rows] == cases
+    for row in rows:
+        assert row["ms"] > 0
+        assert row["floor_ms"] > 0
+        assert row["counted_bytes"] == {"bf16-mixed": 16, "bf16-true": 12}[row["precision"]]
+        if row["contestant"] != "ddp":
+            assert row["limit_ms"] == pytest.approx(1.6 * row["floor_ms"] + 1)
+            assert row["within"] == (row["added_ms"] <= row["limit_ms"])
+
+
+def lose_something(rank):
+    contestant = Contestant("topk", SMALL, "bf16-mixed", 2, "cpu")
+    reduce_segment_ = contestant.reducer.reduce_segment_
+
+    def reduce_wrongly_(segment, grads, *args):
+        reduce_segment_(segment, grads, *args)
+        grads[0].add_(1)
+
+    contestant.reducer.reduce_segment_ = reduce_wrongly_
+    with pytest.raises(SystemExit, match="topk loses something"):
+        contestant.check()
+    return True
+
+
+def test_wrong_results_get_no_times():
+    assert run_ranks(1, lose_something) == [True]

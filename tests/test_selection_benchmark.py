@@ -1,0 +1,82 @@
+"""The benchmark of selection on CUDA: what it compares, and what it draws."""
+
+import csv
+
+import pytest
+import torch
+
+from benchmarks import selection
+from lightning_sparse.compressors import TopK
+from lightning_sparse.kernels import scan
+from tests import run_kernels
+
+
+def timed(part, contestant, ms, **more):
+    return {"part": part, "contestant": contestant, "ms": ms, **more}
+
+
+def test_times_are_held_against_the_floor_and_against_each_other():
+    rows = [
+        timed("copy", "copy_", 2.0),
+        timed("selection", "torch.topk", 30.0),
+        timed("selection", "TopK", 3.0),
+        timed("step", "torch.topk", 42.0),
+        timed("step", "TopK", 4.1, scratch=0.21),
+        timed("step", "GaussianK", 8.2),
+        timed("step", "TopK, CUDA graph", 4.1),
+    ]
+    copy, naive, exact, step_naive, step, gaussian, graph = selection.compared(rows, 400_000_000, 0.001)
+    assert copy["times_floor"] == pytest.approx(2 / 3)
+    assert naive["times_TopK"] == 10
+    assert exact["times_torch.topk"] == pytest.approx(0.1)
+    assert step_naive["times_floor"] == 14
+    assert gaussian["times_TopK"] == pytest.approx(2)
+    # 1.4 floors are allowed, which both keep to, and 0.2 of scratch.
+    assert (step["limit"], step["within"]) == (1.4, False)
+    assert (graph["limit"], graph["within"]) == (1.4, True)
+    assert "limit" not in gaussian
+    step["scratch"] = 0.2
+    assert [row.get("within") for row in selection.compared([copy, step], 400_000_000, 0.001)] == [None, True]
+
+
+def test_steps_leave_a_trace_of_every_contestant():
+    torch.manual_seed(0)
+    rows = list(selection.on_device(10_000, 0.01, 2, "cpu"))
+    names = {"torch.topk", "torch.sort", "GaussianK as published", *selection.sparsifiers(0.01)}
+    assert {row["contestant"] for row in rows if row["part"] == "step"} == names
+    assert {row["contestant"] for row in rows if row["part"] == "selection"} == names
+    assert rows[0]["bytes_per_s"] > 0
+
+
+def test_a_step_that_keeps_the_wrong_rest_gets_no_times():
+    class Forgetful(TopK):
+        def remove_(self, u, payload, segment, ctx):
+            return u.zero_()
+
+    with pytest.raises(SystemExit, match="keeps the wrong rest"):
+        selection.DeviceStep(torch.randn(1000), 0.01, Forgetful(0.01)).check("TopK")
+
+
+def test_what_runs_under_the_sanitizer_checks_its_results(monkeypatch):
+    monkeypatch.setattr(scan, "FUSED", scan.FUSED)  # put back afterwards
+    run_kernels.main("cpu")
+
+
+def test_who_does_not_fit_is_left_out(capsys):
+    with selection.no_room("torch.sort"):
+        raise torch.OutOfMemoryError
+    assert "torch.sort: not enough memory" in capsys.readouterr().out
+
+
+def test_the_figure_shows_time_against_length(tmp_path):
+    pytest.importorskip("matplotlib").use("agg")
+    result = tmp_path / "selection_cuda.csv"
+    with result.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["part", "contestant", "numel", "density", "ms", "device"])
+        writer.writeheader()
+        for numel in (1000, 1_000_000):
+            for part, name in (("copy", "copy_"), ("selection", "TopK"), ("step", "TopK")):
+                case = {"numel": numel, "density": 0.001, "ms": numel / 1e6, "device": "a GPU"}
+                writer.writerow({"part": part, "contestant": name} | case)
+    selection.figure(result)
+    assert result.with_suffix(".png").stat().st_size > 0
