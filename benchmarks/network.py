@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ SLACK = 1.2
 # What other programs may use of the processors.
 FOREIGN_LOAD = 0.05
 # Workloads that train for real, and the rates to choose from.
-TRAININGS = ("real", "real_resnet20")
+TRAININGS = {"real": "convolutional network, 2.1 M", "real_resnet20": "ResNet-20, 0.27 M"}
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 # With paced models processors stand for accelerators and network cards, and must not be what limits them.
 BUSY = 0.7
@@ -533,21 +533,45 @@ def plot(folder: Path) -> None:
             panel.grid(axis="x", alpha=0.3)
             panel.invert_yaxis()
         figure.savefig(folder / "network.png", dpi=150)
-    rows = load(folder / "network_real.csv")
-    if rows:
-        runs = list(dict.fromkeys((row["workload"], row["rate"]) for row in rows))
-        figure, panels = plt.subplots(1, len(runs), figsize=(5 * len(runs), 3.2), squeeze=False, layout="constrained")
-        for panel, run in zip(panels[0], runs, strict=True):
-            mine = [row for row in rows if (row["workload"], row["rate"]) == run]
-            for name in dict.fromkeys(row["contestant"] for row in mine):
-                curve = [row for row in mine if row["contestant"] == name]
-                seconds = [float(row["seconds"]) for row in curve[1:]]
-                panel.plot(seconds, [float(row["test_loss"]) for row in curve[1:]], label=name)
-            panel.set(
-                xscale="log", yscale="log", xlabel="seconds of training", ylabel="test loss", title=", ".join(run)
-            )
-            panel.legend(fontsize=7)
-        figure.savefig(folder / "network_real.png", dpi=150)
+    if rows := load(folder / "network_real.csv"):
+        plot_trainings(rows, folder / "network_real.png")
+
+
+def plot_trainings(rows: Sequence[Mapping[str, str]], path: Path) -> None:
+    """Draw test loss against seconds: a row for each workload, a column for each rate."""
+    from matplotlib import pyplot as plt
+
+    from lightning_sparse import METHODS
+
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    rates = sorted({row["rate"] for row in rows} - {"loopback"}, key=bits_per_second)
+    rates += ["loopback"] * any(row["rate"] == "loopback" for row in rows)
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    figure, panels = plt.subplots(
+        len(workloads), len(rates), figsize=(4 * len(rates), 3.2 * len(workloads)), squeeze=False, layout="constrained"
+    )
+    for line, workload in zip(panels, workloads, strict=True):
+        for panel, rate in zip(line, rates, strict=True):
+            for number, name in enumerate(names):
+                key = (workload, rate, name)
+                curve = [row for row in rows if (row["workload"], row["rate"], row["contestant"]) == key]
+                panel.plot(
+                    [float(row["seconds"]) for row in curve[1:]],
+                    [float(row["test_loss"]) for row in curve[1:]],
+                    f"C{number}{'--' if name in METHODS else '-'}",
+                    label=name,
+                )
+            panel.set(xscale="log", yscale="log", xlabel="seconds of training")
+            panel.set_title(f"{TRAININGS[workload]}, {rate}", fontsize=10)
+            if not any((row["workload"], row["rate"]) == (workload, rate) for row in rows):
+                panel.remove()
+                continue
+            panel.set_yticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+        line[0].set_ylabel("test loss")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
