@@ -130,7 +130,7 @@ class Comm(abc.ABC):
             return x.clone().tolist
         there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record()
+        copied.record(torch.cuda.current_stream(x.device))
 
         def wait() -> list[Any]:
             looked = time.monotonic()

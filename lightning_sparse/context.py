@@ -56,6 +56,7 @@ class Context:
         fingerprint: 32-bit checksum of method, step, density, segment and layout that ranks compare.
         scan: what the compressor wants to know of u; filled in by a memory that makes u in one pass.
         cache: what a part wants to find again within the same step.
+        broken: on CUDA, what the compressor knows of elements that are not finite: see `header` of the aggregators.
         sound: on CUDA, whether the headers of all ranks say that the step can be taken, a bool scalar on the device.
             None where the host knows that they do.
         later: what the host has to look at one step later, because it would have to wait for it now.
@@ -72,6 +73,7 @@ class Context:
     fingerprint: int = 0
     scan: Scan | None = None
     cache: dict[str, Tensor] = field(default_factory=dict)
+    broken: Tensor | None = None
     sound: Tensor | None = None
     later: list[Callable[[], None]] = field(default_factory=list)
 

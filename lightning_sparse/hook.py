@@ -199,10 +199,34 @@ class CommThread:
             if self._watches_use
             else []
         )
+        if self._stream is not None:
+            self.rehearse(params)
         ddp.register_comm_hook(self, _on_bucket)
         weakref.finalize(ddp, self.close)  # when the model goes, or the interpreter
 
     # In the training thread:
+
+    def rehearse(self, params: dict[str, Tensor]) -> None:
+        """Go through a step of zeros, and forget it.
+
+        Kernels are loaded, and a group's connections made, when they are first used, and both may wait for the device.
+        Within backward that can be for ever: the device may itself wait for this rank, in a collective of DDP's own.
+        """
+        assert self.reducer.layout is not None
+        try:
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                for segment in self.reducer.layout.segments:
+                    zeros = [
+                        params[name].new_zeros(params[name].numel(), requires_grad=False) for name in segment.names
+                    ]
+                    self.reducer.reduce_segment_(segment, zeros)
+                self.reducer.catch_up()
+        except Exception as error:
+            self.fail(error)
+            raise
+        self.reducer.reset()
+        self.reducer.seconds = dict.fromkeys(self.reducer.seconds, 0.0)
+        self.comm.sent_bytes, self.comm.seconds = 0, 0.0
 
     def _mark_used(self, param: Tensor) -> None:
         self._used.add(self._name_of[id(param)])
@@ -343,7 +367,7 @@ class CommThread:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(JOIN_SECONDS)
-        alive = self._thread is not None and self._thread.is_alive()
+        alive = (self._thread is not None and self._thread.is_alive()) or not self._device_done()
         if self._error is None and not alive:
             try:
                 self.reducer.catch_up()
@@ -360,6 +384,18 @@ class CommThread:
             # What an aborted group has to say must not hide the error that led here.
             with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
                 dist.destroy_process_group(self._group)
+
+    def _device_done(self) -> bool:
+        """Wait for the device, but not for ever: it may be waiting for a rank that is no more."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        try:
+            while self._stream is not None and not self._stream.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-3)
+        except RuntimeError:  # an error on the device
+            return False
+        return True
 
     # In the communication thread:
 

@@ -155,7 +155,7 @@ class Reducer:
             if entry.per != "segment":
                 # A buffer for each segment: where one for all is cut, it is not aligned as wide loads need it.
                 for segment, state in zip(self.layout.segments, self.states, strict=True):
-                    state[entry.name] = torch.zeros(segment.numel, device=device)
+                    state[entry.name] = torch.zeros(segment.numel, dtype=torch.float32, device=device)
         if self._saved is not None:
             self._restore(self.layout, self._saved)
             self._saved = None
@@ -223,14 +223,14 @@ class Reducer:
         names = [name for name in self.layout.names if name not in unused]
         # In fp32: norms of 16-bit gradients would be rounded to 16 bit, and in fp16 overflow early.
         norms = torch._foreach_norm([grads[name] for name in names], 2, torch.float32) if names else ()
-        norm = math.hypot(*torch.stack(norms).tolist()) if norms else 0.0
+        norm = math.hypot(*self.comm.fetch(torch.stack(norms))()) if norms else 0.0
         wrong: str | None = None
         if not math.isfinite(norm):
             # The norm of finite numbers may overflow, so it only raises the suspicion.
             wrong = next((name for name in names if not grads[name].isfinite().all()), None)
             norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
         word = torch.tensor([0 if wrong is None else 1 + self.layout.names.index(wrong), self.step])
-        words = [row.tolist() for row in self.comm.all_gather(word.to(self._device))]
+        words = self.comm.fetch(torch.stack(self.comm.all_gather(word.to(self._device))))()
         for rank, (_, step) in enumerate(words):
             if step != self.step:
                 raise RankFailure(f"Ranks are out of step: rank {rank} is at step {step}, this one at {self.step}.")
@@ -318,7 +318,8 @@ class Reducer:
             NonFiniteGradient, RankFailure: as `reduce_segment_` does where nobody waits.
         """
         while self._later:
-            self._later.pop(0)[1]()
+            self._later[0][1]()  # an error stays there, so that nobody takes the state for a good one
+            del self._later[0]
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -408,7 +409,7 @@ class Reducer:
         return aside
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must keep to go on, as copies.
+        """Return what this rank must keep to go on, as copies, on the host.
 
         Returns:
             Tensors and primitives only: "step"; "elements", entry name to parameter name to a tensor of the parameter's
@@ -437,9 +438,9 @@ class Reducer:
         for segment, kept in zip(self.layout.segments if self.layout else (), self.states, strict=True):
             for name, per_param in state["elements"].items():
                 for param, shape, view in zip(segment.names, segment.shapes, segment.views(kept[name]), strict=True):
-                    per_param[param] = view.reshape(shape).clone()
+                    per_param[param] = view.reshape(shape).to("cpu", copy=True)
             state["segments"]["\n".join(segment.names)] = {
-                name: value.clone()
+                name: value.to("cpu", copy=True)
                 for name, value in kept.items()
                 if name in self._entries and self._entries[name].per == "segment"
             }

@@ -42,6 +42,7 @@ SELECT = {
     "tiles": "i32",
     "when": "*i32",
 }
+BINS = {**SELECT, "counts": "*i32"}
 SEARCH = {"tops": "*i32", "first": "*i32", "limit": "*i32", "count": "i32", "fewest": "i32", "most": "i32"}
 ENTRIES = {"x": "*fp32", "indices": "*i64", "values": "*fp32", "scale": "fp32", "count": "i32", "numel": "i32"}
 MANY = {
@@ -56,7 +57,15 @@ MANY = {
 }
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
 PACK = {"indices": "*i64", "words": "*i32", "lower": "*u8", "count": "i32", "numel": "i32"}
-UNPACK = {"upper": "*u8", "lower": "*i16", "count": "*i32", "out": "*i64", "nbytes": "i32", "capacity": "i32"}
+UNPACK = {
+    "upper": "*u8",
+    "lower": "*i16",
+    "counts": "*i64",
+    "count": "*i32",
+    "out": "*i64",
+    "nbytes": "i32",
+    "capacity": "i32",
+}
 TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": scan.TILE}
 CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select.TILE, "WHEN": False}
 COUNTED = {name: value for name, value in CHOSEN.items() if name != "WHEN"}
@@ -66,21 +75,33 @@ KERNELS = {
     "add bf16": (scan._scan, {**SCAN, "grad": "*bf16"}, {**TILES, "ADD": True}),
     "add fp16": (scan._scan, {**SCAN, "grad": "*fp16"}, {**TILES, "ADD": True, "BLOCK": 16}),
     "read": (scan._scan, SCAN, {**TILES, "ADD": False}),
-    "first digit": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 0}),
-    "last digit": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 3}),
-    "digit of maxima": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 1, "GATHER": False}),
-    "threshold": (select._threshold, SELECT, {}),
-    "count": (select._count, SELECT, COUNTED),
-    "count at 1 %": (select._count, SELECT, {**COUNTED, "BLOCK": 16}),
+    "first digit": (select._histogram, BINS, {**CHOSEN, "DIGIT": 0}),
+    "last digit": (select._histogram, BINS, {**CHOSEN, "DIGIT": 3}),
+    "digit of maxima": (select._histogram, BINS, {**CHOSEN, "DIGIT": 1, "GATHER": False}),
+    "threshold": (select._threshold, BINS, {}),
+    "count": (select._count, BINS, COUNTED),
+    "count at 1 %": (select._count, BINS, {**COUNTED, "BLOCK": 16}),
     "write": (select._write, SELECT, CHOSEN),
-    "digit if needed": (select._histogram, SELECT, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
+    "digit if needed": (select._histogram, BINS, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
     "write if needed": (select._write, SELECT, {**CHOSEN, "WHEN": True}),
     "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
     "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8}),
     "pack without lower bits": (pack._pack, {**PACK, "lower": "*i32"}, {"TILE": pack.TILE, "WIDTH": 0}),
-    "unpack": (pack._unpack, UNPACK, {"TILE": pack.TILE, "WIDTH": 16, "COUNTED": pack.COUNTED}),
+    "pack 16 lower bits": (pack._pack, {**PACK, "lower": "*i16"}, {"TILE": pack.TILE, "WIDTH": 16}),
+    "count bits": (pack._count_bits, {**UNPACK, "counts": "*i32"}, {"TILE": pack.BYTES}),
+    "unpack": (pack._unpack, {**UNPACK, "lower": "*u8"}, {"TILE": pack.BYTES, "WIDTH": 8}),
+    "unpack 16 lower bits": (pack._unpack, UNPACK, {"TILE": pack.BYTES, "WIDTH": 16}),
+    "unpack without lower bits": (pack._unpack, {**UNPACK, "lower": "*u8"}, {"TILE": pack.BYTES, "WIDTH": 0}),
+    "count of single elements": (select._count, BINS, {**COUNTED, "BLOCK": 1}),
+    "write of single elements": (select._write, SELECT, {**CHOSEN, "BLOCK": 1, "WHEN": True}),
+    "write at 0.5 %": (select._write, SELECT, {**CHOSEN, "BLOCK": 32}),
+    "add to many fp32": (
+        write_back._add_to_many,
+        {**MANY, "typed": "*fp32", "values": "*fp32"},
+        {"TILE": write_back.TILE},
+    ),
     "add to many": (write_back._add_to_many, MANY, {"TILE": write_back.TILE}),
 }
 
@@ -94,7 +115,7 @@ def compiled(stand_in, types, constants, capability):
     aligned = set(names) - set(constants) - set(stand_in.plain)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
-    warps = 1 if names[0] == "tops" else 8 if {"BLOCK", "COUNTED"} & set(names) else 4
+    warps = 1 if names[0] == "tops" else 8 if "BLOCK" in names or stand_in.function.__name__ == "_unpack" else 4
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     ptx = kernel.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:

@@ -17,6 +17,7 @@ from lightning_sparse import Reducer, method
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import randk
 from lightning_sparse.kernels import launch
+from tests.test_kernels import KERNELS, is_kernel
 
 CUDA = torch.device("cuda", 0)
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh_copy")
@@ -113,7 +114,10 @@ def fake_cuda(monkeypatch):
             return lambda *args, **constants: launched.append(self.name)
 
     monkeypatch.setenv(launch.KERNELS, "triton")
-    monkeypatch.setattr(launch.Kernel, "load", lambda self: Launched(self.function.__name__))
+    for module in KERNELS:
+        for name, value in list(vars(module).items()):
+            if is_kernel(value):
+                monkeypatch.setattr(module, name, Launched(name))
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
     monkeypatch.setattr(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0, raising=False)
     monkeypatch.setattr(randk, "draw", lambda numel, k, generator: torch.empty(k, dtype=torch.int64))  # on the host

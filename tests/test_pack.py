@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.compressors.base import Entries, first_broken
+from lightning_sparse.compressors.base import first_broken, first_broken_parameter
 from lightning_sparse.kernels import launch, pack
 from lightning_sparse.layout import Segment
 from tests.test_kernels import DEVICE, needs_triton, use
@@ -56,7 +56,7 @@ def test_both_ways_agree(numel, count, capacity, width, use):
 @needs_triton
 def test_many_tiles_know_what_is_before_them(use, monkeypatch):
     monkeypatch.setattr(pack, "TILE", 64)
-    monkeypatch.setattr(pack, "COUNTED", 128)
+    monkeypatch.setattr(pack, "BYTES", 64)
     use("triton")
     indices = torch.randperm(30_000)[:4_000].sort().values
     upper, lower = pack.pack(indices.to(DEVICE), 30_000, 4_000, 8)
@@ -95,13 +95,14 @@ def test_gather(kernels, use):
 def test_the_first_broken_element():
     segment = Segment(0, ("a", "none", "b"), ((3,), (0,), (4,)), 100)
     u = torch.tensor([0.0, 3e38, -3e38, 1.0, 2.0, 3.0, 4.0])
-    assert first_broken(u, segment).item() == 0
+    chosen = torch.tensor([0, 2, 3, 6, 7])  # the last one is none
+    assert first_broken_parameter(u, segment).item() == 0
     for broken, (place, parameter) in {0: (1, 1), 2: (3, 1), 3: (4, 4), 6: (7, 4)}.items():
         for value in (torch.nan, torch.inf, -torch.inf):
             v = u.clone()
             v[broken] = value
-            assert first_broken(v, segment).item() == parameter
-            chosen = torch.tensor([0, 2, 3, 6, 7])  # the last one is none
-            assert first_broken(Entries(chosen, torch.cat([v, v.new_zeros(1)])[chosen]), segment).item() == place
+            assert first_broken_parameter(v, segment).item() == parameter
+            assert first_broken(torch.cat([v, v.new_zeros(1)])[chosen], chosen, 7).item() == place
     empty = Segment(0, ("none",), ((0,),), 0)
-    assert first_broken(torch.empty(0), empty).item() == 0
+    assert first_broken_parameter(torch.empty(0), empty).item() == 0
+    assert first_broken(torch.empty(0), torch.empty(0, dtype=torch.int64), 0).item() == 0

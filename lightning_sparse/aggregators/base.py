@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import Agreed, Compressor, Entries, Payload, first_broken
+from lightning_sparse.compressors.base import Agreed, Compressor, Entries, Payload, first_broken_parameter
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.layout import Segment
@@ -121,7 +121,7 @@ def header(payload: Payload, u: Tensor, segment: Segment, ctx: Context) -> Tenso
     """
     if uses_triton(u):
         words = torch.full((2,), ctx.fingerprint, dtype=torch.int64, device=u.device)
-        words[1:] = ctx.cache["broken"] if "broken" in ctx.cache else first_broken(u, segment)
+        words[1:] = first_broken_parameter(u, segment) if ctx.broken is None else ctx.broken
         return words
     wrong = 0
     floats = [part for part in payload if part.is_floating_point()]
@@ -137,13 +137,20 @@ def header(payload: Payload, u: Tensor, segment: Segment, ctx: Context) -> Tenso
 
 
 def check_headers(
-    headers: Sequence[Tensor], segment: Segment, comm: Comm, ctx: Context, messages: Sequence[Tensor] = ()
+    headers: Sequence[Tensor],
+    segment: Segment,
+    comm: Comm,
+    ctx: Context,
+    *,
+    messages: Sequence[Tensor] = (),
+    at_once: bool = False,
 ) -> None:
     """Raise, on all ranks alike, if ranks are out of step or a gradient is not finite; here, if a message is damaged.
 
     Args:
         headers: of all ranks.
         messages: which they came in, where these are `packed`.
+        at_once: whether to look on CUDA, too, because the exchange has to wait anyway.
 
     On CUDA the host would have to wait for that. So there it is raised one step later, and until then `Context.sound`
     sees to it that the weights come to no harm.
@@ -151,12 +158,11 @@ def check_headers(
     rows = torch.stack(list(headers))
     if messages:
         rows = torch.cat([rows, torch.stack(list(map(_checksum, messages)))[:, None]], 1)
-    if not uses_triton(rows):
-        _judge(rows.tolist(), segment, ctx.step)
+    fetched, step = comm.fetch(rows), ctx.step
+    if at_once or not uses_triton(rows):
+        _judge(fetched(), segment, step)
         return
     ctx.sound = ((rows[:, 0] == ctx.fingerprint) & (rows[:, 1:] == 0).all(1)).all()
-    fetched = comm.fetch(rows)
-    step = ctx.step
     ctx.later.append(lambda: _judge(fetched(), segment, step))
 
 
@@ -220,7 +226,7 @@ def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Com
     parts = (header(payload, u, segment, ctx), *payload)
     messages = comm.all_gather(packed(parts))
     received = [unpacked(message, parts) for message in messages]
-    check_headers([row[0] for row in received], segment, comm, ctx, messages)
+    check_headers([row[0] for row in received], segment, comm, ctx, messages=messages)
     return [row[1:] for row in received]
 
 
@@ -244,9 +250,9 @@ def _checksum(message: Tensor) -> Tensor:
     return message.view(torch.int64).sum()
 
 
-def intact(message: Tensor) -> Tensor:
-    """Return what `packed` has made, or raise ValueError if it was damaged."""
-    if int(_checksum(message)):
+def intact(message: Tensor, comm: Comm) -> Tensor:
+    """Return what `packed` has made, as it was received, or raise ValueError if it was damaged on its way."""
+    if comm.fetch(_checksum(message))():
         raise _damaged("of another rank")
     return message
 

@@ -65,7 +65,7 @@ class GlobalTopK(Aggregator):
             if owner:
                 returned.append(Entries(result.indices, result.values - rounded.values))
             result = rounded
-            words, *theirs = unpacked(intact(comm.exchange(packed(parts), peer)), parts)
+            words, *theirs = unpacked(intact(comm.exchange(packed(parts), peer), comm), parts)
             their_fingerprint, *their_blame = words.tolist()
             if their_fingerprint != fingerprint:
                 raise out_of_step(peer, rank, segment, ctx.step)

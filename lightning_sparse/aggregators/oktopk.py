@@ -75,7 +75,7 @@ class OkTopK(Aggregator):
             sent.append(compressor.unpack(chunks[-1], segment, ctx, room))
 
         received = [
-            compressor.unpack(unpacked(intact(chunk), chunks[0]), segment, ctx, room)
+            compressor.unpack(unpacked(intact(chunk, comm), chunks[0]), segment, ctx, room)
             for chunk in comm.all_to_all([packed(chunk) for chunk in chunks])
         ]
         indices, values = coalesce(received)
@@ -83,9 +83,8 @@ class OkTopK(Aggregator):
         kept = Entries(indices[largest], values[largest])
 
         told = compressor.pack(kept, segment, ctx, share)
-        regions = [
-            compressor.unpack(unpacked(intact(row), told), segment, ctx, share) for row in comm.all_gather(packed(told))
-        ]
+        rows = [unpacked(intact(row, comm), told) for row in comm.all_gather(packed(told))]
+        regions = [compressor.unpack(row, segment, ctx, share) for row in rows]
         # The regions follow one another, or a rank has cut them differently.
         result = Entries(torch.cat([r.indices for r in regions]), torch.cat([r.values for r in regions]))
         check_indices(result.indices, segment.numel)
@@ -102,7 +101,7 @@ class OkTopK(Aggregator):
         checksum = -1 if known is None else zlib.crc32(repr(known.tolist()).encode())
         words = torch.cat([header(payload, u, segment, ctx), torch.tensor([checksum], device=u.device)])
         rows = comm.all_gather(words)
-        check_headers([row[:2] for row in rows], segment, comm, ctx)
+        check_headers([row[:2] for row in rows], segment, comm, ctx, at_once=True)
         alike, fits = all(int(row[2]) == checksum for row in rows), known is not None and known.numel() == comm.size - 1
         if ctx.step % self.refresh == 0 or (alike and not fits):
             quantiles = torch.arange(1, comm.size, device=mine.indices.device) * mine.indices.numel() // comm.size

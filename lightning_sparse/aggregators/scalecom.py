@@ -31,14 +31,14 @@ class ScaleCom(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
         # First of all: who leads follows from the step, which has to be the same everywhere.
-        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx)
+        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx, at_once=True)
         leader = (ctx.step + segment.index) % comm.size
         words = torch.zeros(1 + compressor.capacity(segment.numel, ctx.density), dtype=torch.int32, device=u.device)
         if comm.rank == leader:
             chosen = compressor.select(u, segment, ctx)
             words[0] = chosen.numel()
             words[1 : 1 + chosen.numel()] = chosen
-        (words,) = unpacked(intact(comm.broadcast(packed((words,)), leader)), (words,))
+        (words,) = unpacked(intact(comm.broadcast(packed((words,)), leader), comm), (words,))
         count = int(words[0])
         if not 0 <= count < words.numel():
             raise ValueError(f"A payload for at most {words.numel() - 1} entries says it holds {count}: it is corrupt.")

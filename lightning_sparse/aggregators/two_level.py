@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator, Mean, check_headers, header, intact, packed, unpacked
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
-from lightning_sparse.compressors.base import Agreed, Entries, Payload
+from lightning_sparse.compressors.base import Agreed, Entries, Payload, unpadded
 from lightning_sparse.compressors.formats import check_indices
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels.write_back import coalesce
@@ -59,7 +59,7 @@ class TwoLevel(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
         # Among all, so that all ranks learn of it, with the name of the parameter.
-        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx)
+        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx, at_once=True)
         count = self.ranks_per_node
         first = comm.rank // count * count
         node = comm.sub(range(first, first + count), counted=False)
@@ -70,7 +70,8 @@ class TwoLevel(Aggregator):
         inner = replace(ctx, rank=across.rank, scan=None, cache={})
         agreed, payload = self.between(mean, part, compressor, across, inner)
         assert not isinstance(agreed, Tensor)  # sparsifiers hand out entries
-        result, used = Entries(*coalesce(agreed)), compressor.unpack(payload, part, inner)
+        ctx.sound = inner.sound
+        result, used = unpadded(Entries(*coalesce(agreed)), part), compressor.unpack(payload, part, inner)
 
         starts = [self._part(segment, rank).start - segment.start for rank in range(count)]
         most = self._part(segment, 0).numel  # the first parts are the longest
@@ -122,6 +123,6 @@ def _all_gather_ragged(comm: Comm, parts: Sequence[Tensor], most: int) -> list[l
         for part, longest in zip(parts, lengths.amax(0), strict=True)
     ]
     return [
-        [part[:length] for part, length in zip(unpacked(intact(row), rooms), own, strict=True)]
+        [part[:length] for part, length in zip(unpacked(intact(row, comm), rooms), own, strict=True)]
         for row, own in zip(comm.all_gather(packed(rooms)), lengths.tolist(), strict=True)
     ]

@@ -57,23 +57,26 @@ def target_count(density: float, numel: int) -> int:
     return min(numel, max(1, round(density * numel)))
 
 
-def first_broken(u: Tensor | Entries, segment: Segment) -> Tensor:
-    """Return 1 + the index of the first element that is not finite, 0 where all are, as an int64 scalar on the device.
+def unpadded(entries: Entries, segment: Segment) -> Entries:
+    """Return the entries without the padding; the host waits for their number."""
+    there = entries.indices < segment.numel
+    return Entries(entries.indices[there], entries.values[there])
 
-    Args:
-        u: of the segment's length; of it all elements of a parameter count as its first one. Or some entries.
-        segment: whose it is.
-    """
-    values = u.values if isinstance(u, Entries) else u
+
+def first_broken(values: Tensor, places: Tensor, numel: int) -> Tensor:
+    """Return 1 + the place, below `numel`, of the first value that is not finite, 0 where all are; an int64 scalar."""
     if not values.numel():
         return torch.zeros((), dtype=torch.int64, device=values.device)
-    if isinstance(u, Entries):
-        places = u.indices
-    else:
-        parts = [(start, part) for start, part in zip(segment.bounds, segment.views(u), strict=False) if part.numel()]
-        values = torch.stack(torch._foreach_norm([part for _, part in parts], math.inf))  # no other overflows
-        places = to_device(torch.tensor([start for start, _ in parts]), u.device)
-    return (torch.where(values.isfinite(), segment.numel, places).amin() + 1) % (segment.numel + 1)
+    return (torch.where(values.isfinite(), numel, places).amin() + 1) % (numel + 1)
+
+
+def first_broken_parameter(u: Tensor, segment: Segment) -> Tensor:
+    """Return 1 + where the first parameter starts that is not finite in `u`, 0 where all are, as an int64 scalar."""
+    parts = [(start, part) for start, part in zip(segment.bounds, segment.views(u), strict=False) if part.numel()]
+    if not parts:
+        return torch.zeros((), dtype=torch.int64, device=u.device)
+    norms = torch.stack(torch._foreach_norm([part for _, part in parts], math.inf))  # no other overflows
+    return first_broken(norms, to_device(torch.tensor([start for start, _ in parts]), u.device), segment.numel)
 
 
 class Compressor(abc.ABC):
@@ -106,7 +109,8 @@ class Compressor(abc.ABC):
 
     def decompress(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         """Return what `payload` stands for, as a new fp32 tensor of the segment's length."""
-        return self.accumulate_(torch.zeros(segment.numel, device=payload[0].device), payload, segment, ctx)
+        out = torch.zeros(segment.numel, dtype=torch.float32, device=payload[0].device)
+        return self.accumulate_(out, payload, segment, ctx)
 
     def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         """Subtract what `payload` stands for from `u`, in place."""
@@ -114,7 +118,7 @@ class Compressor(abc.ABC):
 
     def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
         """Return the mean of what the payloads of all ranks stand for, added up in the order given."""
-        out = torch.zeros(segment.numel, device=payloads[0][0].device)
+        out = torch.zeros(segment.numel, dtype=torch.float32, device=payloads[0][0].device)
         for payload in payloads:
             self.accumulate_(out, payload, segment, ctx)
         return out.div_(len(payloads))
@@ -195,7 +199,7 @@ class Sparsifier(Compressor):
         chosen = self.choose(u, segment, ctx)
         entries = Entries(chosen, gather(u, chosen))
         if uses_triton(u):
-            ctx.cache["broken"] = first_broken(entries, segment)
+            ctx.broken = first_broken(entries.values, chosen, segment.numel)
         return self.pack(entries, segment, ctx)
 
     def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:

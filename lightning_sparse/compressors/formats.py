@@ -52,7 +52,7 @@ def decode_padded(parts: tuple[Tensor, ...], count: Tensor, numel: int, capacity
     width = _width(numel, capacity, form)
     if width is not None:
         return unpack_padded(parts[0], parts[1:], count, numel, capacity, width)
-    indices = parts[0].long()
+    indices = parts[0].long().clamp_(min=0)  # nothing checks what was damaged, but it must do no harm
     return torch.where(torch.arange(capacity, device=indices.device) < count, indices, numel)
 
 

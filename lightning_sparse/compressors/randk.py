@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Agreed, Entries, Payload, Sparsifier, first_broken
+from lightning_sparse.compressors.base import Agreed, Entries, Payload, Sparsifier, first_broken_parameter
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.launch import to_device, uses_triton
 from lightning_sparse.layout import Segment
@@ -46,8 +46,8 @@ class RandK(Sparsifier):
     def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
         values = u.index_select(0, self.select(u, segment, ctx))
         if uses_triton(u):
-            broken = ctx.cache["broken"] = first_broken(u, segment)
-            values[:1] = torch.where(broken > 0, torch.nan, values[:1])
+            ctx.broken = first_broken_parameter(u, segment)
+            values[:1] = torch.where(ctx.broken > 0, torch.nan, values[:1])
             return (values,)
         # What is broken must show even where it was not drawn. The sum of finite values may overflow, so it only
         # raises the suspicion; `isfinite` of everything costs ten times as much.
@@ -58,7 +58,7 @@ class RandK(Sparsifier):
     def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:
         """Return a payload that holds these entries, which have to be among the drawn ones, and zeros elsewhere."""
         drawn = self._draw(segment.numel, entries.indices.device, ctx)
-        values = torch.zeros(drawn.numel(), device=drawn.device)
+        values = torch.zeros(drawn.numel(), dtype=torch.float32, device=drawn.device)
         values[torch.searchsorted(drawn, entries.indices)] = entries.values
         return (values,)
 

@@ -39,5 +39,6 @@ class TopK(Sparsifier):
         k = self.target(u.numel(), None if ctx is None else ctx.density)
         return topk_indices(u, k, None if ctx is None else ctx.scan)
 
-    def scan(self, numel: int, density: float | None = None) -> Scan:
-        return Scan(numel, block_size(numel, self.target(numel, density)))
+    def scan(self, numel: int, density: float | None = None) -> Scan | None:
+        block = block_size(numel, self.target(numel, density))
+        return Scan(numel, block) if block > 1 else None

@@ -27,10 +27,10 @@ LOWER = {8: torch.uint8, 16: torch.int16}
 """Widths of the lower bits, beside 0, and what holds them."""
 
 TILE = 1024
-"""Indices, or bytes of upper bits, that one program of the kernels works on."""
+"""Indices that one program of the kernels works on."""
 
-COUNTED = 16384
-"""Bytes at a time in which a program counts the bits before its own."""
+BYTES = 512
+"""Bytes of upper bits that one program of the kernels works on, eight times as many bits."""
 
 
 def upper_bytes(numel: int, capacity: int, width: int) -> int:
@@ -82,8 +82,11 @@ def unpack_padded(
         count: one int32, on the device.
     """
     out = torch.full((capacity,), numel, dtype=torch.int64, device=upper.device)
-    args = (upper, *(lower or (upper,)), count, out, upper.numel(), capacity)
-    launch(_unpack, -(-upper.numel() // TILE), *args, WIDTH=width, TILE=TILE, COUNTED=COUNTED, num_warps=8)
+    tiles = -(-upper.numel() // BYTES)
+    counts = torch.empty(tiles, dtype=torch.int32, device=upper.device)
+    launch(_count_bits, tiles, upper, counts, upper.numel(), TILE=BYTES)
+    args = (upper, *(lower or (upper,)), counts.cumsum(0), count, out, upper.numel(), capacity)
+    launch(_unpack, tiles, *args, WIDTH=width, TILE=BYTES, num_warps=8)
     return out
 
 
@@ -91,7 +94,7 @@ def gather(u: Tensor, indices: Tensor) -> Tensor:
     """Return `u[indices]`; zero for an index that is none, `len(u)`, where Triton works."""
     if not uses_triton(u):
         return u.index_select(0, indices)
-    values = torch.empty(indices.numel(), device=u.device)
+    values = torch.empty(indices.numel(), dtype=torch.float32, device=u.device)
     if count := indices.numel():
         launch(_gather, -(-count // TILE), u, indices, values, count, u.numel(), TILE=TILE)
     return values
@@ -109,15 +112,21 @@ def _pack(indices, words, lower, count, numel, WIDTH: tl.constexpr, TILE: tl.con
         tl.store(lower + places, index.to(lower.dtype.element_ty), mask=there)
 
 
+@kernel("nbytes")
+def _count_bits(upper, counts, nbytes, TILE: tl.constexpr):
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    byte = tl.load(upper + places, mask=places < nbytes, other=0).to(tl.int32)
+    byte = byte - ((byte >> 1) & 0x55)
+    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
+    tl.store(counts + tl.program_id(0), tl.sum((byte + (byte >> 4)) & 0x0F))
+
+
 @kernel("nbytes", "capacity")
-def _unpack(upper, lower, count, out, nbytes, capacity, WIDTH: tl.constexpr, TILE: tl.constexpr, COUNTED: tl.constexpr):
+def _unpack(upper, lower, counts, count, out, nbytes, capacity, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """`counts` says how many bits are set in a tile and all before it."""
     tile = tl.program_id(0)
     start = tile * TILE
-    before = 0
-    # All programs read what is before them, from cache: cheaper than a pass of its own that adds up counts.
-    for first in range(0, start, COUNTED):
-        places = first + tl.arange(0, COUNTED)
-        before += tl.sum(_set_bits(tl.load(upper + places, mask=places < start, other=0).to(tl.int32)))
+    before = tl.load(counts + tile - 1, mask=tile > 0, other=0).to(tl.int32)
     places = start + tl.arange(0, TILE)
     byte = tl.load(upper + places, mask=places < nbytes, other=0).to(tl.int32)
     bits = tl.reshape((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1, [TILE * 8])
@@ -127,13 +136,6 @@ def _unpack(upper, lower, count, out, nbytes, capacity, WIDTH: tl.constexpr, TIL
     if WIDTH > 0:
         index |= tl.load(lower + rank, mask=there, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
     tl.store(out + rank, index, mask=there)
-
-
-@kernel()
-def _set_bits(byte):
-    byte = byte - ((byte >> 1) & 0x55)
-    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
-    return (byte + (byte >> 4)) & 0x0F
 
 
 @kernel("count", "numel")

@@ -99,10 +99,10 @@ class Scan:
 
     def _by_triton(self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0) -> Scan:
         tiles = -(-self.numel // TILE)
-        partial = torch.empty(tiles if self.moments else 0, 2, device=u.device)
+        partial = torch.empty(tiles if self.moments else 0, 2, dtype=torch.float32, device=u.device)
         if self.block > 1:
             self.maxima = torch.empty(self.numel // self.block, dtype=torch.int32, device=u.device)
-        factor = scale if isinstance(scale, Tensor) else torch.full((), scale, device=u.device)
+        factor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=u.device)
         runs, targets, terms = _runs(u, parts, tiles)
         _add(targets, terms, scale)
         for first, last, start, grad in runs:

@@ -70,7 +70,8 @@ def fresh(scan: Scan | None, u: Tensor, block: int, *, moments: bool = False) ->
     """Return a scan of `u`: the one given, if it has been filled, or a new one."""
     if scan is not None and scan.done and (scan.numel, scan.block) == (u.numel(), block) and scan.moments >= moments:
         return scan
-    return Scan(u.numel(), block, moments=moments).read(u)
+    new = Scan(u.numel(), block, moments=moments)
+    return new.read(u) if block > 1 or moments else new  # otherwise there is nothing to find out
 
 
 def magnitude_bits(owner: str, u: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def _bits(x: float) -> int:
 
 
 def _by_triton(bits: Tensor, k: int, z: float, scan: Scan) -> Tensor:
-    maxima, fewest, most = bits if scan.maxima is None else scan.maxima, -(-2 * k // 3), 4 * k // 3
+    maxima, fewest, most = bits if scan.maxima is None else scan.maxima, -(-2 * k // 3), min(4 * k // 3, bits.numel())
     # No more blocks than these can hold the entries above any threshold that leaves enough and not too many.
     candidates = largest_in(Blocks(maxima), min(most + 1, maxima.numel()))
     tops = (maxima.index_select(0, candidates) & MAGNITUDE).sort(descending=True).values

@@ -68,12 +68,12 @@ def write_entries_(
     """
     rounded = any(grad.dtype != torch.float32 for grad in grads)
     torch._foreach_zero_(list(grads))
+    if sound is not None:
+        terms = [(indices, torch.where(sound, values, 0)) for indices, values in terms]
     if uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads):
         if rounded and len(terms) > 1:
             # Each element has to be summed up in fp32 before it is rounded once.
             terms = [_coalesce_padded(terms, bounds[-1])]
-        if sound is not None:
-            terms = [(indices, torch.where(sound, values, 0)) for indices, values in terms]
         fitted = [(indices, fit(values, grads[0].dtype)) for indices, values in terms]
         _add_to_all(grads, bounds, fitted)
         return (terms[0][0], terms[0][1] - fitted[0][1].float()) if rounded else None
@@ -90,7 +90,8 @@ def write_entries_(
                 grad.index_add_(0, where, fitting)
                 if rounded:
                     lost.append(what - fitting.float())
-    return (terms[0][0], torch.cat([*lost, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
+    # Without the padding, for which nothing was lost.
+    return (indices[: cuts[-1]], torch.cat([*lost, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
 
 
 def _add_to_all(grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -134,7 +135,7 @@ def fit(values: Tensor, dtype: torch.dtype) -> Tensor:
 def coalesce(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Add up sparse terms in the order given; return each index once, ascending, with its fp32 sum."""
     indices = torch.unique(torch.cat([term[0] for term in terms]))
-    values = torch.zeros(len(indices), device=indices.device)
+    values = torch.zeros(len(indices), dtype=torch.float32, device=indices.device)
     for where, what in terms:
         add_entries_(values, torch.searchsorted(indices, where), what)
     return indices, values
@@ -146,7 +147,7 @@ def _coalesce_padded(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tupl
     again = torch.zeros_like(indices, dtype=torch.bool)
     torch.eq(indices[1:], indices[:-1], out=again[1:])
     indices = torch.where(again, numel, indices).sort().values
-    values = torch.zeros(len(indices), device=indices.device)
+    values = torch.zeros(len(indices), dtype=torch.float32, device=indices.device)
     for where, what in terms:
         # What belongs to no index is zero, and is added behind the others.
         add_entries_(values, torch.searchsorted(indices, where), what)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
+from lightning_sparse.hook import CommThread, trainable_parameters
 from tests.processes import run_ranks
 
 STEPS = 5
@@ -54,11 +55,17 @@ def make(name: str, density: float) -> Any:
 
 def by_hook(rank: int, name: str | None, density: float, granularity: str, options: dict[str, Any]) -> list[Tensor]:
     options = dict(options)
-    jitter = options.pop("jitter", None)
+    jitter, rehearsal = options.pop("jitter", None), options.pop("rehearsal", False)
     net = Net()
     ddp = DistributedDataParallel(net, **options)
     if name is not None:
-        reducer = attach(ddp, make(name, density), granularity=granularity)
+        if rehearsal:
+            thread = CommThread(ddp, make(name, density), granularity=granularity)
+            thread.rehearse(trainable_parameters(ddp))
+            reducer = thread.reducer
+            assert (reducer.step, reducer.comm.sent_bytes, reducer.comm.seconds) == (0, 0, 0.0)
+        else:
+            reducer = attach(ddp, make(name, density), granularity=granularity)
         if jitter:
             reduce_segment_ = reducer.reduce_segment_
 
@@ -116,9 +123,10 @@ def test_equals_simulation(granularity, options):
         assert same(mine, theirs)
 
 
+@pytest.mark.parametrize("rehearsal", [False, True])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_equals_simulation(name):
-    results = run_ranks(2, by_hook, name, 0.02, "layer", {})
+def test_every_method_equals_simulation(name, rehearsal):
+    results = run_ranks(2, by_hook, name, 0.02, "layer", {"rehearsal": rehearsal})
     for mine, theirs in zip(by_simulation(name, 0.02, "layer", 2), results, strict=True):
         assert same(mine, theirs)
 

@@ -1,0 +1,76 @@
+"""Compiles what whole steps launch, for a GPU that need not be there: with the arguments that they really have.
+
+    python -m tests.compile_steps 90    # compute capability 9.0
+
+Triton looks at each argument, whether a number is 1 or a multiple of 16 and where memory starts, before it compiles.
+Nothing is run. Run as a script by tests/test_kernels.py, because Triton decides on import whether it compiles.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from lightning_sparse import Reducer, method
+from lightning_sparse.kernels import launch, pack, scan, select, threshold, write_back
+from tests.test_kernels import Echo
+
+STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]] = [
+    ("topk", {"density": 0.001}, torch.float32, {"w": (1200, 1000), "b": (1000,), "nothing": (0,), "v": (77, 3)}),
+    ("topk", {"density": 0.05}, torch.float32, {"one": (1,), "w": (5000,)}),
+    ("topk", {"density": 0.0001}, torch.float32, {"w": (200_000,)}),
+    ("gaussiank", {"density": 0.001}, torch.bfloat16, {"w": (1200, 1000), "b": (1000,)}),
+    ("gaussiank", {"density": 0.1}, torch.float16, {"w": (1200, 100)}),
+    ("gaussiank", {"index_format": "int32", "value_format": "int8"}, torch.float32, {"w": (100_000,)}),
+    ("gaussiank", {"density": 0.3}, torch.float32, {"w": (100_000,)}),
+    ("randk", {"density": 0.01}, torch.float32, {"w": (100_000,)}),
+]
+
+
+class Driver:
+    """As much of a GPU as Triton asks for before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+
+def main() -> None:
+    """Print how often each kernel was launched, as JSON."""
+    os.environ[launch.KERNELS] = "triton"
+    driver.set_active(Driver(int(sys.argv[1])))
+    launched: dict[str, int] = {}
+
+    def compiled(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        kernel = kernel.load() if isinstance(kernel, launch.Kernel) else kernel
+        kernel.warmup(*args, grid=(programs,), **constants)
+        launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
+
+    for module in (pack, scan, select, threshold, write_back):
+        module.launch = compiled  # type: ignore[attr-defined]
+    scan.FUSED = scan.TILE
+    torch.use_deterministic_algorithms(False)
+    torch.empty = torch.zeros  # type: ignore[assignment]  # what no kernel has written serves as indices
+    for name, options, dtype, shapes in STEPS:
+        grads = {key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()}
+        Reducer(method(name, **options), Echo(2), granularity="model").reduce_(grads)
+    print(json.dumps(launched))
+
+
+if __name__ == "__main__":
+    main()
