@@ -19,7 +19,8 @@ ALLOWED = {
     "methods": {"compressors", "memory", "aggregators"},
     "observer": {"layout", "context", "compressors"},
     "reducer": {"observer", "layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
-    "hook": {"layout", "comm", "methods", "reducer"},
+    "agreement": {"comm"},
+    "hook": {"agreement", "layout", "comm", "methods", "reducer"},
     "checkpoint": {"reducer"},
     "strategies": {"aggregators", "checkpoint", "layout", "hook", "methods", "reducer"},
     "callbacks": {"observer", "layout", "context", "compressors", "reducer", "strategies"},
@@ -29,7 +30,7 @@ ALLOWED = {
     "__main__": {"advise", "cli"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
-DISTRIBUTED = {"comm", "hook", "strategies"}
+DISTRIBUTED = {"agreement", "comm", "hook", "strategies"}
 
 
 def part(file: Path) -> str:

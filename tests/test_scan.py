@@ -45,8 +45,8 @@ def test_moments():
     assert deviation == pytest.approx(u.double().std(correction=0).item(), rel=1e-5)
 
 
-def test_nothing_is_stored_for_blocks_of_one_and_refine_paper_scans_for_itself():
-    assert TopK(0.5).scan(1000).block == 1
+def test_blocks_of_one_need_no_scan_and_refine_paper_scans_for_itself():
+    assert TopK(0.5).scan(1000) is None
     assert TopK(0.001).scan(1000).block == 64
     assert GaussianK(0.001).scan(1000).moments
     assert GaussianK(0.001, "paper").scan(1000) is None
