@@ -101,7 +101,7 @@ class Contestant:
         for name, param in params.items():
             assert param.grad is not None
             handed += int(param.grad.count_nonzero())
-            if not torch.equal(param.grad.float() + kept[name], given[name].float()):
+            if not torch.equal(param.grad.float() + kept[name].to(param.device), given[name].float()):
                 raise SystemExit(f"{self.method} loses something of the gradient of {name}: no times for that.")
         if not 0.0005 * self.params < handed < 0.0015 * self.params:
             raise SystemExit(f"{self.method} hands out {handed:,} of {self.params:,} entries: no times for that.")

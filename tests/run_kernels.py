@@ -40,7 +40,7 @@ def reduce_(device: str) -> None:
             kept = simulate(1, rank)[0].state_dict()["elements"]["residual"]
             for key, whole in given.items():
                 sent = sum(step[key].float() for step in steps)
-                torch.testing.assert_close(kept[key] + sent, whole, rtol=0, atol=1e-5)
+                torch.testing.assert_close(kept[key].to(device) + sent, whole, rtol=0, atol=1e-5)
 
 
 def main(device: str) -> None:
