@@ -13,13 +13,14 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +30,7 @@ from benchmarks.language import (
     DENSITY,
     EVERY,
     LENGTH,
+    RANK,
     ROUNDS,
     STEPS,
     TIMED_STEPS,
@@ -39,7 +41,7 @@ from benchmarks.language import (
     Run,
 )
 from benchmarks.network import cpu
-from benchmarks.rank import machine_seconds
+from benchmarks.rank import bf16_hook, interface_bytes, machine_seconds
 from examples.data.text import StandardLibrary
 from examples.models.gpt import GPT
 from lightning_sparse import NonFiniteGradient, Reducer, attach
@@ -63,8 +65,11 @@ class Trainee:
         self.run, self.text, self.steps = run, text, STEPS[run.part]
         torch.manual_seed(run.seed)
         self.model = GPT(context=LENGTH)
-        self.ddp = DistributedDataParallel(self.model, init_sync=False)
-        self.reducer = None if run.method == "ddp" else compress(run, self.ddp)
+        # PowerSGD over one bucket: with several its hook never ends over gloo, see `benchmarks.rank`.
+        cap = 100_000 if run.method == "powersgd" else None
+        self.ddp = DistributedDataParallel(self.model, init_sync=False, bucket_cap_mb=cap)
+        self.reduced = DENSE[run.method](self.ddp) if run.method in DENSE else None
+        self.reducer = None if self.reduced else compress(run, self.ddp)
         self.optimizer = optimizer(run, self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, self.steps))
         self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
@@ -85,8 +90,8 @@ class Trainee:
         """Return what this worker has put on the wire so far."""
         if self.reducer:
             return self.reducer.comm.sent_bytes - self.sent_before
-        gradient = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        return self.done * 2 * (WORKERS - 1) * gradient // WORKERS
+        assert self.reduced
+        return 2 * (WORKERS - 1) * self.reduced(self.done) // WORKERS
 
     @torch.no_grad()
     def loss(self) -> float:
@@ -108,6 +113,35 @@ class Trainee:
         checksums = gather(checksum)
         if len(set(checksums)) > 1:
             raise RuntimeError(f"{self.run}: the ranks' weights differ after {self.done} steps: {checksums}")
+
+
+# Stock DDP and its hooks: each makes a model ready, and returns how many bytes went into all-reduces in so many steps.
+
+
+def numel(ddp: DistributedDataParallel) -> int:
+    """Return the number of elements of the gradient."""
+    return sum(parameter.numel() for parameter in ddp.parameters())
+
+
+def stock(ddp: DistributedDataParallel) -> Callable[[int], int]:
+    """Leave DDP as it is."""
+    return lambda steps: 4 * numel(ddp) * steps
+
+
+def bf16(ddp: DistributedDataParallel) -> Callable[[int], int]:
+    """Halve every entry."""
+    ddp.register_comm_hook(None, bf16_hook)
+    return lambda steps: 2 * numel(ddp) * steps
+
+
+def powersgd(ddp: DistributedDataParallel) -> Callable[[int], int]:
+    """Factor every matrix, after two dense steps that torch's hook asks for; it counts what it sends after them."""
+    state = PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    return lambda steps: 4 * (numel(ddp) * min(steps, 2) + state.compression_stats()[2])
+
+
+DENSE = {"ddp": stock, "bf16": bf16, "powersgd": powersgd}
 
 
 def compress(run: Run, ddp: DistributedDataParallel) -> Reducer:
@@ -169,6 +203,8 @@ def step_times(runs: Sequence[Run], text: StandardLibrary) -> list[Row]:
     for trainee in trainees:  # DDP forms its buckets anew in the second step
         for _ in range(3):
             trainee.step()
+    sent_before = [trainee.sent_bytes() for trainee in trainees]
+    transmitted = [0] * len(runs)
     times: list[list[float]] = [[] for _ in runs]
     foreign = [0.0] * len(runs)
     for _ in range(ROUNDS):
@@ -176,11 +212,13 @@ def step_times(runs: Sequence[Run], text: StandardLibrary) -> list[Row]:
             trainee.step()  # brings the model back into the caches
             dist.barrier()
             began, busy, own = time.perf_counter(), machine_seconds(), time.process_time()
+            transmitted[number] -= interface_bytes()
             for _ in range(TIMED_STEPS):
                 started = time.perf_counter()
                 trainee.step()
                 times[number].append(1e3 * (time.perf_counter() - started))
             dist.barrier()
+            transmitted[number] += interface_bytes()
             others = machine_seconds() - busy - sum(gather(time.process_time() - own))
             foreign[number] += max(0.0, others) / (time.perf_counter() - began) / (os.cpu_count() or 1) / ROUNDS
     rows = []
@@ -197,7 +235,8 @@ def step_times(runs: Sequence[Run], text: StandardLibrary) -> list[Row]:
                 "median_ms": round(statistics.median(ms), 1),
                 "p20_ms": round(p20, 1),
                 "p80_ms": round(p80, 1),
-                "sent_bytes_per_step": max(gather(trainee.sent_bytes())) // trainee.done,
+                "sent_bytes_per_step": max(gather(trainee.sent_bytes() - sent_before[number])) // (trainee.done - 3),
+                "transmitted_bytes_per_step": max(gather(transmitted[number])) // len(ms),
                 "foreign_load": round(max(gather(foreign[number])), 3),
             }
         )

@@ -233,17 +233,17 @@ def _fp16(model: nn.Module, job: Job) -> Wrapped:
     return Wrapped(ddp)
 
 
-def _bf16(model: nn.Module, job: Job) -> Wrapped:
+def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """Torch's bf16_compress_hook, which refuses to run without NCCL, although gloo can add up bf16."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer.to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    return future
+
+
+def _bf16(model: nn.Module, job: Job) -> Wrapped:
     ddp = DistributedDataParallel(model, init_sync=False)
-
-    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        buffer = bucket.buffer()
-        work = dist.all_reduce(buffer.to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
-        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
-        return future
-
-    ddp.register_comm_hook(None, hook)
+    ddp.register_comm_hook(None, bf16_hook)
     return Wrapped(ddp)
 
 
