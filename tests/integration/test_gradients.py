@@ -479,6 +479,26 @@ def test_clipping_of_the_result_is_warned_about():
         assert "Set clip_norm of SparseDDPStrategy instead" in text
 
 
+class Adaptive(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_adam_is_warned_about():
+    def rank(rank: int) -> list[list[str]]:
+        seen = []
+        for name, net in (("topk", Adaptive()), ("dense", Adaptive()), ("topk", Net())):
+            messages = Messages()
+            trainer(strategy(name, 0.1), 2).fit(net, Loader(rank, 2, 2))
+            seen.append(messages.texts)
+        return seen
+
+    first, second = lightning_ranks(2, rank)
+    assert second == [[], [], []]
+    assert [len(texts) for texts in first] == [1, 0, 0]
+    assert "AdamW takes too large steps" in first[0][0]
+
+
 class Steep(Net):
     """Its gradient has a norm that one can name: `norm` on rank 0, nothing on rank 1."""
 
