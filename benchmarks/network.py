@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import csv
 import json
+import math
 import os
 import platform
 import socket
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -510,11 +511,16 @@ def plot(folder: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [row for row in load(folder / "network.csv") if (row["kind"], row["workers"]) == ("step", "4")]
+    rows = load(folder / "network.csv")
+    rows += [row for row in load(folder / "network_paced.csv") if row["workload"] == "mlp_paced"]
+    rows = [row for row in rows if (row["kind"], row["workers"], row["ranks_per_host"]) == ("step", "4", "1")]
     if rows:
-        rates = list(dict.fromkeys(row["rate"] for row in rows))
-        figure, panels = plt.subplots(1, len(rates), figsize=(5 * len(rates), 3.2), squeeze=False, layout="constrained")
-        for panel, rate in zip(panels[0], rates, strict=True):
+        rates = ordered(row["rate"] for row in rows)
+        lines = -(-len(rates) // 2)
+        figure, panels = plt.subplots(lines, 2, figsize=(11, 3.6 * lines), squeeze=False, layout="constrained")
+        for panel in panels.flat[len(rates) :]:
+            panel.remove()
+        for panel, rate in zip(panels.flat, rates, strict=False):
             mine = [row for row in rows if row["rate"] == rate]
             medians = [float(row["median_ms"]) for row in mine]
             errors = [
@@ -525,16 +531,22 @@ def plot(folder: Path) -> None:
             for row, median, low, high in zip(mine, medians, *errors, strict=True):
                 color = "C0" if row["sent_bytes_per_step"] else "0.5"
                 panel.errorbar(median, row["contestant"], xerr=[[low], [high]], fmt="o", color=color, capsize=3)
-                panel.annotate(
-                    f"{median:.0f}", (median, row["contestant"]), (0, 6), textcoords="offset points", ha="center"
-                )
+                place = (median + high, row["contestant"])
+                panel.annotate(f"{median:,.0f}", place, (5, 0), textcoords="offset points", va="center", fontsize=8)
             panel.set(xscale="log", xlabel="ms per step, median", title=f"{rate}, {mine[0]['workers']} workers")
-            panel.margins(x=0.15, y=0.1)
+            if float(mine[0]["dilate"]) != 1:
+                panel.set_title(f"{rate}, {float(mine[0]['dilate']):g} times slowed down")
+            panel.margins(x=0.15, y=0.05)
             panel.grid(axis="x", alpha=0.3)
             panel.invert_yaxis()
         figure.savefig(folder / "network.png", dpi=150)
     if rows := load(folder / "network_real.csv"):
         plot_trainings(rows, folder / "network_real.png")
+
+
+def ordered(rates: Iterable[str]) -> list[str]:
+    """Return each rate once, slow ones first, and loopback last."""
+    return sorted(set(rates), key=lambda rate: math.inf if rate == "loopback" else bits_per_second(rate))
 
 
 def plot_trainings(rows: Sequence[Mapping[str, str]], path: Path) -> None:
@@ -544,8 +556,7 @@ def plot_trainings(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     from lightning_sparse import METHODS
 
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    rates = sorted({row["rate"] for row in rows} - {"loopback"}, key=bits_per_second)
-    rates += ["loopback"] * any(row["rate"] == "loopback" for row in rows)
+    rates = ordered(row["rate"] for row in rows)
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     figure, panels = plt.subplots(
         len(workloads), len(rates), figsize=(4 * len(rates), 3.2 * len(workloads)), squeeze=False, layout="constrained"
