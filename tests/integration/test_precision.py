@@ -194,7 +194,8 @@ def test_without_a_scaler_a_step_is_left_out_by_option(name):
                 f"The gradient of {where!r} is not finite on rank {on[0]} at step {number}. "
                 f"All ranks leave this step out, the 1. so far."
             ]
-            assert messages.texts == (said if rank == 0 else [])
+            texts = [text for text in messages.texts if not text.startswith("AdamW")]  # which is warned about, too
+            assert texts == (said if rank == 0 else [])
             clean, rest = Spoilt(optimizer=optimizer, **options), without(Loader(rank, 2, 5), number)
             control = fit(strategy(name, 0.1, **LAYERS), clean, rest, **precision(kind))
             assert (run.pop("skipped"), control.pop("skipped")) == (1, 0)
