@@ -31,7 +31,7 @@ def test_compact_indices_by_hand():
 
 
 @pytest.mark.parametrize("form", ["compact", "int32"])
-@pytest.mark.parametrize("numel", [1, 2, 255, 256, 257, 1000, 65536, 100_003, 20_000_000])
+@pytest.mark.parametrize("numel", [1, 2, 255, 256, 257, 1000, 65536, 100_003, 5_000_000])
 @pytest.mark.parametrize("density", [1e-6, 1e-4, 0.001, 0.01, 0.1, 0.6, 1.0])
 def test_indices_come_back(numel, density, form):
     capacity = max(1, round(numel * density))

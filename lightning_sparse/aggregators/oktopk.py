@@ -72,19 +72,21 @@ class OkTopK(Aggregator):
             # Divided before they are added, so that sums stay in range.
             region = Entries(region.indices[largest], region.values[largest] / comm.size)
             chunks.append(compressor.pack(region, segment, ctx, room))
-            sent.append(compressor.unpack(chunks[-1], segment, ctx, room))
+            # What comes out of it, unless that is the same.
+            exact = compressor.value_format == "float32"
+            sent.append(region if exact else compressor.unpack(chunks[-1], segment, ctx, room))
 
-        received = [
-            compressor.unpack(unpacked(intact(chunk, comm), chunks[0]), segment, ctx, room)
-            for chunk in comm.all_to_all([packed(chunk) for chunk in chunks])
-        ]
+        messages = comm.all_to_all([packed(chunk) for chunk in chunks])
+        intact(torch.cat(messages), comm)  # what adds up to zero in each does so in all
+        received = [compressor.unpack(unpacked(message, chunks[0]), segment, ctx, room) for message in messages]
         indices, values = coalesce(received)
         largest = topk_indices(values, share)
         kept = Entries(indices[largest], values[largest])
 
         told = compressor.pack(kept, segment, ctx, share)
-        rows = [unpacked(intact(row, comm), told) for row in comm.all_gather(packed(told))]
-        regions = [compressor.unpack(row, segment, ctx, share) for row in rows]
+        messages = comm.all_gather(packed(told))
+        intact(torch.cat(messages), comm)
+        regions = [compressor.unpack(unpacked(message, told), segment, ctx, share) for message in messages]
         # The regions follow one another, or a rank has cut them differently.
         result = Entries(torch.cat([r.indices for r in regions]), torch.cat([r.values for r in regions]))
         check_indices(result.indices, segment.numel)
