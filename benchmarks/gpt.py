@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import importlib.util
 import platform
 import statistics
 import time
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.selection import EVICTION, Row, device_times
+from benchmarks.selection import EVICTION, Row, device_and_versions, device_times
 from examples.models import GPT
 from lightning_sparse import attach
 
@@ -163,16 +162,8 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
 
 def report(rows: Iterator[Row], out: Path | None) -> None:
     """Print rows as they come, and write them if that is wanted."""
-    cuda = torch.cuda.is_available()
-    triton = importlib.util.find_spec("triton") is not None
-    surroundings: Row = {
-        "device": torch.cuda.get_device_name() if cuda else "CPU, a rehearsal: nothing is written",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "",
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
-        "triton": importlib.import_module("triton").__version__ if triton else "",
-        "python": platform.python_version(),
-    }
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+    surroundings = device_and_versions() | {"nccl": nccl, "python": platform.python_version()}
     print(", ".join(f"{key} {value}" for key, value in surroundings.items() if value))
     done = []
     for row in rows:

@@ -177,8 +177,7 @@ def launch(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list
     Raises:
         SystemExit: a rank failed.
     """
-    args = argparse.Namespace(workers=WORKERS, ranks_per_host=1, dilate=1)
-    with hosts(args, link) as (start, env, calibration, _), tempfile.TemporaryDirectory() as folder:
+    with hosts(WORKERS, link) as (start, env, calibration, _), tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows")
         job = json.dumps({"what": what, "runs": runs, "out": str(out)})
         argv = [sys.executable, "-m", "benchmarks.language_rank", job]

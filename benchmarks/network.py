@@ -156,8 +156,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def hosts(args: argparse.Namespace, rate: str) -> Iterator[tuple[Start, dict[str, str], list[Row], str]]:
+def hosts(
+    workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1
+) -> Iterator[tuple[Start, dict[str, str], list[Row], str]]:
     """Make the hosts, or stay on loopback.
+
+    Args:
+        workers: number of ranks.
+        rate: of the links, as tc writes it, or "loopback".
+        ranks_per_host: how many of them share a link.
+        dilate: the links have this part of the rate.
 
     Yields:
         A function that starts a rank, the environment the ranks need, the calibration's rows, and what the links are.
@@ -181,8 +189,8 @@ def hosts(args: argparse.Namespace, rate: str) -> Iterator[tuple[Start, dict[str
         finally:
             end(processes)
         return
-    slowed = f"{bits_per_second(rate) / args.dilate / 1e3:g}kbit" if args.dilate != 1 else rate
-    with Links(args.workers // args.ranks_per_host, slowed) as links:
+    slowed = f"{bits_per_second(rate) / dilate / 1e3:g}kbit" if dilate != 1 else rate
+    with Links(workers // ranks_per_host, slowed) as links:
         rows = []
         for measured in links.calibrate():
             print(
@@ -208,7 +216,7 @@ def hosts(args: argparse.Namespace, rate: str) -> Iterator[tuple[Start, dict[str
 
         def start(rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
             with log.open("w") as file:
-                return links.popen(rank // args.ranks_per_host, argv, env=env, stderr=file)
+                return links.popen(rank // ranks_per_host, argv, env=env, stderr=file)
 
         yield (
             start,
@@ -293,7 +301,8 @@ def last_line(log: Path) -> str:
 def measure(args: argparse.Namespace, rate: str) -> None:
     """Measure all contestants at one rate, print the result and put it in the CSV files."""
     print(f"{args.workload}, {rate}, {args.workers} workers")
-    with hosts(args, rate) as (start, env, calibration, links):
+    options = {"ranks_per_host": args.ranks_per_host, "dilate": args.dilate}
+    with hosts(args.workers, rate, **options) as (start, env, calibration, links):
         names = args.contestants
         if args.workload != "mlp":
             names = [name for name in names if name != "parts"]
@@ -533,9 +542,9 @@ def plot(folder: Path) -> None:
                 panel.errorbar(median, row["contestant"], xerr=[[low], [high]], fmt="o", color=color, capsize=3)
                 place = (median + high, row["contestant"])
                 panel.annotate(f"{median:,.0f}", place, (5, 0), textcoords="offset points", va="center", fontsize=8)
-            panel.set(xscale="log", xlabel="ms per step, median", title=f"{rate}, {mine[0]['workers']} workers")
-            if float(mine[0]["dilate"]) != 1:
-                panel.set_title(f"{rate}, {float(mine[0]['dilate']):g} times slowed down")
+            dilate = float(mine[0]["dilate"])
+            how = f"{mine[0]['workers']} workers" if dilate == 1 else f"{dilate:g} times slowed down"
+            panel.set(xscale="log", xlabel="ms per step, median", title=f"{rate}, {how}")
             panel.margins(x=0.15, y=0.05)
             panel.grid(axis="x", alpha=0.3)
             panel.invert_yaxis()
@@ -563,9 +572,12 @@ def plot_trainings(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     )
     for line, workload in zip(panels, workloads, strict=True):
         for panel, rate in zip(line, rates, strict=True):
+            mine = [row for row in rows if (row["workload"], row["rate"]) == (workload, rate)]
+            if not mine:
+                panel.remove()
+                continue
             for number, name in enumerate(names):
-                key = (workload, rate, name)
-                curve = [row for row in rows if (row["workload"], row["rate"], row["contestant"]) == key]
+                curve = [row for row in mine if row["contestant"] == name]
                 panel.plot(
                     [float(row["seconds"]) for row in curve[1:]],
                     [float(row["test_loss"]) for row in curve[1:]],
@@ -574,9 +586,6 @@ def plot_trainings(rows: Sequence[Mapping[str, str]], path: Path) -> None:
                 )
             panel.set(xscale="log", yscale="log", xlabel="seconds of training")
             panel.set_title(f"{TRAININGS[workload]}, {rate}", fontsize=10)
-            if not any((row["workload"], row["rate"]) == (workload, rate) for row in rows):
-                panel.remove()
-                continue
             panel.set_yticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
             panel.minorticks_off()
             panel.grid(alpha=0.3)

@@ -372,16 +372,21 @@ def compared(rows: list[Row], numel: int, density: float) -> Iterator[Row]:
         yield row
 
 
-def report_on_device(arguments: argparse.Namespace) -> None:
-    """Print all that was asked for, and write it if it was measured on CUDA."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def device_and_versions() -> Row:
+    """Return the columns that say where figures of a GPU come from."""
     triton = importlib.util.find_spec("triton") is not None
-    surroundings: Row = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU, a rehearsal: nothing is written",
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, a rehearsal: nothing is written",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         "triton": importlib.import_module("triton").__version__ if triton else "",
     }
+
+
+def report_on_device(arguments: argparse.Namespace) -> None:
+    """Print all that was asked for, and write it if it was measured on CUDA."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    surroundings = device_and_versions()
     print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
     measured = []
     for numel in arguments.numel or [1_000_000, 25_000_000, 100_000_000, 400_000_000]:

@@ -77,12 +77,12 @@ class Context:
     sound: Tensor | None = None
     later: list[Callable[[], None]] = field(default_factory=list)
 
-    def generator(self, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
+    def generator(self, *, shared: bool) -> torch.Generator:
         """Return random numbers that are a function of (seed, step, segment) and, unless `shared`, of the rank.
 
-        Nothing about them needs saving, and the global generator is not touched.
+        They are made on the host. Nothing about them needs saving, and the global generator is not touched.
         """
         key = (self.seed, self.step, self.segment, "shared" if shared else self.rank)
         # Two checksums of different text give 64 bits; crc32 alone would give every 2³² th key the same numbers.
         low, high = zlib.crc32(repr(key).encode()), zlib.crc32(repr(("high", *key)).encode())
-        return torch.Generator(device).manual_seed(high << 32 | low)
+        return torch.Generator().manual_seed(high << 32 | low)

@@ -212,10 +212,8 @@ class CommThread:
         try:
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 for segment in self.reducer.layout.segments:
-                    zeros = [
-                        params[name].new_zeros(params[name].numel(), requires_grad=False) for name in segment.names
-                    ]
-                    self.reducer.reduce_segment_(segment, zeros)
+                    own = [params[name] for name in segment.names]
+                    self.reducer.reduce_segment_(segment, [param.new_zeros(param.numel()) for param in own])
                 self.reducer.catch_up()
         except Exception as error:
             self.fail(error)

@@ -58,7 +58,9 @@ def target_count(density: float, numel: int) -> int:
 
 
 def unpadded(entries: Entries, segment: Segment) -> Entries:
-    """Return the entries without the padding; the host waits for their number."""
+    """Return the entries without the padding, which only CUDA's have; the host waits for their number there."""
+    if not uses_triton(entries.indices):
+        return entries
     there = entries.indices < segment.numel
     return Entries(entries.indices[there], entries.values[there])
 
@@ -227,23 +229,30 @@ class Sparsifier(Compressor):
             return payload
         if capacity is None:
             capacity = self.capacity(segment.numel, ctx.density)
-        count, parts = int(payload[0]), 2 if self.value_format == "int8" else 1
+        values, packed = self._cut(payload)
+        count = int(payload[0])
         if not 0 <= count <= capacity:
             raise ValueError(f"A payload for at most {capacity} entries says it holds {count}: it is corrupt.")
         return Entries(
-            formats.decode_indices(payload[1 + parts :], count, segment.numel, capacity, self.index_format),
-            formats.decode_values(payload[1 : 1 + parts], count, self.value_format),
+            formats.decode_indices(packed, count, segment.numel, capacity, self.index_format),
+            formats.decode_values(values, count, self.value_format),
         )
 
     def padded(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
         """Return what `unpack` does; on CUDA padded and unchecked, so that the host need not wait."""
         if isinstance(payload, Entries) or not uses_triton(payload[0]):
             return self.unpack(payload, segment, ctx)
-        capacity, parts = self.capacity(segment.numel, ctx.density), 2 if self.value_format == "int8" else 1
+        values, packed = self._cut(payload)
+        capacity = self.capacity(segment.numel, ctx.density)
         return Entries(
-            formats.decode_padded(payload[1 + parts :], payload[0], segment.numel, capacity, self.index_format),
-            formats.decode_values(payload[1 : 1 + parts], capacity, self.value_format),
+            formats.decode_padded(packed, payload[0], segment.numel, capacity, self.index_format),
+            formats.decode_values(values, capacity, self.value_format),
         )
+
+    def _cut(self, payload: Payload) -> tuple[Payload, Payload]:
+        """Return the tensors behind the count that hold the values, and those that hold the indices."""
+        first = 3 if self.value_format == "int8" else 2
+        return payload[1:first], payload[first:]
 
     def indices(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         """Return the int64 indices that the payload holds, ascending."""

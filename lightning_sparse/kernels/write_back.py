@@ -134,11 +134,7 @@ def fit(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def coalesce(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Add up sparse terms in the order given; return each index once, ascending, with its fp32 sum."""
-    indices = torch.unique(torch.cat([term[0] for term in terms]))
-    values = torch.zeros(len(indices), dtype=torch.float32, device=indices.device)
-    for where, what in terms:
-        add_entries_(values, torch.searchsorted(indices, where), what)
-    return indices, values
+    return _summed(torch.unique(torch.cat([term[0] for term in terms])), terms)
 
 
 def _coalesce_padded(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
@@ -146,10 +142,13 @@ def _coalesce_padded(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tupl
     indices = torch.cat([term[0] for term in terms]).sort().values
     again = torch.zeros_like(indices, dtype=torch.bool)
     torch.eq(indices[1:], indices[:-1], out=again[1:])
-    indices = torch.where(again, numel, indices).sort().values
+    # What is padded is zero, and is added behind the others.
+    return _summed(torch.where(again, numel, indices).sort().values, terms)
+
+
+def _summed(indices: Tensor, terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     values = torch.zeros(len(indices), dtype=torch.float32, device=indices.device)
     for where, what in terms:
-        # What belongs to no index is zero, and is added behind the others.
         add_entries_(values, torch.searchsorted(indices, where), what)
     return indices, values
 
