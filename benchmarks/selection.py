@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import GaussianK, RandK, Sparsifier, TopK
+from lightning_sparse.compressors.base import unpadded
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.scan import add_
 from lightning_sparse.layout import Segment
@@ -272,7 +273,7 @@ class DeviceStep:
         before = self.residual + self.grad
         sent = self()
         if isinstance(self.select, Sparsifier):
-            sent = self.select.unpack(sent, self.segment, self.ctx)
+            sent = unpadded(self.select.unpack(sent, self.segment, self.ctx), self.segment)
         chosen, values = sent
         check(name, before, chosen, self.density)
         rest = before.index_fill(0, chosen, 0.0)

@@ -54,6 +54,8 @@ class Context:
         segment: index of the segment.
         rank: this rank.
         fingerprint: 32-bit checksum of method, step, density, segment and layout that ranks compare.
+        settled: whether the ranks have compared headers in the step before, with the same aggregator: then they count
+            steps alike.
         scan: what the compressor wants to know of u; filled in by a memory that makes u in one pass.
         cache: what a part wants to find again within the same step.
         broken: on CUDA, what the compressor knows of elements that are not finite: see `header` of the aggregators.
@@ -71,6 +73,7 @@ class Context:
     segment: int = 0
     rank: int = 0
     fingerprint: int = 0
+    settled: bool = False
     scan: Scan | None = None
     cache: dict[str, Tensor] = field(default_factory=dict)
     broken: Tensor | None = None

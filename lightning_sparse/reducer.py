@@ -151,6 +151,7 @@ class Reducer:
         self._digest = self.layout.digest
         device = self._device = next(iter(params.values())).device
         self.states = [{} for _ in self.layout.segments]
+        self._settled: list[Aggregator | None] = [None for _ in self.layout.segments]
         for entry in self._entries.values():
             if entry.per != "segment":
                 # A buffer for each segment: where one for all is cut, it is not aligned as wide loads need it.
@@ -286,6 +287,7 @@ class Reducer:
             rank=self.comm.rank,
             fingerprint=zlib.crc32(repr((self.method, self.seed, self.step, density, lr, segment.index)).encode())
             ^ self._digest,
+            settled=self._settled[segment.index] is aggregator,
         )
         gain = memory.gain(ctx)
         if gain == 0:
@@ -301,6 +303,7 @@ class Reducer:
             observer.compensated(segment, u, ctx)
         with self._timed("aggregate"):
             agreed, used = aggregator(u, segment, compressor, self.comm, ctx)
+        self._settled[segment.index] = aggregator
         for observer in self.observers:
             observer.aggregated(segment, u, used, compressor, ctx)
         with self._timed("write"):
@@ -334,6 +337,7 @@ class Reducer:
 
     def _clear(self) -> None:
         self._later.clear()
+        self._settled = [None for _ in self._settled]
         for state in self.states:
             for name in list(state):
                 if self._entries[name].per == "segment":

@@ -56,7 +56,16 @@ MANY = {
     "steps": "i32",
 }
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
-PACK = {"indices": "*i64", "words": "*i32", "lower": "*u8", "count": "i32", "numel": "i32"}
+PACK = {
+    "indices": "*i64",
+    "words": "*i32",
+    "lower": "*u8",
+    "count": "i32",
+    "each": "i32",
+    "words_each": "i32",
+    "capacity": "i32",
+    "numel": "i32",
+}
 UNPACK = {
     "upper": "*u8",
     "lower": "*i16",
@@ -64,6 +73,7 @@ UNPACK = {
     "count": "*i32",
     "out": "*i64",
     "nbytes": "i32",
+    "tiles": "i32",
     "capacity": "i32",
 }
 TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": scan.TILE}

@@ -28,6 +28,11 @@ STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]]
     ("gaussiank", {"index_format": "int32", "value_format": "int8"}, torch.float32, {"w": (100_000,)}),
     ("gaussiank", {"density": 0.3}, torch.float32, {"w": (100_000,)}),
     ("randk", {"density": 0.01}, torch.float32, {"w": (100_000,)}),
+    ("gtopk", {"density": 0.001}, torch.float32, {"w": (1200, 100)}),
+    ("gtopk", {"density": 0.05}, torch.bfloat16, {"w": (5000,)}),
+    ("oktopk", {"density": 0.001}, torch.float32, {"w": (1200, 100)}),
+    ("oktopk", {"density": 0.01}, torch.bfloat16, {"w": (50_000,)}),
+    ("scalecom", {"density": 0.001}, torch.float32, {"w": (1200, 100)}),
 ]
 
 

@@ -133,7 +133,7 @@ def test_a_process_that_dies_in_the_middle_of_an_exchange(name):
 DAMAGES = {
     "too many": lambda count, indices: count.fill_(2**30),
     "negative count": lambda count, indices: count.fill_(-1),
-    "out of range": lambda count, indices: indices[int(count) - 1 :].fill_(NUMEL),
+    "out of range": lambda count, indices: indices[int(count) - 1 :].fill_(NUMEL + 1),
     "negative index": lambda count, indices: indices[:1].fill_(-1),
     "not ascending": lambda count, indices: indices[: int(count)].copy_(indices[: int(count)].flip(0)),
     "twice": lambda count, indices: indices[1:2].copy_(indices[:1]),
@@ -150,10 +150,13 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
         made.count = getattr(made, "count", -1) + 1
         if threading.current_thread().name == "rank 1" and made.count == at:
             parts = [part.clone() for part in parts]
-            # ScaleCom sends count and indices in one.
-            *_, count, _, indices = parts if len(parts) > 1 else (parts[0][:1], None, parts[0][1:])
-            if count.dtype == torch.int64:  # what the ranks of a host tell each other: indices, values, indices
-                count = torch.tensor(indices.numel())
+            if len(parts) == 1 or (parts[0].shape == (1,) and parts[0].dtype == torch.int64):
+                indices = parts[-1]  # padded, without a count: ScaleCom's, and what the ranks of a host tell each other
+                count = (indices < NUMEL).sum()
+            else:
+                *_, count, _, indices = parts
+            if indices.dim() == 2:
+                count, indices = count[-1], indices[-1]  # to another rank
             hurt(count, indices)
         return original(parts)
 
@@ -177,7 +180,8 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
             found += 1
         else:  # nothing to damage there, or room that nobody looks at
             assert all(map(torch.equal, ranks, right)), at
-    assert found
+    # ScaleCom sends no count.
+    assert found or (name == "scalecom" and damage in ("too many", "negative count"))
 
 
 @every_aggregator
@@ -282,8 +286,7 @@ def test_129_ranks(name):
         reducer.reduce_(grads)
         return given, flat(grads), kept(reducer)
 
-    # OkTopK makes 129 × 129 payloads: a minute of threads in each other's way on two cores.
-    ranks = within(600, lambda: simulate(129, rank))
+    ranks = within(300, lambda: simulate(129, rank))
     assert all(torch.equal(out, ranks[0][1]) for _, out, _ in ranks)
     given, rest = sum(rank[0] for rank in ranks), sum(rank[2] for rank in ranks)
     # Sums of up to 129 values up to 5, each rounded.
@@ -296,4 +299,4 @@ def test_indices_that_do_not_ascend_are_refused(form):
     parts = formats.encode_indices(indices, 600, 4, form)
     parts[-1][1:3] = parts[-1][1:3].flip(0)
     with pytest.raises(ValueError, match="indices 5 to 599 of 600 elements, which do not ascend: it is corrupt"):
-        formats.decode_indices(parts, 4, 600, 4, form)
+        formats.decode_indices(parts, torch.tensor([4], dtype=torch.int32), 600, 4, form)

@@ -27,7 +27,8 @@ def test_compact_indices_by_hand():
     upper, lower = formats.encode_indices(indices, 600, 4, "compact")
     assert lower.tolist() == [5, 300 - 256, 599 - 512, 0]
     assert upper.tolist() == [0b10101]
-    assert formats.decode_indices((upper, lower), 3, 600, 4, "compact").tolist() == [5, 300, 599]
+    count = torch.tensor([3], dtype=torch.int32)
+    assert formats.decode_indices((upper, lower), count, 600, 4, "compact").tolist() == [5, 300, 599, 600]
 
 
 @pytest.mark.parametrize("form", ["compact", "int32"])
@@ -48,7 +49,10 @@ def test_indices_come_back(numel, density, form):
             assert sum(part.numel() * part.element_size() for part in parts) == formats.index_bytes(
                 numel, capacity, form
             )
-            assert torch.equal(formats.decode_indices(parts, count, numel, capacity, form), indices)
+            told = torch.tensor([count], dtype=torch.int32)
+            back = formats.decode_indices(parts, told, numel, capacity, form)
+            assert torch.equal(back[:count], indices)
+            assert bool((back[count:] == numel).all())
 
 
 def test_at_most_four_bytes_an_entry():

@@ -61,9 +61,9 @@ def test_bytes_grow_with_the_logarithm(size, rounds):
         return comm.sent_bytes, reducer.method.aggregator.nbytes(reducer.method.compressor, segment, None, comm.size)
 
     ranks = simulate(size, rank)
-    # 100 values and indices (see test_formats), three words of header, the count, and the checksum; each part in full
+    # 100 values and indices (see test_formats), two words of header, the count, and the checksum; each part in full
     # words of 8 bytes.
-    per_round = 400 + 104 + 24 + 24 + 8 + 8
+    per_round = 400 + 104 + 24 + 16 + 8 + 8
     assert max(sent for sent, _ in ranks) == rounds * per_round
     assert {claimed for _, claimed in ranks} == {rounds * (400 + 100 + 18)}
 

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sparse import Reducer, method
-from lightning_sparse.compressors import randk
+from lightning_sparse import Method, Reducer, method
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel
+from lightning_sparse.compressors import GaussianK, TopK, randk
 from lightning_sparse.kernels import launch
 from tests.test_kernels import KERNELS, Echo, is_kernel
 
@@ -47,7 +48,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class Operations(TorchFunctionMode):
-    """`x[...]` and `copy_` by operations; Python's own way to them asks for the device, which is not there."""
+    """What tensors do in Python by operations; Python's own way to them asks for the device, which is not there."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__getitem__:
@@ -56,6 +57,8 @@ class Operations(TorchFunctionMode):
             x, index, value = args
             part = taken(x, index)
             return torch.ops.aten.copy_(part, value) if isinstance(value, torch.Tensor) else part.fill_(value)
+        if func is torch.Tensor.contiguous and not args[0].is_contiguous():
+            return torch.ops.aten.clone(args[0], memory_format=torch.contiguous_format)
         if func is torch.Tensor.copy_:
             return torch.ops.aten.copy_(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -64,7 +67,9 @@ class Operations(TorchFunctionMode):
 def taken(x, index):
     dim = 0
     for item in index if isinstance(index, tuple) else (index,):
-        if isinstance(item, slice):
+        if item is Ellipsis:
+            dim = x.dim() - sum(isinstance(other, (slice, int)) for other in index)
+        elif isinstance(item, slice):
             x, dim = torch.ops.aten.slice.Tensor(x, dim, item.start, item.stop), dim + 1
         elif item is None:
             x, dim = x.unsqueeze(dim), dim + 1
@@ -76,24 +81,37 @@ def taken(x, index):
 
 
 class Counting(Echo):
-    """What has to be looked at later is counted, not fetched."""
+    """What has to be looked at is counted, and may be looked at when the step is over: sooner in the first step only.
+
+    In that one an aggregator may want to know that all ranks are on the same step.
+    """
 
     def __init__(self, size):
         super().__init__(size)
-        self.fetched = 0
+        self.fetched = self.steps = 0
 
     def fetch(self, x):
         assert x.device == CUDA
         self.fetched += 1
-        return list
+        begun = self.steps
 
-    def _all_reduce(self, x, op):
-        assert x.device == CUDA
-        super()._all_reduce(x, op)
+        def wait():
+            if begun == self.steps > 0:
+                raise HostWait("looked at within the step")
+            return zeros(*x.shape)
 
-    def _all_gather(self, x):
+        return wait
+
+    def _timed(self, nbytes, collective, x, *args):
         assert x.device == CUDA
-        return super()._all_gather(x)
+        return super()._timed(nbytes, collective, x, *args)
+
+    def _swap(self, x, send, receive):
+        return x.new_empty(sum(receive))
+
+
+def zeros(first=None, *others):
+    return 0 if first is None else [zeros(*others) for _ in range(first)]
 
 
 @pytest.fixture
@@ -120,19 +138,19 @@ def fake_cuda(monkeypatch):
         yield launched
 
 
-def steps(name, dtype, size, **options):
-    """Take two steps of a model with a large and a small parameter and an empty one; return what was counted."""
+def steps(made, dtype, size):
+    """Take three steps of a model with a large and a small parameter and an empty one; return what was looked at."""
     shapes = {"w": (1200, 1000), "b": (1000,), "nothing": (0,), "v": (77, 3)}
     grads = {key: torch.empty(shape, dtype=dtype, device=CUDA) for key, shape in shapes.items()}
     comm = Counting(size)
-    reducer = Reducer(method(name, **options), comm, granularity="model")
+    reducer = Reducer(made, comm, granularity="model")
     reducer.setup(grads)
     with NoWaiting():
-        for _ in range(2):
+        for comm.steps in range(3):
             for segment in reducer.layout.segments:
                 reducer.reduce_segment_(segment, [grads[key].view(-1) for key in segment.names])
             reducer.finish_step()
-    return comm.fetched
+    return comm.fetched / 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -152,11 +170,38 @@ def steps(name, dtype, size, **options):
     ],
 )
 def test_no_step_waits(name, options, dtype, size, fake_cuda):
-    assert steps(name, dtype, size, **options) == 2  # one look at the headers for each step, later
+    assert steps(method(name, **options), dtype, size) == 1  # the headers
     if name != "dense":
         assert {"_scan", "_add_entries", "_add_to_many"} <= set(fake_cuda) | ({"_scan"} if name == "randk" else set())
     if name in ("topk", "gaussiank"):
         assert {"_histogram", "_count", "_write", "_gather"} <= set(fake_cuda)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "compressor", [TopK(0.001), TopK(0.01, "int32", "int8"), GaussianK(0.01), TopK(0.0001, "compact", "bfloat16")]
+)
+@pytest.mark.parametrize(
+    ("aggregator", "looks"),
+    [
+        # What is wrong, and the header and checksum of each swap.
+        (GlobalTopK(), {1: 1, 2: 2, 3: 4, 4: 3, 8: 4}),
+        # The headers, and the checksums of two exchanges; regions follow the entries in every third step.
+        (OkTopK(), {1: 3, 2: 3, 5: 3}),
+        (OkTopK(refresh=2), {4: 3}),
+        # The headers, and a checksum.
+        (ScaleCom(), {1: 2, 2: 2, 3: 2}),
+        # The headers of all ranks, and checksums inside the host, beside what goes on between hosts.
+        (TwoLevel(Mean(), ranks_per_node=2), {2: 3, 4: 3, 6: 3}),
+        (TwoLevel(GlobalTopK(), ranks_per_node=2), {4: 4, 6: 6}),
+        (TwoLevel(OkTopK(refresh=2), ranks_per_node=2), {4: 5}),
+        (TwoLevel(ScaleCom(), ranks_per_node=3), {6: 4}),
+    ],
+)
+def test_no_step_of_other_aggregators_waits(aggregator, looks, compressor, dtype, fake_cuda):
+    if aggregator.supports(compressor):
+        for size, count in looks.items():
+            assert steps(Method(compressor, aggregator=aggregator), dtype, size) == count, size
 
 
 @pytest.mark.parametrize(

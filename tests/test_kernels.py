@@ -3,6 +3,7 @@
 That they also compile for GPUs is tested without one. What remains for a GPU is skipped with a reason.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks import selection
 from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method
-from lightning_sparse.aggregators import GlobalTopK, Mean, TwoLevel
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel
 from lightning_sparse.comm import Comm, ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.context import Context
@@ -257,7 +258,11 @@ class Echo(Comm):
     def _all_gather(self, x):
         return [x.clone() for _ in range(self.size)]
 
-    _broadcast = _swap = None
+    def _broadcast(self, x, src):
+        pass
+
+    def _swap(self, x, send, receive):
+        return torch.cat([x[:count] for count in receive])
 
 
 @needs_triton
@@ -307,6 +312,14 @@ def every_method(rank, size):
     if size % 2 == 0:
         ways["two levels"] = Method(TopK(0.02), Residual(), TwoLevel(GlobalTopK(), 2))
         ways["two levels, gaussiank"] = Method(GaussianK(0.02), Residual(), TwoLevel(Mean(), 2))
+        ways["two levels, oktopk"] = Method(TopK(0.02), Residual(), TwoLevel(OkTopK(refresh=2), 2))
+        ways["two levels, scalecom"] = Method(TopK(0.02), Residual(), TwoLevel(ScaleCom(), 2))
+    else:
+        ways["gtopk, rounded"] = Method(TopK(0.02, value_format="int8"), Residual(), GlobalTopK())
+        ways["gtopk, gaussiank"] = Method(GaussianK(0.02, index_format="int32"), Residual(), GlobalTopK())
+        ways["oktopk, rounded"] = Method(TopK(0.02, value_format="bfloat16"), Residual(), OkTopK(refresh=2))
+        ways["oktopk, gaussiank"] = Method(GaussianK(0.02), Residual(), OkTopK())
+        ways["scalecom, gaussiank"] = Method(GaussianK(0.02), Residual(), ScaleCom())
     for name, kernels in itertools.product(ways, ("torch", "triton")):
         os.environ[launch.KERNELS] = kernels
         generator = torch.Generator().manual_seed(rank)
@@ -353,6 +366,47 @@ def test_gaussiank_of_nearly_everything(density, use):
         torch.testing.assert_close(grads["w"] + reducer.states[0]["residual"], given)
 
 
+def wrong_on_rank_1(rank, size):
+    """Return, for each method, what comes out of a step with something wrong, and the error that is raised later."""
+    os.environ[launch.KERNELS] = "triton"
+    comm, outcomes = ProcessGroupComm(), {}
+    ways = {name: method(name) if name == "dense" else method(name, density=0.02) for name in METHODS}
+    if size % 2 == 0:
+        for between in (Mean(), GlobalTopK(), OkTopK(), ScaleCom()):
+            ways[repr(between)] = Method(TopK(0.02), Residual(), TwoLevel(between, 2))
+    for name, value in itertools.product(ways, ("nan", "3e38")):
+        if value == "3e38" and not isinstance(ways[name].aggregator, TwoLevel):
+            continue
+        reducer = Reducer(ways[name], comm, granularity="model")
+        reducer.reduce_({"v": torch.ones(30), "w": torch.ones(40, 50)})
+        grads = {"v": torch.ones(30), "w": torch.ones(40, 50)}
+        if rank == 1 or (rank == 0 and value == "3e38"):  # too much for the sum of a host
+            grads["w"][7, 7] = float(value)
+        reducer.reduce_(grads)
+        try:
+            reducer.state_dict()
+            error = ""
+        except NonFiniteGradient as raised:
+            error = str(raised)
+        outcomes[name, value] = (sum(float(grad.abs().sum()) for grad in grads.values()), error)
+    return outcomes
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("size", [3, 4])
+def test_what_is_wrong_on_one_rank_harms_nobodys_weights(size):
+    ranks = run_ranks(size, wrong_on_rank_1, size)
+    for name, value in ranks[0]:
+        outs, errors = zip(*(rank[name, value] for rank in ranks), strict=True)
+        assert outs == (0.0,) * size, (name, value)
+        if value == "nan":
+            for error in errors:
+                assert "'w' is not finite on rank 1 at step 1." in error, name
+        else:
+            assert any("'w and on, added up on a host' is not finite" in error for error in errors), errors
+
+
 @needs_triton
 @pytest.mark.parametrize("order", [("w", "v"), ("v", "w")])
 def test_what_is_wrong_harms_no_weights_of_several_dtypes(order, use):
@@ -370,7 +424,7 @@ def test_what_is_wrong_harms_no_weights_of_several_dtypes(order, use):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["topk", "gaussiank", "randk", "dense"])
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_wrong_is_raised_a_step_later_and_harms_no_weights(name, dtype, use):
     use("triton")
@@ -389,9 +443,13 @@ def test_what_is_wrong_is_raised_a_step_later_and_harms_no_weights(name, dtype, 
         with pytest.raises(NonFiniteGradient, match=r"'w' is not finite on rank 0 at step 1\."):
             reducer.reduce_(grads)
         reducer = Reducer(method(name, **options), Echo(2), granularity="model")
-        reducer.reduce_({**grads, "w": torch.full_like(grads["w"], value)})
-        with pytest.raises(NonFiniteGradient, match=r"'w' is not finite on rank 0 at step 0\."):
-            reducer.state_dict()  # no checkpoint of what is broken
+        found = pytest.raises(NonFiniteGradient, match=r"'w' is not finite on rank 0 at step 0\.")
+        at_once = name in ("oktopk", "scalecom")  # which have to know that all ranks are in the same first step
+        with found if at_once else contextlib.nullcontext():
+            reducer.reduce_({**grads, "w": torch.full_like(grads["w"], value)})
+        if not at_once:
+            with found:
+                reducer.state_dict()  # no checkpoint of what is broken
 
 
 def test_the_choice_can_be_forced(monkeypatch):

@@ -1,12 +1,17 @@
 """OkTopK: owners of regions add up what the others send them."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from lightning_sparse import Method, Reducer, method, simulate
 from lightning_sparse.aggregators import OkTopK
+from lightning_sparse.aggregators.oktopk import _by_region
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
+from lightning_sparse.compressors.base import Entries
+from lightning_sparse.kernels.select import topk_indices
 
 
 def test_two_ranks_by_hand():
@@ -49,11 +54,10 @@ def test_at_most_six_words_an_entry_whatever_the_number_of_ranks(size):
         room, share = -(-2 * k // size), -(-k // size)
         assert claimed == (size - 1) * 8 * (room + share)
         assert claimed <= 4 * 6 * k * (size - 1) / size + 16 * size  # and whole entries
-        # Metadata: a header of 3 words, two counts and checksums of a word, full words of 8 bytes; boundaries, P - 1
-        # doubles.
-        boundaries = 2 * (size - 1) * 8 * (size - 1) // size
+        # Metadata: a header of 3 words, and P - 1 for where regions start; two counts and checksums of a word, full
+        # words of 8 bytes.
         padding = 8 * (room % 2) + 8 * (share % 2)
-        assert sent == (size - 1) * (8 * (room + share) + padding + 24 + 16 + 16) + boundaries
+        assert sent == (size - 1) * (8 * (room + share) + padding + 24 + 8 * (size - 1) + 16 + 16)
         assert size == 1 or count <= size * share
 
 
@@ -86,6 +90,33 @@ def test_another_number_of_ranks_cuts_anew():
     state = simulate(2, rank)[0]
     after = simulate(3, lambda comm: rank(comm, state))
     assert all(len(s["segments"]["w"]["boundaries"]) == 2 for s in after)
+
+
+@pytest.mark.parametrize("count", [0, 1, 57])
+@pytest.mark.parametrize("room", [1, 4, 60])
+@pytest.mark.parametrize("boundaries", [[], [50], [0, 0, 30, 100, 100], [10, 20, 30, 40, 50, 60, 70]])
+def test_the_largest_of_each_region(boundaries, room, count):
+    numel = 100
+    indices = torch.randperm(numel)[:count].sort().values
+    values = torch.randn(count).mul(3).round()  # some are equal, some zero
+    values[count // 2 :][:1] = torch.nan
+    padded = Entries(torch.cat([indices, torch.tensor([numel] * 5)]), torch.cat([values, torch.zeros(5)]))
+    rows, row_of = _by_region(padded, torch.tensor(boundaries, dtype=torch.int64), room, numel)
+    assert rows.indices.shape == rows.values.shape == (len(boundaries) + 1, room)
+    edges = [0, *boundaries, numel]
+    for row, (low, high) in enumerate(pairwise(edges)):
+        inside = (indices >= low) & (indices < high)
+        mine, theirs = indices[inside], values[inside]
+        largest = topk_indices(theirs, room)
+        there = rows.indices[row] < numel
+        assert torch.equal(rows.indices[row][there], mine[largest])
+        assert rows.indices[row].tolist() == sorted(rows.indices[row].tolist())
+        torch.testing.assert_close(rows.values[row][there], theirs[largest], rtol=0, atol=0, equal_nan=True)
+        assert not rows.values[row][~there].any()
+    for place, where in enumerate(row_of.tolist()):
+        if where < rows.indices.numel():
+            assert rows.indices.view(-1)[where] == padded.indices[place]
+    assert int((row_of < rows.indices.numel()).sum()) == int((rows.indices < numel).sum())
 
 
 def test_refresh_is_checked():

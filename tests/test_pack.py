@@ -29,7 +29,8 @@ def test_by_hand(kernels, use):
     assert lower.tolist() == [3, 5, 14, 0]
     (upper,) = pack.pack(indices, 15, 4, 0)
     assert upper.tolist() == [1 << 3 | 1 << 6, 0, 1]
-    assert pack.unpack(upper, (), 0).tolist() == [3, 5, 14]
+    count = torch.tensor([3], dtype=torch.int32, device=upper.device)
+    assert pack.unpack(upper, (), count, 15, 4, 0).tolist() == [3, 5, 14, 15]
 
 
 @needs_triton
@@ -48,9 +49,28 @@ def test_both_ways_agree(numel, count, capacity, width, use):
         parts = pack.pack(given_indices.to(DEVICE), numel, capacity, width)
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(parts, expected, strict=True))
     counted = torch.tensor([count], dtype=torch.int32, device=DEVICE)
-    back = pack.unpack_padded(parts[0], parts[1:], counted, numel, capacity, width)
+    back = pack.unpack(parts[0], parts[1:], counted, numel, capacity, width)
     assert torch.equal(back.cpu(), padded(indices.tolist(), numel, capacity))
-    assert torch.equal(pack.unpack(parts[0], parts[1:], width).cpu(), indices)
+    use("torch")
+    assert torch.equal(pack.unpack(expected[0], expected[1:], counted.cpu(), numel, capacity, width), back.cpu())
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("width", [0, 8, 16])
+def test_rows_are_packed_each_for_itself(width, kernels, use):
+    use(kernels)
+    device = DEVICE if kernels == "triton" else "cpu"
+    numel, capacity, counts = 9_001, 40, [40, 0, 7, 39]
+    rows = [torch.randperm(numel)[:count].sort().values for count in counts]
+    indices = torch.stack([padded(row.tolist(), numel, capacity) for row in rows]).to(device)
+    count = torch.tensor(counts, dtype=torch.int32, device=device).unsqueeze(1)
+    together = pack.pack(indices, numel, capacity, width)
+    for row, alone in enumerate(rows):
+        parts = pack.pack(alone.to(device), numel, capacity, width)
+        assert all(torch.equal(part[row], mine) for part, mine in zip(together, parts, strict=True))
+    # As they lie in messages, one after the other and not on its own.
+    upper, *lower = (torch.nn.functional.pad(part, (8, 8))[:, 8:-8] for part in together)
+    assert torch.equal(pack.unpack(upper, lower, count, numel, capacity, width), indices)
 
 
 @needs_triton
@@ -62,7 +82,7 @@ def test_many_tiles_know_what_is_before_them(use, monkeypatch):
     upper, lower = pack.pack(indices.to(DEVICE), 30_000, 4_000, 8)
     assert upper.numel() > 8 * 64
     counted = torch.tensor([4_000], dtype=torch.int32, device=DEVICE)
-    assert torch.equal(pack.unpack_padded(upper, (lower,), counted, 30_000, 4_000, 8).cpu(), indices)
+    assert torch.equal(pack.unpack(upper, (lower,), counted, 30_000, 4_000, 8).cpu(), indices)
 
 
 @needs_triton
@@ -75,7 +95,7 @@ def test_damaged_bytes_do_no_harm(damaged, count):
         data = torch.frombuffer(bytearray(damaged), dtype=torch.uint8).to(DEVICE)
         upper, lower = data[: pack.upper_bytes(2_000, 20, 8)], torch.cat([data] * 2)[:20]
         counted = torch.tensor([count], dtype=torch.int32, device=DEVICE)
-        indices = pack.unpack_padded(upper, (lower,), counted, 2_000, 20, 8)
+        indices = pack.unpack(upper, (lower,), counted, 2_000, 20, 8)
         assert len(indices) == 20
         assert bool((indices >= 0).all())
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import Agreed, Compressor, Entries, Payload, first_broken_parameter
+from lightning_sparse.compressors.base import Agreed, Compressor, Payload, first_broken_parameter
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.layout import Segment
@@ -150,26 +151,40 @@ def check_headers(
     Args:
         headers: of all ranks.
         messages: which they came in, where these are `packed`.
-        at_once: whether to look on CUDA, too, because the exchange has to wait anyway.
-
-    On CUDA the host would have to wait for that. So there it is raised one step later, and until then `Context.sound`
-    sees to it that the weights come to no harm.
+        at_once: see `look`.
     """
     rows = torch.stack(list(headers))
+    rows[:, 0].sub_(ctx.fingerprint)
     if messages:
-        rows = torch.cat([rows, torch.stack(list(map(_checksum, messages)))[:, None]], 1)
-    fetched, step = comm.fetch(rows), ctx.step
-    if at_once or not uses_triton(rows):
-        _judge(fetched(), segment, step)
+        rows = torch.cat([rows, torch.stack(list(map(checksum, messages)))[:, None]], 1)
+    step = ctx.step
+    look(rows, lambda rows: _judge(rows, segment, step), comm, ctx, at_once=at_once)
+
+
+def look(words: Tensor, judge: Callable[[Any], None], comm: Comm, ctx: Context, *, at_once: bool = False) -> None:
+    """Have words judged that are all zero if all is well; `judge` raises what they say.
+
+    On CUDA the host would have to wait for them. So there it is raised one step later, and until then `Context.sound`
+    sees to it that the weights come to no harm.
+
+    Args:
+        words: int64.
+        judge: takes them as `Tensor.tolist` returns them.
+        at_once: whether to wait, because what comes next depends on it.
+    """
+    fetched = comm.fetch(words)
+    if at_once or not uses_triton(words):
+        judge(fetched())
         return
-    ctx.sound = ((rows[:, 0] == ctx.fingerprint) & (rows[:, 1:] == 0).all(1)).all()
-    ctx.later.append(lambda: _judge(fetched(), segment, step))
+    well = (words == 0).all()
+    ctx.sound = well if ctx.sound is None else ctx.sound & well
+    ctx.later.append(lambda: judge(fetched()))
 
 
 def _judge(rows: Sequence[Sequence[int]], segment: Segment, step: int) -> None:
-    for rank, (_, _, *checksum) in enumerate(rows):
-        if any(checksum):
-            raise _damaged(f"of rank {rank} at step {step}, segment {segment.index} ({segment.names[0]!r} and on),")
+    for rank, (_, _, *sums) in enumerate(rows):
+        if any(sums):
+            raise damaged(f"of rank {rank} at step {step}, segment {segment.index} ({segment.names[0]!r} and on),")
     for rank, (fingerprint, *_) in enumerate(rows):
         if fingerprint != rows[0][0]:
             raise out_of_step(rank, 0, segment, step)
@@ -178,7 +193,8 @@ def _judge(rows: Sequence[Sequence[int]], segment: Segment, step: int) -> None:
             raise not_finite(wrong, rank, segment, step)
 
 
-def _damaged(which: str) -> ValueError:
+def damaged(which: str) -> ValueError:
+    """Return the error for a message whose checksum is wrong."""
     return ValueError(
         f"A message {which} is corrupt: its checksum is wrong. It was damaged on its way, or ranks run different "
         f"versions."
@@ -206,17 +222,6 @@ def not_finite(wrong: int, rank: int, segment: Segment, step: int) -> RuntimeErr
     return NonFiniteGradient(f"{what} on rank {rank} at step {step}. {NOT_FINITE}")
 
 
-def first_to_blame(*blames: tuple[int, int]) -> tuple[int, int]:
-    """Return which (rank, what is wrong) is named where several ranks have something wrong: the lowest rank."""
-    return min(blames, key=lambda blame: (blame[1] == 0, blame[0]))
-
-
-def without_zeros(entries: Entries) -> Entries:
-    """Return the entries that say something: a rank need not have sent all that is in the result."""
-    some = entries.values != 0
-    return Entries(entries.indices[some], entries.values[some])
-
-
 def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Comm, ctx: Context) -> list[Payload]:
     """Exchange payloads of equal shapes, in one collective, and check the headers that travel with them.
 
@@ -234,38 +239,50 @@ def packed(parts: Sequence[Tensor]) -> Tensor:
     """Return tensors one after the other, as bytes. Each starts at a multiple of 8, to be read where it lies.
 
     At the end there are 8 bytes that make all words, of 8 bytes each, add up to zero: TCP's own checksum has 16 bits,
-    and ranks that read different values would drift apart.
+    and ranks that read different values would drift apart. Parts with several rows make as many messages, as rows.
     """
-    wire = torch.zeros(sum(map(_room, parts)) + CHECKSUM_BYTES, dtype=torch.uint8, device=parts[0].device)
+    wire = torch.zeros(
+        *parts[0].shape[:-1], sum(map(_room, parts)) + CHECKSUM_BYTES, dtype=torch.uint8, device=parts[0].device
+    )
     start = 0
     for part in parts:
-        size = part.numel() * part.element_size()
-        wire[start : start + size] = part.contiguous().view(-1).view(torch.uint8)
+        wire[..., start : start + _nbytes(part)] = part.contiguous().view(torch.uint8)
         start += _room(part)
-    wire[start:].view(torch.int64)[:] = -_checksum(wire)
+    wire[..., start:].view(torch.int64)[..., 0] = -checksum(wire)
     return wire
 
 
-def _checksum(message: Tensor) -> Tensor:
-    return message.view(torch.int64).sum()
+def checksum(message: Tensor) -> Tensor:
+    """Return what is zero for a `packed` message that nothing has happened to; for several, as rows, one each."""
+    return message.view(torch.int64).sum(-1)
 
 
-def intact(message: Tensor, comm: Comm) -> Tensor:
-    """Return what `packed` has made, as it was received, or raise ValueError if it was damaged on its way."""
-    if comm.fetch(_checksum(message))():
-        raise _damaged("of another rank")
-    return message
+def intact(messages: Tensor, comm: Comm, ctx: Context) -> Tensor:
+    """Return what `packed` has made, of all ranks, as rows; raise ValueError if it was damaged on its way."""
+    step = ctx.step
+
+    def judge(sums: list[int]) -> None:
+        for rank, wrong in enumerate(sums):
+            if wrong:
+                raise damaged(f"of rank {rank} at step {step}")
+
+    look(checksum(messages), judge, comm, ctx)
+    return messages
 
 
 def unpacked(wire: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors of `packed`, as views, given some of the same shapes and dtypes."""
+    """Return the tensors of `packed`, as views, given some of the same lengths and dtypes."""
     parts, start = [], 0
     for part in like:
-        size = part.numel() * part.element_size()
-        parts.append(wire[start : start + size].view(part.dtype).view(part.shape))
+        parts.append(wire[..., start : start + _nbytes(part)].view(part.dtype))
         start += _room(part)
     return tuple(parts)
 
 
+def _nbytes(part: Tensor) -> int:
+    """Return how many bytes a row takes."""
+    return part.shape[-1] * part.element_size()
+
+
 def _room(part: Tensor) -> int:
-    return (part.numel() * part.element_size() + 7) // 8 * 8
+    return (_nbytes(part) + 7) // 8 * 8

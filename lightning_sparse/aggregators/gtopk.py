@@ -9,22 +9,27 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import (
     Aggregator,
-    first_to_blame,
+    checksum,
+    damaged,
     header,
-    intact,
+    look,
     not_finite,
     out_of_step,
     packed,
     unpacked,
-    without_zeros,
 )
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.select import topk_indices
-from lightning_sparse.kernels.write_back import at, coalesce
+from lightning_sparse.kernels.write_back import at, coalesce, compacted
 from lightning_sparse.layout import Segment
+
+NOBODY = (1 << 63) - 1
+"""The blame where all is well."""
+DAMAGED = -2
+"""What a rank is blamed for that was sent a damaged message; what else, see `header`."""
 
 
 @dataclass(frozen=True)
@@ -46,38 +51,44 @@ class GlobalTopK(Aggregator):
         self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
-        rank, half = comm.rank, 1 << comm.size.bit_length() - 1
+        rank, half, step = comm.rank, 1 << comm.size.bit_length() - 1, ctx.step
         k = compressor.target(segment.numel, ctx.density)
         payload = compressor.compress(u, segment, ctx)
         mine = compressor.unpack(payload, segment, ctx)
-        fingerprint, wrong = header(payload, u, segment, ctx).tolist()
-        blame = (rank, wrong)
+        fingerprint, wrong = header(payload, u, segment, ctx)
+        # One number says who is to blame for what; the least of all is told, which the lowest rank has.
+        mark = (rank + 1) << 32
+        blame = torch.where(wrong == 0, NOBODY, mark + wrong)
         # Divided before they are added, so that sums stay in range.
         result, returned = Entries(mine.indices, mine.values / comm.size), []
 
         def swapped(peer: int, owner: bool) -> Entries:
             nonlocal blame, result
-            parts = (
-                torch.tensor([fingerprint, *blame], device=u.device),
-                *compressor.pack(result, segment, ctx),
-            )
-            rounded = compressor.unpack(parts[1:], segment, ctx)
+            rounded = Entries(result.indices, compressor.rounded(result.values))
             if owner:
                 returned.append(Entries(result.indices, result.values - rounded.values))
             result = rounded
-            words, *theirs = unpacked(intact(comm.exchange(packed(parts), peer), comm), parts)
-            their_fingerprint, *their_blame = words.tolist()
-            if their_fingerprint != fingerprint:
-                raise out_of_step(peer, rank, segment, ctx.step)
-            blame = first_to_blame(blame, tuple(their_blame))
-            return compressor.unpack(tuple(theirs), segment, ctx)
+            parts = (torch.stack([fingerprint, blame]), *compressor.pack(result, segment, ctx))
+            message = comm.exchange(packed(parts), peer)
+            (theirs, their_blame), *their_payload = unpacked(message, parts)
+
+            def judge(heard: list[int]) -> None:
+                different, broken = heard
+                if broken:
+                    raise damaged(f"of rank {peer} at step {step}")
+                if different:
+                    raise out_of_step(peer, rank, segment, step)
+
+            heard = torch.stack([theirs - fingerprint, checksum(message)])
+            look(heard, judge, comm, ctx)
+            # Where that is known only later, those that I swap with from now on must not take the step either.
+            blame = torch.minimum(blame, torch.where(heard.any(), mark + DAMAGED, their_blame))
+            return compressor.unpack(tuple(their_payload), segment, ctx)
 
         def merge(lower: Entries, upper: Entries) -> Entries:
-            indices, values = coalesce([lower, upper])
+            indices, values = coalesce([lower, upper], segment.numel)
             kept = topk_indices(values, k)
-            dropped = torch.ones(indices.numel(), dtype=torch.bool, device=u.device)
-            dropped[kept] = False
-            returned.append(Entries(indices[dropped], values[dropped]))
+            returned.append(Entries(indices, values.index_fill(0, kept, 0)))  # what was dropped
             return Entries(indices[kept], values[kept])
 
         partner = next((other for other in (rank - half, rank + half) if 0 <= other < comm.size), rank)
@@ -95,12 +106,20 @@ class GlobalTopK(Aggregator):
         if half < comm.size:
             theirs = swapped(partner, rank == 0)
             result = theirs if rank >= half else result
-        if blame[1]:
-            raise not_finite(blame[1], blame[0], segment, ctx.step)
+
+        def judge_blame(difference: int) -> None:
+            if not difference:
+                return
+            blamed = difference + NOBODY
+            who = (blamed - DAMAGED >> 32) - 1
+            what = blamed - ((who + 1) << 32)
+            raise damaged(f"to rank {who} at step {step}") if what == DAMAGED else not_finite(what, who, segment, step)
+
+        look(blame - NOBODY, judge_blame, comm, ctx)
         used = at(result.indices, mine)
         for indices, values in returned:
             used += at(result.indices, Entries(indices, values * -comm.size))
-        return (result,), without_zeros(Entries(result.indices, used))
+        return (result,), Entries(*compacted(Entries(result.indices, used), segment.numel))
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return compressor.nbytes(segment, density) * self.rounds(size)

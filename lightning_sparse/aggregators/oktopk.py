@@ -15,15 +15,15 @@ from lightning_sparse.aggregators.base import (
     intact,
     packed,
     unpacked,
-    without_zeros,
 )
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
 from lightning_sparse.compressors.formats import check_indices
 from lightning_sparse.context import Context, Entry
+from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.select import topk_indices
-from lightning_sparse.kernels.write_back import at, coalesce
+from lightning_sparse.kernels.write_back import at, coalesce, compacted
 from lightning_sparse.layout import Segment
 
 
@@ -60,61 +60,54 @@ class OkTopK(Aggregator):
         room, share = _rooms(compressor.target(segment.numel, ctx.density), comm.size)
         payload = compressor.compress(u, segment, ctx)
         mine = compressor.unpack(payload, segment, ctx)
-        cuts = torch.searchsorted(mine.indices, self._boundaries(payload, mine, u, segment, comm, ctx)).tolist()
+        boundaries = self._boundaries(payload, mine, u, segment, comm, ctx)
+        rows, row_of = _by_region(mine, boundaries, room, segment.numel)
+        # Divided before they are added, so that sums stay in range.
+        rows = Entries(rows.indices, rows.values / comm.size)
+        chunks = compressor.pack(rows, segment, ctx, room)
+        # What comes out of them; nothing of what was cut off.
+        came = torch.nn.functional.pad(compressor.rounded(rows.values).reshape(-1), (0, mine.indices.numel()))
+        sent = Entries(mine.indices, came[row_of])
 
-        if cuts != sorted(cuts):
-            raise ValueError("The boundaries of the regions do not ascend: a payload was corrupt.")
-
-        sent, chunks = [], []
-        for first, last in zip([0, *cuts], [*cuts, mine.indices.numel()], strict=True):
-            region = Entries(mine.indices[first:last], mine.values[first:last])
-            largest = topk_indices(region.values, room)
-            # Divided before they are added, so that sums stay in range.
-            region = Entries(region.indices[largest], region.values[largest] / comm.size)
-            chunks.append(compressor.pack(region, segment, ctx, room))
-            # What comes out of it, unless that is the same.
-            exact = compressor.value_format == "float32"
-            sent.append(region if exact else compressor.unpack(chunks[-1], segment, ctx, room))
-
-        messages = comm.all_to_all([packed(chunk) for chunk in chunks])
-        intact(torch.cat(messages), comm)  # what adds up to zero in each does so in all
-        received = [compressor.unpack(unpacked(message, chunks[0]), segment, ctx, room) for message in messages]
-        indices, values = coalesce(received)
+        messages = intact(torch.stack(comm.all_to_all(list(packed(chunks)))), comm, ctx)
+        received = compressor.unpack(unpacked(messages, chunks), segment, ctx, room)
+        indices, values = coalesce(list(zip(*received, strict=True)), segment.numel)
         largest = topk_indices(values, share)
         kept = Entries(indices[largest], values[largest])
 
         told = compressor.pack(kept, segment, ctx, share)
-        messages = comm.all_gather(packed(told))
-        intact(torch.cat(messages), comm)
-        regions = [compressor.unpack(unpacked(message, told), segment, ctx, share) for message in messages]
-        # The regions follow one another, or a rank has cut them differently.
-        result = Entries(torch.cat([r.indices for r in regions]), torch.cat([r.values for r in regions]))
-        check_indices(result.indices, segment.numel)
-        used = at(result.indices, Entries(torch.cat([s.indices for s in sent]), torch.cat([s.values for s in sent])))
+        messages = intact(torch.stack(comm.all_gather(packed(told))), comm, ctx)
+        regions = compressor.unpack(unpacked(messages, told), segment, ctx, share)
+        result = Entries(*compacted((regions.indices.reshape(-1), regions.values.reshape(-1)), segment.numel))
+        if not uses_triton(result.indices):
+            # The regions follow one another, or a rank has cut them differently.
+            check_indices(result.indices, segment.numel)
+        used = at(result.indices, sent)
         # What rounding took from the sums stays with their owner.
-        used -= at(result.indices, Entries(kept.indices, kept.values - regions[comm.rank].values))
-        return (result,), without_zeros(Entries(result.indices, used * comm.size))
+        used -= at(result.indices, Entries(kept.indices, kept.values - compressor.rounded(kept.values)))
+        return (result,), Entries(*compacted((result.indices, used * comm.size), segment.numel))
 
     def _boundaries(
         self, payload: Payload, mine: Entries, u: Tensor, segment: Segment, comm: Comm, ctx: Context
     ) -> Tensor:
-        """Compare headers, and return where regions 1 to P - 1 start."""
+        """Compare headers, and return where regions 1 to P - 1 start, int64."""
         known = ctx.state.get("boundaries")
-        checksum = -1 if known is None else zlib.crc32(repr(known.tolist()).encode())
-        words = torch.cat([header(payload, u, segment, ctx), torch.tensor([checksum], device=u.device)])
-        rows = comm.all_gather(words)
-        check_headers([row[:2] for row in rows], segment, comm, ctx, at_once=True)
-        alike, fits = all(int(row[2]) == checksum for row in rows), known is not None and known.numel() == comm.size - 1
-        if ctx.step % self.refresh == 0 or (alike and not fits):
-            quantiles = torch.arange(1, comm.size, device=mine.indices.device) * mine.indices.numel() // comm.size
-            starts = mine.indices[quantiles].double() if mine.indices.numel() else quantiles.double()
-            comm.all_reduce(starts)
-            ctx.state["boundaries"] = starts / comm.size
-        elif not alike:
-            # A rank has none, or others', for want of its side file. No talk about it: within TwoLevel the other groups
-            # of ranks, which know nothing of it, would be out of step. Equal regions do until the next time.
-            places = torch.arange(1, comm.size, dtype=torch.float64, device=u.device)
-            ctx.state["boundaries"] = places * segment.numel / comm.size
+        mark, words = 0, [header(payload, u, segment, ctx)]
+        if not ctx.settled:
+            # They may come from a checkpoint. A rank may have none, or others', for want of its side file.
+            fits = known is not None and known.numel() == comm.size - 1
+            mark = zlib.crc32(repr(known.tolist()).encode()) if known is not None and fits else -1
+            words.append(torch.full((1,), mark, device=u.device))
+        if anew := not ctx.settled or ctx.step % self.refresh == 0:
+            count = (mine.indices < segment.numel).sum()
+            quantiles = torch.arange(1, comm.size, device=u.device) * count // comm.size
+            words.append(torch.nn.functional.pad(mine.indices, (0, 1), value=segment.numel)[quantiles])
+        rows = comm.all_gather(torch.cat(words))
+        check_headers([row[:2] for row in rows], segment, comm, ctx, at_once=not ctx.settled)
+        if not ctx.settled and ctx.step % self.refresh:
+            anew = mark == -1 or any(int(row[2]) != mark for row in rows)
+        if anew:
+            ctx.state["boundaries"] = torch.stack(rows)[:, len(rows[0]) - comm.size + 1 :].sum(0) // comm.size
         return ctx.state["boundaries"]
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
@@ -132,3 +125,28 @@ class OkTopK(Aggregator):
 def _rooms(k: int, size: int) -> tuple[int, int]:
     """Return how many entries a rank may send to an owner, and how many an owner keeps."""
     return -(-2 * k // size), -(-k // size)
+
+
+def _by_region(entries: Entries, boundaries: Tensor, room: int, numel: int) -> tuple[Entries, Tensor]:
+    """Return the largest entries of each region, `room` at most, padded.
+
+    Returns:
+        Entries of shape (regions, room), and for each of the given entries where in these it is, counted through; past
+        their end for one that is not there.
+    """
+    indices, values = entries
+    regions, count = boundaries.numel() + 1, indices.numel()
+    region = torch.searchsorted(boundaries, indices, right=True).masked_fill_(indices >= numel, regions)
+    start = torch.searchsorted(region, torch.arange(regions + 1, device=indices.device))[region]
+    places = torch.arange(count, device=indices.device)
+    # Region by region, the largest first, of equal ones the first.
+    order = values.abs().argsort(descending=True, stable=True)
+    order = order[region[order].argsort(stable=True)]
+    chosen = torch.empty_like(region).index_copy_(0, order, places - start) < room
+    chosen &= region < regions
+    before = chosen.cumsum(0) - chosen.long()
+    where = torch.where(chosen, region * room + before - before[start], regions * room + places)
+    rows = Entries(indices.new_full((regions * room + count,), numel), values.new_zeros(regions * room + count))
+    for part, given in zip(rows, entries, strict=True):
+        part.index_copy_(0, where, given)
+    return Entries(*(part[: regions * room].view(regions, room) for part in rows)), where

@@ -13,6 +13,8 @@ from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
 from lightning_sparse.compressors.formats import check_indices
 from lightning_sparse.context import Context
+from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.pack import gather
 from lightning_sparse.layout import Segment
 
 
@@ -31,20 +33,22 @@ class ScaleCom(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
         # First of all: who leads follows from the step, which has to be the same everywhere.
-        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx, at_once=True)
+        headers = comm.all_gather(header((u,), u, segment, ctx))
+        check_headers(headers, segment, comm, ctx, at_once=not ctx.settled)
         leader = (ctx.step + segment.index) % comm.size
-        words = torch.zeros(1 + compressor.capacity(segment.numel, ctx.density), dtype=torch.int32, device=u.device)
+        capacity = compressor.capacity(segment.numel, ctx.density)
+        words = torch.full((capacity,), segment.numel, dtype=torch.int32, device=u.device)
         if comm.rank == leader:
-            chosen = compressor.select(u, segment, ctx)
-            words[0] = chosen.numel()
-            words[1 : 1 + chosen.numel()] = chosen
-        (words,) = unpacked(intact(comm.broadcast(packed((words,)), leader), comm), (words,))
-        count = int(words[0])
-        if not 0 <= count < words.numel():
-            raise ValueError(f"A payload for at most {words.numel() - 1} entries says it holds {count}: it is corrupt.")
-        indices = words[1 : 1 + count].long()
-        check_indices(indices, segment.numel)
-        values = u.index_select(0, indices)
+            chosen = compressor.choose(u, segment, ctx)
+            words[: chosen.numel()] = chosen
+        (words,) = unpacked(intact(comm.broadcast(packed((words,)), leader)[None], comm, ctx)[0], (words,))
+        indices = words.long()
+        if uses_triton(u):
+            indices.clamp_(min=0)  # nothing checks what was damaged, but it must do no harm
+        else:
+            check_indices(indices, segment.numel)
+            indices = indices[indices < segment.numel]
+        values = gather(u, indices)
         total = values / comm.size
         if total.numel():
             comm.all_reduce(total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,10 +10,12 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator, Mean, check_headers, header, intact, packed, unpacked
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
-from lightning_sparse.compressors.base import Agreed, Entries, Payload, unpadded
+from lightning_sparse.compressors.base import Agreed, Entries, Payload
 from lightning_sparse.compressors.formats import check_indices
 from lightning_sparse.context import Context, Entry
-from lightning_sparse.kernels.write_back import coalesce
+from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.pack import gather
+from lightning_sparse.kernels.write_back import at, coalesce, compacted
 from lightning_sparse.layout import Segment
 
 
@@ -59,7 +60,7 @@ class TwoLevel(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
         # Among all, so that all ranks learn of it, with the name of the parameter.
-        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx, at_once=True)
+        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx)
         count = self.ranks_per_node
         first = comm.rank // count * count
         node = comm.sub(range(first, first + count), counted=False)
@@ -70,30 +71,44 @@ class TwoLevel(Aggregator):
         inner = replace(ctx, rank=across.rank, scan=None, cache={})
         agreed, payload = self.between(mean, part, compressor, across, inner)
         assert not isinstance(agreed, Tensor)  # sparsifiers hand out entries
-        ctx.sound = inner.sound
-        result, used = unpadded(Entries(*coalesce(agreed)), part), compressor.unpack(payload, part, inner)
+        result, used = Entries(*coalesce(agreed, part.numel)), compressor.unpack(payload, part, inner)
 
-        starts = [self._part(segment, rank).start - segment.start for rank in range(count)]
-        most = self._part(segment, 0).numel  # the first parts are the longest
-        parts = _all_gather_ragged(node, (result.indices, result.values, used.indices), most)
-        for rank, (theirs, values, used_there) in enumerate(parts):
-            for received in (theirs, used_there):
-                check_indices(received, self._part(segment, rank).numel)
-            if theirs.numel() != values.numel():
-                raise ValueError(f"{theirs.numel()} indices came with {values.numel()} values: a payload is corrupt.")
-        indices = torch.cat([start + row[0] for start, row in zip(starts, parts, strict=True)])
-        taken = torch.cat([start + row[2] for start, row in zip(starts, parts, strict=True)])
-        mine = u[taken]
+        # No result has more entries than have been selected, nor than there are; the first parts are the longest.
+        longest = self._part(segment, 0).numel
+        room = min(longest, across.size * compressor.capacity(longest, ctx.density))
+
+        def told(indices: Tensor) -> Tensor:
+            """Count the indices of a part within the segment, and pad them, as int32."""
+            moved = torch.where(indices < part.numel, indices + (part.start - segment.start), segment.numel)
+            return _resized(moved.int(), room, segment.numel)
+
+        unsound = torch.zeros(1, dtype=torch.int64, device=u.device)
+        if inner.sound is not None:
+            unsound = inner.sound.logical_not().long().view(1)
+        parts = (unsound, told(result.indices), _resized(result.values, room, 0), told(used.indices))
+        messages = intact(torch.stack(node.all_gather(packed(parts))), node, ctx)
+        flags, *rows = (row.reshape(-1) for row in unpacked(messages, parts))
+        if inner.sound is not None:
+            # What a rank with another part has found makes the step a bad one here, too; it tells what it is.
+            ctx.sound = inner.sound & (flags == 0).all()
+        indices, values, taken = rows[0].long(), rows[1], rows[2].long()
+        indices, values = compacted((indices, values), segment.numel)
+        taken, _ = compacted((taken, taken < segment.numel), segment.numel)
+        if not uses_triton(u):
+            check_indices(indices, segment.numel)
+            check_indices(taken, segment.numel)
         # What was rounded, or not used, of the sum.
-        here = sum(row[2].numel() for row in parts[: node.rank])
-        mine[here : here + used.indices.numel()] += (used.values - mean[used.indices]) * count
-        return (Entries(indices, torch.cat([row[1] for row in parts])),), Entries(taken, mine)
+        rest = (used.values - gather(mean, used.indices)) * count
+        mine = gather(u, taken) + at(taken, (told(used.indices).long(), _resized(rest, room, 0)))
+        return (Entries(indices, values),), Entries(taken, mine)
 
     def _part(self, segment: Segment, rank: int) -> Segment:
         """Return the part of a segment that a rank of the host adds up, as one parameter: `tensor_split`'s cut."""
         each, more = divmod(segment.numel, self.ranks_per_node)
         start = segment.start + rank * each + min(rank, more)
-        return Segment(segment.index, segment.names[:1], ((each + (rank < more),),), start)
+        # What is wrong with it is so after adding up: before, all ranks look at their own.
+        name = f"{segment.names[0]} and on, added up on a host"
+        return Segment(segment.index, (name,), ((each + (rank < more),),), start)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return self.between.nbytes(compressor, self._part(segment, 0), density, size // self.ranks_per_node)
@@ -112,17 +127,6 @@ class TwoLevel(Aggregator):
         self.between.check_size(size // self.ranks_per_node)
 
 
-def _all_gather_ragged(comm: Comm, parts: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Return every rank's tensors, 1-D, whose lengths may differ from rank to rank, `most` elements at most."""
-    mine = torch.tensor([part.numel() for part in parts], device=parts[0].device)
-    lengths = torch.stack(comm.all_gather(mine))
-    if not bool(((lengths >= 0) & (lengths <= most)).all()) or not torch.equal(lengths[comm.rank], mine):
-        raise ValueError(f"Payloads for at most {most} entries say they hold {lengths.tolist()}: one is corrupt.")
-    rooms = [
-        torch.nn.functional.pad(part, (0, int(longest) - part.numel()))
-        for part, longest in zip(parts, lengths.amax(0), strict=True)
-    ]
-    return [
-        [part[:length] for part, length in zip(unpacked(intact(row, comm), rooms), own, strict=True)]
-        for row, own in zip(comm.all_gather(packed(rooms)), lengths.tolist(), strict=True)
-    ]
+def _resized(x: Tensor, size: int, value: float) -> Tensor:
+    """Return `x` (1-D) with `size` elements: cut, or padded with a value."""
+    return torch.nn.functional.pad(x, (0, size - x.numel()), value=value)

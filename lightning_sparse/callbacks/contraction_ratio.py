@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.callbacks.shared import Charts, StepCallback, Trainer, sum_of_squares
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Payload, Sparsifier
+from lightning_sparse.compressors.base import Payload, Sparsifier, unpadded
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 from lightning_sparse.observer import Observer
@@ -104,7 +104,7 @@ class _Losses(Observer):
         if used[0] is u:
             lost, sent = [0.0] * len(parts), [part.numel() for part in parts]
         elif isinstance(compressor, Sparsifier):
-            indices, values = compressor.unpack(used, segment, ctx)
+            indices, values = unpadded(compressor.unpack(used, segment, ctx), segment)
             before = u[indices].double()
             gone = before.square() - (before - values).square()
             cuts: list[int] = []

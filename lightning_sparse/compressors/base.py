@@ -205,16 +205,15 @@ class Sparsifier(Compressor):
         return self.pack(entries, segment, ctx)
 
     def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:
-        """Return a payload that holds these entries, at most `capacity` of them; None is the compressor's own."""
+        """Return a payload that holds these entries, at most `capacity` of them; None is the compressor's own.
+
+        Several lists, the rows of `entries`, become several payloads, the rows of each part.
+        """
         indices, values = entries
         if capacity is None:
             capacity = self.capacity(segment.numel, ctx.density)
-        if uses_triton(indices):
-            count = (indices < segment.numel).sum(0, keepdim=True, dtype=torch.int32)
-        else:
-            count = torch.full((1,), indices.numel(), dtype=torch.int32, device=indices.device)
         return (
-            count,
+            (indices < segment.numel).sum(-1, keepdim=True, dtype=torch.int32),
             *formats.encode_values(values, capacity, self.value_format),
             *formats.encode_indices(indices, segment.numel, capacity, self.index_format),
         )
@@ -222,52 +221,47 @@ class Sparsifier(Compressor):
     def unpack(self, payload: Payload, segment: Segment, ctx: Context, capacity: int | None = None) -> Entries:
         """Return the entries that the payload holds; entries are a payload, too, that need not be sent.
 
+        Padded by Triton, for the host does not wait for their number, and where there are several rows.
+
         Raises:
-            ValueError: no `pack` makes such a payload: it was damaged on its way.
+            ValueError: no `pack` makes such a payload: it was damaged on its way. Not by Triton.
         """
         if isinstance(payload, Entries):
             return payload
         if capacity is None:
             capacity = self.capacity(segment.numel, ctx.density)
-        values, packed = self._cut(payload)
-        count = int(payload[0])
-        if not 0 <= count <= capacity:
-            raise ValueError(f"A payload for at most {capacity} entries says it holds {count}: it is corrupt.")
-        return Entries(
-            formats.decode_indices(packed, count, segment.numel, capacity, self.index_format),
-            formats.decode_values(values, count, self.value_format),
-        )
-
-    def padded(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
-        """Return what `unpack` does; on CUDA padded and unchecked, so that the host need not wait."""
-        if isinstance(payload, Entries) or not uses_triton(payload[0]):
-            return self.unpack(payload, segment, ctx)
-        values, packed = self._cut(payload)
-        capacity = self.capacity(segment.numel, ctx.density)
-        return Entries(
-            formats.decode_padded(packed, payload[0], segment.numel, capacity, self.index_format),
-            formats.decode_values(values, capacity, self.value_format),
-        )
-
-    def _cut(self, payload: Payload) -> tuple[Payload, Payload]:
-        """Return the tensors behind the count that hold the values, and those that hold the indices."""
         first = 3 if self.value_format == "int8" else 2
-        return payload[1:first], payload[first:]
+        count, values, packed = payload[0], payload[1:first], payload[first:]
+        entries = Entries(
+            formats.decode_indices(packed, count, segment.numel, capacity, self.index_format),
+            formats.decode_values(values, self.value_format),
+        )
+        if count.dim() > 1 or uses_triton(count):
+            return entries
+        return Entries(*(part[: int(count)] for part in entries))
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return what comes out of values, (..., n), that are sent together."""
+        if self.value_format == "float32":
+            return values
+        return formats.decode_values(
+            formats.encode_values(values, values.shape[-1], self.value_format), self.value_format
+        )
 
     def indices(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
-        """Return the int64 indices that the payload holds, ascending."""
-        return self.unpack(payload, segment, ctx).indices
+        """Return the int64 indices that the payload holds, ascending; on CUDA the host waits for their number."""
+        return unpadded(self.unpack(payload, segment, ctx), segment).indices
 
     def accumulate_(self, out: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
-        return add_entries_(out, *self.padded(payload, segment, ctx))
+        return add_entries_(out, *self.unpack(payload, segment, ctx))
 
     def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
-        return add_entries_(u, *self.padded(payload, segment, ctx), -1.0)
+        return add_entries_(u, *self.unpack(payload, segment, ctx), -1.0)
 
     def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
-        size = len(payloads)
-        unpacked = (self.padded(payload, segment, ctx) for payload in payloads)
-        return tuple(Entries(indices, values / size) for indices, values in unpacked)
+        rows = tuple(torch.stack(parts) for parts in zip(*payloads, strict=True))
+        indices, values = self.unpack(rows, segment, ctx)
+        return tuple(map(Entries, indices, values / len(payloads)))
 
 
 def selection_bound(target: int) -> int:

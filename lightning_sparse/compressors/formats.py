@@ -15,55 +15,60 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.pack import LOWER, pack, unpack, unpack_padded, upper_bytes
+from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.pack import LOWER, pack, unpack, upper_bytes
 
 IndexFormat = Literal["compact", "int32"]
 ValueFormat = Literal["float32", "bfloat16", "int8"]
 
 
 def encode_indices(indices: Tensor, numel: int, capacity: int, form: IndexFormat) -> tuple[Tensor, ...]:
-    """Return int64 indices, ascending, below `numel`, and at most `capacity` of them, as one or two tensors.
+    """Return int64 indices, (..., n), ascending, below `numel`, and at most `capacity` of them, as one or two tensors.
 
-    On CUDA they may be padded, see `kernels/pack.py`.
+    They may be padded, see `kernels/pack.py`.
     """
     width = _width(numel, capacity, form)
     return (_padded(indices.int(), capacity),) if width is None else pack(indices, numel, capacity, width)
 
 
-def decode_indices(parts: tuple[Tensor, ...], count: int, numel: int, capacity: int, form: IndexFormat) -> Tensor:
-    """Return the int64 indices of `encode_indices`.
+def decode_indices(parts: tuple[Tensor, ...], count: Tensor, numel: int, capacity: int, form: IndexFormat) -> Tensor:
+    """Return the int64 indices of `encode_indices`, (..., capacity), padded.
+
+    Args:
+        count: how many they are, int32, (..., 1).
 
     Raises:
-        ValueError: the bytes are none that `encode_indices` makes.
+        ValueError: no `encode_indices` makes such bytes. Not by Triton: the host does not look.
     """
     width = _width(numel, capacity, form)
     if width is None:
-        indices = parts[0][:count].long()
+        # By Triton nothing checks what was damaged, but it must do no harm.
+        indices = parts[0].long().clamp_(min=0) if uses_triton(parts[0]) else parts[0].long()
+        indices = torch.where(torch.arange(capacity, device=indices.device) < count, indices, numel)
     else:
-        indices = unpack(parts[0], parts[1:], width)
-        if indices.numel() != count:
-            raise ValueError(f"A payload of {count} entries holds {indices.numel()} indices: it is corrupt.")
-    check_indices(indices, numel)
+        indices = unpack(parts[0], parts[1:], count, numel, capacity, width)
+    if not uses_triton(indices):
+        check_indices(indices, numel, count)
     return indices
 
 
-def decode_padded(parts: tuple[Tensor, ...], count: Tensor, numel: int, capacity: int, form: IndexFormat) -> Tensor:
-    """Return the indices of `encode_indices` by Triton, without asking for their number; see `kernels/pack.py`."""
-    width = _width(numel, capacity, form)
-    if width is not None:
-        return unpack_padded(parts[0], parts[1:], count, numel, capacity, width)
-    indices = parts[0].long().clamp_(min=0)  # nothing checks what was damaged, but it must do no harm
-    return torch.where(torch.arange(capacity, device=indices.device) < count, indices, numel)
+def check_indices(indices: Tensor, numel: int, count: Tensor | None = None) -> None:
+    """Raise ValueError unless indices that were received, (..., n), are as many as was said, within `numel` elements.
 
-
-def check_indices(indices: Tensor, numel: int) -> None:
-    """Raise ValueError unless indices that were received ascend, without repetition, within `numel` elements."""
-    if not indices.numel():
-        return
-    first, last = int(indices[0]), int(indices[-1])
-    if first < 0 or last >= numel or not bool((indices[1:] > indices[:-1]).all()):
-        order = "" if first < 0 or last >= numel else ", which do not ascend"
+    And ascend, without repetition; `numel` at the end stands for no index.
+    """
+    if count is not None and bool(((count < 0) | (count > indices.shape[-1])).any()):
+        said = next(said for said in count.view(-1).tolist() if not 0 <= said <= indices.shape[-1])
+        raise ValueError(f"A payload for at most {indices.shape[-1]} entries says it holds {said}: it is corrupt.")
+    there = (indices >= 0) & (indices < numel)
+    later = indices[..., 1:]
+    outside = bool((~there & (indices != numel)).any())
+    if outside or not bool(((later > indices[..., :-1]) | (later == numel)).all()):
+        order = "" if outside else ", which do not ascend"
+        first, last = (int(extreme()) for extreme in (indices.min, indices[indices != numel].max))
         raise ValueError(f"A payload holds indices {first} to {last} of {numel} elements{order}: it is corrupt.")
+    if count is not None and not torch.equal(there.sum(-1, keepdim=True), count.long()):
+        raise ValueError(f"A payload of {int(count.sum())} entries holds {int(there.sum())} indices: it is corrupt.")
 
 
 def index_bytes(numel: int, capacity: int, form: IndexFormat) -> int:
@@ -73,7 +78,7 @@ def index_bytes(numel: int, capacity: int, form: IndexFormat) -> int:
 
 
 def encode_values(values: Tensor, capacity: int, form: ValueFormat) -> tuple[Tensor, ...]:
-    """Return fp32 values, at most `capacity` of them, as one or two tensors. What is not finite stays so."""
+    """Return fp32 values, (..., n), at most `capacity` of them, as one or two tensors. What is not finite stays so."""
     if form == "float32":
         return (_padded(values, capacity),)
     if form == "bfloat16":
@@ -81,18 +86,18 @@ def encode_values(values: Tensor, capacity: int, form: ValueFormat) -> tuple[Ten
         # Rounding up must not make an infinity.
         largest = torch.finfo(torch.bfloat16).max
         return (_padded(torch.where(values.isfinite(), rounded.clamp(-largest, largest), rounded), capacity),)
-    scale = values.abs().amax(0, keepdim=True) / 127 if values.numel() else values.new_zeros(1)
+    scale = values.abs().amax(-1, keepdim=True) / 127 if values.numel() else values.new_zeros(*values.shape[:-1], 1)
     codes = torch.where(scale > 0, values / scale, 0).round()
     # In a payload with something that is not finite the scale shows it.
     return scale, _padded(codes.nan_to_num(0, 0, 0).to(torch.int8), capacity)
 
 
-def decode_values(parts: tuple[Tensor, ...], count: int, form: ValueFormat) -> Tensor:
-    """Return the fp32 values of `encode_values`."""
+def decode_values(parts: tuple[Tensor, ...], form: ValueFormat) -> Tensor:
+    """Return the fp32 values of `encode_values`, (..., capacity)."""
     if form == "int8":
         largest = torch.finfo(torch.float32).max  # 127 times a rounded 127th of it may lie above
-        return parts[1][:count].float().mul_(parts[0]).clamp_(-largest, largest)
-    return parts[0][:count].float()
+        return parts[1].float().mul_(parts[0]).clamp_(-largest, largest)
+    return parts[0].float()
 
 
 def value_bytes(capacity: int, form: ValueFormat) -> int:
@@ -110,6 +115,6 @@ def _width(numel: int, capacity: int, form: IndexFormat) -> int | None:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    out = torch.zeros(size, dtype=x.dtype, device=x.device)
-    out[: x.numel()] = x
+    out = torch.zeros(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    out[..., : x.shape[-1]] = x
     return out

@@ -67,9 +67,6 @@ class RandK(Sparsifier):
             return payload
         return Entries(self._draw(segment.numel, payload[0].device, ctx), payload[0])
 
-    def padded(self, payload: Payload, segment: Segment, ctx: Context) -> Entries:
-        return self.unpack(payload, segment, ctx)  # of a length that is known
-
     def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
         total = payloads[0][0].clone()
         for (values,) in payloads[1:]:

@@ -1,17 +1,19 @@
 """Ascending indices as bits: the lower bits as they are, of the upper ones the differences, in unary.
 
     upper, *lower = pack(indices, numel=1000, capacity=16, width=8)
-    unpack(upper, lower, width=8)  # the indices again
+    unpack(upper, lower, count, numel=1000, capacity=16, width=8)  # the indices again, padded to 16
 
 Elias 1974; Fano 1971. Bit (index >> width) + i of `upper` is set for the i-th index.
 
 On CUDA the host must not wait for a count. So lists of indices have a fixed length there, and are padded at the end
-with the number of elements, which is no index; values that belong to it are zero.
+with the number of elements, which is no index; values that belong to it are zero. So are several lists of different
+lengths, on any device, which are the rows of one tensor.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -42,51 +44,63 @@ def pack(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[Tensor
     """Return indices as upper bits, uint8 of `upper_bytes`, and, unless `width` is 0, `capacity` lower parts.
 
     Args:
-        indices: int64, ascending, distinct, at most `capacity` of them; `numel` at the end stands for no index.
+        indices: int64, (..., n), each row ascending, distinct, n at most `capacity`; `numel` at the end of a row stands
+            for no index.
         numel: all indices are below.
-        capacity: what there is room for.
+        capacity: what there is room for in a row.
         width: of the lower bits: 0, 8 or 16.
     """
     size, device = upper_bytes(numel, capacity, width), indices.device
-    lower = (torch.zeros(capacity, dtype=LOWER[width], device=device),) if width else ()
+    *lead, each = indices.shape
+    lower = (torch.zeros(*lead, capacity, dtype=LOWER[width], device=device),) if width else ()
     if uses_triton(indices):
-        words = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
+        words = torch.zeros(*lead, -(-size // 4), dtype=torch.int32, device=device)
         if count := indices.numel():
-            args = (indices, words, *(lower or (words,)), count, numel)
+            args = (indices.contiguous(), words, *(lower or (words,)), count, each, words.shape[-1], capacity, numel)
             launch(_pack, -(-count // TILE), *args, WIDTH=width, TILE=TILE)
-        return words.view(torch.uint8)[:size], *lower
-    bits = torch.zeros(8 * size, dtype=torch.uint8, device=device)
-    bits[(indices >> width) + torch.arange(indices.numel(), device=device)] = 1
+        return words.view(torch.uint8)[..., :size], *lower
+    there = indices < numel
+    bits = torch.zeros(*lead, 8 * size, dtype=torch.uint8, device=device)
+    rows = torch.arange(math.prod(lead), device=device).view(*lead, 1)
+    places = (indices >> width) + torch.arange(each, device=device) + 8 * size * rows
+    bits.view(-1)[places[there]] = 1
     for part in lower:
-        part[: indices.numel()] = indices.to(part.dtype)  # conversion keeps the lower bits
-    return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=device)).sum(1, dtype=torch.uint8), *lower
+        part[..., :each] = (indices * there).to(part.dtype)  # conversion keeps the lower bits
+    return (bits.view(*lead, size, 8) << torch.arange(8, dtype=torch.uint8, device=device)).sum(
+        -1, dtype=torch.uint8
+    ), *lower
 
 
-def unpack(upper: Tensor, lower: Sequence[Tensor], width: int) -> Tensor:
-    """Return the indices that `pack` was given: as many as bits are set, if the lower parts suffice."""
-    bits = upper.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=upper.device) & 1
-    places = bits.view(-1).nonzero().squeeze(1)
-    indices = places.sub_(torch.arange(places.numel(), device=places.device))
-    for part in lower:
-        found = part[: indices.numel()].long() & (1 << width) - 1
-        indices = (indices[: found.numel()] << width) | found
-    return indices
-
-
-def unpack_padded(
-    upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int
-) -> Tensor:
-    """Return `capacity` indices, by Triton: those that `pack` was given, the first `count`, and `numel` behind them.
+def unpack(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int) -> Tensor:
+    """Return the indices that `pack` was given, int64, (..., capacity), padded with `numel`.
 
     Args:
-        count: one int32, on the device.
+        upper: uint8, (..., `upper_bytes`).
+        lower: of `pack`.
+        count: how many they are, int32, (..., 1).
+        numel, capacity, width: of `pack`.
+
+    From what no `pack` has made come some numbers, not negative.
     """
-    out = torch.full((capacity,), numel, dtype=torch.int64, device=upper.device)
-    tiles = -(-upper.numel() // BYTES)
-    counts = torch.empty(tiles, dtype=torch.int32, device=upper.device)
-    launch(_count_bits, tiles, upper, counts, upper.numel(), TILE=BYTES)
-    args = (upper, *(lower or (upper,)), counts.cumsum(0), count, out, upper.numel(), capacity)
-    launch(_unpack, tiles, *args, WIDTH=width, TILE=BYTES, num_warps=8)
+    *lead, size = upper.shape
+    out = torch.full((*lead, capacity), numel, dtype=torch.int64, device=upper.device)
+    if uses_triton(upper):
+        upper, tiles, rows = upper.contiguous(), -(-size // BYTES), math.prod(lead)
+        counts = torch.empty(*lead, tiles, dtype=torch.int32, device=upper.device)
+        launch(_count_bits, rows * tiles, upper, counts, size, tiles, TILE=BYTES)
+        args = (*(part.contiguous() for part in lower or (upper,)), counts.cumsum(-1), count.contiguous(), out)
+        launch(_unpack, rows * tiles, upper, *args, size, tiles, capacity, WIDTH=width, TILE=BYTES, num_warps=8)
+        return out
+    bits = upper.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=upper.device) & 1
+    found = bits.view(*lead, 8 * size).sum(-1, dtype=torch.int64).view(-1)
+    places = bits.view(-1).nonzero().squeeze(1)
+    row = torch.repeat_interleave(found)
+    rank = torch.arange(places.numel(), device=upper.device) - (found.cumsum(0) - found)[row]
+    there = rank < torch.minimum(count, torch.tensor(capacity)).view(-1)[row]
+    row, rank, index = row[there], rank[there], (places - 8 * size * row - rank)[there]
+    for part in lower:
+        index = (index << width) | part.reshape(-1, capacity)[row, rank].long() & (1 << width) - 1
+    out.view(-1, capacity)[row, rank] = index
     return out
 
 
@@ -100,42 +114,47 @@ def gather(u: Tensor, indices: Tensor) -> Tensor:
     return values
 
 
-@kernel("count", "numel")
-def _pack(indices, words, lower, count, numel, WIDTH: tl.constexpr, TILE: tl.constexpr):
+@kernel("count", "each", "words_each", "capacity", "numel")
+def _pack(indices, words, lower, count, each, words_each, capacity, numel, WIDTH: tl.constexpr, TILE: tl.constexpr):
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + places, mask=places < count, other=numel)
     there = index < numel
-    bit = (index >> WIDTH) + places
+    row = places // each
+    place = places - row * each
+    bit = (index >> WIDTH) + place
     # The order of these additions to a set does not matter.
-    tl.atomic_or(words + (bit >> 5), (1 << (bit & 31)).to(tl.int32), mask=there, sem="relaxed")
+    word = words + row * words_each + (bit >> 5)
+    tl.atomic_or(word, (1 << (bit & 31)).to(tl.int32), mask=there, sem="relaxed")
     if WIDTH > 0:
-        tl.store(lower + places, index.to(lower.dtype.element_ty), mask=there)
+        tl.store(lower + row * capacity + place, index.to(lower.dtype.element_ty), mask=there)
 
 
-@kernel("nbytes")
-def _count_bits(upper, counts, nbytes, TILE: tl.constexpr):
-    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    byte = tl.load(upper + places, mask=places < nbytes, other=0).to(tl.int32)
+@kernel("nbytes", "tiles")
+def _count_bits(upper, counts, nbytes, tiles, TILE: tl.constexpr):
+    row = tl.program_id(0) // tiles
+    places = (tl.program_id(0) - row * tiles) * TILE + tl.arange(0, TILE)
+    byte = tl.load(upper + row * nbytes + places, mask=places < nbytes, other=0).to(tl.int32)
     byte = byte - ((byte >> 1) & 0x55)
     byte = (byte & 0x33) + ((byte >> 2) & 0x33)
     tl.store(counts + tl.program_id(0), tl.sum((byte + (byte >> 4)) & 0x0F))
 
 
-@kernel("nbytes", "capacity")
-def _unpack(upper, lower, counts, count, out, nbytes, capacity, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """`counts` says how many bits are set in a tile and all before it."""
-    tile = tl.program_id(0)
+@kernel("nbytes", "tiles", "capacity")
+def _unpack(upper, lower, counts, count, out, nbytes, tiles, capacity, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """`counts` says how many bits are set in a tile and those before it in its row."""
+    row = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - row * tiles
     start = tile * TILE
-    before = tl.load(counts + tile - 1, mask=tile > 0, other=0).to(tl.int32)
+    before = tl.load(counts + tl.program_id(0) - 1, mask=tile > 0, other=0).to(tl.int32)
     places = start + tl.arange(0, TILE)
-    byte = tl.load(upper + places, mask=places < nbytes, other=0).to(tl.int32)
+    byte = tl.load(upper + row * nbytes + places, mask=places < nbytes, other=0).to(tl.int32)
     bits = tl.reshape((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1, [TILE * 8])
     rank = before + tl.cumsum(bits) - bits
-    there = (bits > 0) & (rank < tl.minimum(tl.load(count), capacity))
+    there = (bits > 0) & (rank < tl.minimum(tl.load(count + row), capacity))
     index = (start * 8 + tl.arange(0, TILE * 8) - rank).to(tl.int64) << WIDTH
     if WIDTH > 0:
-        index |= tl.load(lower + rank, mask=there, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
-    tl.store(out + rank, index, mask=there)
+        index |= tl.load(lower + row * capacity + rank, mask=there, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
+    tl.store(out + row * capacity + rank, index, mask=there)
 
 
 @kernel("count", "numel")

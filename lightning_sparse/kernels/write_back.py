@@ -60,7 +60,7 @@ def write_entries_(
         grads: one 1-D gradient per parameter; overwritten.
         bounds: offsets of the parameters in the segment, and its length as the last one.
         terms: (int64 indices into the segment, ascending; fp32 values), added in this order, so that the result is
-            the same on all ranks. Where Triton works they may be padded, see `kernels/pack.py`.
+            the same on all ranks. They may be padded, see `kernels/pack.py`.
         sound: a bool scalar on the device; where it is false, zeros are written. None is true.
 
     Returns:
@@ -73,12 +73,12 @@ def write_entries_(
     if uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads):
         if rounded and len(terms) > 1:
             # Each element has to be summed up in fp32 before it is rounded once.
-            terms = [_coalesce_padded(terms, bounds[-1])]
+            terms = [coalesce(terms, bounds[-1])]
         fitted = [(indices, fit(values, grads[0].dtype)) for indices, values in terms]
         _add_to_all(grads, bounds, fitted)
         return (terms[0][0], terms[0][1] - fitted[0][1].float()) if rounded else None
     if rounded:
-        terms = [coalesce(terms)]
+        terms = [coalesce(terms, bounds[-1])]
     edges = torch.tensor(bounds, device=grads[0].device)
     lost = []
     for indices, values in terms:
@@ -132,14 +132,15 @@ def fit(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp(-largest, largest).to(dtype)
 
 
-def coalesce(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Add up sparse terms in the order given; return each index once, ascending, with its fp32 sum."""
-    return _summed(torch.unique(torch.cat([term[0] for term in terms])), terms)
+def coalesce(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
+    """Add up sparse terms of `numel` elements in the order given; return each index once, ascending, with its fp32 sum.
 
-
-def _coalesce_padded(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
-    """Do what `coalesce` does, but padded, as the terms may be, to the length of all terms together."""
-    indices = torch.cat([term[0] for term in terms]).sort().values
+    The terms may be padded; by Triton the result is, to the length of all terms together.
+    """
+    indices = torch.cat([term[0] for term in terms])
+    if not uses_triton(indices):
+        return _summed(torch.unique(indices), terms)
+    indices = indices.sort().values
     again = torch.zeros_like(indices, dtype=torch.bool)
     torch.eq(indices[1:], indices[:-1], out=again[1:])
     # What is padded is zero, and is added behind the others.
@@ -154,14 +155,25 @@ def _summed(indices: Tensor, terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Te
 
 
 def at(places: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the values that entries have at the places, zero where they have none; places and indices ascending."""
+    """Return the values that entries have at the places, zero where they have none; both ascend and may be padded."""
     indices, values = entries
-    found = torch.zeros(places.numel(), dtype=values.dtype, device=values.device)
-    if places.numel():
-        position = torch.searchsorted(places, indices).clamp_(max=places.numel() - 1)
-        alike = places[position] == indices
-        found[position[alike]] = values[alike]
-    return found
+    if not indices.numel():
+        return values.new_zeros(places.shape)
+    position = torch.searchsorted(indices, places).clamp_(max=indices.numel() - 1)
+    return torch.where(indices[position] == places, values[position], 0)
+
+
+def compacted(entries: tuple[Tensor, Tensor], numel: int) -> tuple[Tensor, Tensor]:
+    """Leave out entries that say nothing: padding, wherever it is, and zeros. By Triton they become padding at the end.
+
+    Without them the indices ascend.
+    """
+    indices, values = entries
+    there = (indices < numel) & (values != 0)
+    if not uses_triton(indices):
+        return indices[there], values[there]
+    indices, order = torch.where(there, indices, numel).sort()
+    return indices, torch.where(there, values, 0)[order]
 
 
 def write_dense_(

@@ -253,7 +253,7 @@ def in_several_ways(rank: int, device: str, name: str) -> dict[str, Tensor]:
 
 
 @on_both
-@pytest.mark.parametrize("name", ["topk", "gaussiank", "randk", "dense"])
+@pytest.mark.parametrize("name", METHODS)
 def test_no_step_waits_and_runs_are_bit_identical(device, name):
     (runs,) = ranks(device, 1, in_several_ways, name, backend="nccl" if device == "cuda" else "gloo")
     for kind in ("fp32", "bf16-mixed", "bf16-true"):
