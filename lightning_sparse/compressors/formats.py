@@ -60,15 +60,20 @@ def check_indices(indices: Tensor, numel: int, count: Tensor | None = None) -> N
     if count is not None and bool(((count < 0) | (count > indices.shape[-1])).any()):
         said = next(said for said in count.view(-1).tolist() if not 0 <= said <= indices.shape[-1])
         raise ValueError(f"A payload for at most {indices.shape[-1]} entries says it holds {said}: it is corrupt.")
-    there = (indices >= 0) & (indices < numel)
+    if not indices.numel():
+        return
+    least, most = map(int, indices.aminmax())
+    if least < 0 or most > numel:
+        raise ValueError(f"A payload holds indices {least} to {most} of {numel} elements: it is corrupt.")
     later = indices[..., 1:]
-    outside = bool((~there & (indices != numel)).any())
-    if outside or not bool(((later > indices[..., :-1]) | (later == numel)).all()):
-        order = "" if outside else ", which do not ascend"
-        first, last = (int(extreme()) for extreme in (indices.min, indices[indices != numel].max))
-        raise ValueError(f"A payload holds indices {first} to {last} of {numel} elements{order}: it is corrupt.")
-    if count is not None and not torch.equal(there.sum(-1, keepdim=True), count.long()):
-        raise ValueError(f"A payload of {int(count.sum())} entries holds {int(there.sum())} indices: it is corrupt.")
+    if not bool(((later > indices[..., :-1]) | (later == numel)).all()):
+        raise ValueError(f"A payload holds indices of {numel} elements that do not ascend: it is corrupt.")
+    if count is not None:
+        there = (indices < numel).sum(-1, keepdim=True)
+        if not torch.equal(there, count.long()):
+            raise ValueError(
+                f"A payload of {int(count.sum())} entries holds {int(there.sum())} indices: it is corrupt."
+            )
 
 
 def index_bytes(numel: int, capacity: int, form: IndexFormat) -> int:

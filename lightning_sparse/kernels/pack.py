@@ -59,16 +59,16 @@ def pack(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[Tensor
             args = (indices.contiguous(), words, *(lower or (words,)), count, each, words.shape[-1], capacity, numel)
             launch(_pack, -(-count // TILE), *args, WIDTH=width, TILE=TILE)
         return words.view(torch.uint8)[..., :size], *lower
-    there = indices < numel
     bits = torch.zeros(*lead, 8 * size, dtype=torch.uint8, device=device)
-    rows = torch.arange(math.prod(lead), device=device).view(*lead, 1)
-    places = (indices >> width) + torch.arange(each, device=device) + 8 * size * rows
-    bits.view(-1)[places[there]] = 1
-    for part in lower:
-        part[..., :each] = (indices * there).to(part.dtype)  # conversion keeps the lower bits
-    return (bits.view(*lead, size, 8) << torch.arange(8, dtype=torch.uint8, device=device)).sum(
-        -1, dtype=torch.uint8
-    ), *lower
+    many = math.prod(lead)
+    rows = (indices.reshape(many, each), bits.view(many, -1), *(part.view(many, -1) for part in lower))
+    for row, bit, *parts in zip(*rows, strict=True):
+        row = row[: int((row < numel).sum())]
+        bit[(row >> width) + torch.arange(row.numel(), device=device)] = 1
+        for part in parts:
+            part[: row.numel()] = row.to(part.dtype)  # conversion keeps the lower bits
+    bits = bits.view(*lead, size, 8) << torch.arange(8, dtype=torch.uint8, device=device)
+    return bits.sum(-1, dtype=torch.uint8), *lower
 
 
 def unpack(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int) -> Tensor:
@@ -85,22 +85,20 @@ def unpack(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, ca
     *lead, size = upper.shape
     out = torch.full((*lead, capacity), numel, dtype=torch.int64, device=upper.device)
     if uses_triton(upper):
-        upper, tiles, rows = upper.contiguous(), -(-size // BYTES), math.prod(lead)
+        upper, tiles = upper.contiguous(), -(-size // BYTES)
         counts = torch.empty(*lead, tiles, dtype=torch.int32, device=upper.device)
-        launch(_count_bits, rows * tiles, upper, counts, size, tiles, TILE=BYTES)
+        launch(_count_bits, counts.numel(), upper, counts, size, tiles, TILE=BYTES)
         args = (*(part.contiguous() for part in lower or (upper,)), counts.cumsum(-1), count.contiguous(), out)
-        launch(_unpack, rows * tiles, upper, *args, size, tiles, capacity, WIDTH=width, TILE=BYTES, num_warps=8)
+        launch(_unpack, counts.numel(), upper, *args, size, tiles, capacity, WIDTH=width, TILE=BYTES, num_warps=8)
         return out
     bits = upper.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=upper.device) & 1
-    found = bits.view(*lead, 8 * size).sum(-1, dtype=torch.int64).view(-1)
-    places = bits.view(-1).nonzero().squeeze(1)
-    row = torch.repeat_interleave(found)
-    rank = torch.arange(places.numel(), device=upper.device) - (found.cumsum(0) - found)[row]
-    there = rank < torch.minimum(count, torch.tensor(capacity)).view(-1)[row]
-    row, rank, index = row[there], rank[there], (places - 8 * size * row - rank)[there]
-    for part in lower:
-        index = (index << width) | part.reshape(-1, capacity)[row, rank].long() & (1 << width) - 1
-    out.view(-1, capacity)[row, rank] = index
+    rows = (out.view(-1, capacity), bits.view(-1, 8 * size), *(part.reshape(-1, capacity) for part in lower))
+    for row, bit, *parts in zip(*rows, strict=True):
+        indices = bit.nonzero().squeeze(1)[:capacity]
+        indices.sub_(torch.arange(indices.numel(), device=indices.device))
+        for part in parts:
+            indices = (indices << width) | (part[: indices.numel()].long() & (1 << width) - 1)
+        row[: indices.numel()] = indices
     return out
 
 
