@@ -92,22 +92,24 @@ class OkTopK(Aggregator):
     ) -> Tensor:
         """Compare headers, and return where regions 1 to P - 1 start, int64."""
         known = ctx.state.get("boundaries")
-        mark, words = 0, [header(payload, u, segment, ctx)]
+        words = [header(payload, u, segment, ctx)]
         if not ctx.settled:
             # They may come from a checkpoint. A rank may have none, or others', for want of its side file.
             fits = known is not None and known.numel() == comm.size - 1
             mark = zlib.crc32(repr(known.tolist()).encode()) if known is not None and fits else -1
             words.append(torch.full((1,), mark, device=u.device))
-        if anew := not ctx.settled or ctx.step % self.refresh == 0:
-            count = (mine.indices < segment.numel).sum()
-            quantiles = torch.arange(1, comm.size, device=u.device) * count // comm.size
-            words.append(torch.nn.functional.pad(mine.indices, (0, 1), value=segment.numel)[quantiles])
         rows = comm.all_gather(torch.cat(words))
         check_headers([row[:2] for row in rows], segment, comm, ctx, at_once=not ctx.settled)
-        if not ctx.settled and ctx.step % self.refresh:
-            anew = mark == -1 or any(int(row[2]) != mark for row in rows)
-        if anew:
-            ctx.state["boundaries"] = torch.stack(rows)[:, len(rows[0]) - comm.size + 1 :].sum(0) // comm.size
+        anew = ctx.step % self.refresh == 0
+        if anew or not ctx.settled:
+            count = (mine.indices < segment.numel).sum()
+            quantiles = torch.arange(1, comm.size, device=u.device) * count // comm.size
+            starts = torch.nn.functional.pad(mine.indices, (0, 1), value=segment.numel)[quantiles]
+            # Also where they may not be needed: within TwoLevel other groups of ranks, whose files are all there, make
+            # the same calls.
+            comm.all_reduce(starts)
+            if anew or mark == -1 or any(int(row[2]) != mark for row in rows):
+                ctx.state["boundaries"] = starts // comm.size
         return ctx.state["boundaries"]
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
