@@ -53,11 +53,12 @@ class Context:
         seed: the run's seed, equal on all ranks.
         segment: index of the segment.
         rank: this rank.
-        fingerprint: 32-bit checksum of method, step, density, segment and layout that ranks compare.
-        settled: whether the ranks have compared headers in the step before, with the same aggregator: then they count
-            steps alike.
+        fingerprint: 32-bit checksum of method, step, density, segment, layout and `settled` that ranks compare.
+        settled: whether the ranks have exchanged this segment by the same aggregator the last time, since their state
+            was set up, loaded or reset. Then they count steps alike; density and learning rate may still differ.
         scan: what the compressor wants to know of u; filled in by a memory that makes u in one pass.
         cache: what a part wants to find again within the same step.
+        sent: the payload that a sparsifier has made, and the entries that come out of it.
         broken: on CUDA, what the compressor knows of elements that are not finite: see `header` of the aggregators.
         sound: on CUDA, whether the headers of all ranks say that the step can be taken, a bool scalar on the device.
             None where the host knows that they do.
@@ -76,6 +77,7 @@ class Context:
     settled: bool = False
     scan: Scan | None = None
     cache: dict[str, Tensor] = field(default_factory=dict)
+    sent: tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]] | None = None
     broken: Tensor | None = None
     sound: Tensor | None = None
     later: list[Callable[[], None]] = field(default_factory=list)

@@ -274,6 +274,8 @@ class Reducer:
         lr = None
         if memory.needs_lr:
             lr = self.lr() if callable(self.lr) else self.lr
+        settled = self._settled[segment.index] is aggregator
+        facts = (self.method, self.seed, self.step, density, lr, segment.index, settled)
         ctx = Context(
             step=self.step,
             density=density,
@@ -285,9 +287,8 @@ class Reducer:
             seed=self.seed,
             segment=segment.index,
             rank=self.comm.rank,
-            fingerprint=zlib.crc32(repr((self.method, self.seed, self.step, density, lr, segment.index)).encode())
-            ^ self._digest,
-            settled=self._settled[segment.index] is aggregator,
+            fingerprint=zlib.crc32(repr(facts).encode()) ^ self._digest,
+            settled=settled,
         )
         gain = memory.gain(ctx)
         if gain == 0:

@@ -50,6 +50,7 @@ MANY = {
     "typed": "*bf16",
     "indices": "*i64",
     "values": "*bf16",
+    "sound": "*i1",
     "count": "i32",
     "numel": "i32",
     "many": "i32",
@@ -110,9 +111,9 @@ KERNELS = {
     "add to many fp32": (
         write_back._add_to_many,
         {**MANY, "typed": "*fp32", "values": "*fp32"},
-        {"TILE": write_back.TILE},
+        {"TILE": write_back.TILE, "WHEN": False},
     ),
-    "add to many": (write_back._add_to_many, MANY, {"TILE": write_back.TILE}),
+    "add to many": (write_back._add_to_many, MANY, {"TILE": write_back.TILE, "WHEN": True}),
 }
 
 

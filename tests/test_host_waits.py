@@ -5,6 +5,7 @@ host and device is seen by a dispatch mode.
 """
 
 import contextlib
+import itertools
 import math
 
 import pytest
@@ -31,17 +32,30 @@ class HostWait(AssertionError):
 class NoWaiting(TorchDispatchMode):
     """Refuses what makes the host wait."""
 
+    def __init__(self):
+        super().__init__()
+        self.pinned = []
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name
         if name == "aten::_local_scalar_dense" or name.startswith(STARTS_WITH_COUNT):
             raise HostWait(name)
-        if name == "aten::index.Tensor" and any(index.dtype == torch.bool for index in args[1] if index is not None):
+        if name.startswith("aten::index") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8)
+            for index in (args[1] if isinstance(args[1], (list, tuple)) else ())
+        ):
             raise HostWait("an index of bool")
         result = func(*args, **kwargs)
+        if kwargs.get("pin_memory") or (
+            name in ("aten::copy_", "aten::detach") and any(args[0] is pinned for pinned in self.pinned)
+        ):
+            self.pinned.append(result)
         if name in COPIES:
-            devices = {x.device.type for x in (args[0], *args[1:2], result) if isinstance(x, torch.Tensor)}
+            tensors = [x for x in (args[0], *args[1:2], result) if isinstance(x, torch.Tensor)]
+            devices = {x.device.type for x in tensors}
             waits = not (kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:3] == (True,)))
+            waits |= any(x.device.type == "cpu" and not any(x is pinned for pinned in self.pinned) for x in tensors)
             if len(devices) > 1 and waits:
                 raise HostWait(f"{name} between {devices}")
         return result
@@ -177,31 +191,35 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
         assert {"_histogram", "_count", "_write", "_gather"} <= set(fake_cuda)
 
 
+COMPRESSORS = [TopK(0.001), TopK(0.01, "int32", "int8"), GaussianK(0.01), TopK(0.0001, "compact", "bfloat16")]
+AGGREGATORS = [
+    # What is wrong, and the header and checksum of each swap.
+    (GlobalTopK(), {1: 1, 2: 2, 3: 4, 4: 3, 8: 4}),
+    # The headers, the checksums of two exchanges, and regions, which follow the entries in every other step.
+    (OkTopK(), {1: 4, 2: 4, 5: 4}),
+    (OkTopK(refresh=2), {4: 4}),
+    # The headers, and a checksum.
+    (ScaleCom(), {1: 2, 2: 2, 3: 2}),
+    # The headers of all ranks, and checksums inside the host, beside what goes on between hosts.
+    (TwoLevel(Mean(), ranks_per_node=2), {2: 3, 4: 3, 6: 3}),
+    (TwoLevel(GlobalTopK(), ranks_per_node=2), {4: 4, 6: 6}),
+    (TwoLevel(OkTopK(refresh=2), ranks_per_node=2), {4: 6}),
+    (TwoLevel(ScaleCom(), ranks_per_node=3), {6: 4}),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "compressor", [TopK(0.001), TopK(0.01, "int32", "int8"), GaussianK(0.01), TopK(0.0001, "compact", "bfloat16")]
-)
-@pytest.mark.parametrize(
-    ("aggregator", "looks"),
+    ("compressor", "aggregator", "looks"),
     [
-        # What is wrong, and the header and checksum of each swap.
-        (GlobalTopK(), {1: 1, 2: 2, 3: 4, 4: 3, 8: 4}),
-        # The headers, and the checksums of two exchanges; regions follow the entries in every third step.
-        (OkTopK(), {1: 3, 2: 3, 5: 3}),
-        (OkTopK(refresh=2), {4: 3}),
-        # The headers, and a checksum.
-        (ScaleCom(), {1: 2, 2: 2, 3: 2}),
-        # The headers of all ranks, and checksums inside the host, beside what goes on between hosts.
-        (TwoLevel(Mean(), ranks_per_node=2), {2: 3, 4: 3, 6: 3}),
-        (TwoLevel(GlobalTopK(), ranks_per_node=2), {4: 4, 6: 6}),
-        (TwoLevel(OkTopK(refresh=2), ranks_per_node=2), {4: 5}),
-        (TwoLevel(ScaleCom(), ranks_per_node=3), {6: 4}),
+        (compressor, aggregator, looks)
+        for compressor, (aggregator, looks) in itertools.product(COMPRESSORS, AGGREGATORS)
+        if aggregator.supports(compressor)
     ],
 )
-def test_no_step_of_other_aggregators_waits(aggregator, looks, compressor, dtype, fake_cuda):
-    if aggregator.supports(compressor):
-        for size, count in looks.items():
-            assert steps(Method(compressor, aggregator=aggregator), dtype, size) == count, size
+def test_no_step_of_other_aggregators_waits(compressor, aggregator, looks, dtype, fake_cuda):
+    for size, count in looks.items():
+        assert steps(Method(compressor, aggregator=aggregator), dtype, size) == count, size
 
 
 @pytest.mark.parametrize(
@@ -215,6 +233,8 @@ def test_no_step_of_other_aggregators_waits(aggregator, looks, compressor, dtype
         lambda x: math.isfinite(x.sum()),
         lambda x: x.unique(),
         lambda x: torch.empty(4).copy_(x),
+        lambda x: torch.empty(4).copy_(x, non_blocking=True),  # not pinned
+        lambda x: x.index_put_((x > 0,), x.new_ones(())),
     ],
 )
 def test_waits_are_seen(wait, fake_cuda):

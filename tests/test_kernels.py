@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 from benchmarks import selection
 from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method
 from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel
-from lightning_sparse.comm import Comm, ProcessGroupComm
+from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import launch, pack, scan, select, threshold, write_back
@@ -405,6 +406,73 @@ def test_what_is_wrong_on_one_rank_harms_nobodys_weights(size):
                 assert "'w' is not finite on rank 1 at step 1." in error, name
         else:
             assert any("'w and on, added up on a host' is not finite" in error for error in errors), errors
+
+
+class Noisy(ProcessGroupComm):
+    """Rank 1 receives one message damaged: `at` counts down to it, from those that are `packed`."""
+
+    at = math.inf
+
+    def _timed(self, nbytes, collective, x, *args):
+        result = super()._timed(nbytes, collective, x, *args)
+        received = x if result is None else result
+        if x.dtype == torch.uint8:
+            self.at -= 1
+            if self.at == -1 and self.rank == 1:
+                message = received[0] if isinstance(received, list) else received
+                message[self.place(message.numel())] ^= 0xC5
+        return result
+
+
+def damaged_on_its_way(rank, size):
+    """Return, for each aggregator and message, what a step makes of it on this rank, and whether it raises an error."""
+    os.environ[launch.KERNELS] = "triton"
+    comm, outcomes = Noisy(), {}
+    ways = [Mean(), GlobalTopK(), OkTopK(), ScaleCom()]
+    if size % 2 == 0:
+        ways = [TwoLevel(between, 2) for between in ways]
+    grads = {"w": torch.randn(30, 31, generator=torch.Generator().manual_seed(rank))}
+    for aggregator, place in itertools.product(ways, (lambda n: n // 2, lambda n: n - 9)):  # before the checksum
+        comm.place, right = place, None
+        for at in itertools.chain([math.inf], itertools.count()):
+            reducer = Reducer(Method(TopK(0.05), Residual(), aggregator), comm)
+            reducer.reduce_({key: grad.clone() for key, grad in grads.items()})
+            out = {key: grad.clone() for key, grad in grads.items()}
+            comm.at = at
+            reducer.reduce_(out)
+            hit, comm.at = comm.at < 0, math.inf
+            if at < math.inf and not hit:
+                break  # there are no more
+            right = out["w"] if right is None else right
+            try:
+                reducer.state_dict()
+                raised = ""
+            except (ValueError, RankFailure) as error:
+                raised = str(error)
+            outcomes[repr(aggregator), place(100), at] = (
+                hit,
+                not out["w"].any(),
+                torch.equal(out["w"], right),
+                raised,
+            )
+    return outcomes
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_damaged_message_harms_nobodys_weights(size):
+    ranks = run_ranks(size, damaged_on_its_way, size)
+    hits = set()
+    for case in ranks[0]:
+        hit, nothing, _, raised = ranks[1][case]
+        if hit:
+            hits.add(case[0])
+            assert "corrupt" in raised, case
+            assert nothing, case
+        for _, nothing, right, _ in (rank[case] for rank in ranks):
+            assert right or (nothing and hit), case
+    assert len(hits) == 4
 
 
 @needs_triton

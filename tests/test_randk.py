@@ -110,10 +110,10 @@ def test_payloads_may_be_added_up_on_the_way():
     randk, ctx, where = RandK(0.1), Context(), segment(500)
     u, v = torch.randn(500), torch.randn(500)
     (a,), (b,) = randk.compress(u, where, ctx), randk.compress(v, where, ctx)
-    ((indices, values),) = randk.mean([(a,), (b,)], where, ctx)
+    ((indices, values),) = randk.mean((torch.stack([a, b]),), where, ctx)
     assert torch.equal(indices, randk.select(u, where, ctx))
     assert torch.equal(values, (u + v)[indices] / 2)
-    ((_, summed),) = randk.mean([((a + b) / 2,)], where, ctx)
+    ((_, summed),) = randk.mean((((a + b) / 2)[None],), where, ctx)
     assert torch.equal(summed, values)
     assert torch.equal(a, u[indices])  # the payloads are left as they are
     assert a.numel() * a.element_size() == randk.nbytes(where, None) == 200

@@ -77,8 +77,7 @@ class Mean(Aggregator):
         self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
     ) -> tuple[Agreed, Payload]:
         payload = compressor.compress(u, segment, ctx)
-        payloads = all_gather_payloads(payload, u, segment, comm, ctx)
-        return compressor.mean(payloads, segment, ctx), payload
+        return compressor.mean(all_gather_payloads(payload, u, segment, comm, ctx), segment, ctx), payload
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return compressor.nbytes(segment, density) * (size - 1)
@@ -96,13 +95,13 @@ class AllReduceMean(Aggregator):
     ) -> tuple[Agreed, Payload]:
         payload = compressor.compress(u, segment, ctx)
         # Sums carry no header, so it goes ahead.
-        check_headers(comm.all_gather(header(payload, u, segment, ctx)), segment, comm, ctx)
+        check_headers(torch.stack(comm.all_gather(header(payload, u, segment, ctx))), segment, comm, ctx)
         # Summed in place where the payload is u itself: a dense segment must not cost a second buffer.
         total = tuple(part if part is u else part.clone() for part in payload)
         for part in total:
             # Divided before, as DDP does: equal to the last bit at two ranks, and sums stay in range.
             comm.all_reduce(part.div_(comm.size))
-        return compressor.mean([total], segment, ctx), payload
+        return compressor.mean(tuple(part[None] for part in total), segment, ctx), payload
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return 2 * compressor.nbytes(segment, density) * (size - 1) / size
@@ -138,26 +137,24 @@ def header(payload: Payload, u: Tensor, segment: Segment, ctx: Context) -> Tenso
 
 
 def check_headers(
-    headers: Sequence[Tensor],
+    headers: Tensor,
     segment: Segment,
     comm: Comm,
     ctx: Context,
     *,
-    messages: Sequence[Tensor] = (),
+    messages: Tensor | None = None,
     at_once: bool = False,
 ) -> None:
     """Raise, on all ranks alike, if ranks are out of step or a gradient is not finite; here, if a message is damaged.
 
     Args:
-        headers: of all ranks.
+        headers: of all ranks, as rows.
         messages: which they came in, where these are `packed`.
         at_once: see `look`.
     """
-    rows = torch.stack(list(headers))
-    rows[:, 0].sub_(ctx.fingerprint)
-    if messages:
-        rows = torch.cat([rows, torch.stack(list(map(checksum, messages)))[:, None]], 1)
+    sums = () if messages is None else (checksum(messages)[:, None],)
     step = ctx.step
+    rows = torch.cat([headers[:, :1] - ctx.fingerprint, headers[:, 1:], *sums], 1)
     look(rows, lambda rows: _judge(rows, segment, step), comm, ctx, at_once=at_once)
 
 
@@ -179,6 +176,19 @@ def look(words: Tensor, judge: Callable[[Any], None], comm: Comm, ctx: Context, 
     well = (words == 0).all()
     ctx.sound = well if ctx.sound is None else ctx.sound & well
     ctx.later.append(lambda: judge(fetched()))
+
+
+def doubt(ctx: Context, device: torch.device) -> Tensor:
+    """Return, for the others, whether this rank knows of something wrong in the step: int64, one element, 0 if not."""
+    if ctx.sound is None:
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    return ctx.sound.logical_not().long().view(1)
+
+
+def heed(doubts: Tensor, ctx: Context) -> None:
+    """Take the `doubt` of other ranks for one's own. They tell what it is, see `look`."""
+    if ctx.sound is not None:
+        ctx.sound = ctx.sound & (doubts == 0).all()
 
 
 def _judge(rows: Sequence[Sequence[int]], segment: Segment, step: int) -> None:
@@ -222,17 +232,17 @@ def not_finite(wrong: int, rank: int, segment: Segment, step: int) -> RuntimeErr
     return NonFiniteGradient(f"{what} on rank {rank} at step {step}. {NOT_FINITE}")
 
 
-def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Comm, ctx: Context) -> list[Payload]:
+def all_gather_payloads(payload: Payload, u: Tensor, segment: Segment, comm: Comm, ctx: Context) -> Payload:
     """Exchange payloads of equal shapes, in one collective, and check the headers that travel with them.
 
     Returns:
-        All ranks' payloads, in rank order.
+        All ranks' payloads, in rank order, as the rows of each part.
     """
     parts = (header(payload, u, segment, ctx), *payload)
-    messages = comm.all_gather(packed(parts))
-    received = [unpacked(message, parts) for message in messages]
-    check_headers([row[0] for row in received], segment, comm, ctx, messages=messages)
-    return [row[1:] for row in received]
+    messages = torch.stack(comm.all_gather(packed(parts)))
+    headers, *payloads = unpacked(messages, parts)
+    check_headers(headers, segment, comm, ctx, messages=messages)
+    return tuple(payloads)
 
 
 def packed(parts: Sequence[Tensor]) -> Tensor:
@@ -241,14 +251,12 @@ def packed(parts: Sequence[Tensor]) -> Tensor:
     At the end there are 8 bytes that make all words, of 8 bytes each, add up to zero: TCP's own checksum has 16 bits,
     and ranks that read different values would drift apart. Parts with several rows make as many messages, as rows.
     """
-    wire = torch.zeros(
-        *parts[0].shape[:-1], sum(map(_room, parts)) + CHECKSUM_BYTES, dtype=torch.uint8, device=parts[0].device
-    )
-    start = 0
+    blank = torch.zeros(*parts[0].shape[:-1], CHECKSUM_BYTES, dtype=torch.uint8, device=parts[0].device)
+    pieces = []
     for part in parts:
-        wire[..., start : start + _nbytes(part)] = part.contiguous().view(torch.uint8)
-        start += _room(part)
-    wire[..., start:].view(torch.int64)[..., 0] = -checksum(wire)
+        pieces += [part.contiguous().view(torch.uint8), blank[..., : _room(part) - _nbytes(part)]]
+    wire = torch.cat([*pieces, blank], -1)
+    torch.neg(checksum(wire), out=wire[..., -CHECKSUM_BYTES:].view(torch.int64)[..., 0])
     return wire
 
 

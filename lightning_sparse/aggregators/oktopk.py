@@ -11,17 +11,18 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import (
     Aggregator,
     check_headers,
+    doubt,
     header,
+    heed,
     intact,
+    look,
     packed,
     unpacked,
 )
-from lightning_sparse.comm import Comm
+from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
-from lightning_sparse.compressors.formats import check_indices
 from lightning_sparse.context import Context, Entry
-from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.write_back import at, coalesce, compacted
 from lightning_sparse.layout import Segment
@@ -57,6 +58,17 @@ class OkTopK(Aggregator):
         self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
+
+        step = ctx.step
+
+        def judge(differences: list[int]) -> None:
+            for rank, different in enumerate(differences):
+                if different:
+                    raise RankFailure(
+                        f"At step {step} rank {rank} and rank {comm.rank} have cut the gradient into different "
+                        f"regions: a message about them is corrupt."
+                    )
+
         room, share = _rooms(compressor.target(segment.numel, ctx.density), comm.size)
         payload = compressor.compress(u, segment, ctx)
         mine = compressor.unpack(payload, segment, ctx)
@@ -75,13 +87,15 @@ class OkTopK(Aggregator):
         largest = topk_indices(values, share)
         kept = Entries(indices[largest], values[largest])
 
-        told = compressor.pack(kept, segment, ctx, share)
+        # With them goes what shows that all have cut the same regions.
+        words = torch.cat([doubt(ctx, u.device), boundaries.sum(0, keepdim=True)])
+        told = (words, *compressor.pack(kept, segment, ctx, share))
         messages = intact(torch.stack(comm.all_gather(packed(told))), comm, ctx)
-        regions = compressor.unpack(unpacked(messages, told), segment, ctx, share)
+        all_words, *payloads = unpacked(messages, told)
+        heed(all_words[:, 0], ctx)
+        look(all_words[:, 1] - words[1], judge, comm, ctx)
+        regions = compressor.unpack(tuple(payloads), segment, ctx, share)
         result = Entries(*compacted((regions.indices.reshape(-1), regions.values.reshape(-1)), segment.numel))
-        if not uses_triton(result.indices):
-            # The regions follow one another, or a rank has cut them differently.
-            check_indices(result.indices, segment.numel)
         used = at(result.indices, sent)
         # What rounding took from the sums stays with their owner.
         used -= at(result.indices, Entries(kept.indices, kept.values - compressor.rounded(kept.values)))
@@ -91,15 +105,14 @@ class OkTopK(Aggregator):
         self, payload: Payload, mine: Entries, u: Tensor, segment: Segment, comm: Comm, ctx: Context
     ) -> Tensor:
         """Compare headers, and return where regions 1 to P - 1 start, int64."""
-        known = ctx.state.get("boundaries")
-        words = [header(payload, u, segment, ctx)]
+        known, mark = ctx.state.get("boundaries"), 0
         if not ctx.settled:
             # They may come from a checkpoint. A rank may have none, or others', for want of its side file.
             fits = known is not None and known.numel() == comm.size - 1
-            mark = zlib.crc32(repr(known.tolist()).encode()) if known is not None and fits else -1
-            words.append(torch.full((1,), mark, device=u.device))
-        rows = comm.all_gather(torch.cat(words))
-        check_headers([row[:2] for row in rows], segment, comm, ctx, at_once=not ctx.settled)
+            mark = zlib.crc32(repr(comm.fetch(known)()).encode()) if known is not None and fits else -1
+        words = torch.cat([header(payload, u, segment, ctx), torch.full((1,), mark, device=u.device)])
+        rows = torch.stack(comm.all_gather(words))
+        check_headers(rows[:, :2], segment, comm, ctx, at_once=not ctx.settled)
         anew = ctx.step % self.refresh == 0
         if anew or not ctx.settled:
             count = (mine.indices < segment.numel).sum()
@@ -108,7 +121,7 @@ class OkTopK(Aggregator):
             # Also where they may not be needed: within TwoLevel other groups of ranks, whose files are all there, make
             # the same calls.
             comm.all_reduce(starts)
-            if anew or mark == -1 or any(int(row[2]) != mark for row in rows):
+            if anew or mark == -1 or bool((rows[:, 2] != mark).any()):
                 ctx.state["boundaries"] = starts // comm.size
         return ctx.state["boundaries"]
 

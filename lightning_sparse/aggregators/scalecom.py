@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import Aggregator, check_headers, header, intact, packed, unpacked
+from lightning_sparse.aggregators.base import Aggregator, check_headers, doubt, header, heed, intact, packed, unpacked
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
-from lightning_sparse.compressors.formats import check_indices
+from lightning_sparse.compressors.formats import received_indices
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.pack import gather
@@ -33,7 +33,7 @@ class ScaleCom(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
         # First of all: who leads follows from the step, which has to be the same everywhere.
-        headers = comm.all_gather(header((u,), u, segment, ctx))
+        headers = torch.stack(comm.all_gather(header((u,), u, segment, ctx)))
         check_headers(headers, segment, comm, ctx, at_once=not ctx.settled)
         leader = (ctx.step + segment.index) % comm.size
         capacity = compressor.capacity(segment.numel, ctx.density)
@@ -42,17 +42,14 @@ class ScaleCom(Aggregator):
             chosen = compressor.choose(u, segment, ctx)
             words[: chosen.numel()] = chosen
         (words,) = unpacked(intact(comm.broadcast(packed((words,)), leader)[None], comm, ctx)[0], (words,))
-        indices = words.long()
-        if uses_triton(u):
-            indices.clamp_(min=0)  # nothing checks what was damaged, but it must do no harm
-        else:
-            check_indices(indices, segment.numel)
+        indices = received_indices(words, segment.numel)
+        if not uses_triton(u):
             indices = indices[indices < segment.numel]
         values = gather(u, indices)
-        total = values / comm.size
-        if total.numel():
-            comm.all_reduce(total)
-        return (Entries(indices, total),), Entries(indices, values)
+        # Whoever was sent something damaged has not added up what the others have.
+        total = comm.all_reduce(torch.cat([values / comm.size, doubt(ctx, u.device)]))
+        heed(total[-1:], ctx)
+        return (Entries(indices, total[:-1]),), Entries(indices, values)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         assert isinstance(compressor, Sparsifier)

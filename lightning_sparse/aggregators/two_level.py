@@ -7,13 +7,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import Aggregator, Mean, check_headers, header, intact, packed, unpacked
+from lightning_sparse.aggregators.base import (
+    Aggregator,
+    Mean,
+    check_headers,
+    doubt,
+    header,
+    heed,
+    intact,
+    packed,
+    unpacked,
+)
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
-from lightning_sparse.compressors.formats import check_indices
+from lightning_sparse.compressors.formats import received_indices
 from lightning_sparse.context import Context, Entry
-from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.write_back import at, coalesce, compacted
 from lightning_sparse.layout import Segment
@@ -60,7 +69,7 @@ class TwoLevel(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
         # Among all, so that all ranks learn of it, with the name of the parameter.
-        check_headers(comm.all_gather(header((u,), u, segment, ctx)), segment, comm, ctx)
+        check_headers(torch.stack(comm.all_gather(header((u,), u, segment, ctx))), segment, comm, ctx)
         count = self.ranks_per_node
         first = comm.rank // count * count
         node = comm.sub(range(first, first + count), counted=False)
@@ -82,21 +91,14 @@ class TwoLevel(Aggregator):
             moved = torch.where(indices < part.numel, indices + (part.start - segment.start), segment.numel)
             return _resized(moved.int(), room, segment.numel)
 
-        unsound = torch.zeros(1, dtype=torch.int64, device=u.device)
-        if inner.sound is not None:
-            unsound = inner.sound.logical_not().long().view(1)
-        parts = (unsound, told(result.indices), _resized(result.values, room, 0), told(used.indices))
+        ctx.sound = inner.sound
+        parts = (doubt(ctx, u.device), told(result.indices), _resized(result.values, room, 0), told(used.indices))
         messages = intact(torch.stack(node.all_gather(packed(parts))), node, ctx)
-        flags, *rows = (row.reshape(-1) for row in unpacked(messages, parts))
-        if inner.sound is not None:
-            # What a rank with another part has found makes the step a bad one here, too; it tells what it is.
-            ctx.sound = inner.sound & (flags == 0).all()
-        indices, values, taken = rows[0].long(), rows[1], rows[2].long()
-        indices, values = compacted((indices, values), segment.numel)
+        doubts, *rows = unpacked(messages, parts)
+        heed(doubts, ctx)
+        indices, taken = (received_indices(row, segment.numel).view(-1) for row in (rows[0], rows[2]))
+        indices, values = compacted((indices, rows[1].reshape(-1)), segment.numel)
         taken, _ = compacted((taken, taken < segment.numel), segment.numel)
-        if not uses_triton(u):
-            check_indices(indices, segment.numel)
-            check_indices(taken, segment.numel)
         # What was rounded, or not used, of the sum.
         rest = (used.values - gather(mean, used.indices)) * count
         mine = gather(u, taken) + at(taken, (told(used.indices).long(), _resized(rest, room, 0)))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -34,8 +33,8 @@ Payload = tuple[Tensor, ...]
 class Entries(NamedTuple):
     """Some elements of a segment: `indices` int64, ascending, and as many `values` fp32.
 
-    On CUDA, where the host must not wait for their number, they may be padded: at the end the index is the segment's
-    length, which is none, and the value zero.
+    They may be padded, on CUDA because the host must not wait for their number, and where several lists are rows. At
+    the end the index is then the segment's length, which is none, and the value zero.
     """
 
     indices: Tensor
@@ -69,7 +68,7 @@ def first_broken(values: Tensor, places: Tensor, numel: int) -> Tensor:
     """Return 1 + the place, below `numel`, of the first value that is not finite, 0 where all are; an int64 scalar."""
     if not values.numel():
         return torch.zeros((), dtype=torch.int64, device=values.device)
-    return (torch.where(values.isfinite(), numel, places).amin() + 1) % (numel + 1)
+    return (torch.where(values.abs() < math.inf, numel, places).amin() + 1) % (numel + 1)
 
 
 def first_broken_parameter(u: Tensor, segment: Segment) -> Tensor:
@@ -118,12 +117,12 @@ class Compressor(abc.ABC):
         """Subtract what `payload` stands for from `u`, in place."""
         return u.sub_(self.decompress(payload, segment, ctx))
 
-    def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
-        """Return the mean of what the payloads of all ranks stand for, added up in the order given."""
-        out = torch.zeros(segment.numel, dtype=torch.float32, device=payloads[0][0].device)
-        for payload in payloads:
+    def mean(self, payloads: Payload, segment: Segment, ctx: Context) -> Agreed:
+        """Return the mean of what the payloads of all ranks, the rows of each part, stand for, added up in order."""
+        out = torch.zeros(segment.numel, dtype=torch.float32, device=payloads[0].device)
+        for payload in zip(*payloads, strict=True):
             self.accumulate_(out, payload, segment, ctx)
-        return out.div_(len(payloads))
+        return out.div_(len(payloads[0]))
 
 
 @dataclass(frozen=True)
@@ -141,9 +140,9 @@ class Identity(Compressor):
     def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         return u.zero_() if payload[0] is u else u.sub_(payload[0])
 
-    def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
+    def mean(self, payloads: Payload, segment: Segment, ctx: Context) -> Agreed:
         # One payload, the sum that all-reduce made, needs no pass of its own.
-        return payloads[0][0] if len(payloads) == 1 else super().mean(payloads, segment, ctx)
+        return payloads[0][0] if len(payloads[0]) == 1 else super().mean(payloads, segment, ctx)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return 4 * segment.numel
@@ -202,7 +201,9 @@ class Sparsifier(Compressor):
         entries = Entries(chosen, gather(u, chosen))
         if uses_triton(u):
             ctx.broken = first_broken(entries.values, chosen, segment.numel)
-        return self.pack(entries, segment, ctx)
+        payload = self.pack(entries, segment, ctx)
+        ctx.sent = payload, Entries(chosen, self.rounded(entries.values))
+        return payload
 
     def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:
         """Return a payload that holds these entries, at most `capacity` of them; None is the compressor's own.
@@ -228,6 +229,8 @@ class Sparsifier(Compressor):
         """
         if isinstance(payload, Entries):
             return payload
+        if ctx.sent is not None and payload is ctx.sent[0]:
+            return Entries(*ctx.sent[1])  # what `compress` has just packed need not be decoded
         if capacity is None:
             capacity = self.capacity(segment.numel, ctx.density)
         first = 3 if self.value_format == "int8" else 2
@@ -258,10 +261,9 @@ class Sparsifier(Compressor):
     def remove_(self, u: Tensor, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         return add_entries_(u, *self.unpack(payload, segment, ctx), -1.0)
 
-    def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
-        rows = tuple(torch.stack(parts) for parts in zip(*payloads, strict=True))
-        indices, values = self.unpack(rows, segment, ctx)
-        return tuple(map(Entries, indices, values / len(payloads)))
+    def mean(self, payloads: Payload, segment: Segment, ctx: Context) -> Agreed:
+        indices, values = self.unpack(payloads, segment, ctx)
+        return tuple(map(Entries, indices, values / len(values)))
 
 
 def selection_bound(target: int) -> int:

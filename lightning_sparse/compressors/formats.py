@@ -41,39 +41,40 @@ def decode_indices(parts: tuple[Tensor, ...], count: Tensor, numel: int, capacit
         ValueError: no `encode_indices` makes such bytes. Not by Triton: the host does not look.
     """
     width = _width(numel, capacity, form)
+    if not uses_triton(count) and bool(((count < 0) | (count > capacity)).any()):
+        said = next(said for said in count.view(-1).tolist() if not 0 <= said <= capacity)
+        raise ValueError(f"A payload for at most {capacity} entries says it holds {said}: it is corrupt.")
     if width is None:
-        # By Triton nothing checks what was damaged, but it must do no harm.
-        indices = parts[0].long().clamp_(min=0) if uses_triton(parts[0]) else parts[0].long()
-        indices = torch.where(torch.arange(capacity, device=indices.device) < count, indices, numel)
+        there = torch.arange(capacity, device=count.device) < count
+        indices = received_indices(torch.where(there, parts[0], numel), numel)
     else:
-        indices = unpack(parts[0], parts[1:], count, numel, capacity, width)
-    if not uses_triton(indices):
-        check_indices(indices, numel, count)
+        indices = received_indices(unpack(parts[0], parts[1:], count, numel, capacity, width), numel)
+    if not uses_triton(count):
+        found = (indices < numel).sum(-1, keepdim=True)
+        if not torch.equal(found, count.long()):
+            raise ValueError(f"{int(count.sum())} entries came with {int(found.sum())} indices: a payload is corrupt.")
     return indices
 
 
-def check_indices(indices: Tensor, numel: int, count: Tensor | None = None) -> None:
-    """Raise ValueError unless indices that were received, (..., n), are as many as was said, within `numel` elements.
+def received_indices(indices: Tensor, numel: int) -> Tensor:
+    """Return indices that were received, (..., n), as int64; by Triton such as do no harm, however damaged.
 
-    And ascend, without repetition; `numel` at the end stands for no index.
+    Raises:
+        ValueError: they do not ascend, without repetition, within `numel` elements; `numel` at the end stands for no
+            index. Not by Triton: the host does not look.
     """
-    if count is not None and bool(((count < 0) | (count > indices.shape[-1])).any()):
-        said = next(said for said in count.view(-1).tolist() if not 0 <= said <= indices.shape[-1])
-        raise ValueError(f"A payload for at most {indices.shape[-1]} entries says it holds {said}: it is corrupt.")
+    indices = indices.long()
+    if uses_triton(indices):
+        return indices.clamp_(min=0)  # what is not below `numel` is left out everywhere
     if not indices.numel():
-        return
+        return indices
     least, most = map(int, indices.aminmax())
     if least < 0 or most > numel:
         raise ValueError(f"A payload holds indices {least} to {most} of {numel} elements: it is corrupt.")
     later = indices[..., 1:]
     if not bool(((later > indices[..., :-1]) | (later == numel)).all()):
         raise ValueError(f"A payload holds indices of {numel} elements that do not ascend: it is corrupt.")
-    if count is not None:
-        there = (indices < numel).sum(-1, keepdim=True)
-        if not torch.equal(there, count.long()):
-            raise ValueError(
-                f"A payload of {int(count.sum())} entries holds {int(there.sum())} indices: it is corrupt."
-            )
+    return indices
 
 
 def index_bytes(numel: int, capacity: int, form: IndexFormat) -> int:
@@ -120,6 +121,8 @@ def _width(numel: int, capacity: int, form: IndexFormat) -> int | None:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
+    if x.shape[-1] == size:
+        return x
     out = torch.zeros(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     out[..., : x.shape[-1]] = x
     return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +34,10 @@ class RandK(Sparsifier):
         return self._draw(u.numel(), u.device, ctx or Context())
 
     def _draw(self, numel: int, device: torch.device, ctx: Context) -> Tensor:
-        if "randk" not in ctx.cache:
+        if "drawn" not in ctx.cache:
             drawn = draw(numel, self.target(numel, ctx.density), ctx.generator(shared=True))
-            ctx.cache["randk"] = to_device(drawn, device)
-        return ctx.cache["randk"]
+            ctx.cache["drawn"] = to_device(drawn, device)
+        return ctx.cache["drawn"]
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return 4 * self.target(segment.numel, density)
@@ -67,11 +66,11 @@ class RandK(Sparsifier):
             return payload
         return Entries(self._draw(segment.numel, payload[0].device, ctx), payload[0])
 
-    def mean(self, payloads: Sequence[Payload], segment: Segment, ctx: Context) -> Agreed:
+    def mean(self, payloads: Payload, segment: Segment, ctx: Context) -> Agreed:
         total = payloads[0][0].clone()
-        for (values,) in payloads[1:]:
+        for values in payloads[0][1:]:
             total += values
-        return (self.unpack((total.div_(len(payloads)),), segment, ctx),)
+        return (self.unpack((total.div_(len(payloads[0])),), segment, ctx),)
 
 
 def draw(numel: int, k: int, generator: torch.Generator) -> Tensor:

@@ -80,7 +80,9 @@ def unpack(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, ca
         count: how many they are, int32, (..., 1).
         numel, capacity, width: of `pack`.
 
-    From what no `pack` has made come some numbers, not negative.
+    Raises:
+        ValueError: there are more or fewer. Not by Triton: the host does not look, and what comes out are numbers, not
+            negative.
     """
     *lead, size = upper.shape
     out = torch.full((*lead, capacity), numel, dtype=torch.int64, device=upper.device)
@@ -93,8 +95,10 @@ def unpack(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, ca
         return out
     bits = upper.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=upper.device) & 1
     rows = (out.view(-1, capacity), bits.view(-1, 8 * size), *(part.reshape(-1, capacity) for part in lower))
-    for row, bit, *parts in zip(*rows, strict=True):
-        indices = bit.nonzero().squeeze(1)[:capacity]
+    for said, row, bit, *parts in zip(count.view(-1).tolist(), *rows, strict=True):
+        indices = bit.nonzero().squeeze(1)
+        if indices.numel() != said:
+            raise ValueError(f"A payload of {said} entries holds {indices.numel()} indices: it is corrupt.")
         indices.sub_(torch.arange(indices.numel(), device=indices.device))
         for part in parts:
             indices = (indices << width) | (part[: indices.numel()].long() & (1 << width) - 1)

@@ -28,11 +28,14 @@ def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0)
 
     Args:
         x: overwritten at the indices.
-        indices: int64, distinct; where Triton works, what is not below `len(x)` is left out.
+        indices: int64, distinct; may be padded, see `kernels/pack.py`.
         values: fp32, as many.
         scale: factor on the values.
     """
     if not uses_triton(x):
+        if indices.numel() and int(indices[-1]) >= x.numel():
+            there = indices < x.numel()
+            indices, values = indices[there], values[there]
         return x.index_add_(0, indices, values, alpha=scale)
     if count := indices.numel():
         launch(_add_entries, -(-count // TILE), x, indices, values, float(scale), count, x.numel(), TILE=TILE)
@@ -68,15 +71,18 @@ def write_entries_(
     """
     rounded = any(grad.dtype != torch.float32 for grad in grads)
     torch._foreach_zero_(list(grads))
-    if sound is not None:
-        terms = [(indices, torch.where(sound, values, 0)) for indices, values in terms]
     if uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads):
         if rounded and len(terms) > 1:
             # Each element has to be summed up in fp32 before it is rounded once.
             terms = [coalesce(terms, bounds[-1])]
         fitted = [(indices, fit(values, grads[0].dtype)) for indices, values in terms]
-        _add_to_all(grads, bounds, fitted)
-        return (terms[0][0], terms[0][1] - fitted[0][1].float()) if rounded else None
+        _add_to_all(grads, bounds, fitted, sound)
+        if not rounded:
+            return None
+        rest = terms[0][1] - fitted[0][1].float()
+        return terms[0][0], rest if sound is None else torch.where(sound, rest, 0)
+    if sound is not None:
+        terms = [(indices, torch.where(sound, values, 0)) for indices, values in terms]
     if rounded:
         terms = [coalesce(terms, bounds[-1])]
     edges = torch.tensor(bounds, device=grads[0].device)
@@ -94,22 +100,29 @@ def write_entries_(
     return (indices[: cuts[-1]], torch.cat([*lost, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
 
 
-def _add_to_all(grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _add_to_all(
+    grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]], sound: Tensor | None
+) -> None:
     """Add terms, by Triton, to gradients of the values' dtype, wherever they lie: one launch for each term."""
     table = to_device(torch.tensor([*bounds[:-1], *(grad.data_ptr() for grad in grads)]), grads[0].device)
     steps = (len(grads) - 1).bit_length()
     for indices, values in terms:
         if count := indices.numel():
-            args = (table, grads[0], indices, values, count, bounds[-1], len(grads), steps)
-            launch(_add_to_many, -(-count // TILE), *args, TILE=TILE)
+            args = (table, grads[0], indices, values, table if sound is None else sound)
+            sizes = (count, bounds[-1], len(grads), steps)
+            launch(_add_to_many, -(-count // TILE), *args, *sizes, TILE=TILE, WHEN=sound is not None)
 
 
 @kernel("count", "numel", "many", "steps")
-def _add_to_many(table, typed, indices, values, count, numel, many, steps, TILE: tl.constexpr):
+def _add_to_many(
+    table, typed, indices, values, sound, count, numel, many, steps, TILE: tl.constexpr, WHEN: tl.constexpr
+):
     """`table` holds where each gradient starts in the segment, then its address; `typed` only says their dtype."""
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + places, mask=places < count, other=numel)
     there = index < numel
+    if WHEN:
+        there &= tl.load(sound)
     value = tl.load(values + places, mask=there, other=0.0)
     # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
     first = tl.zeros([TILE], dtype=tl.int32)
@@ -135,7 +148,7 @@ def fit(values: Tensor, dtype: torch.dtype) -> Tensor:
 def coalesce(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
     """Add up sparse terms of `numel` elements in the order given; return each index once, ascending, with its fp32 sum.
 
-    The terms may be padded; by Triton the result is, to the length of all terms together.
+    The terms may be padded, and then the result is; by Triton always, to the length of all terms together.
     """
     indices = torch.cat([term[0] for term in terms])
     if not uses_triton(indices):
@@ -155,7 +168,7 @@ def _summed(indices: Tensor, terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Te
 
 
 def at(places: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the values that entries have at the places, zero where they have none; both ascend and may be padded."""
+    """Return the values that entries have at the places, zero where they have none; both ascend, padded at the end."""
     indices, values = entries
     if not indices.numel():
         return values.new_zeros(places.shape)
