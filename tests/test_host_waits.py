@@ -152,12 +152,12 @@ def fake_cuda(monkeypatch):
         yield launched
 
 
-def steps(made, dtype, size):
+def steps(made, dtype, size, **options):
     """Take three steps of a model with a large and a small parameter and an empty one; return what was looked at."""
     shapes = {"w": (1200, 1000), "b": (1000,), "nothing": (0,), "v": (77, 3)}
     grads = {key: torch.empty(shape, dtype=dtype, device=CUDA) for key, shape in shapes.items()}
     comm = Counting(size)
-    reducer = Reducer(made, comm, granularity="model")
+    reducer = Reducer(made, comm, granularity="model", **options)
     reducer.setup(grads)
     with NoWaiting():
         for comm.steps in range(3):
@@ -189,6 +189,12 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
         assert {"_scan", "_add_entries", "_add_to_many"} <= set(fake_cuda) | ({"_scan"} if name == "randk" else set())
     if name in ("topk", "gaussiank"):
         assert {"_histogram", "_count", "_write", "_gather"} <= set(fake_cuda)
+
+
+@pytest.mark.parametrize("name", ["topk", "gaussiank", "gtopk", "randk"])
+def test_no_step_of_a_warm_up_waits(name, fake_cuda):
+    """The first goes dense, the next two not."""
+    steps(method(name), torch.float32, 4, warmup=(0.9, 0.01), warmup_steps=1)
 
 
 COMPRESSORS = [TopK(0.001), TopK(0.01, "int32", "int8"), GaussianK(0.01), TopK(0.0001, "compact", "bfloat16")]

@@ -1,11 +1,12 @@
 import logging
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.comm import Comm
+from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors import TopK
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.observer import Observer
@@ -365,6 +366,31 @@ def test_what_is_equal_on_all_ranks_stays_so_and_what_cannot_be_shared_starts_an
         )
         assert result["segments"] == {"w": {"common": torch.tensor([7.0])}}
         assert (result["rank"], result["size"]) == (rank, 2)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("how", ["reset", "loaded"])
+def test_a_rank_that_alone_starts_anew_is_out_of_step(how, name):
+    """It would make other collectives than the rest, or have lost what it kept."""
+
+    def rank(comm):
+        reducer = Reducer(method(name), comm)
+        for _ in range(2):
+            reducer.reduce_({"w": torch.ones(4000)})
+        if comm.rank == 1:
+            if how == "reset":
+                reducer.reset()
+                reducer.step = 2
+            else:
+                reducer.load_state_dict(reducer.state_dict())
+        with pytest.raises(RankFailure) as failure:
+            reducer.reduce_({"w": torch.ones(4000)})
+        return str(failure.value)
+
+    errors = simulate(3, rank)
+    # With gTopK rank 2 talks to rank 0 only, and hears of it from that one.
+    for error in errors[: 2 if name == "gtopk" else 3]:
+        assert re.match(r"Ranks are out of step: at step 2, .* rank [01] and rank [01] differ", error), error
 
 
 def test_a_part_of_another_kind_finds_nothing_and_says_so(caplog):

@@ -215,8 +215,8 @@ def out_of_step(rank: int, other: int, segment: Segment, step: int) -> RankFailu
     """Return the error for two ranks whose fingerprints differ."""
     return RankFailure(
         f"Ranks are out of step: at step {step}, segment {segment.index} ({segment.names[0]!r} and on), "
-        f"rank {rank} and rank {other} differ in method, density, learning rate, step or model. Give all ranks the "
-        f"same settings and the same number of batches."
+        f"rank {rank} and rank {other} differ in method, density, learning rate, step or model, or in having been "
+        f"loaded or reset. Give all ranks the same settings and the same number of batches."
     )
 
 
