@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.aggregators import Aggregator, AllReduceMean, NonFiniteGradient
-from lightning_sparse.aggregators.base import NOT_FINITE
+from lightning_sparse.aggregators.checks import NOT_FINITE
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors import Compressor, Identity
 from lightning_sparse.compressors.base import Agreed, Entries, check_density

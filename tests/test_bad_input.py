@@ -18,8 +18,9 @@ from lightning_sparse.aggregators import (
     OkTopK,
     ScaleCom,
     TwoLevel,
-    base,
     gtopk,
+    mean,
+    messages,
     oktopk,
     scalecom,
 )
@@ -147,7 +148,7 @@ DAMAGES = {
 )
 def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
     made = threading.local()
-    original, found = base.packed, 0
+    original, found = messages.packed, 0
 
     def packed(parts):
         made.count = getattr(made, "count", -1) + 1
@@ -167,7 +168,7 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
         if int(count) > 1:
             DAMAGES[damage](count, indices)
 
-    for module in (base, gtopk, oktopk, scalecom, two_levels):
+    for module in (mean, gtopk, oktopk, scalecom, two_levels):
         monkeypatch.setattr(module, "packed", packed)
 
     def rank(comm):

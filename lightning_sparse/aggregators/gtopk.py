@@ -7,17 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import (
-    Aggregator,
-    checksum,
-    damaged,
-    header,
-    look,
-    not_finite,
-    out_of_step,
-    packed,
-    unpacked,
-)
+from lightning_sparse.aggregators.base import Aggregator
+from lightning_sparse.aggregators.checks import damaged, header, look, not_finite, out_of_step
+from lightning_sparse.aggregators.messages import checksum, packed, unpacked
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload

@@ -8,17 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import (
-    Aggregator,
-    check_headers,
-    doubt,
-    header,
-    heed,
-    intact,
-    look,
-    packed,
-    unpacked,
-)
+from lightning_sparse.aggregators.base import Aggregator
+from lightning_sparse.aggregators.checks import check_headers, doubt, header, heed, intact, look
+from lightning_sparse.aggregators.messages import packed, unpacked
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import Aggregator, check_headers, doubt, header, heed, intact, packed, unpacked
+from lightning_sparse.aggregators.base import Aggregator
+from lightning_sparse.aggregators.checks import check_headers, doubt, header, heed, intact
+from lightning_sparse.aggregators.messages import packed, unpacked
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload

@@ -7,17 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators.base import (
-    Aggregator,
-    Mean,
-    check_headers,
-    doubt,
-    header,
-    heed,
-    intact,
-    packed,
-    unpacked,
-)
+from lightning_sparse.aggregators.base import Aggregator
+from lightning_sparse.aggregators.checks import check_headers, doubt, header, heed, intact
+from lightning_sparse.aggregators.mean import Mean
+from lightning_sparse.aggregators.messages import packed, unpacked
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
