@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.aggregators.checks import damaged, header, look, not_finite, out_of_step
 from lightning_sparse.aggregators.messages import checksum, packed, unpacked
-from lightning_sparse.comm import Comm
+from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
 from lightning_sparse.context import Context
@@ -21,7 +21,7 @@ from lightning_sparse.layout import Segment
 NOBODY = (1 << 63) - 1
 """The blame where all is well."""
 DAMAGED = -2
-"""What a rank is blamed for that was sent a damaged message; what else, see `header`."""
+"""What a rank is blamed for that was sent something damaged, or of another step; what else, see `header`."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,11 @@ class GlobalTopK(Aggregator):
             if not difference:
                 return
             blamed = difference + NOBODY
-            who = (blamed - DAMAGED >> 32) - 1
+            who = ((blamed - DAMAGED) >> 32) - 1
             what = blamed - ((who + 1) << 32)
-            raise damaged(f"to rank {who} at step {step}") if what == DAMAGED else not_finite(what, who, segment, step)
+            if what != DAMAGED:
+                raise not_finite(what, who, segment, step)
+            raise RankFailure(f"Rank {who} was sent something at step {step} that is corrupt, or of another step.")
 
         look(blame - NOBODY, judge_blame, comm, ctx)
         used = at(result.indices, mine)
