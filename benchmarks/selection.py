@@ -273,7 +273,7 @@ class DeviceStep:
         before = self.residual + self.grad
         sent = self()
         if isinstance(self.select, Sparsifier):
-            sent = unpadded(self.select.unpack(sent, self.segment, self.ctx), self.segment)
+            sent = unpadded(self.select.unpack(sent, self.segment, Context()), self.segment)
         chosen, values = sent
         check(name, before, chosen, self.density)
         rest = before.index_fill(0, chosen, 0.0)

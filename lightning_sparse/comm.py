@@ -41,6 +41,7 @@ class Comm(abc.ABC):
     Attributes:
         rank: this rank, 0 ≤ rank < size.
         size: number of ranks.
+        ranks: what the ranks are called in messages: those of a `sub` as they are counted in the whole.
         sent_bytes: bytes that this rank has put on the wire so far, protocol overhead not counted. All-gather counts
             (P − 1) times its input, all-reduce 2(P − 1)/P times, as the ring algorithms do; broadcast (source only)
             and exchange their input, all-to-all the chunks for others.
@@ -51,6 +52,7 @@ class Comm(abc.ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.ranks: Sequence[int] = range(size)
         self.sent_bytes = 0
         self.seconds = 0.0
         self._begun = self._calls = 0  # collectives begun, and those that the host has completed
@@ -185,6 +187,7 @@ class _SubComm(Comm):
     def __init__(self, whole: Comm, ranks: Sequence[int], counted: bool) -> None:
         super().__init__(ranks.index(whole.rank), len(ranks))
         self._whole, self._ranks, self._counted = whole, ranks, counted
+        self.ranks = [whole.ranks[rank] for rank in ranks]
         self.fetch, self.look, self.report = whole.fetch, whole.look, whole.report  # type: ignore[method-assign]
 
     def _swap(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:

@@ -53,15 +53,16 @@ class Context:
         seed: the run's seed, equal on all ranks.
         segment: index of the segment.
         rank: this rank.
-        fingerprint: 32-bit checksum of method, step, density, segment, layout and `settled` that ranks compare.
+        fingerprint: 32-bit checksum of method, seed, step, density, learning rate, segment, layout and `settled`, which
+            ranks compare.
         settled: whether the ranks have exchanged this segment by the same aggregator the last time, since their state
             was set up, loaded or reset. Then they count steps alike; density and learning rate may still differ.
         scan: what the compressor wants to know of u; filled in by a memory that makes u in one pass.
         cache: what a part wants to find again within the same step.
         sent: the payload that a sparsifier has made, and the entries that come out of it.
-        broken: on CUDA, what the compressor knows of elements that are not finite: see `header` of the aggregators.
-        sound: on CUDA, whether the headers of all ranks say that the step can be taken, a bool scalar on the device.
-            None where the host knows that they do.
+        broken: on CUDA, what the compressor knows of elements that are not finite: see `aggregators/checks.py`.
+        sound: on CUDA, whether all that this rank has heard says that the step can be taken, a bool scalar on the
+            device. None where the host knows that.
         later: what the host has to look at one step later, because it would have to wait for it now.
     """
 

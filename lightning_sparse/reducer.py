@@ -111,6 +111,7 @@ class Reducer:
         self.observers: list[Observer] = []
         self.layout: Layout | None = None
         self.states: list[State] = []
+        self._settled: list[Aggregator | None] = []
         self._saved: Mapping[str, Any] | None = None
         self._reported: set[float | None] = set()
         self._later: list[tuple[int, Callable[[], None]]] = []  # step, and what is to be looked at after it
@@ -151,7 +152,7 @@ class Reducer:
         self._digest = self.layout.digest
         device = self._device = next(iter(params.values())).device
         self.states = [{} for _ in self.layout.segments]
-        self._settled: list[Aggregator | None] = [None for _ in self.layout.segments]
+        self._settled = [None for _ in self.layout.segments]
         for entry in self._entries.values():
             if entry.per != "segment":
                 # A buffer for each segment: where one for all is cut, it is not aligned as wide loads need it.
@@ -334,6 +335,7 @@ class Reducer:
     def reset(self) -> None:
         """Forget all steps: as after `setup`."""
         self.step = self.skipped = 0
+        self._saved = None
         self._clear()
 
     def _clear(self) -> None:

@@ -142,6 +142,38 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
+    ("aggregator", "sender"),
+    # In the second step rank 1 leads. Rank 3 is the second one of those with the second part of the segment.
+    [(Mean(), 2), (OkTopK(), 2), (ScaleCom(), 1), (TwoLevel(Mean(), 2), 3), (TwoLevel(ScaleCom(), 2), 3)],
+)
+def test_who_sent_a_damaged_message_is_named(aggregator, sender, monkeypatch):
+    def packed(parts):
+        message = messages.packed(parts)
+        if threading.current_thread().name == f"rank {sender}" and armed:
+            message.view(-1)[-9] ^= 1
+        return message
+
+    armed = False
+    for module in (mean, oktopk, scalecom, two_levels):
+        monkeypatch.setattr(module, "packed", packed)
+
+    def rank(comm):
+        nonlocal armed
+        reducer = Reducer(Method(TopK(0.1), aggregator=aggregator), comm, granularity="model")
+        reducer.reduce_({"w": torch.ones(NUMEL)})
+        comm.all_reduce(torch.ones(1))
+        armed = True
+        try:
+            reducer.reduce_({"w": torch.ones(NUMEL)})
+        except (ValueError, RankFailure) as error:
+            return str(error)
+
+    errors = [error for error in simulate(4, rank) if "corrupt" in error]
+    assert errors
+    assert all(f"A message of rank {sender} at step 1" in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
     ("name", "damage"),
     # ScaleCom sends no count.
     [(n, d) for n, d in itertools.product(AGGREGATORS, DAMAGES) if not (n == "scalecom" and "count" in d)],

@@ -71,7 +71,9 @@ def test_values_within_the_rounding_of_their_format(index_format, value_format):
     u = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 10_000)
     compressor, seg, ctx = TopK(0.01, index_format, value_format), segment(10_000), Context()
     payload = compressor.compress(u, seg, ctx)
-    indices, values = compressor.unpack(payload, seg, ctx)
+    indices, values = compressor.unpack(payload, seg, Context())
+    # What `compress` has just packed is not decoded again.
+    assert all(map(torch.equal, compressor.unpack(payload, seg, ctx), (indices, values)))
     exact = u[indices]
     assert torch.equal(indices, compressor.select(u))
     bound = {
@@ -92,8 +94,8 @@ def test_what_is_broken_shows_and_what_is_large_is_not_broken(bad, value_format)
     assert not all(part.isfinite().all() for part in compressor.compress(u, seg, ctx) if part.is_floating_point())
     largest = torch.finfo(torch.float32).max
     u = torch.tensor([largest, -largest, 1.0, 0, 0, 1e-45])
-    assert compressor.unpack(compressor.compress(u, seg, ctx), seg, ctx).values.isfinite().all()
-    tiny = compressor.unpack(compressor.compress(torch.full((6,), 1e-45), seg, ctx), seg, ctx)
+    assert compressor.unpack(compressor.compress(u, seg, ctx), seg, Context()).values.isfinite().all()
+    tiny = compressor.unpack(compressor.compress(torch.full((6,), 1e-45), seg, ctx), seg, Context())
     assert tiny.values.isfinite().all()
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.compressors import Entries, RandK
+from lightning_sparse.compressors import RandK
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 
@@ -133,15 +133,3 @@ def test_large_finite_values_are_not_taken_for_broken():
     u = torch.full((1000,), 3e38)  # their sum is infinite
     (values,) = RandK(0.01).compress(u, segment(1000), Context())
     assert torch.equal(values, u[:10])
-
-
-def test_pack_is_the_inverse_of_unpack_and_takes_a_part():
-    segment, ctx = Segment(0, ("w",), ((200,),), 0), Context(seed=4)
-    u = torch.randn(200)
-    compressor = RandK(density=0.1)
-    entries = compressor.unpack(compressor.compress(u, segment, ctx), segment, ctx)
-    part = Entries(entries.indices[3:9], entries.values[3:9])
-    left = compressor.remove_(u.clone(), compressor.pack(part, segment, ctx), segment, ctx)
-    expected = u.clone()
-    expected[part.indices] = 0
-    assert torch.equal(left, expected)

@@ -368,6 +368,20 @@ def test_what_is_equal_on_all_ranks_stays_so_and_what_cannot_be_shared_starts_an
         assert (result["rank"], result["size"]) == (rank, 2)
 
 
+def test_reset_forgets_whatever_was_before():
+    def rank(comm):
+        reducer = Reducer(method("topk", density=0.25), comm)
+        reducer.reset()  # nothing yet
+        reducer.reduce_({"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        again = Reducer(method("topk", density=0.25), comm)
+        again.load_state_dict(reducer.state_dict())
+        again.reset()  # what was loaded, too
+        again.reduce_({"w": torch.tensor([0.0, 0.0, 0.0, 8.0])})
+        return again.step, again.states[0]["residual"].tolist()
+
+    assert simulate(1, rank) == [(1, [0.0] * 4)]
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("how", ["reset", "loaded"])
 def test_a_rank_that_alone_starts_anew_is_out_of_step(how, name):

@@ -72,7 +72,7 @@ def check_headers(
     sums = () if messages is None else (checksum(messages)[:, None],)
     step = ctx.step
     rows = torch.cat([headers[:, :1] - ctx.fingerprint, headers[:, 1:], *sums], 1)
-    look(rows, lambda rows: _judge(rows, segment, step), comm, ctx, at_once=at_once)
+    look(rows, lambda rows: _judge(rows, comm.ranks, segment, step), comm, ctx, at_once=at_once)
 
 
 def look(words: Tensor, judge: Callable[[Any], None], comm: Comm, ctx: Context, *, at_once: bool = False) -> None:
@@ -108,14 +108,14 @@ def heed(doubts: Tensor, ctx: Context) -> None:
         ctx.sound = ctx.sound & (doubts == 0).all()
 
 
-def _judge(rows: Sequence[Sequence[int]], segment: Segment, step: int) -> None:
-    for rank, (_, _, *sums) in enumerate(rows):
+def _judge(rows: Sequence[Sequence[int]], ranks: Sequence[int], segment: Segment, step: int) -> None:
+    for rank, (_, _, *sums) in zip(ranks, rows, strict=True):
         if any(sums):
             raise damaged(f"of rank {rank} at step {step}, segment {segment.index} ({segment.names[0]!r} and on),")
-    for rank, (fingerprint, *_) in enumerate(rows):
+    for rank, (fingerprint, *_) in zip(ranks, rows, strict=True):
         if fingerprint != rows[0][0]:
-            raise out_of_step(rank, 0, segment, step)
-    for rank, (_, wrong, *_) in enumerate(rows):
+            raise out_of_step(rank, ranks[0], segment, step)
+    for rank, (_, wrong, *_) in zip(ranks, rows, strict=True):
         if wrong:
             raise not_finite(wrong, rank, segment, step)
 
@@ -149,12 +149,12 @@ def not_finite(wrong: int, rank: int, segment: Segment, step: int) -> RuntimeErr
     return NonFiniteGradient(f"{what} on rank {rank} at step {step}. {NOT_FINITE}")
 
 
-def intact(messages: Tensor, comm: Comm, ctx: Context) -> Tensor:
-    """Return what `packed` has made, of all ranks, as rows; raise ValueError if it was damaged on its way."""
-    step = ctx.step
+def intact(messages: Tensor, comm: Comm, ctx: Context, sender: int | None = None) -> Tensor:
+    """Return what `packed` has made, of all ranks or of one `sender`, as rows; raise ValueError if it was damaged."""
+    step, senders = ctx.step, comm.ranks if sender is None else (comm.ranks[sender],)
 
     def judge(sums: list[int]) -> None:
-        for rank, wrong in enumerate(sums):
+        for rank, wrong in zip(senders, sums, strict=True):
             if wrong:
                 raise damaged(f"of rank {rank} at step {step}")
 

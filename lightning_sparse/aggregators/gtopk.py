@@ -49,7 +49,7 @@ class GlobalTopK(Aggregator):
         mine = compressor.unpack(payload, segment, ctx)
         fingerprint, wrong = header(payload, u, segment, ctx)
         # One number says who is to blame for what; the least of all is told, which the lowest rank has.
-        mark = (rank + 1) << 32
+        mark = (comm.ranks[rank] + 1) << 32
         blame = torch.where(wrong == 0, NOBODY, mark + wrong)
         # Divided before they are added, so that sums stay in range.
         result, returned = Entries(mine.indices, mine.values / comm.size), []
@@ -67,9 +67,9 @@ class GlobalTopK(Aggregator):
             def judge(heard: list[int]) -> None:
                 different, broken = heard
                 if broken:
-                    raise damaged(f"of rank {peer} at step {step}")
+                    raise damaged(f"of rank {comm.ranks[peer]} at step {step}")
                 if different:
-                    raise out_of_step(peer, rank, segment, step)
+                    raise out_of_step(comm.ranks[peer], comm.ranks[rank], segment, step)
 
             heard = torch.stack([theirs - fingerprint, checksum(message)])
             look(heard, judge, comm, ctx)

@@ -51,16 +51,6 @@ class OkTopK(Aggregator):
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
 
-        step = ctx.step
-
-        def judge(differences: list[int]) -> None:
-            for rank, different in enumerate(differences):
-                if different:
-                    raise RankFailure(
-                        f"At step {step} rank {rank} and rank {comm.rank} have cut the gradient into different "
-                        f"regions: a message about them is corrupt."
-                    )
-
         room, share = _rooms(compressor.target(segment.numel, ctx.density), comm.size)
         payload = compressor.compress(u, segment, ctx)
         mine = compressor.unpack(payload, segment, ctx)
@@ -85,6 +75,16 @@ class OkTopK(Aggregator):
         messages = intact(torch.stack(comm.all_gather(packed(told))), comm, ctx)
         all_words, *payloads = unpacked(messages, told)
         heed(all_words[:, 0], ctx)
+        step = ctx.step
+
+        def judge(differences: list[int]) -> None:
+            for rank, different in zip(comm.ranks, differences, strict=True):
+                if different:
+                    raise RankFailure(
+                        f"At step {step} rank {rank} and rank {comm.ranks[comm.rank]} have cut the gradient into "
+                        f"different regions: a message about them is corrupt."
+                    )
+
         look(all_words[:, 1] - words[1], judge, comm, ctx)
         regions = compressor.unpack(tuple(payloads), segment, ctx, share)
         result = Entries(*compacted((regions.indices.reshape(-1), regions.values.reshape(-1)), segment.numel))
@@ -100,8 +100,8 @@ class OkTopK(Aggregator):
         known, mark = ctx.state.get("boundaries"), 0
         if not ctx.settled:
             # They may come from a checkpoint. A rank may have none, or others', for want of its side file.
-            fits = known is not None and known.numel() == comm.size - 1
-            mark = zlib.crc32(repr(comm.fetch(known)()).encode()) if known is not None and fits else -1
+            known = None if known is None or known.numel() != comm.size - 1 else known
+            mark = -1 if known is None else zlib.crc32(repr(comm.fetch(known)()).encode())
         words = torch.cat([header(payload, u, segment, ctx), torch.full((1,), mark, device=u.device)])
         rows = torch.stack(comm.all_gather(words))
         check_headers(rows[:, :2], segment, comm, ctx, at_once=not ctx.settled)

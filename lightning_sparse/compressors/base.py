@@ -57,9 +57,7 @@ def target_count(density: float, numel: int) -> int:
 
 
 def unpadded(entries: Entries, segment: Segment) -> Entries:
-    """Return the entries without the padding, which only CUDA's have; the host waits for their number there."""
-    if not uses_triton(entries.indices):
-        return entries
+    """Return the entries without the padding; on CUDA the host waits for their number."""
     there = entries.indices < segment.numel
     return Entries(entries.indices[there], entries.values[there])
 
@@ -202,7 +200,8 @@ class Sparsifier(Compressor):
         if uses_triton(u):
             ctx.broken = first_broken(entries.values, chosen, segment.numel)
         payload = self.pack(entries, segment, ctx)
-        ctx.sent = payload, Entries(chosen, self.rounded(entries.values))
+        values = formats.decode_values(self._cut(payload)[0], self.value_format)
+        ctx.sent = payload, Entries(chosen, values[: chosen.numel()])
         return payload
 
     def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:
@@ -233,8 +232,7 @@ class Sparsifier(Compressor):
             return Entries(*ctx.sent[1])  # what `compress` has just packed need not be decoded
         if capacity is None:
             capacity = self.capacity(segment.numel, ctx.density)
-        first = 3 if self.value_format == "int8" else 2
-        count, values, packed = payload[0], payload[1:first], payload[first:]
+        count, (values, packed) = payload[0], self._cut(payload)
         entries = Entries(
             formats.decode_indices(packed, count, segment.numel, capacity, self.index_format),
             formats.decode_values(values, self.value_format),
@@ -242,6 +240,11 @@ class Sparsifier(Compressor):
         if count.dim() > 1 or uses_triton(count):
             return entries
         return Entries(*(part[: int(count)] for part in entries))
+
+    def _cut(self, payload: Payload) -> tuple[Payload, Payload]:
+        """Return the tensors behind the count that hold the values, and those that hold the indices."""
+        first = 3 if self.value_format == "int8" else 2
+        return payload[1:first], payload[first:]
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return what comes out of values, (..., n), that are sent together."""

@@ -54,13 +54,6 @@ class RandK(Sparsifier):
             values[0] = torch.nan
         return (values,)
 
-    def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:
-        """Return a payload that holds these entries, which have to be among the drawn ones, and zeros elsewhere."""
-        drawn = self._draw(segment.numel, entries.indices.device, ctx)
-        values = torch.zeros(drawn.numel(), dtype=torch.float32, device=drawn.device)
-        values[torch.searchsorted(drawn, entries.indices)] = entries.values
-        return (values,)
-
     def unpack(self, payload: Payload, segment: Segment, ctx: Context, capacity: int | None = None) -> Entries:
         if isinstance(payload, Entries):
             return payload
