@@ -253,14 +253,13 @@ class DeviceStep:
         self.grad, self.density, self.select = grad, density, select
         self.residual = torch.zeros_like(grad)
         self.segment = Segment(0, ("w",), (tuple(grad.shape),), 0)
-        self.ctx = Context()
 
     def __call__(self) -> tuple[Tensor, ...]:
         if isinstance(self.select, Sparsifier):
-            self.ctx = Context(scan=self.select.scan(self.grad.numel()))
-            u = add_(self.residual, self.segment.bounds, [self.grad], 1.0, self.ctx.scan)
-            payload = self.select.compress(u, self.segment, self.ctx)
-            self.select.remove_(u, payload, self.segment, self.ctx)
+            ctx = Context(scan=self.select.scan(self.grad.numel()))
+            u = add_(self.residual, self.segment.bounds, [self.grad], 1.0, ctx.scan)
+            payload = self.select.compress(u, self.segment, ctx)
+            self.select.remove_(u, payload, self.segment, ctx)
             return payload
         u = self.residual.add_(self.grad)
         chosen = self.select(u, self.density)

@@ -188,7 +188,7 @@ class _SubComm(Comm):
         super().__init__(ranks.index(whole.rank), len(ranks))
         self._whole, self._ranks, self._counted = whole, ranks, counted
         self.ranks = [whole.ranks[rank] for rank in ranks]
-        self.fetch, self.look, self.report = whole.fetch, whole.look, whole.report  # type: ignore[method-assign]
+        self.fetch = whole.fetch  # type: ignore[method-assign]
 
     def _swap(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         to, by = dict(zip(self._ranks, send, strict=True)), dict(zip(self._ranks, receive, strict=True))

@@ -111,7 +111,7 @@ class Reducer:
         self.observers: list[Observer] = []
         self.layout: Layout | None = None
         self.states: list[State] = []
-        self._settled: list[Aggregator | None] = []
+        self._settled: dict[int, Aggregator] = {}  # segment, and what it was exchanged by the last time
         self._saved: Mapping[str, Any] | None = None
         self._reported: set[float | None] = set()
         self._later: list[tuple[int, Callable[[], None]]] = []  # step, and what is to be looked at after it
@@ -152,7 +152,7 @@ class Reducer:
         self._digest = self.layout.digest
         device = self._device = next(iter(params.values())).device
         self.states = [{} for _ in self.layout.segments]
-        self._settled = [None for _ in self.layout.segments]
+        self._settled.clear()
         for entry in self._entries.values():
             if entry.per != "segment":
                 # A buffer for each segment: where one for all is cut, it is not aligned as wide loads need it.
@@ -275,7 +275,7 @@ class Reducer:
         lr = None
         if memory.needs_lr:
             lr = self.lr() if callable(self.lr) else self.lr
-        settled = self._settled[segment.index] is aggregator
+        settled = self._settled.get(segment.index) is aggregator
         facts = (self.method, self.seed, self.step, density, lr, segment.index, settled)
         ctx = Context(
             step=self.step,
@@ -340,7 +340,7 @@ class Reducer:
 
     def _clear(self) -> None:
         self._later.clear()
-        self._settled = [None for _ in self._settled]
+        self._settled.clear()
         for state in self.states:
             for name in list(state):
                 if self._entries[name].per == "segment":

@@ -305,11 +305,15 @@ def test_steps_through_the_reducer(name, dtype, options, size, use):
         assert all(torch.equal(residual[key], kept[key]) for key in kept)
 
 
+def methods_at(density):
+    return {name: method(name) if name == "dense" else method(name, density=density) for name in METHODS}
+
+
 def every_method(rank, size):
     """Return what three steps of every method make of the same gradients, by plain torch and by Triton."""
     outcomes = {}
     comm = ProcessGroupComm()
-    ways = {name: method(name) if name == "dense" else method(name, density=0.02) for name in METHODS}
+    ways = methods_at(0.02)
     if size % 2 == 0:
         ways["two levels"] = Method(TopK(0.02), Residual(), TwoLevel(GlobalTopK(), 2))
         ways["two levels, gaussiank"] = Method(GaussianK(0.02), Residual(), TwoLevel(Mean(), 2))
@@ -371,7 +375,7 @@ def wrong_on_rank_1(rank, size):
     """Return, for each method, what comes out of a step with something wrong, and the error that is raised later."""
     os.environ[launch.KERNELS] = "triton"
     comm, outcomes = ProcessGroupComm(), {}
-    ways = {name: method(name) if name == "dense" else method(name, density=0.02) for name in METHODS}
+    ways = methods_at(0.02)
     if size % 2 == 0:
         for between in (Mean(), GlobalTopK(), OkTopK(), ScaleCom()):
             ways[repr(between)] = Method(TopK(0.02), Residual(), TwoLevel(between, 2))

@@ -95,6 +95,19 @@ def look(words: Tensor, judge: Callable[[Any], None], comm: Comm, ctx: Context, 
     ctx.later.append(lambda: judge(fetched()))
 
 
+def look_by_rank(
+    words: Tensor, error: Callable[[int], Exception], ranks: Sequence[int], comm: Comm, ctx: Context
+) -> None:
+    """`look` at one word of each of some ranks; what is raised is the `error` of the first whose word is not zero."""
+
+    def judge(words: list[int]) -> None:
+        for rank, wrong in zip(ranks, words, strict=True):
+            if wrong:
+                raise error(rank)
+
+    look(words, judge, comm, ctx)
+
+
 def doubt(ctx: Context, device: torch.device) -> Tensor:
     """Return, for the others, whether this rank knows of something wrong in the step: int64, one element, 0 if not."""
     if ctx.sound is None:
@@ -152,11 +165,5 @@ def not_finite(wrong: int, rank: int, segment: Segment, step: int) -> RuntimeErr
 def intact(messages: Tensor, comm: Comm, ctx: Context, sender: int | None = None) -> Tensor:
     """Return what `packed` has made, of all ranks or of one `sender`, as rows; raise ValueError if it was damaged."""
     step, senders = ctx.step, comm.ranks if sender is None else (comm.ranks[sender],)
-
-    def judge(sums: list[int]) -> None:
-        for rank, wrong in zip(senders, sums, strict=True):
-            if wrong:
-                raise damaged(f"of rank {rank} at step {step}")
-
-    look(checksum(messages), judge, comm, ctx)
+    look_by_rank(checksum(messages), lambda rank: damaged(f"of rank {rank} at step {step}"), senders, comm, ctx)
     return messages

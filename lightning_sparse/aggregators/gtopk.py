@@ -56,11 +56,12 @@ class GlobalTopK(Aggregator):
 
         def swapped(peer: int, owner: bool) -> Entries:
             nonlocal blame, result
-            rounded = Entries(result.indices, compressor.rounded(result.values))
+            payload = compressor.pack(result, segment, ctx)
+            rounded = Entries(result.indices, compressor.values(payload)[: result.indices.numel()])
             if owner:
                 returned.append(Entries(result.indices, result.values - rounded.values))
             result = rounded
-            parts = (torch.stack([fingerprint, blame]), *compressor.pack(result, segment, ctx))
+            parts = (torch.stack([fingerprint, blame]), *payload)
             message = comm.exchange(packed(parts), peer)
             (theirs, their_blame), *their_payload = unpacked(message, parts)
 

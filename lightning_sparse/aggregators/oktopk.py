@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
-from lightning_sparse.aggregators.checks import check_headers, doubt, header, heed, intact, look
+from lightning_sparse.aggregators.checks import check_headers, doubt, header, heed, intact, look_by_rank
 from lightning_sparse.aggregators.messages import packed, unpacked
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors import Compressor, Sparsifier
 from lightning_sparse.compressors.base import Agreed, Entries, Payload
+from lightning_sparse.compressors.formats import received_indices
 from lightning_sparse.context import Context, Entry
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.write_back import at, coalesce, compacted
@@ -50,7 +51,6 @@ class OkTopK(Aggregator):
         self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
     ) -> tuple[Agreed, Payload]:
         assert isinstance(compressor, Sparsifier)
-
         room, share = _rooms(compressor.target(segment.numel, ctx.density), comm.size)
         payload = compressor.compress(u, segment, ctx)
         mine = compressor.unpack(payload, segment, ctx)
@@ -60,7 +60,7 @@ class OkTopK(Aggregator):
         rows = Entries(rows.indices, rows.values / comm.size)
         chunks = compressor.pack(rows, segment, ctx, room)
         # What comes out of them; nothing of what was cut off.
-        came = torch.nn.functional.pad(compressor.rounded(rows.values).reshape(-1), (0, mine.indices.numel()))
+        came = torch.nn.functional.pad(compressor.values(chunks).reshape(-1), (0, mine.indices.numel()))
         sent = Entries(mine.indices, came[row_of])
 
         messages = intact(torch.stack(comm.all_to_all(list(packed(chunks)))), comm, ctx)
@@ -71,26 +71,30 @@ class OkTopK(Aggregator):
 
         # With them goes what shows that all have cut the same regions.
         words = torch.cat([doubt(ctx, u.device), boundaries.sum(0, keepdim=True)])
-        told = (words, *compressor.pack(kept, segment, ctx, share))
+        payload = compressor.pack(kept, segment, ctx, share)
+        told = (words, *payload)
         messages = intact(torch.stack(comm.all_gather(packed(told))), comm, ctx)
         all_words, *payloads = unpacked(messages, told)
         heed(all_words[:, 0], ctx)
-        step = ctx.step
-
-        def judge(differences: list[int]) -> None:
-            for rank, different in zip(comm.ranks, differences, strict=True):
-                if different:
-                    raise RankFailure(
-                        f"At step {step} rank {rank} and rank {comm.ranks[comm.rank]} have cut the gradient into "
-                        f"different regions: a message about them is corrupt."
-                    )
-
-        look(all_words[:, 1] - words[1], judge, comm, ctx)
+        of_this = f"At step {ctx.step} rank {comm.ranks[comm.rank]}"
+        look_by_rank(
+            all_words[:, 1] - words[1],
+            lambda rank: RankFailure(
+                f"{of_this} and rank {rank} have cut the gradient into different regions: a message about them is "
+                f"corrupt."
+            ),
+            comm.ranks,
+            comm,
+            ctx,
+        )
         regions = compressor.unpack(tuple(payloads), segment, ctx, share)
-        result = Entries(*compacted((regions.indices.reshape(-1), regions.values.reshape(-1)), segment.numel))
+        indices, values = compacted((regions.indices.reshape(-1), regions.values.reshape(-1)), segment.numel)
+        result = Entries(received_indices(indices, segment.numel), values)  # one region after the other
         used = at(result.indices, sent)
         # What rounding took from the sums stays with their owner.
-        used -= at(result.indices, Entries(kept.indices, kept.values - compressor.rounded(kept.values)))
+        used -= at(
+            result.indices, Entries(kept.indices, kept.values - compressor.values(payload)[: kept.values.numel()])
+        )
         return (result,), Entries(*compacted((result.indices, used * comm.size), segment.numel))
 
     def _boundaries(

@@ -43,8 +43,8 @@ class ScaleCom(Aggregator):
         if comm.rank == leader:
             chosen = compressor.choose(u, segment, ctx)
             words[: chosen.numel()] = chosen
-        message = comm.broadcast(packed((words,)), leader)
-        (words,) = unpacked(intact(message[None], comm, ctx, leader)[0], (words,))
+        messages = intact(comm.broadcast(packed((words,)), leader)[None], comm, ctx, leader)
+        (words,) = unpacked(messages[0], (words,))
         indices = received_indices(words, segment.numel)
         if not uses_triton(u):
             indices = indices[indices < segment.numel]

@@ -85,16 +85,19 @@ class TwoLevel(Aggregator):
             return _resized(moved.int(), room, segment.numel)
 
         ctx.sound = inner.sound
-        parts = (doubt(ctx, u.device), told(result.indices), _resized(result.values, room, 0), told(used.indices))
+        here = told(used.indices)
+        parts = (doubt(ctx, u.device), told(result.indices), _resized(result.values, room, 0), here)
         messages = intact(torch.stack(node.all_gather(packed(parts))), node, ctx)
         doubts, *rows = unpacked(messages, parts)
         heed(doubts, ctx)
-        indices, taken = (received_indices(row, segment.numel).view(-1) for row in (rows[0], rows[2]))
-        indices, values = compacted((indices, rows[1].reshape(-1)), segment.numel)
+        indices, values, taken = (row.reshape(-1) for row in rows)
+        indices, values = compacted((indices, values), segment.numel)
         taken, _ = compacted((taken, taken < segment.numel), segment.numel)
+        # One part after the other.
+        indices, taken = received_indices(indices, segment.numel), received_indices(taken, segment.numel)
         # What was rounded, or not used, of the sum.
         rest = (used.values - gather(mean, used.indices)) * count
-        mine = gather(u, taken) + at(taken, (told(used.indices).long(), _resized(rest, room, 0)))
+        mine = gather(u, taken) + at(taken, (here.long(), _resized(rest, room, 0)))
         return (Entries(indices, values),), Entries(taken, mine)
 
     def _part(self, segment: Segment, rank: int) -> Segment:

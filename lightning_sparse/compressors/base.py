@@ -200,8 +200,7 @@ class Sparsifier(Compressor):
         if uses_triton(u):
             ctx.broken = first_broken(entries.values, chosen, segment.numel)
         payload = self.pack(entries, segment, ctx)
-        values = formats.decode_values(self._cut(payload)[0], self.value_format)
-        ctx.sent = payload, Entries(chosen, values[: chosen.numel()])
+        ctx.sent = payload, Entries(chosen, self.values(payload)[: chosen.numel()])
         return payload
 
     def pack(self, entries: Entries, segment: Segment, ctx: Context, capacity: int | None = None) -> Payload:
@@ -232,27 +231,22 @@ class Sparsifier(Compressor):
             return Entries(*ctx.sent[1])  # what `compress` has just packed need not be decoded
         if capacity is None:
             capacity = self.capacity(segment.numel, ctx.density)
-        count, (values, packed) = payload[0], self._cut(payload)
+        count, packed = payload[0], payload[self._behind_values :]
         entries = Entries(
-            formats.decode_indices(packed, count, segment.numel, capacity, self.index_format),
-            formats.decode_values(values, self.value_format),
+            formats.decode_indices(packed, count, segment.numel, capacity, self.index_format), self.values(payload)
         )
         if count.dim() > 1 or uses_triton(count):
             return entries
         return Entries(*(part[: int(count)] for part in entries))
 
-    def _cut(self, payload: Payload) -> tuple[Payload, Payload]:
-        """Return the tensors behind the count that hold the values, and those that hold the indices."""
-        first = 3 if self.value_format == "int8" else 2
-        return payload[1:first], payload[first:]
+    @property
+    def _behind_values(self) -> int:
+        """Where in a payload, after the count and what holds the values, the indices are."""
+        return 3 if self.value_format == "int8" else 2
 
-    def rounded(self, values: Tensor) -> Tensor:
-        """Return what comes out of values, (..., n), that are sent together."""
-        if self.value_format == "float32":
-            return values
-        return formats.decode_values(
-            formats.encode_values(values, values.shape[-1], self.value_format), self.value_format
-        )
+    def values(self, payload: Payload) -> Tensor:
+        """Return the fp32 values that come out of a payload, (..., capacity): those of `pack`, rounded, then zeros."""
+        return formats.decode_values(payload[1 : self._behind_values], self.value_format)
 
     def indices(self, payload: Payload, segment: Segment, ctx: Context) -> Tensor:
         """Return the int64 indices that the payload holds, ascending; on CUDA the host waits for their number."""

@@ -45,10 +45,10 @@ def decode_indices(parts: tuple[Tensor, ...], count: Tensor, numel: int, capacit
         said = next(said for said in count.view(-1).tolist() if not 0 <= said <= capacity)
         raise ValueError(f"A payload for at most {capacity} entries says it holds {said}: it is corrupt.")
     if width is None:
-        there = torch.arange(capacity, device=count.device) < count
-        indices = received_indices(torch.where(there, parts[0], numel), numel)
+        indices = torch.where(torch.arange(capacity, device=count.device) < count, parts[0], numel)
     else:
-        indices = received_indices(unpack(parts[0], parts[1:], count, numel, capacity, width), numel)
+        indices = unpack(parts[0], parts[1:], count, numel, capacity, width)
+    indices = received_indices(indices, numel)
     if not uses_triton(count):
         found = (indices < numel).sum(-1, keepdim=True)
         if not torch.equal(found, count.long()):
