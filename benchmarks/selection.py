@@ -46,9 +46,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import GaussianK, RandK, Sparsifier, TopK
-from lightning_sparse.compressors.base import unpadded
+from lightning_sparse.compressors.base import add_, drop_padding
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.scan import add_
+from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.layout import Segment
 from lightning_sparse.methods import METHODS, method
 
@@ -123,8 +123,8 @@ class Step:
     def __call__(self) -> object:
         u = self.residual.add_(self.grad)
         if isinstance(self.select, Sparsifier):
-            payload = self.select.compress(u, self.segment, Context())
-            self.select.remove_(u, payload, self.segment, Context())
+            payload, applied = self.select.compress(u, Context(self.segment))
+            add_(u, applied, -1)
             return payload
         chosen = self.select(u, self.density)
         values = u[chosen]
@@ -256,10 +256,10 @@ class DeviceStep:
 
     def __call__(self) -> tuple[Tensor, ...]:
         if isinstance(self.select, Sparsifier):
-            ctx = Context(scan=self.select.scan(self.grad.numel()))
-            u = add_(self.residual, self.segment.bounds, [self.grad], 1.0, ctx.scan)
-            payload = self.select.compress(u, self.segment, ctx)
-            self.select.remove_(u, payload, self.segment, ctx)
+            ctx = Context(self.segment, stats=self.select.block_stats(self.grad.numel()))
+            u = add_with_stats_(self.residual, self.segment.bounds, [self.grad], 1.0, ctx.stats)
+            payload, applied = self.select.compress(u, ctx)
+            add_(u, applied, -1)
             return payload
         u = self.residual.add_(self.grad)
         chosen = self.select(u, self.density)
@@ -272,7 +272,7 @@ class DeviceStep:
         before = self.residual + self.grad
         sent = self()
         if isinstance(self.select, Sparsifier):
-            sent = unpadded(self.select.unpack(sent, self.segment, Context()), self.segment)
+            sent = drop_padding(self.select.decode(sent, Context(self.segment)), self.segment.numel)
         chosen, values = sent
         check(name, before, chosen, self.density)
         rest = before.index_fill(0, chosen, 0.0)

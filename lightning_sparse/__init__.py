@@ -6,8 +6,8 @@ Trainer(strategy="gaussiank_ddp")
 
 import logging
 
-from lightning_sparse.aggregators import NonFiniteGradient
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
+from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hook import attach
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer

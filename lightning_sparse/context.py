@@ -1,38 +1,38 @@
-"""What a method is told about the moment (`Context`) and what it may remember (`Entry`, `State`).
+"""The input of a method beside its tensors (`Context`), and the state it declares to keep (`StateSpec`).
 
-Methods are frozen configuration. Whatever changes with time comes in a `Context`; whatever is kept from step to step
-is an entry of the segment's state, declared beforehand so that checkpoints can be written without knowing the method.
+Methods are frozen configuration. Whatever changes with time comes in a `Context`, which no part writes to; whatever is
+kept from step to step lies in the segment's state, declared beforehand, so that checkpoints need not know the method.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.scan import Scan
+from lightning_sparse.kernels.block_stats import BlockStats
+from lightning_sparse.layout import Segment
 
 State = dict[str, Tensor]
-"""One segment's state: entry name to tensor."""
+"""One segment's state: name of a `StateSpec` to tensor."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Declares one thing that a memory, an aggregator or a compressor keeps.
+class StateSpec:
+    """Declares one tensor per segment that a memory, an aggregator or a compressor keeps.
 
     Attributes:
         name: key in the segment's `State`.
         per: "element" is a 1-D fp32 tensor of the segment's length, zeros at first, saved parameter by parameter, so
             that another granularity can load it. "segment" is a tensor of any shape that the method itself puts there;
-            it is lost when the partition changes. "scratch" is an fp32 buffer of the segment's length that nobody
-            saves.
-        resize: what a change of the number of workers P to P' does to it. "sum": the sum over all ranks, divided by
-            the number of ranks, stays (error feedback). "replicate": equal on all ranks, stays so. "drop": starts
-            anew.
+            it is lost when the partition changes. "scratch" is an fp32 buffer of the segment's length that is not
+            saved.
+        resize: what a change of the number of ranks does to the tensors. "sum": the sum over all ranks, divided by the
+            number of ranks, is preserved (error feedback). "replicate": equal on all ranks, and copied to new ones.
+            "drop": starts at zero, or absent.
     """
 
     name: str
@@ -40,55 +40,43 @@ class Entry:
     resize: Literal["sum", "replicate", "drop"] = "sum"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Context:
-    """What a method may know beside its input, for one segment in one step.
+    """One segment in one step.
 
     Attributes:
+        segment: which elements are exchanged.
         step: number of reductions done before this one.
         density: fraction of entries to send now; None asks the compressor for its own.
         lr: learning rate that the optimizer will apply, where the user gave one.
-        scale: factor on the gradients before anything is added: 1 / loss scale, and what local clipping asks for.
-        state: the segment's state; methods change it in place.
+        scale: factor on the gradients before they are added to the residual: 1 / loss scale times local clipping.
+        state: the segment's state; methods change its tensors in place.
         seed: the run's seed, equal on all ranks.
-        segment: index of the segment.
         rank: this rank.
-        fingerprint: 32-bit checksum of method, seed, step, density, learning rate, segment, layout and `settled`, which
-            ranks compare.
-        settled: whether the ranks have exchanged this segment by the same aggregator the last time, since their state
-            was set up, loaded or reset. Then they count steps alike; density and learning rate may still differ.
-        scan: what the compressor wants to know of u; filled in by a memory that makes u in one pass.
-        cache: what a part wants to find again within the same step.
-        sent: the payload that a sparsifier has made, and the entries that come out of it.
-        broken: on CUDA, what the compressor knows of elements that are not finite: see `aggregators/checks.py`.
-        sound: on CUDA, whether all that this rank has heard says that the step can be taken, a bool scalar on the
-            device. None where the host knows that.
-        later: what the host has to look at one step later, because it would have to wait for it now.
+        stats: block statistics of u, filled in by the memory while it forms u; None where the compressor asks for none.
     """
 
+    segment: Segment
     step: int = 0
     density: float | None = None
     lr: float | None = None
     scale: float = 1.0
     state: State = field(default_factory=dict)
     seed: int = 0
-    segment: int = 0
     rank: int = 0
-    fingerprint: int = 0
-    settled: bool = False
-    scan: Scan | None = None
-    cache: dict[str, Tensor] = field(default_factory=dict)
-    sent: tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]] | None = None
-    broken: Tensor | None = None
-    sound: Tensor | None = None
-    later: list[Callable[[], None]] = field(default_factory=list)
+    stats: BlockStats | None = None
+
+    @staticmethod
+    def of(numel: int, **fields: Any) -> Context:
+        """Return the context of a vector of `numel` elements outside of training."""
+        return Context(Segment(0, ("u",), ((numel,),), 0), **fields)
 
     def generator(self, *, shared: bool) -> torch.Generator:
         """Return random numbers that are a function of (seed, step, segment) and, unless `shared`, of the rank.
 
         They are made on the host. Nothing about them needs saving, and the global generator is not touched.
         """
-        key = (self.seed, self.step, self.segment, "shared" if shared else self.rank)
+        key = (self.seed, self.step, self.segment.index, "shared" if shared else self.rank)
         # Two checksums of different text give 64 bits; crc32 alone would give every 2³² th key the same numbers.
         low, high = zlib.crc32(repr(key).encode()), zlib.crc32(repr(("high", *key)).encode())
         return torch.Generator().manual_seed(high << 32 | low)

@@ -143,11 +143,11 @@ def step(
         arrives = work.forward + fraction * work.backward
         if sparse:
             assert isinstance(method.compressor, Sparsifier)
-            nbytes, rounds = chosen, method.aggregator.rounds(workers)
+            nbytes, rounds = chosen, method.aggregator.messages(workers)
             before = costs.segment + numel * costs.element
             # What arrives is as much as what is sent, in all our exchanges.
             capacity = method.compressor.capacity(numel, density)
-            after = costs.entry * nbytes / method.compressor.entry_bytes(numel, capacity) * capacity
+            after = costs.entry * nbytes / method.compressor.encoding.nbytes(numel, capacity) * capacity
         else:
             nbytes, rounds, before, after = dense, dense_rounds, 0.0, 0.0
             before = dense * costs.dense_byte

@@ -42,7 +42,8 @@ from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure, first_lin
 from lightning_sparse.layout import Granularity, Segment
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
-from lightning_sparse.reducer import OnNonFinite, Reducer
+from lightning_sparse.overflow import OnNonFinite
+from lightning_sparse.reducer import Reducer
 
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0
@@ -214,7 +215,7 @@ class CommThread:
                 for segment in self.reducer.layout.segments:
                     own = [params[name] for name in segment.names]
                     self.reducer.reduce_segment_(segment, [param.new_zeros(param.numel()) for param in own])
-                self.reducer.catch_up()
+                self.reducer.raise_deferred()
         except Exception as error:
             self.fail(error)
             raise
@@ -329,7 +330,7 @@ class CommThread:
             # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
             with contextlib.suppress(Exception):
                 error.args = (f"{self.comm.explain()} ({first_line(error)})",)
-        self.comm.report(self.reducer.described(error))
+        self.comm.report(self.reducer.error_message(error))
 
     @property
     def whole(self) -> bool:
@@ -364,7 +365,7 @@ class CommThread:
         alive = (self._thread is not None and self._thread.is_alive()) or not self._device_done()
         if self._error is None and not alive:
             try:
-                self.reducer.catch_up()
+                self.reducer.raise_deferred()
             except Exception as error:  # of the last step; backward does not come to raise it
                 self._error = error
                 log.error(f"{error}")
@@ -431,7 +432,7 @@ class CommThread:
             # The training thread may be waiting for the device, and with it for the other rank. What it gets now is
             # worth nothing, and the next backward raises the reason.
             self._fail(error)
-            log.error(self.reducer.described(error))
+            log.error(self.reducer.error_message(error))
             self._free_device()
 
     def _free_device(self) -> None:
@@ -451,11 +452,11 @@ class CommThread:
             self._arrived[name] = bucket
             segment = self._segment_of[name]
             missing = self._missing[segment.index] = self._missing.get(segment.index, len(segment.names)) - 1
-            if missing == 0 and not self.reducer.looks_ahead:
+            if missing == 0 and not self.reducer.needs_all_gradients:
                 self._reduce(segment)
         if len(self._arrived) < len(self._segment_of):
             return
-        if not self.reducer.looks_ahead or self._reduce_all():
+        if not self.reducer.needs_all_gradients or self._reduce_all():
             self.reducer.finish_step()
         self._buckets, self._arrived, self._missing = [], {}, {}
 
@@ -474,7 +475,7 @@ class CommThread:
     def _reduce_all(self) -> bool:
         assert self.reducer.layout is not None
         grads = {name: self._arrived[name].views[name] for name in self.reducer.layout.names}
-        if self.reducer.look_ahead(grads, set().union(*(bucket.unused for bucket in self._buckets))):
+        if self.reducer.check_gradients(grads, set().union(*(bucket.unused for bucket in self._buckets))):
             for segment in self.reducer.layout.segments:
                 self._reduce(segment)
             return True
@@ -487,7 +488,7 @@ class CommThread:
         # First of all, so that backward ends whatever happens here.
         for bucket in self._buckets:
             _complete(bucket)
-        self.comm.report(self.reducer.described(error))
+        self.comm.report(self.reducer.error_message(error))
 
 
 def _complete(bucket: _Bucket) -> None:

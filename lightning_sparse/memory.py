@@ -1,4 +1,4 @@
-"""Memories: what a rank keeps of what it did not send, and how it comes back into the next step."""
+"""Memories: the part of the gradients that a rank keeps, and how it comes back into the next step."""
 
 from __future__ import annotations
 
@@ -7,99 +7,67 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Agreed, Compressor, Payload
-from lightning_sparse.context import Context, Entry
-from lightning_sparse.kernels import scan
-from lightning_sparse.kernels.write_back import add_entries_
-from lightning_sparse.layout import Segment
+from lightning_sparse.compressors.base import Update
+from lightning_sparse.context import Context, StateSpec
+from lightning_sparse.kernels.block_stats import add_with_stats_
 
 
 class Memory(abc.ABC):
     """One rank's memory of one segment; all of it lies in the state."""
 
-    entries: tuple[Entry, ...] = ()
+    state: tuple[StateSpec, ...] = ()
     """What it keeps in the segment's state."""
 
-    keeps: bool = True
-    """Whether it has a use for what rounding took; finding that out costs passes over the data."""
+    error_feedback: bool = True
+    """Whether u is kept: the applied part is subtracted from it, and rounding errors are added, in place."""
 
     needs_lr: bool = False
     """Whether it asks for `Context.lr`."""
 
     @abc.abstractmethod
-    def compensate(self, grads: list[Tensor], segment: Segment, ctx: Context) -> Tensor:
+    def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         """Combine the gradients with what was kept.
 
         Args:
             grads: one 1-D gradient per parameter of the segment, of any floating dtype; left as they are. They count
                 `ctx.scale` times.
+            ctx: the segment, its state, and block statistics to fill in.
 
         Returns:
             u, 1-D fp32 of the segment's length; it may be a buffer of the state.
         """
 
-    @abc.abstractmethod
-    def keep(
-        self, u: Tensor, used: Payload, lost: Agreed | None, compressor: Compressor, segment: Segment, ctx: Context
-    ) -> None:
-        """Remember what of `u` was not used.
-
-        Args:
-            used: what went into the result, as a payload of `compressor`.
-            lost: what rounding took from the result when it was written to 16-bit gradients; equal on all ranks, so
-                every rank keeps all of it.
-        """
+    def update(self, u: Tensor, applied: Update, ctx: Context) -> None:  # noqa: B027
+        """Change the state after the exchange; with error feedback the applied part is subtracted from `u` by now."""
 
     def gain(self, ctx: Context) -> float:
-        """Return how much of `u` one unit of gradient is; the result is divided by it when it is handed out.
+        """Return how much of `u` one unit of gradient is; the update is divided by it when it is written.
 
-        Zero means that nothing moves: the step is left out and the state stays. Equal on all ranks.
+        Zero: nothing is sent, and the state is left unchanged. Equal on all ranks.
         """
         return 1.0
 
 
-def add_(x: Tensor, term: Agreed | None) -> None:
-    """Add a result, dense or in entries, to `x`, in place."""
-    if isinstance(term, Tensor):
-        x.add_(term)
-    else:
-        for indices, values in term or ():
-            add_entries_(x, indices, values)
-
-
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """Forgets what was not sent."""
+    """Forgets the part that was not sent."""
 
-    keeps = False
+    error_feedback = False
+    state = (StateSpec("u", per="scratch"),)
 
-    entries = (Entry("u", per="scratch"),)
-
-    def compensate(self, grads: list[Tensor], segment: Segment, ctx: Context) -> Tensor:
+    def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         u = ctx.state["u"]
-        for part, grad in zip(segment.views(u), grads, strict=True):
+        for part, grad in zip(ctx.segment.views(u), grads, strict=True):
             part.copy_(grad)
         return u if ctx.scale == 1 else u.mul_(ctx.scale)
-
-    def keep(
-        self, u: Tensor, used: Payload, lost: Agreed | None, compressor: Compressor, segment: Segment, ctx: Context
-    ) -> None:
-        pass
 
 
 @dataclass(frozen=True)
 class Residual(Memory):
-    """Error feedback (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599): u = g + e, e ← u − used."""
+    """Error feedback (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599): u = g + e, e ← u − applied."""
 
-    entries = (Entry("residual"),)
+    state = (StateSpec("residual"),)
 
-    def compensate(self, grads: list[Tensor], segment: Segment, ctx: Context) -> Tensor:
-        u = ctx.state["residual"]
-        # In place: the residual is u until `keep` takes out what was used.
-        return scan.add_(u, segment.bounds, grads, ctx.scale, ctx.scan)
-
-    def keep(
-        self, u: Tensor, used: Payload, lost: Agreed | None, compressor: Compressor, segment: Segment, ctx: Context
-    ) -> None:
-        compressor.remove_(u, used, segment, ctx)
-        add_(u, lost)
+    def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
+        # In place: the buffer of the residual is u until the applied part is subtracted.
+        return add_with_stats_(ctx.state["residual"], ctx.segment.bounds, grads, ctx.scale, ctx.stats)

@@ -34,7 +34,7 @@ class Method:
 
     compressor: Compressor
     memory: Memory = Residual()
-    aggregator: Aggregator = Mean()
+    aggregator: Aggregator[Any] = Mean()
 
     def __post_init__(self) -> None:
         for part, kind in (("compressor", Compressor), ("memory", Memory), ("aggregator", Aggregator)):
@@ -52,7 +52,7 @@ class Method:
 
     def __str__(self) -> str:
         """The parts, with what differs from their defaults; `repr` has everything."""
-        return " + ".join(map(_brief, (self.compressor, self.memory, self.aggregator)))
+        return " + ".join(map(_short_repr, (self.compressor, self.memory, self.aggregator)))
 
     @property
     def density(self) -> float | None:
@@ -60,7 +60,7 @@ class Method:
         return getattr(self.compressor, "density", None)
 
 
-def _brief(part: Any) -> str:
+def _short_repr(part: Any) -> str:
     said = [
         f"{field.name}={value:g}" if isinstance(value, float) else f"{field.name}={value!r}"
         for field in fields(part)
@@ -69,24 +69,24 @@ def _brief(part: Any) -> str:
     return f"{type(part).__name__}({', '.join(said)})"
 
 
-class Recipe(NamedTuple):
+class MethodSpec(NamedTuple):
     """How to make a method, and who published it."""
 
     make: Callable[..., Compressor]
     memory: Memory
-    aggregator: Aggregator
+    aggregator: Aggregator[Any]
     citation: str
 
 
-METHODS: Mapping[str, Recipe] = MappingProxyType(
+METHODS: Mapping[str, MethodSpec] = MappingProxyType(
     {
-        "dense": Recipe(Identity, NoMemory(), AllReduceMean(), "What DistributedDataParallel does: all-reduce."),
-        "topk": Recipe(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
-        "randk": Recipe(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
-        "gaussiank": Recipe(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
-        "gtopk": Recipe(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
-        "oktopk": Recipe(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
-        "scalecom": Recipe(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
+        "dense": MethodSpec(Identity, NoMemory(), AllReduceMean(), "What DistributedDataParallel does: all-reduce."),
+        "topk": MethodSpec(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
+        "randk": MethodSpec(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
+        "gaussiank": MethodSpec(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
+        "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
+        "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
+        "scalecom": MethodSpec(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
     }
 )
 
@@ -107,12 +107,12 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
         near = difflib.get_close_matches(str(name), METHODS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"Method {name!r} is not known; choose from {', '.join(METHODS)}.{hint}")
-    recipe = METHODS[name]
+    spec = METHODS[name]
     if density is not None:
         options["density"] = density
-    known = list(inspect.signature(recipe.make).parameters)
+    known = list(inspect.signature(spec.make).parameters)
     if unknown := [option for option in options if option not in known]:
         raise TypeError(
             f"Method {name!r} has no option {unknown[0]!r}" + (f"; it has {', '.join(known)}." if known else "s.")
         )
-    return Method(recipe.make(**options), recipe.memory, recipe.aggregator)
+    return Method(spec.make(**options), spec.memory, spec.aggregator)

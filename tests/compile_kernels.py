@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia
 
-from lightning_sparse.kernels import pack, scan, select, threshold, write_back
+from lightning_sparse.kernels import block_stats, pack, select_triton, threshold, write_back
 
 SCAN = {
     "u": "*fp32",
@@ -50,7 +50,7 @@ MANY = {
     "typed": "*bf16",
     "indices": "*i64",
     "values": "*bf16",
-    "sound": "*i1",
+    "step_ok": "*i1",
     "count": "i32",
     "numel": "i32",
     "many": "i32",
@@ -77,24 +77,24 @@ UNPACK = {
     "tiles": "i32",
     "capacity": "i32",
 }
-TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": scan.TILE}
-CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select.TILE, "WHEN": False}
+TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": block_stats.TILE}
+CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select_triton.TILE, "WHEN": False}
 COUNTED = {name: value for name, value in CHOSEN.items() if name != "WHEN"}
 # Name to kernel, types of its arguments, and constants.
 KERNELS = {
-    "add fp32": (scan._scan, SCAN, {**TILES, "ADD": True, "MOMENTS": False}),
-    "add bf16": (scan._scan, {**SCAN, "grad": "*bf16"}, {**TILES, "ADD": True}),
-    "add fp16": (scan._scan, {**SCAN, "grad": "*fp16"}, {**TILES, "ADD": True, "BLOCK": 16}),
-    "read": (scan._scan, SCAN, {**TILES, "ADD": False}),
-    "first digit": (select._histogram, BINS, {**CHOSEN, "DIGIT": 0}),
-    "last digit": (select._histogram, BINS, {**CHOSEN, "DIGIT": 3}),
-    "digit of maxima": (select._histogram, BINS, {**CHOSEN, "DIGIT": 1, "GATHER": False}),
-    "threshold": (select._threshold, BINS, {}),
-    "count": (select._count, BINS, COUNTED),
-    "count at 1 %": (select._count, BINS, {**COUNTED, "BLOCK": 16}),
-    "write": (select._write, SELECT, CHOSEN),
-    "digit if needed": (select._histogram, BINS, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
-    "write if needed": (select._write, SELECT, {**CHOSEN, "WHEN": True}),
+    "add fp32": (block_stats._add_with_stats, SCAN, {**TILES, "ADD": True, "MOMENTS": False}),
+    "add bf16": (block_stats._add_with_stats, {**SCAN, "grad": "*bf16"}, {**TILES, "ADD": True}),
+    "add fp16": (block_stats._add_with_stats, {**SCAN, "grad": "*fp16"}, {**TILES, "ADD": True, "BLOCK": 16}),
+    "read": (block_stats._add_with_stats, SCAN, {**TILES, "ADD": False}),
+    "first digit": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 0}),
+    "last digit": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 3}),
+    "digit of maxima": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 1, "GATHER": False}),
+    "threshold": (select_triton._threshold, BINS, {}),
+    "count": (select_triton._count, BINS, COUNTED),
+    "count at 1 %": (select_triton._count, BINS, {**COUNTED, "BLOCK": 16}),
+    "write": (select_triton._write, SELECT, CHOSEN),
+    "digit if needed": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
+    "write if needed": (select_triton._write, SELECT, {**CHOSEN, "WHEN": True}),
     "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
@@ -105,9 +105,9 @@ KERNELS = {
     "unpack": (pack._unpack, {**UNPACK, "lower": "*u8"}, {"TILE": pack.BYTES, "WIDTH": 8}),
     "unpack 16 lower bits": (pack._unpack, UNPACK, {"TILE": pack.BYTES, "WIDTH": 16}),
     "unpack without lower bits": (pack._unpack, {**UNPACK, "lower": "*u8"}, {"TILE": pack.BYTES, "WIDTH": 0}),
-    "count of single elements": (select._count, BINS, {**COUNTED, "BLOCK": 1}),
-    "write of single elements": (select._write, SELECT, {**CHOSEN, "BLOCK": 1, "WHEN": True}),
-    "write at 0.5 %": (select._write, SELECT, {**CHOSEN, "BLOCK": 32}),
+    "count of single elements": (select_triton._count, BINS, {**COUNTED, "BLOCK": 1}),
+    "write of single elements": (select_triton._write, SELECT, {**CHOSEN, "BLOCK": 1, "WHEN": True}),
+    "write at 0.5 %": (select_triton._write, SELECT, {**CHOSEN, "BLOCK": 32}),
     "add to many fp32": (
         write_back._add_to_many,
         {**MANY, "typed": "*fp32", "values": "*fp32"},

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from lightning_sparse import Reducer, method
-from lightning_sparse.kernels import launch, pack, scan, select, threshold, write_back
+from lightning_sparse.kernels import block_stats, launch, pack, select_triton, threshold, write_back
 from tests.test_kernels import Echo
 
 STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]] = [
@@ -66,9 +66,9 @@ def main() -> None:
         kernel.warmup(*args, grid=(programs,), **constants)
         launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
 
-    for module in (pack, scan, select, threshold, write_back):
+    for module in (block_stats, pack, select_triton, threshold, write_back):
         module.launch = compiled  # type: ignore[attr-defined]
-    scan.FUSED = scan.TILE
+    block_stats.FUSED = block_stats.TILE
     torch.use_deterministic_algorithms(False)
     torch.empty = torch.zeros  # type: ignore[assignment]  # what no kernel has written serves as indices
     for name, options, dtype, shapes in STEPS:

@@ -118,11 +118,11 @@ def test_nothing_is_said_about_what_is_not_finite():
 class Halves(Compressor):
     """Sends everything, rounded to whole numbers."""
 
-    def compress(self, u, segment, ctx):
-        return (u.round(),)
+    def compress(self, u, ctx):
+        return (u.round(),), u.round()
 
-    def accumulate_(self, out, payload, segment, ctx):
-        return out.add_(payload[0])
+    def decode(self, payload, ctx):
+        return payload[0]
 
     def nbytes(self, segment, density):
         return segment.numel
@@ -236,8 +236,8 @@ class FirstK(Sparsifier):
 
     density: float = 0.25
 
-    def select(self, u, segment=None, ctx=None):
-        return torch.arange(self.target(u.numel(), None if ctx is None else ctx.density))
+    def choose(self, u, k, ctx):
+        return torch.arange(k)
 
 
 @pytest.mark.parametrize(("compressor", "told"), [(FirstK(), 1), (TopK(0.25), 0), (TopK(0.02), 0)])

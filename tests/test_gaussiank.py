@@ -9,12 +9,8 @@ from sklearn.datasets import load_digits
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import select, threshold
-from lightning_sparse.layout import Segment
+from tests.support.updates import decoded, remainder
 from tests.test_select import INPUTS, oracle
-
-
-def segment(numel: int) -> Segment:
-    return Segment(0, ("w",), ((numel,),), 0)
 
 
 def laplace(numel):
@@ -46,19 +42,7 @@ def test_by_hand(refine):
     assert GaussianK(0.2, refine).select(u).tolist() == [1, 8]
     # k = 4: z = 0.84, so the threshold is 1.2; two are too few, above half of it there are four.
     assert GaussianK(0.4, refine).select(u).tolist() == [1, 3, 6, 8]
-    payload = GaussianK(0.2, refine).compress(u, segment(10), Context())
-    assert GaussianK(0.2, refine).remove_(u, payload, segment(10), Context()).tolist() == [
-        0,
-        0,
-        0,
-        1,
-        0,
-        0,
-        -1,
-        0,
-        0,
-        0,
-    ]
+    assert remainder(GaussianK(0.2, refine), u).tolist() == [0, 0, 0, 1, 0, 0, -1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -66,7 +50,7 @@ def test_lands_between_two_and_four_thirds(name, monkeypatch):
     def give_up(*_):
         raise AssertionError("fell back to exact selection")
 
-    monkeypatch.setattr(threshold, "largest_of_blocks", give_up)
+    monkeypatch.setattr(threshold, "topk_from_maxima", give_up)
     for numel in (100_003, 400_000):
         u = SMOOTH[name](numel)
         for density in DENSITIES:
@@ -84,7 +68,7 @@ def test_hostile_inputs(name, refine):
         u = INPUTS[name](numel)
         for density in (0.001, 0.01, 0.1, 1.0):
             gaussiank = GaussianK(density, refine)
-            k = gaussiank.target(numel)
+            k = gaussiank.count(numel)
             chosen = gaussiank.select(u)
             assert torch.equal(chosen, oracle(u, len(chosen)))
             assert 1 <= len(chosen) <= gaussiank.capacity(numel)
@@ -138,36 +122,33 @@ def test_what_is_broken_is_sent(refine, bad):
 @pytest.mark.parametrize("share", [0.1, 2 / 3])
 def test_a_vector_with_two_thirds_of_k_entries_is_reproduced_exactly(density, share):
     numel = 60_000
-    gaussiank, ctx, u = GaussianK(density), Context(), torch.zeros(numel)
-    filled = torch.randperm(numel)[: round(share * gaussiank.target(numel))]
+    gaussiank, u = GaussianK(density), torch.zeros(numel)
+    filled = torch.randperm(numel)[: round(share * gaussiank.count(numel))]
     u[filled] = torch.randn(len(filled))
-    payload = gaussiank.compress(u, segment(numel), ctx)
-    assert torch.equal(gaussiank.decompress(payload, segment(numel), ctx), u)
-    assert not gaussiank.remove_(u, payload, segment(numel), ctx).any()
+    assert torch.equal(decoded(gaussiank, u), u)
+    assert not remainder(gaussiank, u).any()
 
 
 def test_a_vector_of_k_equal_magnitudes_is_reproduced_exactly():
-    numel, ctx = 60_000, Context()
+    numel = 60_000
     u = torch.zeros(numel)
     u[torch.randperm(numel)[:60]] = -0.5
-    payload = GaussianK().compress(u, segment(numel), ctx)
-    assert torch.equal(GaussianK().decompress(payload, segment(numel), ctx), u)
+    assert torch.equal(decoded(GaussianK(), u), u)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
 def test_contraction(name):
-    numel, gaussiank, ctx = 50_000, GaussianK(0.01), Context()
+    numel, gaussiank = 50_000, GaussianK(0.01)
     u = SMOOTH[name](numel)
-    payload = gaussiank.compress(u, segment(numel), ctx)
-    count = len(gaussiank.indices(payload, segment(numel), ctx))
-    rest = gaussiank.remove_(u.clone(), payload, segment(numel), ctx).double().square().sum()
+    count = len(gaussiank.select(u))
+    rest = remainder(gaussiank, u).double().square().sum()
     assert 0 < rest <= (1 - count / numel) * u.double().square().sum() * (1 + 1e-12)
 
 
 def test_the_length_of_a_payload_is_fixed():
     lengths = set()
     for draw in SMOOTH.values():
-        _, values, *indices = GaussianK(0.01).compress(draw(10_000), segment(10_000), Context())
+        (_, values, *indices), _ = GaussianK(0.01).compress(draw(10_000), Context.of(10_000))
         lengths.add((len(values), *map(len, indices)))
     # Room for 4/3 of 100; of the indices a byte each, and 134 + 10,000 / 256 bits.
     assert lengths == {(134, 22, 134)}
@@ -190,7 +171,7 @@ def test_looks_only_into_blocks_that_can_pass(monkeypatch):
 
 def test_the_context_may_ask_for_another_density():
     u = torch.randn(100_000)
-    assert 2 / 3 * 5000 <= len(GaussianK().select(u, None, Context(density=0.05))) <= 4 / 3 * 5000
+    assert 2 / 3 * 5000 <= len(GaussianK().select(u, density=0.05)) <= 4 / 3 * 5000
 
 
 def test_refuses_what_it_does_not_know():
@@ -229,5 +210,5 @@ def recorded(density: float, steps: int = 12) -> list[torch.Tensor]:
 @pytest.mark.parametrize("density", [0.001, 0.005, 0.01, 0.05])
 def test_lands_between_two_and_four_thirds_on_recorded_gradients(density):
     for u in recorded(density):
-        k = GaussianK(density).target(u.numel())
+        k = GaussianK(density).count(u.numel())
         assert -(-2 * k // 3) <= GaussianK(density).select(u).numel() <= 4 * k // 3

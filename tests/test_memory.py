@@ -7,7 +7,7 @@ from lightning_sparse import METHODS, Method, Reducer, method
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import TopK
-from lightning_sparse.kernels.scan import CHUNK, chunk_size
+from lightning_sparse.kernels.block_stats import CHUNK, chunk_size
 from lightning_sparse.kernels.select import block_size
 from tests.processes import run_ranks
 

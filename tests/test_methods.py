@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse import METHODS, Method, Reducer, method, simulate
-from lightning_sparse.aggregators import AllReduceMean, Mean, NonFiniteGradient
+from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method, simulate
+from lightning_sparse.aggregators import AllReduceMean, Mean
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, Sparsifier, TopK
 from lightning_sparse.memory import NoMemory, Residual

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.compressors.base import first_broken, first_broken_parameter
+from lightning_sparse.compressors.base import first_nonfinite, first_nonfinite_parameter
 from lightning_sparse.kernels import launch, pack
 from lightning_sparse.layout import Segment
 from tests.test_kernels import DEVICE, needs_triton, use
@@ -24,13 +24,13 @@ def test_by_hand(kernels, use):
     use(kernels)
     # With eight lower bits the upper ones are 0: bits 0, 1, 2. With none: bits 3 + 0, 5 + 1, 14 + 2.
     indices = torch.tensor([3, 5, 14]).to(DEVICE if kernels == "triton" else "cpu")
-    upper, lower = pack.pack(indices, 300, 4, 8)
+    upper, lower = pack.pack_bits(indices, 300, 4, 8)
     assert upper.tolist() == [0b00000111]
     assert lower.tolist() == [3, 5, 14, 0]
-    (upper,) = pack.pack(indices, 15, 4, 0)
+    (upper,) = pack.pack_bits(indices, 15, 4, 0)
     assert upper.tolist() == [1 << 3 | 1 << 6, 0, 1]
     count = torch.tensor([3], dtype=torch.int32, device=upper.device)
-    assert pack.unpack(upper, (), count, 15, 4, 0).tolist() == [3, 5, 14, 15]
+    assert pack.unpack_bits(upper, (), count, 15, 4, 0).tolist() == [3, 5, 14, 15]
 
 
 @needs_triton
@@ -42,17 +42,17 @@ def test_by_hand(kernels, use):
 def test_both_ways_agree(numel, count, capacity, width, use):
     indices = torch.randperm(numel)[:count].sort().values
     use("torch")
-    expected = pack.pack(indices, numel, capacity, width)
+    expected = pack.pack_bits(indices, numel, capacity, width)
     use("triton")
     # As many as there are, and padded, as the host gives them that does not know how many there are.
     for given_indices in (indices, padded(indices.tolist(), numel, min(capacity, count + 7))):
-        parts = pack.pack(given_indices.to(DEVICE), numel, capacity, width)
+        parts = pack.pack_bits(given_indices.to(DEVICE), numel, capacity, width)
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(parts, expected, strict=True))
     counted = torch.tensor([count], dtype=torch.int32, device=DEVICE)
-    back = pack.unpack(parts[0], parts[1:], counted, numel, capacity, width)
+    back = pack.unpack_bits(parts[0], parts[1:], counted, numel, capacity, width)
     assert torch.equal(back.cpu(), padded(indices.tolist(), numel, capacity))
     use("torch")
-    assert torch.equal(pack.unpack(expected[0], expected[1:], counted.cpu(), numel, capacity, width), back.cpu())
+    assert torch.equal(pack.unpack_bits(expected[0], expected[1:], counted.cpu(), numel, capacity, width), back.cpu())
 
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=needs_triton)])
@@ -64,13 +64,13 @@ def test_rows_are_packed_each_for_itself(width, kernels, use):
     rows = [torch.randperm(numel)[:count].sort().values for count in counts]
     indices = torch.stack([padded(row.tolist(), numel, capacity) for row in rows]).to(device)
     count = torch.tensor(counts, dtype=torch.int32, device=device).unsqueeze(1)
-    together = pack.pack(indices, numel, capacity, width)
+    together = pack.pack_bits(indices, numel, capacity, width)
     for row, alone in enumerate(rows):
-        parts = pack.pack(alone.to(device), numel, capacity, width)
+        parts = pack.pack_bits(alone.to(device), numel, capacity, width)
         assert all(torch.equal(part[row], mine) for part, mine in zip(together, parts, strict=True))
     # As they lie in messages, one after the other and not on its own.
     upper, *lower = (torch.nn.functional.pad(part, (8, 8))[:, 8:-8] for part in together)
-    assert torch.equal(pack.unpack(upper, lower, count, numel, capacity, width), indices)
+    assert torch.equal(pack.unpack_bits(upper, lower, count, numel, capacity, width), indices)
 
 
 @needs_triton
@@ -79,10 +79,10 @@ def test_many_tiles_know_what_is_before_them(use, monkeypatch):
     monkeypatch.setattr(pack, "BYTES", 64)
     use("triton")
     indices = torch.randperm(30_000)[:4_000].sort().values
-    upper, lower = pack.pack(indices.to(DEVICE), 30_000, 4_000, 8)
+    upper, lower = pack.pack_bits(indices.to(DEVICE), 30_000, 4_000, 8)
     assert upper.numel() > 8 * 64
     counted = torch.tensor([4_000], dtype=torch.int32, device=DEVICE)
-    assert torch.equal(pack.unpack(upper, (lower,), counted, 30_000, 4_000, 8).cpu(), indices)
+    assert torch.equal(pack.unpack_bits(upper, (lower,), counted, 30_000, 4_000, 8).cpu(), indices)
 
 
 @needs_triton
@@ -95,7 +95,7 @@ def test_damaged_bytes_do_no_harm(damaged, count):
         data = torch.frombuffer(bytearray(damaged), dtype=torch.uint8).to(DEVICE)
         upper, lower = data[: pack.upper_bytes(2_000, 20, 8)], torch.cat([data] * 2)[:20]
         counted = torch.tensor([count], dtype=torch.int32, device=DEVICE)
-        indices = pack.unpack(upper, (lower,), counted, 2_000, 20, 8)
+        indices = pack.unpack_bits(upper, (lower,), counted, 2_000, 20, 8)
         assert len(indices) == 20
         assert bool((indices >= 0).all())
 
@@ -116,13 +116,13 @@ def test_the_first_broken_element():
     segment = Segment(0, ("a", "none", "b"), ((3,), (0,), (4,)), 100)
     u = torch.tensor([0.0, 3e38, -3e38, 1.0, 2.0, 3.0, 4.0])
     chosen = torch.tensor([0, 2, 3, 6, 7])  # the last one is none
-    assert first_broken_parameter(u, segment).item() == 0
+    assert first_nonfinite_parameter(u, segment).item() == 0
     for broken, (place, parameter) in {0: (1, 1), 2: (3, 1), 3: (4, 4), 6: (7, 4)}.items():
         for value in (torch.nan, torch.inf, -torch.inf):
             v = u.clone()
             v[broken] = value
-            assert first_broken_parameter(v, segment).item() == parameter
-            assert first_broken(torch.cat([v, v.new_zeros(1)])[chosen], chosen, 7).item() == place
+            assert first_nonfinite_parameter(v, segment).item() == parameter
+            assert first_nonfinite(torch.cat([v, v.new_zeros(1)])[chosen], chosen, 7).item() == place
     empty = Segment(0, ("none",), ((0,),), 0)
-    assert first_broken_parameter(torch.empty(0), empty).item() == 0
-    assert first_broken(torch.empty(0), torch.empty(0, dtype=torch.int64), 0).item() == 0
+    assert first_nonfinite_parameter(torch.empty(0), empty).item() == 0
+    assert first_nonfinite(torch.empty(0), torch.empty(0, dtype=torch.int64), 0).item() == 0

@@ -8,57 +8,59 @@ import torch
 from lightning_sparse.compressors import RandK
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
+from tests.support.updates import decoded, remainder
 
 # Sparse, drawn with replacement until enough are distinct; and dense, a permutation.
 DENSITIES = [0.05, 0.2, 0.4]
 
 
-def segment(numel: int) -> Segment:
-    return Segment(0, ("w",), ((numel,),), 0)
+def draw(numel: int, density: float, index: int = 0, **moment: int) -> torch.Tensor:
+    ctx = Context(Segment(index, ("w",), ((numel,),), 0), **moment)
+    randk = RandK(density)
+    return randk.choose(torch.zeros(numel), randk.count(numel), ctx)
 
 
 def test_by_hand():
     u = torch.tensor([1.0, -2.0, 3.0, -4.0])
-    randk, ctx = RandK(density=0.5), Context(seed=3)
-    first, second = randk.select(u, None, ctx).tolist()
-    (values,) = payload = randk.compress(u, segment(4), ctx)
+    randk, ctx = RandK(density=0.5), Context.of(4, seed=3)
+    first, second = draw(4, 0.5, seed=3).tolist()
+    (values,), _ = randk.compress(u, ctx)
     assert values.tolist() == [u[first], u[second]]
     expected = [0.0] * 4
     expected[first], expected[second] = u[first].item(), u[second].item()
-    assert randk.decompress(payload, segment(4), ctx).tolist() == expected
-    rest = randk.remove_(u.clone(), payload, segment(4), ctx)
-    assert rest.tolist() == [value - sent for value, sent in zip(u.tolist(), expected, strict=True)]
+    assert decoded(randk, u, ctx).tolist() == expected
+    assert remainder(randk, u, ctx).tolist() == [value - sent for value, sent in zip(u.tolist(), expected, strict=True)]
 
 
 @pytest.mark.parametrize("numel", [1, 2, 7, 1000, 10_007])
 @pytest.mark.parametrize("density", [0.001, 0.05, 0.249, 0.251, 0.9, 1.0])
 def test_k_distinct_indices_in_order(numel, density):
-    randk = RandK(density)
     for step in range(20):
-        chosen = randk.select(torch.zeros(numel), None, Context(step=step))
+        chosen = draw(numel, density, step=step)
         assert chosen.dtype == torch.int64
-        assert len(chosen) == randk.target(numel)
+        assert len(chosen) == RandK(density).count(numel)
         assert (chosen.diff() > 0).all()
         assert 0 <= chosen[0] <= chosen[-1] < numel
 
 
 def test_an_empty_segment():
     assert RandK().select(torch.empty(0)).tolist() == []
-    assert RandK().compress(torch.empty(0), segment(0), Context())[0].tolist() == []
+    (values,), _ = RandK().compress(torch.empty(0), Context.of(0))
+    assert values.tolist() == []
 
 
 def test_the_same_on_all_ranks_and_different_in_every_step_and_segment():
-    def draw(**moment):
-        return tuple(RandK(0.01).select(torch.zeros(5000), None, Context(**moment)).tolist())
+    def drawn(**moment):
+        return tuple(draw(5000, 0.01, **moment).tolist())
 
-    assert draw(rank=0) == draw(rank=7)
-    assert len({draw(), draw(step=1), draw(segment=1), draw(seed=1)}) == 4
+    assert drawn(rank=0) == drawn(rank=7)
+    assert len({drawn(), drawn(step=1), drawn(index=1), drawn(seed=1)}) == 4
 
 
 def test_the_global_generator_is_left_alone():
     before = torch.get_rng_state()
     for density in DENSITIES:
-        RandK(density).compress(torch.randn(1000, generator=torch.Generator()), segment(1000), Context())
+        RandK(density).compress(torch.randn(1000, generator=torch.Generator()), Context.of(1000))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -68,7 +70,7 @@ def test_uniform(density):
     counts = torch.zeros(numel)
     together = 0
     for step in range(steps):
-        chosen = RandK(density).select(torch.zeros(numel), None, Context(step=step))
+        chosen = draw(numel, density, step=step)
         counts[chosen] += 1
         together += {3, 31} <= set(chosen.tolist())
     k = round(density * numel)
@@ -86,50 +88,27 @@ def test_expected_error(density):
     numel, steps = 200, 2000
     u, randk = torch.randn(numel), RandK(density)
     squares = u.double().square()
-    k = randk.target(numel)
-    errors = []
-    for step in range(steps):
-        ctx = Context(step=step)
-        rest = randk.remove_(u.clone(), randk.compress(u, segment(numel), ctx), segment(numel), ctx)
-        errors.append(rest.double().square().sum())
+    k = randk.count(numel)
+    errors = [remainder(randk, u, Context.of(numel, step=step)).double().square().sum() for step in range(steps)]
     # A sum of k of d numbers drawn without replacement has variance k (d - k) / (d - 1) times that of the numbers.
     deviation = math.sqrt(k * (numel - k) / (numel - 1) * squares.var(correction=0) / steps)
     assert abs(torch.stack(errors).mean() - (1 - k / numel) * squares.sum()) < 4 * deviation
 
 
 def test_an_input_that_is_zero_elsewhere_is_reproduced_exactly():
-    randk, ctx = RandK(0.1), Context(step=5)
-    chosen = randk.select(torch.empty(1001), None, ctx)
+    randk, ctx = RandK(0.1), Context.of(1001, step=5)
+    chosen = draw(1001, 0.1, step=5)
     u = torch.zeros(1001).index_copy(0, chosen, torch.randn(len(chosen)))
-    payload = randk.compress(u, segment(1001), ctx)
-    assert torch.equal(randk.decompress(payload, segment(1001), ctx), u)
-    assert not randk.remove_(u, payload, segment(1001), ctx).any()
+    assert torch.equal(decoded(randk, u, ctx), u)
+    assert not remainder(randk, u, ctx).any()
 
 
-def test_payloads_may_be_added_up_on_the_way():
-    randk, ctx, where = RandK(0.1), Context(), segment(500)
+def test_payloads_are_values_at_the_same_indices():
+    randk, ctx = RandK(0.1), Context.of(500)
     u, v = torch.randn(500), torch.randn(500)
-    (a,), (b,) = randk.compress(u, where, ctx), randk.compress(v, where, ctx)
-    ((indices, values),) = randk.mean((torch.stack([a, b]),), where, ctx)
-    assert torch.equal(indices, randk.select(u, where, ctx))
-    assert torch.equal(values, (u + v)[indices] / 2)
-    ((_, summed),) = randk.mean((((a + b) / 2)[None],), where, ctx)
-    assert torch.equal(summed, values)
-    assert torch.equal(a, u[indices])  # the payloads are left as they are
-    assert a.numel() * a.element_size() == randk.nbytes(where, None) == 200
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_broken_shows_even_where_it_was_not_drawn(bad):
-    randk, ctx = RandK(0.01), Context()
-    u = torch.randn(1000)
-    chosen = randk.select(u, None, ctx).tolist()
-    u[next(i for i in range(1000) if i not in chosen)] = bad
-    (values,) = randk.compress(u, segment(1000), ctx)
-    assert not torch.isfinite(values).all()
-
-
-def test_large_finite_values_are_not_taken_for_broken():
-    u = torch.full((1000,), 3e38)  # their sum is infinite
-    (values,) = RandK(0.01).compress(u, segment(1000), Context())
-    assert torch.equal(values, u[:10])
+    ((a,), one), ((b,), other) = randk.compress(u, ctx), randk.compress(v, ctx)
+    assert torch.equal(one.indices, other.indices)
+    indices, values = randk.mean((torch.stack([a, b]),), ctx)
+    assert torch.equal(indices, draw(500, 0.1).expand(2, -1))
+    assert torch.equal(values, torch.stack([u[indices[0]], v[indices[0]]]) / 2)
+    assert a.numel() * a.element_size() == randk.nbytes(ctx.segment, None) == 200

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_sparse import METHODS, Reducer, method, simulate
 from lightning_sparse.aggregators import AllReduceMean, Mean
 from lightning_sparse.comm import Comm
-from lightning_sparse.compressors import Sparsifier
+from lightning_sparse.compressors.base import Entries, drop_padding
 from lightning_sparse.memory import Residual
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import resized
@@ -132,13 +132,17 @@ def values(kind: str, param: Tensor, rank: int, generator: torch.Generator) -> T
 class Counter(Observer):
     """Checks that as much is sent as the density asks for, where aggregators use what was sent as it is."""
 
-    def aggregated(self, segment, u, used, compressor, ctx):
-        if isinstance(compressor, Sparsifier):
-            indices = compressor.indices(used, segment, ctx)
-            k = compressor.target(segment.numel, ctx.density)
-            assert 2 * k / 3 <= indices.numel() <= compressor.capacity(segment.numel, ctx.density), segment
+    def __init__(self, compressor):
+        self.compressor = compressor
+
+    def aggregated(self, u, applied, ctx):
+        numel = ctx.segment.numel
+        if isinstance(applied, Entries):
+            indices = drop_padding(applied, numel).indices
+            k = self.compressor.count(numel, ctx.density)
+            assert 2 * k / 3 <= indices.numel() <= self.compressor.capacity(numel, ctx.density), ctx.segment
             assert (indices.diff() > 0).all()
-            assert indices.numel() == 0 or 0 <= indices[0] <= indices[-1] < segment.numel
+            assert indices.numel() == 0 or 0 <= indices[0] <= indices[-1] < numel
 
 
 class Run:
@@ -153,7 +157,7 @@ class Run:
         options |= {"granularity": granularity, "bucket_cap_mb": case.cap, "seed": case.seed, "lr": 0.1}
         self.reducer = Reducer(made, comm, **options)
         if isinstance(made.aggregator, Mean | AllReduceMean):
-            self.reducer.observers = [Counter()]
+            self.reducer.observers = [Counter(made.compressor)]
         if state is not None:
             self.reducer.load_state_dict(state)
         self.reducer.setup(self.params)
@@ -207,7 +211,7 @@ class Run:
 
     def reduce(self, grads: dict[str, Tensor], unused: set[str]) -> None:
         """As the hook does it."""
-        if self.reducer.looks_ahead and not self.reducer.look_ahead(grads, unused):
+        if self.reducer.needs_all_gradients and not self.reducer.check_gradients(grads, unused):
             return
         for segment in self.reducer.layout.segments:
             flat = [grads[name].view(-1) for name in segment.names]

@@ -38,8 +38,10 @@ def test_at_most_three_words_an_entry_whatever_the_number_of_ranks(size):
         return comm.sent_bytes
 
     for sent in simulate(size, rank):
-        headers = size * (size - 1) * 16 + 8  # and a checksum
-        assert sent == 100 * 4 + headers + size * (2 * (size - 1) * (400 + 4) // size)  # the values, and a doubt
+        headers = size * (size - 1) * 24 + 24  # fingerprint, status and checksum
+        assert sent == 100 * 4 + headers + size * (
+            2 * (size - 1) * (400 + 4) // size
+        )  # the values, and whether a rank has failed
         assert (sent - headers) / size <= 3 * 4 * 100
 
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import selection
 from lightning_sparse.compressors import TopK
-from lightning_sparse.kernels import scan
+from lightning_sparse.kernels import block_stats
 from tests import run_kernels
 
 
@@ -58,7 +58,7 @@ def test_a_step_that_keeps_the_wrong_rest_gets_no_times():
 
 
 def test_what_runs_under_the_sanitizer_checks_its_results(monkeypatch):
-    monkeypatch.setattr(scan, "FUSED", scan.FUSED)  # put back afterwards
+    monkeypatch.setattr(block_stats, "FUSED", block_stats.FUSED)  # put back afterwards
     run_kernels.main("cpu")
 
 

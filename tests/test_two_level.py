@@ -109,7 +109,8 @@ def test_sends_a_part_of_the_segment():
     # To 1 other host a quarter of the segment, instead of all of it to 7 other ranks; and headers.
     sent, announced, share = simulate(8, lambda comm: rank(comm, TwoLevel(Mean(), ranks_per_node=4)))[0]
     assert flat_ / 28 < sent < flat_ / 28 + 300
-    assert announced == pytest.approx(sent, abs=200)
+    # Not announced: 24 bytes to each of 7 ranks, and the header, count and padding of the message.
+    assert 7 * 24 + 32 <= sent - announced <= 7 * 24 + 32 + 3 * 7
     assert share == dense / 4
 
 

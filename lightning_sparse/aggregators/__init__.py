@@ -1,11 +1,10 @@
 """Aggregators."""
 
 from lightning_sparse.aggregators.base import Aggregator
-from lightning_sparse.aggregators.checks import NonFiniteGradient
 from lightning_sparse.aggregators.gtopk import GlobalTopK
 from lightning_sparse.aggregators.mean import AllReduceMean, Mean
 from lightning_sparse.aggregators.oktopk import OkTopK
 from lightning_sparse.aggregators.scalecom import ScaleCom
 from lightning_sparse.aggregators.two_level import TwoLevel
 
-__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "NonFiniteGradient", "OkTopK", "ScaleCom", "TwoLevel"]
+__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "OkTopK", "ScaleCom", "TwoLevel"]

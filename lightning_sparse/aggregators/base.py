@@ -1,51 +1,63 @@
-"""Aggregators: every rank's `u` to one result, bit-identical on all ranks, and what of mine went into it."""
+"""Aggregators: every rank's `u` to one update, bit-identical on all ranks, and the part of `u` that went into it.
+
+update, applied = aggregator(u, compressor, exchange, ctx)   # the memory keeps u - applied
+"""
 
 from __future__ import annotations
 
 import abc
+from typing import Generic, TypeGuard, TypeVar
 
 from torch import Tensor
 
-from lightning_sparse.comm import Comm
-from lightning_sparse.compressors.base import Agreed, Compressor, Payload
-from lightning_sparse.context import Context, Entry
+from lightning_sparse.compressors.base import Compressor, Update
+from lightning_sparse.compressors.sparsifier import Sparsifier
+from lightning_sparse.context import Context, StateSpec
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.layout import Segment
 
+C = TypeVar("C", bound=Compressor)
 
-class Aggregator(abc.ABC):
-    """Turns the `u` of all ranks into their mean, or another agreed result."""
 
-    entries: tuple[Entry, ...] = ()
+class Aggregator(abc.ABC, Generic[C]):
+    """Turns the `u` of all ranks into their mean, or into another result that all ranks agree on."""
+
+    state: tuple[StateSpec, ...] = ()
     """What it keeps in the segment's state."""
 
-    sharing: int = 1
-    """How many ranks use one network card and divide a segment among them."""
+    averages: bool = True
+    """Whether the result approximates the mean, so that a dense mean may replace the method where it sends less."""
+
+    ranks_per_link: int = 1
+    """How many ranks share a network card, and divide a segment among them."""
 
     @abc.abstractmethod
-    def __call__(
-        self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
-    ) -> tuple[Agreed, Payload]:
-        """Exchange.
+    def __call__(self, u: Tensor, compressor: C, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
+        """Aggregate.
 
         Args:
-            u: this rank's compensated gradient, 1-D fp32. May be overwritten where `compressor` sends it as it is.
+            u: this rank's compensated gradient, 1-D fp32. May be overwritten if `compressor` sends it as it is.
 
         Returns:
-            The agreed result, equal to the last bit on all ranks, and what of `u` went into it, as a payload of
-            `compressor`: the memory keeps the rest.
+            The update, equal to the last bit on all ranks, and the part of this rank's `u` that went into it.
         """
 
     @abc.abstractmethod
-    def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
+    def nbytes(self, compressor: C, segment: Segment, density: float | None, size: int) -> float:
         """Return how many bytes a rank sends for a segment among `size` ranks, without counts and headers."""
 
     @abc.abstractmethod
-    def rounds(self, size: int) -> int:
-        """Return how many messages a segment's exchange takes one after the other, among `size` ranks."""
+    def messages(self, size: int) -> int:
+        """Return how many messages of a segment's exchange follow one another, among `size` ranks."""
 
     def supports(self, compressor: Compressor) -> bool:
         """Return whether the payloads of `compressor` can be aggregated this way."""
         return True
 
-    def check_size(self, size: int) -> None:  # noqa: B027
+    def check_size(self, size: int) -> None:
         """Raise ValueError unless it works among `size` ranks."""
+
+
+def sends_entries(compressor: Compressor) -> TypeGuard[Sparsifier]:
+    """Return whether each rank sends entries of its own choice, indices and values."""
+    return isinstance(compressor, Sparsifier) and not compressor.summable

@@ -1,63 +1,51 @@
-"""The mean: by all-gather of payloads, or by all-reduce where they can be added up on the way."""
+"""The mean: by all-gather of payloads, or by all-reduce where values can be summed on the way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
-from lightning_sparse.aggregators.checks import check_headers, header
-from lightning_sparse.aggregators.messages import packed, unpacked
-from lightning_sparse.comm import Comm
-from lightning_sparse.compressors.base import Agreed, Compressor, Payload
+from lightning_sparse.compressors.base import Compressor, Entries, Update
 from lightning_sparse.context import Context
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.layout import Segment
 
 
 @dataclass(frozen=True)
-class Mean(Aggregator):
+class Mean(Aggregator[Compressor]):
     """Mean by all-gather: every rank receives all payloads and adds them up in rank order."""
 
-    def __call__(
-        self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
-    ) -> tuple[Agreed, Payload]:
-        payload = compressor.compress(u, segment, ctx)
-        parts = (header(payload, u, segment, ctx), *payload)
-        messages = torch.stack(comm.all_gather(packed(parts)))
-        headers, *payloads = unpacked(messages, parts)
-        check_headers(headers, segment, comm, ctx, messages=messages)
-        return compressor.mean(tuple(payloads), segment, ctx), payload
+    def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
+        payload, applied = exchange.compress(u, compressor)
+        return compressor.mean(exchange.all_gather(payload), ctx), applied
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return compressor.nbytes(segment, density) * (size - 1)
 
-    def rounds(self, size: int) -> int:
+    def messages(self, size: int) -> int:
         return size - 1
 
 
 @dataclass(frozen=True)
-class AllReduceMean(Aggregator):
-    """Mean by all-reduce, for payloads that may be added up as they are: everything, or values at shared indices."""
+class AllReduceMean(Aggregator[Compressor]):
+    """Mean by all-reduce of the values, for compressors whose ranks all send the same indices, or everything."""
 
-    def __call__(
-        self, u: Tensor, segment: Segment, compressor: Compressor, comm: Comm, ctx: Context
-    ) -> tuple[Agreed, Payload]:
-        payload = compressor.compress(u, segment, ctx)
-        # Sums carry no header, so it goes ahead.
-        check_headers(torch.stack(comm.all_gather(header(payload, u, segment, ctx))), segment, comm, ctx)
-        # Summed in place where the payload is u itself: a dense segment must not cost a second buffer.
-        total = tuple(part if part is u else part.clone() for part in payload)
-        for part in total:
-            # Divided before, as DDP does: equal to the last bit at two ranks, and sums stay in range.
-            comm.all_reduce(part.div_(comm.size))
-        return compressor.mean(tuple(part[None] for part in total), segment, ctx), payload
+    def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
+        _, applied = exchange.compress(u, compressor)
+        exchange.agree()
+        values = applied.values if isinstance(applied, Entries) else applied
+        # In place where the values are u itself: a dense segment must not cost a second buffer.
+        total = values if values is u else values.clone()
+        # Divided before the sum, as DDP does: equal to the last bit at two ranks, and sums stay in range.
+        exchange.all_reduce(total.div_(exchange.size))
+        return Entries(applied.indices, total) if isinstance(applied, Entries) else total, applied
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return 2 * compressor.nbytes(segment, density) * (size - 1) / size
 
-    def rounds(self, size: int) -> int:
+    def messages(self, size: int) -> int:
         return 3 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_sparse.callbacks.shared import Charts, StepCallback, Trainer, sum_of_squares
-from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Payload, Sparsifier
+from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.context import Context
-from lightning_sparse.layout import Segment
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import Reducer
 
@@ -206,17 +204,17 @@ class _Norms(Observer):
         self.sent = 0.0
         self.numel = 0
 
-    def gradients(self, segment: Segment, grads: list[Tensor], ctx: Context) -> None:
+    def gradients(self, grads: list[Tensor], ctx: Context) -> None:
         unit = ctx.scale * self.memory.gain(ctx)
         self.gradient += unit**2 * float(sum_of_squares(grads))
         if "residual" in ctx.state:
             self.residual = (self.residual or 0.0) + float(sum_of_squares([ctx.state["residual"]]))
 
-    def aggregated(self, segment: Segment, u: Tensor, used: Payload, compressor: Compressor, ctx: Context) -> None:
-        self.numel += segment.numel
-        if used[0] is u:
-            self.sent += segment.numel
-        elif isinstance(compressor, Sparsifier):
-            self.sent += compressor.indices(used, segment, ctx).numel()
+    def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
+        self.numel += u.numel()
+        if applied is u:
+            self.sent += u.numel()
+        elif isinstance(applied, Entries):
+            self.sent += int((applied.indices < u.numel()).sum())
         else:
             self.sent = math.nan

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.callbacks.shared import Charts, StepCallback, Trainer, sum_of_squares
-from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Payload, Sparsifier, unpadded
+from lightning_sparse.compressors.base import Entries, Update, drop_padding
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 from lightning_sparse.observer import Observer
@@ -93,18 +92,19 @@ class _Losses(Observer):
         self.sums: dict[str | None, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
         self._squares: list[Tensor] = []
 
-    def compensated(self, segment: Segment, u: Tensor, ctx: Context) -> None:
+    def compensated(self, u: Tensor, ctx: Context) -> None:
         # Before the exchange, which may overwrite u.
-        self._squares = [sum_of_squares([part]) for part in self._parts(segment, u)]
+        self._squares = [sum_of_squares([part]) for part in self._parts(ctx.segment, u)]
 
-    def aggregated(self, segment: Segment, u: Tensor, used: Payload, compressor: Compressor, ctx: Context) -> None:
+    def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
+        segment = ctx.segment
         parts = self._parts(segment, u)
         lost: Sequence[float | Tensor]
         sent = [math.nan] * len(parts)
-        if used[0] is u:
+        if applied is u:
             lost, sent = [0.0] * len(parts), [part.numel() for part in parts]
-        elif isinstance(compressor, Sparsifier):
-            indices, values = unpadded(compressor.unpack(used, segment, ctx), segment)
+        elif isinstance(applied, Entries):
+            indices, values = drop_padding(applied, segment.numel)
             before = u[indices].double()
             gone = before.square() - (before - values).square()
             cuts: list[int] = []
@@ -114,7 +114,7 @@ class _Losses(Observer):
             lost = [total - some.sum() for total, some in zip(self._squares, gone.tensor_split(cuts), strict=True)]
             sent = [some.numel() for some in gone.tensor_split(cuts)]
         else:
-            left = u - compressor.decompress(used, segment, ctx)
+            left = u - applied
             lost = [sum_of_squares([part]) for part in self._parts(segment, left)]
         names = segment.names if self.per_layer else (None,)
         for name, part, total, rest, count in zip(names, parts, self._squares, lost, sent, strict=True):

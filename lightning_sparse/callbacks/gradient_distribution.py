@@ -15,8 +15,7 @@ from scipy import special
 from torch import Tensor
 
 from lightning_sparse.callbacks.shared import Charts, StepCallback, Trainer, chunks
-from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Payload, Sparsifier
+from lightning_sparse.compressors.base import Entries, Update, drop_padding
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 from lightning_sparse.observer import Observer
@@ -281,18 +280,19 @@ class _Distributions(Observer):
         self.layers: dict[tuple[str | None, str], Summary | None] = {}
         self.thresholds: dict[str | None, tuple[float, int]] = {}
 
-    def gradients(self, segment: Segment, grads: list[Tensor], ctx: Context) -> None:
-        self._add("g", segment, grads, ctx.scale * self.memory.gain(ctx))
+    def gradients(self, grads: list[Tensor], ctx: Context) -> None:
+        self._add("g", ctx.segment, grads, ctx.scale * self.memory.gain(ctx))
         if "residual" in ctx.state:
-            self._look("e", segment, ctx.state["residual"])
+            self._look("e", ctx.segment, ctx.state["residual"])
 
-    def compensated(self, segment: Segment, u: Tensor, ctx: Context) -> None:
-        self._look("u", segment, u)
+    def compensated(self, u: Tensor, ctx: Context) -> None:
+        self._look("u", ctx.segment, u)
 
-    def aggregated(self, segment: Segment, u: Tensor, used: Payload, compressor: Compressor, ctx: Context) -> None:
-        if not isinstance(compressor, Sparsifier):
+    def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
+        if not isinstance(applied, Entries):
             return
-        indices = compressor.indices(used, segment, ctx)
+        segment = ctx.segment
+        indices = drop_padding(applied, segment.numel).indices
         magnitudes = u[indices].abs()
         self._sent(None, magnitudes)
         if self.per_layer:

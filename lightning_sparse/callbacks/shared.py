@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import Payload
+from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context
-from lightning_sparse.layout import Segment
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.first_line import summary_writers
@@ -162,16 +160,16 @@ class _Watch(Observer):
         self.step = -1
         self.seconds = 0.0
 
-    def gradients(self, segment: Segment, grads: list[Tensor], ctx: Context) -> None:
+    def gradients(self, grads: list[Tensor], ctx: Context) -> None:
         if ctx.step != self.step:
             self.observer, self.step = self.make(), ctx.step
-        self._timed(self.observer.gradients, segment, grads, ctx)
+        self._timed(self.observer.gradients, grads, ctx)
 
-    def compensated(self, segment: Segment, u: Tensor, ctx: Context) -> None:
-        self._timed(self.observer.compensated, segment, u, ctx)
+    def compensated(self, u: Tensor, ctx: Context) -> None:
+        self._timed(self.observer.compensated, u, ctx)
 
-    def aggregated(self, segment: Segment, u: Tensor, used: Payload, compressor: Compressor, ctx: Context) -> None:
-        self._timed(self.observer.aggregated, segment, u, used, compressor, ctx)
+    def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
+        self._timed(self.observer.aggregated, u, applied, ctx)
 
     def _timed(self, look: Callable[..., None], *args: Any) -> None:
         started = time.perf_counter()

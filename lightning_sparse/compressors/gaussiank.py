@@ -8,14 +8,12 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Sparsifier, selection_bound
-from lightning_sparse.compressors.formats import IndexFormat, ValueFormat
+from lightning_sparse.compressors.encoding import IndexFormat, ValueFormat
+from lightning_sparse.compressors.sparsifier import Sparsifier, selection_bound
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.launch import uses_triton
-from lightning_sparse.kernels.scan import Scan
+from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.select import block_size, magnitude_bits, topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
-from lightning_sparse.layout import Segment
 
 Refine = Literal["bracket", "paper"]
 
@@ -37,7 +35,7 @@ class GaussianK(Sparsifier):
     Attributes:
         density: fraction ρ of entries to send, in (0, 1]; at least one is sent.
         index_format: "compact" (about 13 bits at density 0.001) or "int32".
-        value_format: "float32", "bfloat16" or "int8"; what rounding takes stays in the residual.
+        value_format: "float32", "bfloat16" or "int8"; the rounding error stays in the residual.
         refine: what to do about a threshold that leaves too many or too few.
     """
 
@@ -51,34 +49,30 @@ class GaussianK(Sparsifier):
         if self.refine not in get_args(Refine):
             raise ValueError(f"GaussianK(refine={self.refine!r}): choose from {', '.join(get_args(Refine))}.")
 
+    exposes_nonfinite = True  # the moments of a u with a NaN or an infinity are NaN; then the k largest are sent
+
     def capacity(self, numel: int, density: float | None = None) -> int:
-        k = self.target(numel, density)
+        k = self.count(numel, density)
         return min(numel, 12 * k if self.refine == "paper" else selection_bound(k))
 
-    def scan(self, numel: int, density: float | None = None) -> Scan | None:
+    def block_stats(self, numel: int, density: float | None = None) -> BlockStats | None:
         if self.refine == "paper":
             return None
-        return Scan(numel, block_size(numel, self.target(numel, density)), moments=True)
+        return BlockStats(numel, block_size(numel, self.count(numel, density)), moments=True)
 
-    def select(self, u: Tensor, segment: Segment | None = None, ctx: Context | None = None) -> Tensor:
-        """Return the int64 indices, ascending, of the entries of `u` (1-D, fp32) above the threshold."""
-        ctx = ctx or Context()
-        chosen = self.choose(u, segment, ctx)
-        return chosen[chosen < u.numel()] if uses_triton(u) else chosen
-
-    def choose(self, u: Tensor, segment: Segment | None, ctx: Context) -> Tensor:
-        k, numel = self.target(u.numel(), ctx.density), u.numel()
+    def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
+        numel = u.numel()
         if k == numel:
             return topk_indices(u, k)
         z = NormalDist().inv_cdf(1 - k / numel / 2)
         if self.refine == "bracket":
-            return gaussian_indices(u, k, z, ctx.scan)
+            return gaussian_indices(u, k, z, ctx.stats)
         indices = _published_loop(u, k, z)
-        room = self.capacity(numel, ctx.density)
-        if 0 < indices.numel() <= room:
+        capacity = self.capacity(numel, ctx.density)
+        if 0 < indices.numel() <= capacity:
             return indices
         # Nothing is above the threshold of a `u` with a NaN or an infinity, whose moments are NaN.
-        return topk_indices(u, room if indices.numel() else k)
+        return topk_indices(u, capacity if indices.numel() else k)
 
 
 def _published_loop(u: Tensor, k: int, z: float) -> Tensor:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Agreed, Entries, Payload, Sparsifier, first_broken_parameter
+from lightning_sparse.compressors.base import Entries, Payload, Update
+from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.launch import to_device, uses_triton
+from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.layout import Segment
 
 
@@ -19,8 +20,8 @@ class RandK(Sparsifier):
     """Sends k = density * d entries, drawn uniformly without replacement, as they are.
 
     Stich et al. 2018, arXiv 1809.07599. All ranks draw the same indices, a function of (seed, step, segment). So the
-    payload is the values alone, half of what TopK sends, and can be added up on the way. Values are not scaled by
-    d / k: E‖u - C(u)‖² = (1 - k/d)‖u‖², a contraction, which is what error feedback asks for.
+    payload is the values alone, half of what TopK sends, and values can be summed on the way. Values are not scaled by
+    d / k: E‖u - C(u)‖² = (1 - k/d)‖u‖², a contraction, which error feedback needs.
 
     Attributes:
         density: fraction of entries to send, in (0, 1]; at least one is sent.
@@ -29,41 +30,22 @@ class RandK(Sparsifier):
     density: float = 0.001
     summable = True
 
-    def select(self, u: Tensor, segment: Segment | None = None, ctx: Context | None = None) -> Tensor:
-        """Draw k indices, int64, ascending; of `u` (1-D) only length and device matter."""
-        return self._draw(u.numel(), u.device, ctx or Context())
-
-    def _draw(self, numel: int, device: torch.device, ctx: Context) -> Tensor:
-        if "drawn" not in ctx.cache:
-            drawn = draw(numel, self.target(numel, ctx.density), ctx.generator(shared=True))
-            ctx.cache["drawn"] = to_device(drawn, device)
-        return ctx.cache["drawn"]
+    def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
+        """Draw k indices; of `u` only length and device matter."""
+        return to_device(draw(u.numel(), k, ctx.generator(shared=True)), u.device)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
-        return 4 * self.target(segment.numel, density)
+        return 4 * self.count(segment.numel, density)
 
-    def compress(self, u: Tensor, segment: Segment, ctx: Context) -> Payload:
-        values = u.index_select(0, self.select(u, segment, ctx))
-        if uses_triton(u):
-            ctx.broken = first_broken_parameter(u, segment)
-            values[:1] = torch.where(ctx.broken > 0, torch.nan, values[:1])
-            return (values,)
-        # What is broken must show even where it was not drawn. The sum of finite values may overflow, so it only
-        # raises the suspicion; `isfinite` of everything costs ten times as much.
-        if values.numel() and not torch.isfinite(u.sum()) and not torch.isfinite(u).all():
-            values[0] = torch.nan
-        return (values,)
+    def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        entries = self.entries(u, ctx)
+        return (entries.values,), entries
 
-    def unpack(self, payload: Payload, segment: Segment, ctx: Context, capacity: int | None = None) -> Entries:
-        if isinstance(payload, Entries):
-            return payload
-        return Entries(self._draw(segment.numel, payload[0].device, ctx), payload[0])
-
-    def mean(self, payloads: Payload, segment: Segment, ctx: Context) -> Agreed:
-        total = payloads[0][0].clone()
-        for values in payloads[0][1:]:
-            total += values
-        return (self.unpack((total.div_(len(payloads[0])),), segment, ctx),)
+    def decode(self, payload: Payload, ctx: Context) -> Entries:
+        (values,) = payload
+        drawn = draw(ctx.segment.numel, values.shape[-1], ctx.generator(shared=True))
+        indices = to_device(drawn, values.device)
+        return Entries(indices.expand(values.shape), values)
 
 
 def draw(numel: int, k: int, generator: torch.Generator) -> Tensor:

@@ -1,7 +1,7 @@
 """Ascending indices as bits: the lower bits as they are, of the upper ones the differences, in unary.
 
-    upper, *lower = pack(indices, numel=1000, capacity=16, width=8)
-    unpack(upper, lower, count, numel=1000, capacity=16, width=8)  # the indices again, padded to 16
+    upper, *lower = pack_bits(indices, numel=1000, capacity=16, width=8)
+    unpack_bits(upper, lower, count, numel=1000, capacity=16, width=8)  # the indices again, padded to 16
 
 Elias 1974; Fano 1971. Bit (index >> width) + i of `upper` is set for the i-th index.
 
@@ -40,7 +40,7 @@ def upper_bytes(numel: int, capacity: int, width: int) -> int:
     return (capacity + (numel >> width) + 8) // 8
 
 
-def pack(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[Tensor, ...]:
+def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[Tensor, ...]:
     """Return indices as upper bits, uint8 of `upper_bytes`, and, unless `width` is 0, `capacity` lower parts.
 
     Args:
@@ -71,14 +71,14 @@ def pack(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[Tensor
     return bits.sum(-1, dtype=torch.uint8), *lower
 
 
-def unpack(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int) -> Tensor:
-    """Return the indices that `pack` was given, int64, (..., capacity), padded with `numel`.
+def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int) -> Tensor:
+    """Return the indices that `pack_bits` was given, int64, (..., capacity), padded with `numel`.
 
     Args:
         upper: uint8, (..., `upper_bytes`).
-        lower: of `pack`.
+        lower: of `pack_bits`.
         count: how many they are, int32, (..., 1).
-        numel, capacity, width: of `pack`.
+        numel, capacity, width: of `pack_bits`.
 
     Raises:
         ValueError: there are more or fewer. Not by Triton: the host does not look, and what comes out are numbers, not
@@ -107,9 +107,13 @@ def unpack(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, ca
 
 
 def gather(u: Tensor, indices: Tensor) -> Tensor:
-    """Return `u[indices]`; zero for an index that is none, `len(u)`, where Triton works."""
+    """Return `u[indices]`, and zero for padding, `len(u)`."""
     if not uses_triton(u):
-        return u.index_select(0, indices)
+        if not indices.numel() or int(indices[-1]) < u.numel():
+            return u.index_select(0, indices)
+        valid = indices < u.numel()
+        values = torch.zeros(indices.numel(), dtype=torch.float32, device=u.device)
+        return values.masked_scatter_(valid, u.index_select(0, indices[valid]))
     values = torch.empty(indices.numel(), dtype=torch.float32, device=u.device)
     if count := indices.numel():
         launch(_gather, -(-count // TILE), u, indices, values, count, u.numel(), TILE=TILE)
@@ -118,24 +122,24 @@ def gather(u: Tensor, indices: Tensor) -> Tensor:
 
 @kernel("count", "each", "words_each", "capacity", "numel")
 def _pack(indices, words, lower, count, each, words_each, capacity, numel, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    index = tl.load(indices + places, mask=places < count, other=numel)
-    there = index < numel
-    row = places // each
-    place = places - row * each
+    positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    index = tl.load(indices + positions, mask=positions < count, other=numel)
+    valid = index < numel
+    row = positions // each
+    place = positions - row * each
     bit = (index >> WIDTH) + place
     # The order of these additions to a set does not matter.
     word = words + row * words_each + (bit >> 5)
-    tl.atomic_or(word, (1 << (bit & 31)).to(tl.int32), mask=there, sem="relaxed")
+    tl.atomic_or(word, (1 << (bit & 31)).to(tl.int32), mask=valid, sem="relaxed")
     if WIDTH > 0:
-        tl.store(lower + row * capacity + place, index.to(lower.dtype.element_ty), mask=there)
+        tl.store(lower + row * capacity + place, index.to(lower.dtype.element_ty), mask=valid)
 
 
 @kernel("nbytes", "tiles")
 def _count_bits(upper, counts, nbytes, tiles, TILE: tl.constexpr):
     row = tl.program_id(0) // tiles
-    places = (tl.program_id(0) - row * tiles) * TILE + tl.arange(0, TILE)
-    byte = tl.load(upper + row * nbytes + places, mask=places < nbytes, other=0).to(tl.int32)
+    positions = (tl.program_id(0) - row * tiles) * TILE + tl.arange(0, TILE)
+    byte = tl.load(upper + row * nbytes + positions, mask=positions < nbytes, other=0).to(tl.int32)
     byte = byte - ((byte >> 1) & 0x55)
     byte = (byte & 0x33) + ((byte >> 2) & 0x33)
     tl.store(counts + tl.program_id(0), tl.sum((byte + (byte >> 4)) & 0x0F))
@@ -148,19 +152,19 @@ def _unpack(upper, lower, counts, count, out, nbytes, tiles, capacity, WIDTH: tl
     tile = tl.program_id(0) - row * tiles
     start = tile * TILE
     before = tl.load(counts + tl.program_id(0) - 1, mask=tile > 0, other=0).to(tl.int32)
-    places = start + tl.arange(0, TILE)
-    byte = tl.load(upper + row * nbytes + places, mask=places < nbytes, other=0).to(tl.int32)
+    positions = start + tl.arange(0, TILE)
+    byte = tl.load(upper + row * nbytes + positions, mask=positions < nbytes, other=0).to(tl.int32)
     bits = tl.reshape((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1, [TILE * 8])
     rank = before + tl.cumsum(bits) - bits
-    there = (bits > 0) & (rank < tl.minimum(tl.load(count + row), capacity))
+    valid = (bits > 0) & (rank < tl.minimum(tl.load(count + row), capacity))
     index = (start * 8 + tl.arange(0, TILE * 8) - rank).to(tl.int64) << WIDTH
     if WIDTH > 0:
-        index |= tl.load(lower + row * capacity + rank, mask=there, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
-    tl.store(out + row * capacity + rank, index, mask=there)
+        index |= tl.load(lower + row * capacity + rank, mask=valid, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
+    tl.store(out + row * capacity + rank, index, mask=valid)
 
 
 @kernel("count", "numel")
 def _gather(u, indices, values, count, numel, TILE: tl.constexpr):
-    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    index = tl.load(indices + places, mask=places < count, other=numel)
-    tl.store(values + places, tl.load(u + index, mask=index < numel, other=0.0), mask=places < count)
+    positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    index = tl.load(indices + positions, mask=positions < count, other=numel)
+    tl.store(values + positions, tl.load(u + index, mask=index < numel, other=0.0), mask=positions < count)

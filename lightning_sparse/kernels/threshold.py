@@ -17,22 +17,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats
 from lightning_sparse.kernels.launch import kernel, launch, uses_triton
-from lightning_sparse.kernels.scan import MAGNITUDE, Scan
 from lightning_sparse.kernels.select import (
-    Blocks,
     block_size,
     count_reaching,
-    counts_above,
+    ensure_stats,
     entries_reaching,
-    fresh,
-    indices_above,
-    kth_largest,
-    largest,
-    largest_in,
-    largest_of_blocks,
     magnitude_bits,
+    topk_cpu,
+    topk_from_maxima,
 )
+from lightning_sparse.kernels.select_triton import Blocks, counts_above, indices_above, kth_largest, topk_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -44,25 +40,25 @@ ROUNDS = 12
 """Thresholds to try before the k largest are selected: enough to pin one down to 0.1 % once it is bracketed."""
 
 
-def gaussian_indices(u: Tensor, k: int, z: float, scan: Scan | None = None) -> Tensor:
+def gaussian_indices(u: Tensor, k: int, z: float, stats: BlockStats | None = None) -> Tensor:
     """Return where the magnitude of `u` exceeds a threshold that leaves 2k/3 to 4k/3 entries.
 
     Args:
         u: 1-D, fp32. Left as it is.
         k: how many entries are wanted, 0 < k < len(u).
         z: where the search starts, in standard deviations beyond the absolute mean.
-        scan: of `u`, with the block of `block_size(len(u), k)` and moments, where there is one already.
+        stats: of `u`, with the block of `block_size(len(u), k)` and moments, where there is one already.
 
     Returns:
         int64 indices, ascending: of everything beyond a threshold, or of the k largest where none was found. Where
         Triton works they are padded with `len(u)` to a length of 4k/3, see `kernels/pack.py`.
     """
     bits = magnitude_bits("gaussian_indices", u)
-    scan = fresh(scan, u, block_size(bits.numel(), k), moments=True)
+    stats = ensure_stats(stats, u, block_size(bits.numel(), k), moments=True)
     if uses_triton(u):
-        return _by_triton(bits, k, z, scan)
-    maxima = bits if scan.maxima is None else scan.maxima
-    mean, deviation = scan.mean_and_deviation()
+        return _by_triton(bits, k, z, stats)
+    maxima = bits if stats.maxima is None else stats.maxima
+    mean, deviation = stats.mean_and_deviation()
     fewest, most = -(-2 * k // 3), 4 * k // 3
     # A NaN or an infinity makes the moments NaN, large numbers overflow, small ones vanish, constants have no spread:
     # nothing to start from.
@@ -73,9 +69,9 @@ def gaussian_indices(u: Tensor, k: int, z: float, scan: Scan | None = None) -> T
         # Every block that passes has an entry to send, and few have two: so the maxima alone tell when to look.
         passing = count_reaching(maxima, threshold)
         if fewest <= passing <= most:
-            indices, magnitudes = entries_reaching(bits, scan, threshold)
+            indices, magnitudes = entries_reaching(bits, stats, threshold)
             # More than 4k/3 crowd in few blocks; then the k largest lie at hand.
-            return indices if len(indices) <= most else indices.index_select(0, largest(magnitudes, k)[0])
+            return indices if len(indices) <= most else indices.index_select(0, topk_cpu(magnitudes, k)[0])
         if passing > most:
             low = threshold
         else:
@@ -88,28 +84,28 @@ def gaussian_indices(u: Tensor, k: int, z: float, scan: Scan | None = None) -> T
             threshold = max(high - OCTAVE, 1)
         if threshold in (low, high):
             break
-    return largest_of_blocks(bits, scan, k)
+    return topk_from_maxima(bits, stats, k)
 
 
 def _bits(x: float) -> int:
     """Return the bits of a non-negative number as fp32."""
-    return int(torch.tensor(x).view(torch.int32))
+    return int(torch.tensor(x, dtype=torch.float32).view(torch.int32))
 
 
-def _by_triton(bits: Tensor, k: int, z: float, scan: Scan) -> Tensor:
-    maxima, fewest, most = bits if scan.maxima is None else scan.maxima, -(-2 * k // 3), min(4 * k // 3, bits.numel())
+def _by_triton(bits: Tensor, k: int, z: float, stats: BlockStats) -> Tensor:
+    maxima, fewest, most = bits if stats.maxima is None else stats.maxima, -(-2 * k // 3), min(4 * k // 3, bits.numel())
     # No more blocks than these can hold the entries above any threshold that leaves enough and not too many.
-    candidates = largest_in(Blocks(maxima), min(most + 1, maxima.numel()))
+    candidates = topk_triton(Blocks(maxima), min(most + 1, maxima.numel()))
     tops = (maxima.index_select(0, candidates) & MAGNITUDE).sort(descending=True).values
-    assert scan.sums is not None
-    mean, square = (scan.sums / scan.numel).unbind()
+    assert stats.sums is not None
+    mean, square = (stats.sums / stats.numel).unbind()
     deviation = (square - mean * mean).clamp(min=0).sqrt()
     first = (mean.abs() + z * deviation).float().view(torch.int32) + 1
     # As in the loop above: without a spread there is nothing to start from, which 0 says.
     first = torch.where((deviation > 0) & (deviation < math.inf), first, 0)
     limit = torch.empty(1, dtype=torch.int32, device=bits.device)
     launch(_search, 1, tops, first, limit, tops.numel(), fewest, most, ROUNDS=ROUNDS, num_warps=1)
-    blocks = Blocks.of(bits, candidates, scan.block)
+    blocks = Blocks.of(bits, candidates, stats.block)
     counts = counts_above(blocks, limit)
     # None was found, or more than 4k/3 crowd in few blocks: then the k largest, which lie in these blocks, too.
     exact = ((limit < 0) | (counts[0, -1:] > most)).int()

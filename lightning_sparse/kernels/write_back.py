@@ -1,4 +1,4 @@
-"""Adding sparse terms: to what a rank keeps, and to a segment's gradients, where its result belongs.
+"""Adding sparse terms to the residual, and writing a segment's result into its gradients.
 
 Terms are added one after the other, in the order given, and the indices of one are distinct: so results do not depend
 on which thread comes first, and kernels need no atomic additions.
@@ -34,8 +34,8 @@ def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0)
     """
     if not uses_triton(x):
         if indices.numel() and int(indices[-1]) >= x.numel():
-            there = indices < x.numel()
-            indices, values = indices[there], values[there]
+            valid = indices < x.numel()
+            indices, values = indices[valid], values[valid]
         return x.index_add_(0, indices, values, alpha=scale)
     if count := indices.numel():
         launch(_add_entries, -(-count // TILE), x, indices, values, float(scale), count, x.numel(), TILE=TILE)
@@ -44,18 +44,18 @@ def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0)
 
 @kernel("scale", "count", "numel")
 def _add_entries(x, indices, values, scale, count, numel, TILE: tl.constexpr):
-    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    index = tl.load(indices + places, mask=places < count, other=numel)
-    there = index < numel
-    value = tl.load(values + places, mask=there, other=0.0)
-    tl.store(x + index, tl.fma(value, scale, tl.load(x + index, mask=there, other=0.0)), mask=there)
+    positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    index = tl.load(indices + positions, mask=positions < count, other=numel)
+    valid = index < numel
+    value = tl.load(values + positions, mask=valid, other=0.0)
+    tl.store(x + index, tl.fma(value, scale, tl.load(x + index, mask=valid, other=0.0)), mask=valid)
 
 
 def write_entries_(
     grads: Sequence[Tensor],
     bounds: Sequence[int],
     terms: Sequence[tuple[Tensor, Tensor]],
-    sound: Tensor | None = None,
+    step_ok: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Overwrite gradients with a sum of sparse terms, without a dense temporary.
 
@@ -64,10 +64,10 @@ def write_entries_(
         bounds: offsets of the parameters in the segment, and its length as the last one.
         terms: (int64 indices into the segment, ascending; fp32 values), added in this order, so that the result is
             the same on all ranks. They may be padded, see `kernels/pack.py`.
-        sound: a bool scalar on the device; where it is false, zeros are written. None is true.
+        step_ok: a bool scalar on the device; where it is false, zeros are written. None is true.
 
     Returns:
-        What rounding to 16-bit gradients took away, as (indices, values); None where all gradients are fp32.
+        The rounding error of 16-bit gradients, as (indices, values); None where all gradients are fp32.
     """
     rounded = any(grad.dtype != torch.float32 for grad in grads)
     torch._foreach_zero_(list(grads))
@@ -75,55 +75,55 @@ def write_entries_(
         if rounded and len(terms) > 1:
             # Each element has to be summed up in fp32 before it is rounded once.
             terms = [coalesce(terms, bounds[-1])]
-        fitted = [(indices, fit(values, grads[0].dtype)) for indices, values in terms]
-        _add_to_all(grads, bounds, fitted, sound)
+        cast = [(indices, cast_saturating(values, grads[0].dtype)) for indices, values in terms]
+        _add_to_all(grads, bounds, cast, step_ok)
         if not rounded:
             return None
-        rest = terms[0][1] - fitted[0][1].float()
-        return terms[0][0], rest if sound is None else torch.where(sound, rest, 0)
-    if sound is not None:
-        terms = [(indices, torch.where(sound, values, 0)) for indices, values in terms]
+        rest = terms[0][1] - cast[0][1].float()
+        return terms[0][0], rest if step_ok is None else torch.where(step_ok, rest, 0)
+    if step_ok is not None:
+        terms = [(indices, torch.where(step_ok, values, 0)) for indices, values in terms]
     if rounded:
         terms = [coalesce(terms, bounds[-1])]
     edges = torch.tensor(bounds, device=grads[0].device)
-    lost = []
+    errors = []
     for indices, values in terms:
         cuts = torch.searchsorted(indices, edges).tolist()
         for grad, start, (first, last) in zip(grads, bounds, pairwise(cuts), strict=False):
             if first < last:
                 where, what = indices[first:last] - start, values[first:last]
-                fitting = fit(what, grad.dtype)
+                fitting = cast_saturating(what, grad.dtype)
                 grad.index_add_(0, where, fitting)
                 if rounded:
-                    lost.append(what - fitting.float())
-    # Without the padding, for which nothing was lost.
-    return (indices[: cuts[-1]], torch.cat([*lost, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
+                    errors.append(what - fitting.float())
+    # Without the padding, whose values are 0.
+    return (indices[: cuts[-1]], torch.cat([*errors, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
 
 
 def _add_to_all(
-    grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]], sound: Tensor | None
+    grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]], step_ok: Tensor | None
 ) -> None:
     """Add terms, by Triton, to gradients of the values' dtype, wherever they lie: one launch for each term."""
     table = to_device(torch.tensor([*bounds[:-1], *(grad.data_ptr() for grad in grads)]), grads[0].device)
     steps = (len(grads) - 1).bit_length()
     for indices, values in terms:
         if count := indices.numel():
-            args = (table, grads[0], indices, values, table if sound is None else sound)
+            args = (table, grads[0], indices, values, table if step_ok is None else step_ok)
             sizes = (count, bounds[-1], len(grads), steps)
-            launch(_add_to_many, -(-count // TILE), *args, *sizes, TILE=TILE, WHEN=sound is not None)
+            launch(_add_to_many, -(-count // TILE), *args, *sizes, TILE=TILE, WHEN=step_ok is not None)
 
 
 @kernel("count", "numel", "many", "steps")
 def _add_to_many(
-    table, typed, indices, values, sound, count, numel, many, steps, TILE: tl.constexpr, WHEN: tl.constexpr
+    table, typed, indices, values, step_ok, count, numel, many, steps, TILE: tl.constexpr, WHEN: tl.constexpr
 ):
     """`table` holds where each gradient starts in the segment, then its address; `typed` only says their dtype."""
-    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    index = tl.load(indices + places, mask=places < count, other=numel)
-    there = index < numel
+    positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    index = tl.load(indices + positions, mask=positions < count, other=numel)
+    valid = index < numel
     if WHEN:
-        there &= tl.load(sound)
-    value = tl.load(values + places, mask=there, other=0.0)
+        valid &= tl.load(step_ok)
+    value = tl.load(values + positions, mask=valid, other=0.0)
     # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
     first = tl.zeros([TILE], dtype=tl.int32)
     behind = first + many
@@ -134,10 +134,10 @@ def _add_to_many(
         behind = tl.where(reached, behind, middle)
     address = tl.load(table + many + first).to(tl.pointer_type(typed.dtype.element_ty))
     address += index - tl.load(table + first)
-    tl.store(address, tl.load(address, mask=there, other=0.0) + value, mask=there)
+    tl.store(address, tl.load(address, mask=valid, other=0.0) + value, mask=valid)
 
 
-def fit(values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_saturating(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round finite values to a dtype; what is too large for it becomes its largest number, not infinity."""
     if dtype == values.dtype:
         return values
@@ -167,43 +167,43 @@ def _summed(indices: Tensor, terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Te
     return indices, values
 
 
-def at(places: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the values that entries have at the places, zero where they have none; both ascend, padded at the end."""
+def lookup(positions: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the entries' values at the positions, 0 where they have none; both ascend and may be padded."""
     indices, values = entries
     if not indices.numel():
-        return values.new_zeros(places.shape)
-    position = torch.searchsorted(indices, places).clamp_(max=indices.numel() - 1)
-    return torch.where(indices[position] == places, values[position], 0)
+        return values.new_zeros(positions.shape)
+    position = torch.searchsorted(indices, positions).clamp_(max=indices.numel() - 1)
+    return torch.where(indices[position] == positions, values[position], 0)
 
 
-def compacted(entries: tuple[Tensor, Tensor], numel: int) -> tuple[Tensor, Tensor]:
-    """Leave out entries that say nothing: padding, wherever it is, and zeros. By Triton they become padding at the end.
+def drop_empty(entries: tuple[Tensor, Tensor], numel: int) -> tuple[Tensor, Tensor]:
+    """Drop padding, wherever it is, and entries of value 0; by Triton they become padding at the end.
 
-    Without them the indices ascend.
+    The indices of the others ascend.
     """
     indices, values = entries
-    there = (indices < numel) & (values != 0)
+    valid = (indices < numel) & (values != 0)
     if not uses_triton(indices):
-        return indices[there], values[there]
-    indices, order = torch.where(there, indices, numel).sort()
-    return indices, torch.where(there, values, 0)[order]
+        return indices[valid], values[valid]
+    indices, order = torch.where(valid, indices, numel).sort()
+    return indices, torch.where(valid, values, 0)[order]
 
 
 def write_dense_(
-    grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, keeps: bool, sound: Tensor | None = None
+    grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, error_feedback: bool, step_ok: Tensor | None = None
 ) -> Tensor | None:
     """Overwrite gradients with a dense result (1-D fp32, of the segment's length), or with zeros, see `write_entries_`.
 
     Returns:
-        What rounding to 16-bit gradients took away, of the segment's length; None where all gradients are fp32, or
-        nobody `keeps` it.
+        The rounding error of 16-bit gradients, of the segment's length; None where all gradients are fp32, or there is
+        no error feedback.
     """
     parts = [out[start:stop] for start, stop in pairwise(bounds)]
     for grad, part in zip(grads, parts, strict=True):
-        if sound is None:
-            grad.copy_(fit(part, grad.dtype))
+        if step_ok is None:
+            grad.copy_(cast_saturating(part, grad.dtype))
         else:
-            torch.where(sound, fit(part, grad.dtype), grad.new_zeros(()), out=grad)
-    if not keeps or all(grad.dtype == torch.float32 for grad in grads):
+            torch.where(step_ok, cast_saturating(part, grad.dtype), grad.new_zeros(()), out=grad)
+    if not error_feedback or all(grad.dtype == torch.float32 for grad in grads):
         return None
     return torch.cat([part - grad for grad, part in zip(grads, parts, strict=True)])

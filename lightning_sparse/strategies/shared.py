@@ -19,7 +19,8 @@ from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.hook import CommThread, method_of
 from lightning_sparse.layout import check_partition
 from lightning_sparse.methods import METHODS, Method
-from lightning_sparse.reducer import OnNonFinite, Reducer, check_foresight, check_warmup
+from lightning_sparse.overflow import OnNonFinite, check_overflow_options
+from lightning_sparse.reducer import Reducer, check_warmup
 from lightning_sparse.strategies.checkpointing import Checkpointing
 from lightning_sparse.strategies.first_line import first_line
 
@@ -98,7 +99,7 @@ class SparseDDP(Checkpointing):
             self._method = replace(self._method, aggregator=TwoLevel(self._method.aggregator))
         check_warmup(self._method, warmup, warmup_steps)
         check_partition(granularity, bucket_cap_mb)
-        check_foresight(on_nonfinite, clip_norm)
+        check_overflow_options(on_nonfinite, clip_norm)
         self._options: dict[str, Any] = {
             "granularity": granularity,
             "warmup": tuple(warmup),
@@ -123,7 +124,7 @@ class SparseDDP(Checkpointing):
     def _register_ddp_hooks(self) -> None:
         scaler = self._scaler
         assert self.lightning_module is not None
-        keeps = self._method.memory.keeps  # without a memory it is what stock ddp does
+        keeps = self._method.memory.error_feedback  # without a memory it is what stock ddp does
         if keeps and self.lightning_module.trainer.gradient_clip_val and self.global_rank == 0:
             log.warning(
                 f"gradient_clip_val={self.lightning_module.trainer.gradient_clip_val} shortens what all ranks have "
@@ -132,7 +133,7 @@ class SparseDDP(Checkpointing):
             )
         if self._two_level:
             assert isinstance(self._method.aggregator, TwoLevel)
-            between = self._method.aggregator.between
+            between = self._method.aggregator.inter_node
             self._method = replace(self._method, aggregator=TwoLevel(between, self.num_processes))
         self._reducer = None  # of an earlier fit: it would double the residuals in memory
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.

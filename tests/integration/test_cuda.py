@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import METHODS, RankFailure, SparseDDPStrategy, attach, method
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context
 from lightning_sparse.hook import CommThread
 from lightning_sparse.kernels import launch
-from lightning_sparse.kernels.scan import add_
+from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.layout import Segment
 from tests.integration.trainers import Watch, keeps_all, lost, trainer
 from tests.processes import run_ranks
@@ -399,10 +400,10 @@ def test_a_step_can_be_captured_in_a_graph(compressor):
     grad, residual = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
 
     def step() -> tuple[Tensor, ...]:
-        ctx = Context(scan=compressor.scan(numel))
-        u = add_(residual, segment.bounds, [grad], 1.0, ctx.scan)
-        payload = compressor.compress(u, segment, ctx)
-        compressor.remove_(u, payload, segment, ctx)
+        ctx = Context(segment, stats=compressor.block_stats(numel))
+        u = add_with_stats_(residual, segment.bounds, [grad], 1.0, ctx.stats)
+        _, applied = compressor.compress(u, ctx)
+        add_(u, applied, -1)
         return payload
 
     eager = [([part.clone() for part in step()], residual.clone()) for _ in range(4)]

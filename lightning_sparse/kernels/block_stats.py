@@ -1,8 +1,8 @@
 """What one pass over u can find out for the selection, if possible the same pass that makes u.
 
-    scan = Scan(len(u), block=64)
-    add_(u, parts, grads, 1.0, scan)   # u += gradients, and scan.maxima is there
-    scan = Scan(len(u), block=64).read(u)  # where u is there already
+    stats = BlockStats(len(u), block=64)
+    add_with_stats_(u, parts, grads, 1.0, stats)   # u += gradients, and stats.maxima is there
+    stats = BlockStats(len(u), block=64).read(u)  # where u is there already
 
 On CPU the data is worked on in chunks that stay in cache, because a fresh temporary of u's length costs more than
 reading u: its pages have to be mapped first. On CUDA one kernel reads gradient and u, writes u and its maxima: about
@@ -38,7 +38,7 @@ FUSED = 1 << 20
 reading u once more. An estimate: no GPU has been asked yet."""
 
 
-class Scan:
+class BlockStats:
     """Block maxima of a vector, and its moments where they are wanted.
 
     Args:
@@ -62,11 +62,13 @@ class Scan:
         self.sums: Tensor | None = None
         self._total = self._squares = 0.0
 
-    def read(self, u: Tensor) -> Scan:
+    def read(self, u: Tensor) -> BlockStats:
         """Read a vector that is there already (1-D, fp32)."""
         return self._by_triton(u.detach().contiguous()) if uses_triton(u) else self._over(u)
 
-    def _over(self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0) -> Scan:
+    def _over(
+        self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0
+    ) -> BlockStats:
         size = chunk_size(self.numel)
         pending = list(reversed(parts))
         blocks = self.numel // self.block
@@ -97,7 +99,9 @@ class Scan:
         self.done = True
         return self
 
-    def _by_triton(self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0) -> Scan:
+    def _by_triton(
+        self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0
+    ) -> BlockStats:
         tiles = -(-self.numel // TILE)
         partial = torch.empty(tiles if self.moments else 0, 2, dtype=torch.float32, device=u.device)
         if self.block > 1:
@@ -107,7 +111,7 @@ class Scan:
         _add(targets, terms, scale)
         for first, last, start, grad in runs:
             launch(
-                _scan,
+                _add_with_stats,
                 last - first,
                 u,
                 u if grad is None else grad,
@@ -172,7 +176,7 @@ def _runs(
 
 
 @kernel("first", "numel")
-def _scan(
+def _add_with_stats(
     u,
     grad,
     scale,
@@ -206,7 +210,9 @@ def _scan(
         tl.store(partial + 2 * tile + 1, tl.sum(x * x))
 
 
-def add_(u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, scan: Scan | None) -> Tensor:
+def add_with_stats_(
+    u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, stats: BlockStats | None
+) -> Tensor:
     """Add `scale` times the gradients to u (1-D, fp32), in place, and scan the sum on the way if it is wanted.
 
     Args:
@@ -214,15 +220,15 @@ def add_(u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float
         bounds: where each gradient starts in u, and its length as the last one.
         grads: 1-D, of any floating dtype; left as they are.
         scale: factor on the gradients: a number, or an fp32 scalar on u's device.
-        scan: of u's length, filled; None adds only.
+        stats: of u's length, filled; None adds only.
     """
     parts = list(zip(bounds[:-1], bounds[1:], grads, strict=True))
-    if scan is None:
+    if stats is None:
         _add([u[start:stop] for start, stop, _ in parts], grads, scale)
     elif uses_triton(u):
-        scan._by_triton(u, parts, scale)
+        stats._by_triton(u, parts, scale)
     else:
-        scan._over(u, parts, scale)
+        stats._over(u, parts, scale)
     return u
 
 

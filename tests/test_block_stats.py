@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_sparse.compressors import GaussianK, TopK
-from lightning_sparse.kernels import scan as kernel
-from lightning_sparse.kernels.scan import Scan, add_
+from lightning_sparse.kernels import block_stats as kernel
+from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,31 +22,31 @@ def test_adding_and_scanning_at_once(lengths, block, dtype):
     u = torch.randn(bounds[-1], generator=generator)
     u[0], grads[-1][-1] = torch.nan, -torch.inf
     expected = u + 0.5 * torch.cat(grads).float()
-    scan = Scan(len(u), block, moments=True)
-    assert add_(u, bounds, grads, 0.5, scan) is u
+    stats = BlockStats(len(u), block, moments=True)
+    assert add_with_stats_(u, bounds, grads, 0.5, stats) is u
     torch.testing.assert_close(u, expected, rtol=0, atol=0, equal_nan=True)
-    again = Scan(len(u), block, moments=True).read(u)
-    assert scan.done
+    again = BlockStats(len(u), block, moments=True).read(u)
+    assert stats.done
     if block == 1:
-        assert scan.maxima is None
+        assert stats.maxima is None
     else:
         full = len(u) // block * block
         bits = u[:full].view(torch.int32) & kernel.MAGNITUDE
-        assert torch.equal(scan.maxima, bits.view(-1, block).amax(1))
-        assert torch.equal(scan.maxima, again.maxima)
-    assert scan._total != scan._total or (scan._total, scan._squares) == (again._total, again._squares)
+        assert torch.equal(stats.maxima, bits.view(-1, block).amax(1))
+        assert torch.equal(stats.maxima, again.maxima)
+    assert stats._total != stats._total or (stats._total, stats._squares) == (again._total, again._squares)
 
 
 def test_moments():
     u = torch.randn(300_000, generator=torch.Generator().manual_seed(0)) * 3 + 1
-    mean, deviation = Scan(len(u), 64, moments=True).read(u).mean_and_deviation()
+    mean, deviation = BlockStats(len(u), 64, moments=True).read(u).mean_and_deviation()
     # 300,000 terms added up in fp32, pairwise within a chunk: far below 1e-5 of the sum.
     assert mean == pytest.approx(u.double().mean().item(), rel=1e-5)
     assert deviation == pytest.approx(u.double().std(correction=0).item(), rel=1e-5)
 
 
 def test_blocks_of_one_need_no_scan_and_refine_paper_scans_for_itself():
-    assert TopK(0.5).scan(1000) is None
-    assert TopK(0.001).scan(1000).block == 64
-    assert GaussianK(0.001).scan(1000).moments
-    assert GaussianK(0.001, "paper").scan(1000) is None
+    assert TopK(0.5).block_stats(1000) is None
+    assert TopK(0.001).block_stats(1000).block == 64
+    assert GaussianK(0.001).block_stats(1000).moments
+    assert GaussianK(0.001, "paper").block_stats(1000) is None

@@ -9,10 +9,12 @@ from torch import Tensor
 from lightning_sparse import Method, Reducer, simulate
 from lightning_sparse.aggregators import GlobalTopK, Mean, ScaleCom
 from lightning_sparse.comm import Comm
-from lightning_sparse.compressors import GaussianK, TopK, formats
+from lightning_sparse.compressors import GaussianK, TopK, encoding
 from lightning_sparse.compressors.base import Entries
+from lightning_sparse.compressors.encoding import Encoding
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Layout
+from tests.support.updates import dense
 
 FORMATS = [(i, v) for i in ("compact", "int32") for v in ("float32", "bfloat16", "int8")]
 
@@ -21,14 +23,18 @@ def segment(numel: int):
     return Layout.of({"w": (numel,)}, "model", 25).segments[0]
 
 
+def index_bytes(numel: int, capacity: int, form: str) -> int:
+    return Encoding(form, "float32").nbytes(numel, capacity) - 4 * capacity
+
+
 def test_compact_indices_by_hand():
     """Three of 600 elements: the lower byte as it is; 0, 1 and 2 at places 0 + 0, 1 + 1, 2 + 2 of the bits above."""
     indices = torch.tensor([5, 300, 599])
-    upper, lower = formats.encode_indices(indices, 600, 4, "compact")
+    upper, lower = encoding.encode_indices(indices, 600, 4, "compact")
     assert lower.tolist() == [5, 300 - 256, 599 - 512, 0]
     assert upper.tolist() == [0b10101]
     count = torch.tensor([3], dtype=torch.int32)
-    assert formats.decode_indices((upper, lower), count, 600, 4, "compact").tolist() == [5, 300, 599, 600]
+    assert encoding.decode_indices((upper, lower), count, 600, 4, "compact").tolist() == [5, 300, 599, 600]
 
 
 @pytest.mark.parametrize("form", ["compact", "int32"])
@@ -45,12 +51,10 @@ def test_indices_come_back(numel, density, form):
             torch.arange(count),
             torch.arange(numel - count, numel),
         ):
-            parts = formats.encode_indices(indices, numel, capacity, form)
-            assert sum(part.numel() * part.element_size() for part in parts) == formats.index_bytes(
-                numel, capacity, form
-            )
-            told = torch.tensor([count], dtype=torch.int32)
-            back = formats.decode_indices(parts, told, numel, capacity, form)
+            parts = encoding.encode_indices(indices, numel, capacity, form)
+            assert sum(part.numel() * part.element_size() for part in parts) == index_bytes(numel, capacity, form)
+            counted = torch.tensor([count], dtype=torch.int32)
+            back = encoding.decode_indices(parts, counted, numel, capacity, form)
             assert torch.equal(back[:count], indices)
             assert bool((back[count:] == numel).all())
 
@@ -58,22 +62,22 @@ def test_indices_come_back(numel, density, form):
 def test_at_most_four_bytes_an_entry():
     """At density 0.001, bf16 values; indices near the log₂(e/ρ) = 11.4 bits that information theory asks for."""
     numel, capacity = 25_000_000, 25_000
-    assert 8 * formats.index_bytes(numel, capacity, "compact") / capacity < 13
+    assert 8 * index_bytes(numel, capacity, "compact") / capacity < 13
     assert TopK(0.001, "compact", "bfloat16").nbytes(segment(numel), None) <= 4 * capacity
     for density in (1e-5, 1e-4, 0.01, 0.1, 0.5):
         k = round(numel * density)
         bound = (math.lgamma(numel + 1) - math.lgamma(k + 1) - math.lgamma(numel - k + 1)) / math.log(2) / k
-        assert bound <= 8 * formats.index_bytes(numel, k, "compact") / k < bound + 4.5
+        assert bound <= 8 * index_bytes(numel, k, "compact") / k < bound + 4.5
 
 
 @pytest.mark.parametrize(("index_format", "value_format"), FORMATS)
 def test_values_within_the_rounding_of_their_format(index_format, value_format):
     u = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 10_000)
-    compressor, seg, ctx = TopK(0.01, index_format, value_format), segment(10_000), Context()
-    payload = compressor.compress(u, seg, ctx)
-    indices, values = compressor.unpack(payload, seg, Context())
-    # What `compress` has just packed is not decoded again.
-    assert all(map(torch.equal, compressor.unpack(payload, seg, ctx), (indices, values)))
+    compressor, ctx = TopK(0.01, index_format, value_format), Context.of(10_000)
+    payload, update = compressor.compress(u, ctx)
+    indices, values = compressor.decode(payload, ctx)
+    # The update is what other ranks decode.
+    assert all(map(torch.equal, update, (indices, values)))
     exact = u[indices]
     assert torch.equal(indices, compressor.select(u))
     bound = {
@@ -82,21 +86,21 @@ def test_values_within_the_rounding_of_their_format(index_format, value_format):
         "int8": exact.abs().max() / 127 / 2 * (1 + 2**-20),  # half a level, and fp32's own rounding
     }[value_format]
     assert ((values - exact).abs() <= bound).all()
-    said = sum(part.numel() * part.element_size() for part in payload) - 4
-    assert said == compressor.nbytes(seg, None)
+    sent = sum(part.numel() * part.element_size() for part in payload) - 4  # without the count
+    assert sent == compressor.nbytes(ctx.segment, None)
 
 
 @pytest.mark.parametrize("value_format", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_broken_shows_and_what_is_large_is_not_broken(bad, value_format):
-    compressor, seg, ctx = TopK(0.5, "compact", value_format), segment(6), Context()
-    u = torch.tensor([1.0, bad, 2, 0, 0, 0])
-    assert not all(part.isfinite().all() for part in compressor.compress(u, seg, ctx) if part.is_floating_point())
+    compressor, ctx = TopK(0.5, "compact", value_format), Context.of(6)
+    payload, _ = compressor.compress(torch.tensor([1.0, bad, 2, 0, 0, 0]), ctx)
+    assert not all(part.isfinite().all() for part in payload if part.is_floating_point())
     largest = torch.finfo(torch.float32).max
-    u = torch.tensor([largest, -largest, 1.0, 0, 0, 1e-45])
-    assert compressor.unpack(compressor.compress(u, seg, ctx), seg, Context()).values.isfinite().all()
-    tiny = compressor.unpack(compressor.compress(torch.full((6,), 1e-45), seg, ctx), seg, Context())
-    assert tiny.values.isfinite().all()
+    payload, _ = compressor.compress(torch.tensor([largest, -largest, 1.0, 0, 0, 1e-45]), ctx)
+    assert compressor.decode(payload, ctx).values.isfinite().all()
+    payload, _ = compressor.compress(torch.full((6,), 1e-45), ctx)
+    assert compressor.decode(payload, ctx).values.isfinite().all()
 
 
 @pytest.mark.parametrize("aggregator", [Mean(), GlobalTopK(), ScaleCom()], ids=lambda part: type(part).__name__)
@@ -130,14 +134,14 @@ def test_nothing_is_lost_in_any_format(index_format, value_format, compressor, a
 
 @pytest.mark.parametrize("index_format", ["compact", "int32"])
 def test_damaged_payloads_are_refused(index_format):
-    compressor, seg, ctx = TopK(0.01, index_format), segment(1000), Context()
-    count, values, *indices = compressor.compress(torch.randn(1000), seg, ctx)
+    compressor, ctx = TopK(0.01, index_format), Context.of(1000)
+    (count, values, *indices), _ = compressor.compress(torch.randn(1000), ctx)
     with pytest.raises(ValueError, match="says it holds 11: it is corrupt"):
-        compressor.unpack((count + 1, values, *indices), seg, ctx)
+        compressor.decode((count + 1, values, *indices), ctx)
     with pytest.raises(ValueError, match="says it holds -1: it is corrupt"):
-        compressor.unpack((count - 11, values, *indices), seg, ctx)
+        compressor.decode((count - 11, values, *indices), ctx)
     with pytest.raises(ValueError, match=r"it is corrupt"):
-        compressor.unpack((count, values, ~indices[0], *indices[1:]), seg, ctx)
+        compressor.decode((count, values, ~indices[0], *indices[1:]), ctx)
 
 
 def test_unknown_formats_are_refused():
@@ -147,7 +151,6 @@ def test_unknown_formats_are_refused():
         GaussianK(value_format="fp8")
 
 
-def test_entries_stand_for_a_payload():
-    compressor, seg, ctx = TopK(0.5), segment(4), Context()
-    entries = Entries(torch.tensor([1, 3]), torch.tensor([2.0, 5.0]))
-    assert compressor.remove_(torch.ones(4), entries, seg, ctx).tolist() == [1, -1, 1, -4]
+def test_padding_and_rows_of_entries():
+    entries = Entries(torch.tensor([[1, 3], [3, 4]]), torch.tensor([[2.0, 5.0], [1.0, 0.0]]))
+    assert dense(entries, 4).tolist() == [0, 2, 0, 6]

@@ -1,0 +1,104 @@
+"""Sparsifiers: compressors that send some entries of `u`, in O(k) after the selection.
+
+@dataclass(frozen=True)
+class EveryNth(Sparsifier):
+    density: float = 0.001
+
+    def choose(self, u, k, ctx):
+        return torch.linspace(0, u.numel() - 1, k, device=u.device).long()
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from typing import get_args
+
+from torch import Tensor
+
+from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update
+from lightning_sparse.compressors.encoding import Encoding, IndexFormat, ValueFormat
+from lightning_sparse.context import Context
+from lightning_sparse.kernels.pack import gather
+from lightning_sparse.layout import Segment
+
+
+def check_density(owner: str, density: object) -> None:
+    """Raise ValueError unless 0 < density <= 1."""
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+        raise ValueError(f"{owner}(density={density!r}): density must be in (0, 1], the fraction of entries to send.")
+
+
+def selection_bound(k: int) -> int:
+    """Return ⌈4k/3⌉: how many entries a threshold method may send before it falls back to exact selection."""
+    return math.ceil(4 * k / 3)
+
+
+class Sparsifier(Compressor):
+    """Sends some entries of `u`: their count, indices and values.
+
+    A subclass is a frozen dataclass with a field `density` and a method `choose`, and with the two formats as fields
+    where users may set them (see `compressors/encoding.py`).
+    """
+
+    density: float
+    index_format: IndexFormat = "compact"
+    value_format: ValueFormat = "float32"
+
+    def __post_init__(self) -> None:
+        check_density(type(self).__name__, self.density)
+        for name, known in (("index_format", IndexFormat), ("value_format", ValueFormat)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"{type(self).__name__}({name}={getattr(self, name)!r}): choose from {', '.join(get_args(known))}."
+                )
+
+    @abc.abstractmethod
+    def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
+        """Choose about k entries of `u` (1-D, fp32, k ≤ len(u)) to send.
+
+        Returns:
+            int64 indices, ascending and distinct, at most `capacity` of them; may be padded at the end with `len(u)`.
+        """
+
+    def select(self, u: Tensor, density: float | None = None) -> Tensor:
+        """Return the indices of the entries of `u` (1-D, fp32) that would be sent, int64, ascending, not padded."""
+        chosen = self.choose(u, self.count(u.numel(), density), Context.of(u.numel(), density=density))
+        return chosen[chosen < u.numel()]
+
+    def count(self, numel: int, density: float | None = None) -> int:
+        """Return k, how many of `numel` entries a density asks for: at least one where there is one."""
+        return min(numel, max(1, round((self.density if density is None else density) * numel)))
+
+    def capacity(self, numel: int, density: float | None = None) -> int:
+        """Return how many entries a payload has room for: k, unless the selection may overshoot."""
+        return self.count(numel, density)
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the entries travel."""
+        return Encoding(self.index_format, self.value_format)
+
+    def nbytes(self, segment: Segment, density: float | None) -> int:
+        return self.encoding.nbytes(segment.numel, self.capacity(segment.numel, density))
+
+    def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        return self.encode(self.entries(u, ctx), ctx)
+
+    def entries(self, u: Tensor, ctx: Context) -> Entries:
+        """Return the chosen entries of `u`, not rounded."""
+        indices = self.choose(u, self.count(u.numel(), ctx.density), ctx)
+        return Entries(indices, gather(u, indices))
+
+    def encode(self, entries: Entries, ctx: Context) -> tuple[Payload, Entries]:
+        """Return a payload with these entries, at most `capacity` of them, and the entries after rounding."""
+        numel = ctx.segment.numel
+        return self.encoding.encode(entries, numel, self.capacity(numel, ctx.density))
+
+    def decode(self, payload: Payload, ctx: Context) -> Entries:
+        numel = ctx.segment.numel
+        return self.encoding.decode(payload, numel, self.capacity(numel, ctx.density))
+
+    def mean(self, payloads: Payload, ctx: Context) -> Entries:
+        indices, values = self.decode(payloads, ctx)
+        return Entries(indices, values / len(values))

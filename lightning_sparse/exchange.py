@@ -1,0 +1,337 @@
+"""One segment's exchange: the collectives that aggregators call, and the checks that travel in every message.
+
+A message holds these parts, each aligned to 8 bytes:
+
+- fingerprint: a digest of method, seed, step, density, segment and layout, and the number of the message within the
+  exchange. It differs if ranks are out of step, or if a message is one of another step;
+- status: the worst error that the sender knows of. A rank passes on the worst status it has received, so after the
+  last message all ranks raise the same error, or none does;
+- the payload's tensors;
+- checksum: makes the sum of all 8-byte words, each times a weight of its position, a constant. So flipped, swapped and
+  zeroed words are found, a message of zeros included; TCP's own checksum has 16 bits.
+
+Sums (`all_reduce`) cannot carry these parts: ranks `agree` before them.
+
+On the CPU a corrupt message is an error at once, and a non-finite gradient after the last message. On CUDA the host
+must not wait for the device: the status is copied to the host in the background and raised one step later (`deferred`);
+until then `step_ok`, a bool on the device, masks the result. Only in the first exchange after a start or a resume, when
+ranks are not known to be `in_sync`, a strict `agree` makes the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.comm import Comm, RankFailure
+from lightning_sparse.compressors.base import (
+    Compressor,
+    Entries,
+    Payload,
+    Update,
+    first_nonfinite,
+    first_nonfinite_parameter,
+)
+from lightning_sparse.context import Context
+from lightning_sparse.kernels.launch import to_device, uses_triton
+from lightning_sparse.kernels.pack import gather
+
+NOT_FINITE = (
+    "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
+    "learning rate, or clip the gradients; on_nonfinite='skip' leaves such steps out."
+)
+
+OK = (1 << 63) - 1
+"""The status of a rank that knows of no error. Any other is (rank + 1) << 32 plus an error code, so the lowest wins."""
+TOO_LARGE, CORRUPT, OUT_OF_STEP, FAILED = -1, -2, -3, -4
+"""Error codes, beside 1 + the index in the segment of an element that is not finite."""
+
+
+class NonFiniteGradient(RuntimeError):
+    """A gradient holds a NaN or an infinity; raised on all ranks."""
+
+
+class Exchange:
+    """A `Comm` for the payloads of one segment in one step.
+
+    Args:
+        comm: this rank's wire.
+        ctx: the segment and the step.
+        fingerprint: 32-bit digest of everything that must be equal on all ranks.
+        device: of the tensors.
+        in_sync: whether ranks are known to count steps alike, because the last exchange of this segment was the same.
+
+    Attributes:
+        rank, size: as in `Comm`.
+        step_ok: on CUDA, after `finish`, a bool on the device: False if a rank reported an error. None on the CPU.
+        deferred: on CUDA, after `finish`, a function that raises the error; call it one step later. None on the CPU.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        ctx: Context,
+        fingerprint: int | Tensor = 0,
+        *,
+        device: torch.device,
+        in_sync: bool = True,
+        parent: Exchange | None = None,
+    ) -> None:
+        self.comm, self.ctx, self.device, self.in_sync = comm, ctx, device, in_sync
+        self.rank, self.size = comm.rank, comm.size
+        self.step_ok: Tensor | None = None
+        self.deferred: Callable[[], None] | None = None
+        self._fingerprint = fingerprint
+        self._messages = 0
+        self._senders = to_device(torch.tensor([status_of(rank) for rank in comm.ranks]), device)
+        self._root: Exchange = parent._root if parent else self  # which holds the status for all
+        self._worst = torch.full((), OK, dtype=torch.int64, device=device)
+
+    def sub(self, ranks: Sequence[int], *, ctx: Context | None = None, counted: bool = True) -> Exchange:
+        """Return an exchange among some of the ranks, see `Comm.sub`, with the same status.
+
+        Args:
+            ranks: members, this rank among them.
+            ctx: with another segment, which is a part of this exchange's; None is the same segment.
+            counted: whether its bytes belong to `sent_bytes`.
+        """
+        comm = self.comm.sub(ranks, counted=counted)
+        device, in_sync = self.device, self.in_sync
+        return Exchange(comm, ctx or self.ctx, self._fingerprint, device=device, in_sync=in_sync, parent=self)
+
+    def compress(self, u: Tensor, compressor: Compressor) -> tuple[Payload, Update]:
+        """Compress `u`, and note in the status where it is not finite, or too large for the compressor."""
+        payload, update = compressor.compress(u, self.ctx)
+        floats = [part for part in payload if part.is_floating_point() and part is not u]
+        exposed = compressor.exposes_nonfinite
+        if not uses_triton(u):
+            self._check(u, floats if exposed else [u, *floats])
+        elif exposed and isinstance(update, Entries):
+            values = gather(u, update.indices)  # the update's own are rounded
+            self._note(first_nonfinite(values, update.indices, u.numel()))
+        else:
+            self._note(first_nonfinite_parameter(u, self.ctx.segment))
+            for part in floats:
+                self._note(torch.where(part.isfinite().all(), 0, TOO_LARGE))
+        return payload, update
+
+    def check_finite(self, u: Tensor) -> None:
+        """Note in the status where `u` is not finite, for aggregators that do not compress all of it."""
+        if uses_triton(u):
+            self._note(first_nonfinite_parameter(u, self.ctx.segment))
+        else:
+            self._check(u, [u])
+
+    def pin(self, x: Tensor) -> None:
+        """Make `x` (int64) part of the fingerprint: from here on ranks whose `x` differ are out of step."""
+        self._fingerprint = self._fingerprint + (_weighted_sum(x) >> 32)
+
+    def agree(self, payload: Payload = (), *, strict: bool = False) -> Payload:
+        """Return the payloads of all ranks, as rows, and raise the errors known to any.
+
+        On CUDA it raises only if `strict` and not `in_sync`: for aggregators whose next collectives depend on the step.
+        """
+        rows = self.all_gather(payload)
+        if not uses_triton(self._senders) or (strict and not self.in_sync):
+            worst: Any = self.comm.fetch(self._root._worst - OK)()
+            self._raise(worst)
+        return rows
+
+    def all_gather(self, payload: Payload) -> Payload:
+        """Return the payloads of all ranks, as rows."""
+        return self._receive(torch.stack(self.comm.all_gather(self._frame(payload))), payload, self._senders)
+
+    def all_to_all(self, rows: Payload) -> Payload:
+        """Send row r of each part to rank r; return the rows that all ranks have sent here, in rank order."""
+        return self._receive(torch.stack(self.comm.all_to_all(list(self._frame(rows)))), rows, self._senders)
+
+    def broadcast(self, payload: Payload, src: int) -> Payload:
+        """Return rank `src`'s payload; the other ranks pass one of the same shapes."""
+        message = self.comm.broadcast(self._frame(payload), src)
+        return tuple(rows[0] for rows in self._receive(message[None], payload, self._senders[src]))
+
+    def sendrecv(self, payload: Payload, peer: int) -> Payload:
+        """Swap payloads with a peer; a rank without one names itself."""
+        message = self.comm.exchange(self._frame(payload), peer)
+        return tuple(rows[0] for rows in self._receive(message[None], payload, self._senders[peer]))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum `x` over the ranks, in place. To be called after `agree`."""
+        return self.comm.all_reduce(x)
+
+    def all_reduce_with_status(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks of a short fp32 `x` (1-D), with one more element for errors since `agree`."""
+        worst = self._root._worst
+        total = self.comm.all_reduce(torch.cat([x, (worst != OK).float().view(1)]))
+        self._note_status(torch.where((total[-1] == 0) | (worst != OK), worst, self._senders[self.rank] + FAILED))
+        return total[:-1]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks of this rank's part of `x`. To be called after `agree`."""
+        return self.comm.reduce_scatter(x)
+
+    def finish(self) -> None:
+        """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
+        worst: Callable[[], Any] = self.comm.fetch(self._root._worst - OK)
+        if not uses_triton(self._senders):
+            self._raise(worst())
+            return
+        self.step_ok = self._root._worst == OK
+        self.deferred = lambda: self._raise(worst())
+
+    def _check(self, u: Tensor, floats: Sequence[Tensor]) -> None:
+        """Note non-finite elements, on the CPU; `floats` hold one if `u` does, or if it cannot be compressed."""
+        # A sum of finite values may overflow, so it only raises the suspicion; `isfinite` costs ten times as much.
+        if all(torch.isfinite(part.sum()) for part in floats):
+            return
+        positions = (~torch.isfinite(u)).nonzero()
+        if len(positions):
+            self._note(1 + positions[0, 0])
+        elif not all(torch.isfinite(part).all() for part in floats):
+            self._note(torch.tensor(TOO_LARGE))
+
+    def _note(self, code: Tensor) -> None:
+        """Add an error of this rank to the status: 0 for none, 1 + the index of an element, or a code below 0."""
+        offset = self.ctx.segment.start - self._root.ctx.segment.start
+        position = torch.where(code > 0, code + offset, code)
+        self._note_status(torch.where(code == 0, OK, self._senders[self.rank] + position))
+
+    def _note_status(self, status: Tensor) -> None:
+        self._root._worst = torch.minimum(self._root._worst, status)
+
+    def _header(self) -> Tensor:
+        """Return the fingerprint and the status, int64."""
+        self._messages += 1
+        fingerprint = self._fingerprint + (self._messages << 40)
+        if not isinstance(fingerprint, Tensor):
+            fingerprint = torch.full((), fingerprint, dtype=torch.int64, device=self.device)
+        return torch.stack([fingerprint, self._root._worst])
+
+    def _frame(self, payload: Payload) -> Tensor:
+        self._sent = self._header()
+        lead = payload[0].shape[:-1] if payload else ()
+        return frame((self._sent.expand(*lead, 2), *payload))
+
+    def _receive(self, messages: Tensor, like: Payload, senders: Tensor) -> Payload:
+        """Return the payloads of messages, one per row, and note errors in them or their senders."""
+        headers, *payload = unframe(messages, (self._sent, *like))
+        statuses = torch.where(headers[:, 0] == self._sent[0], headers[:, 1], senders + OUT_OF_STEP)
+        statuses = torch.where(intact(messages), statuses, senders + CORRUPT)
+        self._note_status(statuses.amin())
+        if not uses_triton(messages):
+            # Non-finite gradients are raised later: first all ranks have to learn of them.
+            self._raise(int(self._root._worst - OK), only=(CORRUPT, OUT_OF_STEP))
+        return tuple(payload)
+
+    def _raise(self, difference: int, only: Sequence[int] | None = None) -> None:
+        """Raise the error of a status, given as the difference to OK."""
+        if difference == 0:
+            return
+        status, ctx = difference + OK, self._root.ctx
+        rank = ((status - FAILED) >> 32) - 1
+        code = status - status_of(rank)
+        if only is not None and code not in only:
+            return
+        segment = ctx.segment
+        where = f"at step {ctx.step}, segment {segment.index} ({segment.names[0]!r} and on)"
+        if code == CORRUPT:
+            raise ValueError(
+                f"A message of rank {rank} {where}, is corrupt: its checksum is wrong. It was damaged on its way, or "
+                f"ranks run different versions."
+            )
+        if code == OUT_OF_STEP:
+            raise RankFailure(
+                f"Ranks are out of step: {where}, rank {rank} differs from other ranks in method, density, learning "
+                f"rate, step or model, or in having been loaded or reset. Give all ranks the same settings and the "
+                f"same number of batches."
+            )
+        if code == FAILED:
+            raise RankFailure(f"Another rank received a corrupt message {where}. Its own error names the sender.")
+        if not TOO_LARGE <= code <= segment.numel:
+            raise RankFailure(f"The status of rank {rank} {where}, names element {code}: it is corrupt.")
+        what = (
+            f"The gradient of {segment.owner(code - 1)!r} is not finite"
+            if code > 0
+            else f"The gradients from {segment.names[0]!r} on are too large for the compressor"
+        )
+        raise NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {NOT_FINITE}")
+
+
+def status_of(rank: int) -> int:
+    """Return the status to which an error code of a rank is added."""
+    return (rank + 1) << 32
+
+
+CHECKSUM_BYTES = 8
+"""At the end of each message."""
+INTACT = 0x5EED5EED5EED5EED
+"""The weighted sum of an undamaged message's words: not 0, which is the sum of a message of zeros."""
+BLOCK = 1024
+"""Words whose weights are multiplied with a common weight of their block, so that few weights have to be made."""
+
+
+def frame(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors one after the other, as bytes, each aligned to 8, with a checksum behind.
+
+    Parts with several rows become as many messages, as rows.
+    """
+    blank = torch.zeros(*parts[0].shape[:-1], CHECKSUM_BYTES, dtype=torch.uint8, device=parts[0].device)
+    pieces = []
+    for part in parts:
+        pieces += [part.contiguous().view(torch.uint8), blank[..., : _aligned(part) - _row_bytes(part)]]
+    message = torch.cat([*pieces, blank], -1)
+    words = message.view(torch.int64)
+    # The last word has the weight 1.
+    words[..., -1] = INTACT - _weighted_sum(words[..., :-1])
+    return message
+
+
+def intact(messages: Tensor) -> Tensor:
+    """Return whether nothing has happened to a message of `frame`, a bool; for several, as rows, one each."""
+    words = messages.view(torch.int64)
+    return _weighted_sum(words[..., :-1]) + words[..., -1] == INTACT
+
+
+def unframe(messages: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors of `frame`, as views, given some with rows of the same lengths and dtypes."""
+    parts, start = [], 0
+    for part in like:
+        parts.append(messages[..., start : start + _row_bytes(part)].view(part.dtype))
+        start += _aligned(part)
+    return tuple(parts)
+
+
+def _weighted_sum(words: Tensor) -> Tensor:
+    """Return Σ wᵢ·words[..., i] modulo 2⁶⁴, with odd weights wᵢ.
+
+    A change of one word changes the sum, because an odd weight has an inverse. Two words that change places change it
+    too, but for a chance of about 2⁻⁶⁰: weights are a hash of the position, so that no distance is special.
+    """
+    count, device = words.shape[-1], words.device
+    blocks = count // BLOCK
+    within, of_block = _weights(min(BLOCK, count), 0, device), _weights(blocks + 1, 1 << 40, device)
+    full = words[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)) if blocks else words[..., :0].unsqueeze(-2)
+    rest = words[..., blocks * BLOCK :]
+    sums = [(rest * within[: rest.shape[-1]]).sum(-1) * of_block[-1]]
+    if blocks:
+        sums.append(((full * within).sum(-1) * of_block[:-1]).sum(-1))
+    return sum(sums[1:], sums[0])
+
+
+def _weights(count: int, start: int, device: torch.device) -> Tensor:
+    """Return hashes of the positions from `start` on, odd int64: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    x = torch.arange(start + 1, start + count + 1, device=device) * -0x61C8864680B583EB  # the golden ratio's 2⁶⁴ part
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ (x >> shift)) * factor
+    return (x ^ (x >> 31)) | 1
+
+
+def _row_bytes(part: Tensor) -> int:
+    return part.shape[-1] * part.element_size()
+
+
+def _aligned(part: Tensor) -> int:
+    return (_row_bytes(part) + 7) // 8 * 8

@@ -1,0 +1,110 @@
+"""Steps that need all gradients before the first is added: loss scales, skipped steps, and clipping by norm."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.comm import Comm, RankFailure
+from lightning_sparse.exchange import NOT_FINITE, NonFiniteGradient
+from lightning_sparse.layout import Layout
+
+log = logging.getLogger(__name__)
+OnNonFinite = Literal["raise", "skip"]
+
+
+class GradientCheck:
+    """What to do about gradients that are not finite or too large, decided before anything is added to the residual.
+
+    Args:
+        loss_scale: a function that returns what the loss is multiplied with, as `GradScaler.get_scale` does.
+        on_nonfinite: without a loss scale, "raise" or "skip".
+        clip_norm: largest 2-norm of this rank's own gradient; None leaves it as it is.
+
+    Attributes:
+        loss_scale: the present loss scale, 1 without one.
+        scale: factor on the gradients before they are added: clipping, divided by the loss scale.
+    """
+
+    def __init__(
+        self, loss_scale: Callable[[], float] | None, on_nonfinite: OnNonFinite, clip_norm: float | None
+    ) -> None:
+        check_overflow_options(on_nonfinite, clip_norm)
+        self._get_scale, self._on_nonfinite, self._clip_norm = loss_scale, on_nonfinite, clip_norm
+        self.scale = self.loss_scale = 1.0
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether a step needs all gradients before the first is added, so that nothing overlaps with backward."""
+        return self._get_scale is not None or self._on_nonfinite == "skip" or self._clip_norm is not None
+
+    def passes(
+        self,
+        grads: Mapping[str, Tensor],
+        unused: Collection[str],
+        layout: Layout,
+        comm: Comm,
+        step: int,
+        skipped: int,
+    ) -> bool:
+        """Agree with all ranks on whether a step is taken.
+
+        Args:
+            grads: parameter name to gradient. If the step is skipped they are filled with NaN, as a GradScaler expects.
+            unused: parameters that took no part in this backward pass.
+            layout: of the parameters.
+            comm: this rank's wire.
+            step: number of reductions so far, compared by the ranks.
+            skipped: number of skipped steps so far, for the log.
+
+        Raises:
+            NonFiniteGradient: a gradient is not finite on some rank, and such steps are not skipped.
+            RankFailure: ranks are at different steps.
+        """
+        self.loss_scale = 1.0 if self._get_scale is None else self._get_scale()
+        # Parameters are counted in the order of the layout, which is the same on all ranks.
+        names = [name for name in layout.names if name not in unused]
+        # In fp32: norms of 16-bit gradients would be rounded to 16 bit, and in fp16 overflow early.
+        norms = torch._foreach_norm([grads[name] for name in names], 2, torch.float32) if names else ()
+        norm = math.hypot(*comm.fetch(torch.stack(norms))()) if norms else 0.0
+        nonfinite: str | None = None
+        if not math.isfinite(norm):
+            # The norm of finite numbers may overflow, so it only raises the suspicion.
+            nonfinite = next((name for name in names if not grads[name].isfinite().all()), None)
+            norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
+        word = torch.tensor([0 if nonfinite is None else 1 + layout.names.index(nonfinite), step])
+        device = next(iter(grads.values())).device
+        words = comm.fetch(torch.stack(comm.all_gather(word.to(device))))()
+        for rank, (_, their_step) in enumerate(words):
+            if their_step != step:
+                raise RankFailure(f"Ranks are out of step: rank {rank} is at step {their_step}, this one at {step}.")
+        found = {rank: layout.names[index - 1] for rank, (index, _) in enumerate(words) if index}
+        if not found:
+            clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm * self.loss_scale / max(norm, 1e-30))
+            self.scale = clip / self.loss_scale
+            return True
+        if self._get_scale is None:
+            # The same parameter as the exchange of one segment after the other names: of the first the lowest rank.
+            rank, name = next(
+                (rank, name) for segment in layout.segments for rank, name in found.items() if name in segment.names
+            )
+            what = f"The gradient of {name!r} is not finite on rank {rank} at step {step}."
+            if self._on_nonfinite == "raise":
+                raise NonFiniteGradient(f"{what} {NOT_FINITE}")
+            if comm.rank == 0:
+                log.warning(f"{what} All ranks leave this step out, the {skipped + 1}. so far.")
+        torch._foreach_mul_(list(grads.values()), math.nan)
+        return False
+
+
+def check_overflow_options(on_nonfinite: str, clip_norm: float | None) -> None:
+    """Raise ValueError unless the options about gradients that are too large make sense."""
+    if on_nonfinite not in get_args(OnNonFinite):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: choose from {', '.join(get_args(OnNonFinite))}.")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm={clip_norm!r}: the largest norm of a gradient, above 0, or None.")

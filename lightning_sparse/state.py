@@ -1,0 +1,159 @@
+"""The state of all segments: laid out once, saved parameter by parameter, and fitted to another number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.context import State
+from lightning_sparse.layout import Layout, Segment
+from lightning_sparse.methods import Method
+
+log = logging.getLogger(__name__)
+
+
+class SegmentStates:
+    """What a method keeps on one rank, segment by segment.
+
+    Attributes:
+        specs: name to declaration, of all parts of the method.
+        by_segment: the state of each segment, in the layout's order.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        parts = (method.memory, method.aggregator, method.compressor)
+        declared = [(spec, repr(part)) for part in parts for spec in part.state]
+        self.specs = {spec.name: spec for spec, _ in declared}
+        self._owners = {spec.name: owner for spec, owner in declared if spec.per != "scratch"}
+        if len(self.specs) < len(declared):
+            raise ValueError(f"{method!r}: two of its parts keep a state under the same name.")
+        self.by_segment: list[State] = []
+
+    def allocate(self, layout: Layout, device: torch.device) -> None:
+        """Make the buffers, filled with zeros."""
+        self._layout, self._device = layout, device
+        self.by_segment = [{} for _ in layout.segments]
+        for spec in self.specs.values():
+            if spec.per != "segment":
+                # A buffer for each segment: cut out of one for all, it would not be aligned as wide loads need it.
+                for segment, state in zip(layout.segments, self.by_segment, strict=True):
+                    state[spec.name] = torch.zeros(segment.numel, dtype=torch.float32, device=device)
+
+    def clear(self) -> None:
+        """Return to the state after `allocate`."""
+        for state in self.by_segment:
+            for name in list(state):
+                if self.specs[name].per == "segment":
+                    del state[name]
+                else:
+                    state[name].zero_()
+
+    def mask_unused(self, segment: Segment, unused: Collection[str]) -> list[tuple[Tensor, Tensor]]:
+        """Set the state of unused parameters to zero; return views and the values to add to them after the step."""
+        masked = []
+        for spec in self.specs.values():
+            # State that is equal on all ranks must stay so, whichever rank used the parameter.
+            if spec.per == "element" and spec.resize == "sum":
+                views = segment.views(self.by_segment[segment.index][spec.name])
+                for name, view in zip(segment.names, views, strict=True):
+                    if name in unused:
+                        masked.append((view, view.clone()))
+                        view.zero_()
+        return masked
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies on the host, see `Reducer.state_dict`."""
+        elements: dict[str, Any] = {name: {} for name, spec in self.specs.items() if spec.per == "element"}
+        segments = {}
+        for segment, state in zip(self._layout.segments if self.by_segment else (), self.by_segment, strict=True):
+            for name, per_param in elements.items():
+                for param, shape, view in zip(segment.names, segment.shapes, segment.views(state[name]), strict=True):
+                    per_param[param] = view.reshape(shape).to("cpu", copy=True)
+            segments["\n".join(segment.names)] = {
+                name: value.to("cpu", copy=True) for name, value in state.items() if self.specs[name].per == "segment"
+            }
+        return {
+            "owners": dict(self._owners),
+            "resize": {name: self.specs[name].resize for name in self._owners},
+            "elements": elements,
+            "segments": segments,
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`; tensors of a part of another kind are dropped, with a warning.
+
+        Raises:
+            ValueError: it is of other parameters. Nothing has changed then.
+        """
+        layout = self._layout
+        fitting = {name for name, owner in saved["owners"].items() if self._owners.get(name) == owner}
+        if dropped := sorted(saved["owners"].keys() - fitting):
+            log.warning(
+                f"The saved state of {saved['method']} holds {', '.join(dropped)}, for which {self._method!r} has no "
+                f"use: what was kept there is not sent any more."
+            )
+        for name in fitting & saved["elements"].keys():
+            per_param = saved["elements"][name]
+            if set(per_param) != set(layout.names):
+                odd = sorted(set(per_param) ^ set(layout.names))
+                raise ValueError(f"Reducer state and model differ in their parameters: {', '.join(odd)}.")
+            for segment in layout.segments:
+                for param, shape in zip(segment.names, segment.shapes, strict=True):
+                    if tuple(per_param[param].shape) != shape:
+                        raise ValueError(
+                            f"Reducer state of {param!r} has shape {tuple(per_param[param].shape)}, not {shape}."
+                        )
+        # Everything fits: from here on nothing fails half-way.
+        self.clear()
+        for segment, state in zip(layout.segments, self.by_segment, strict=True):
+            for name in fitting & saved["elements"].keys():
+                for param, view in zip(segment.names, segment.views(state[name]), strict=True):
+                    view.copy_(saved["elements"][name][param].reshape(-1))
+            for name, value in saved["segments"].get("\n".join(segment.names), {}).items():
+                if name in fitting:
+                    state[name] = value.to(self._device, copy=True)
+
+
+def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """Return the state for one of `size` new ranks, from those of the old ranks.
+
+    For a residual, the sum over all ranks divided by their number is preserved: new rank r takes (new / old) times the
+    sum of the old ranks that are r modulo the new number. State that is equal on all ranks is copied; the rest starts
+    anew.
+
+    Args:
+        states: `Reducer.state_dict` of old rank 0, and of those that are `rank` modulo `size`, in order. They are read
+            one after the other, so that few have to be in memory.
+        rank: of the new rank.
+        size: the new number of ranks.
+    """
+    result: dict[str, Any] = {}
+    for state in states:
+        mine = state["rank"] % size == rank
+        factor = size / state["size"] if mine else 0.0
+        if not result:
+            result = {**state, "rank": rank, "size": size}
+            result["segments"] = {
+                names: {name: value for name, value in kept.items() if state["resize"][name] == "replicate"}
+                for names, kept in state["segments"].items()
+            }
+            result["elements"] = {
+                name: {
+                    param: value.clone() if state["resize"][name] == "replicate" else torch.zeros_like(value)
+                    for param, value in per_param.items()
+                }
+                for name, per_param in state["elements"].items()
+            }
+        for name, per_param in state["elements"].items():
+            shapes = {param: value.shape for param, value in per_param.items()}
+            if shapes != {param: value.shape for param, value in result["elements"].get(name, {}).items()}:
+                raise ValueError(f"Reducer states of two ranks differ in the parameters of their {name}.")
+            if state["resize"][name] == "sum" and mine:
+                for param, value in per_param.items():
+                    result["elements"][name][param].add_(value, alpha=factor)
+    return result

@@ -1,0 +1,23 @@
+"""Updates as dense tensors."""
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.base import Update, add_
+from lightning_sparse.context import Context
+
+
+def dense(update: Update, numel: int) -> Tensor:
+    """Return an update as a new fp32 tensor."""
+    return add_(torch.zeros(numel), update)
+
+
+def remainder(compressor, u: Tensor, ctx: Context | None = None) -> Tensor:
+    """Return u less the update that it is compressed to."""
+    return add_(u.clone(), compressor.compress(u, ctx or Context.of(u.numel()))[1], -1)
+
+
+def decoded(compressor, u: Tensor, ctx: Context | None = None) -> Tensor:
+    """Return what other ranks decode of u, dense."""
+    ctx = ctx or Context.of(u.numel())
+    return dense(compressor.decode(compressor.compress(u, ctx)[0], ctx), u.numel())

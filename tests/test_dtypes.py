@@ -1,0 +1,43 @@
+"""No tensor is made in the default dtype, whichever that is."""
+
+import pytest
+import torch
+
+from lightning_sparse import METHODS, Method, Reducer, simulate
+from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.compressors import GaussianK, TopK
+from tests.test_methods import make
+
+METHODS_AND_PARTS = {
+    **{name: make(name) for name in METHODS},
+    "paper": Method(GaussianK(0.05, refine="paper")),
+    "int8": Method(TopK(0.05, value_format="int8")),
+    "bfloat16": Method(TopK(0.05, value_format="bfloat16")),
+    "two levels": Method(GaussianK(0.05), aggregator=TwoLevel(ranks_per_node=2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", METHODS_AND_PARTS)
+def test_results_do_not_depend_on_the_default_dtype(name, dtype):
+    def rank(comm, **options):
+        reducer = Reducer(METHODS_AND_PARTS[name], comm, **options)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + comm.rank)
+            grads = {
+                "w": torch.randn(60, 70, generator=generator, dtype=torch.float32),
+                "v": torch.randn(50, generator=generator, dtype=torch.float32).to(torch.bfloat16),
+            }
+            reducer.reduce_(grads)
+        return torch.cat([grad.float().view(-1) for grad in grads.values()]), str(reducer.state_dict())
+
+    for options in ({}, {"clip_norm": 1.0}):
+        expected = simulate(2, lambda comm, options=options: rank(comm, **options))
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(dtype)
+            found = simulate(2, lambda comm, options=options: rank(comm, **options))
+        finally:
+            torch.set_default_dtype(before)
+        for (out, _), (same, _) in zip(found, expected, strict=True):
+            assert torch.equal(out, same)
