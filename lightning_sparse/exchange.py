@@ -7,7 +7,7 @@ A message holds these parts, each aligned to 8 bytes:
 - status: the worst error that the sender knows of. A rank passes on the worst status it has received, so after the
   last message all ranks raise the same error, or none does;
 - the payload's tensors;
-- checksum: makes the sum of all 8-byte words, each times a weight of its position, a constant. So flipped, swapped and
+- checksum: makes the sum of all 4-byte words, each times a weight of its position, a constant. So flipped, swapped and
   zeroed words are found, a message of zeros included; TCP's own checksum has 16 bits.
 
 Sums (`all_reduce`) cannot carry these parts: ranks `agree` before them.
@@ -196,8 +196,9 @@ class Exchange:
     def _note(self, code: Tensor) -> None:
         """Add an error of this rank to the status: 0 for none, 1 + the index of an element, or a code below 0."""
         offset = self.ctx.segment.start - self._root.ctx.segment.start
-        position = torch.where(code > 0, code + offset, code)
-        self._note_status(torch.where(code == 0, OK, self._senders[self.rank] + position))
+        own = self._senders[self.rank] + torch.where(code > 0, code + offset, code)
+        # An error that is known already is the cause: in TwoLevel, a NaN of one rank is in the sum of its node.
+        self._note_status(torch.where((code == 0) | (self._root._worst != OK), OK, own))
 
     def _note_status(self, status: Tensor) -> None:
         self._root._worst = torch.minimum(self._root._worst, status)
@@ -283,16 +284,13 @@ def frame(parts: Sequence[Tensor]) -> Tensor:
     for part in parts:
         pieces += [part.contiguous().view(torch.uint8), blank[..., : _aligned(part) - _row_bytes(part)]]
     message = torch.cat([*pieces, blank], -1)
-    words = message.view(torch.int64)
-    # The last word has the weight 1.
-    words[..., -1] = INTACT - _weighted_sum(words[..., :-1])
+    message.view(torch.int64)[..., -1] = INTACT - _weighted_sum(message.view(torch.int32)[..., :-2])
     return message
 
 
 def intact(messages: Tensor) -> Tensor:
     """Return whether nothing has happened to a message of `frame`, a bool; for several, as rows, one each."""
-    words = messages.view(torch.int64)
-    return _weighted_sum(words[..., :-1]) + words[..., -1] == INTACT
+    return _weighted_sum(messages.view(torch.int32)[..., :-2]) + messages.view(torch.int64)[..., -1] == INTACT
 
 
 def unframe(messages: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -305,10 +303,11 @@ def unframe(messages: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _weighted_sum(words: Tensor) -> Tensor:
-    """Return Σ wᵢ·words[..., i] modulo 2⁶⁴, with odd weights wᵢ.
+    """Return Σ wᵢ·words[..., i] modulo 2⁶⁴, with odd 64-bit weights wᵢ.
 
-    A change of one word changes the sum, because an odd weight has an inverse. Two words that change places change it
-    too, but for a chance of about 2⁻⁶⁰: weights are a hash of the position, so that no distance is special.
+    A change of one word changes the sum, because an odd weight has an inverse. So do two words x and y that change
+    places, unless 2⁶⁴ divides (x - y)(wᵢ - wⱼ): words have 32 bits, so their difference leaves 2³² to the weights, which
+    are hashes of the positions. (Of 64-bit words, two that differ in the highest bit alone could always be swapped.)
     """
     count, device = words.shape[-1], words.device
     blocks = count // BLOCK
