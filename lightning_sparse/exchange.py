@@ -306,7 +306,7 @@ def _weighted_sum(words: Tensor) -> Tensor:
     """Return Σ wᵢ·words[..., i] modulo 2⁶⁴, with odd 64-bit weights wᵢ.
 
     A change of one word changes the sum, because an odd weight has an inverse. So do two words x and y that change
-    places, unless 2⁶⁴ divides (x - y)(wᵢ - wⱼ): words have 32 bits, so their difference leaves 2³² to the weights, which
+    places, unless 2⁶⁴ divides (x - y)(wᵢ - wⱼ): words have 32 bits, so 2³² has to divide a difference of weights, which
     are hashes of the positions. (Of 64-bit words, two that differ in the highest bit alone could always be swapped.)
     """
     count, device = words.shape[-1], words.device

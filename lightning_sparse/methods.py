@@ -14,7 +14,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom
+from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
+from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.memory import Memory, NoMemory, Residual
 
 
@@ -69,24 +72,60 @@ def _short_repr(part: Any) -> str:
     return f"{type(part).__name__}({', '.join(said)})"
 
 
+class Traits(NamedTuple):
+    """What holds for a method, read by the common tests, `advise` and the documentation.
+
+    Attributes:
+        conserves: whether nothing is lost: Σ u over the ranks is P times the result plus Σ of the residuals.
+        exact: options with which the result is the mean of the gradients; None if there are none.
+        test_options: options that the common tests use, chosen for small tensors.
+    """
+
+    conserves: bool
+    exact: Mapping[str, Any] | None
+    test_options: Mapping[str, Any] = MappingProxyType({})
+
+
+SPARSE = Traits(conserves=True, exact={"density": 1.0}, test_options={"density": 0.05})
+
+
 class MethodSpec(NamedTuple):
-    """How to make a method, and who published it."""
+    """How to make a method, who published it, and what holds for it."""
 
     make: Callable[..., Compressor]
     memory: Memory
     aggregator: Aggregator[Any]
     citation: str
+    traits: Traits = SPARSE
+
+    @property
+    def averages(self) -> bool:
+        """Whether the result approximates the mean of the gradients."""
+        return self.aggregator.averages
+
+    @property
+    def options(self) -> list[str]:
+        """Names of the options of its compressor."""
+        return list(inspect.signature(self.make).parameters)
 
 
 METHODS: Mapping[str, MethodSpec] = MappingProxyType(
     {
-        "dense": MethodSpec(Identity, NoMemory(), AllReduceMean(), "What DistributedDataParallel does: all-reduce."),
+        "dense": MethodSpec(
+            Identity, NoMemory(), AllReduceMean(), "What DistributedDataParallel does: all-reduce.", Traits(True, {})
+        ),
         "topk": MethodSpec(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
         "randk": MethodSpec(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
         "gaussiank": MethodSpec(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
         "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
         "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
         "scalecom": MethodSpec(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
+        "qsgd": MethodSpec(
+            QSGD, NoMemory(), Mean(), "Alistarh et al. 2017, arXiv 1610.02132", Traits(False, None, {"bucket": 64})
+        ),
+        "signsgd": MethodSpec(
+            Sign, NoMemory(), MajorityVote(), "Bernstein et al. 2019, arXiv 1810.05291", Traits(False, None)
+        ),
     }
 )
 
@@ -110,7 +149,7 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
     spec = METHODS[name]
     if density is not None:
         options["density"] = density
-    known = list(inspect.signature(spec.make).parameters)
+    known = spec.options
     if unknown := [option for option in options if option not in known]:
         raise TypeError(
             f"Method {name!r} has no option {unknown[0]!r}" + (f"; it has {', '.join(known)}." if known else "s.")

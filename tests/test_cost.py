@@ -11,6 +11,7 @@ from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import TopK
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, crossing, step
 from lightning_sparse.methods import Method
+from tests.test_methods import make
 
 
 def test_dense_by_hand():
@@ -45,7 +46,7 @@ def test_sparse_by_hand():
 @pytest.mark.parametrize("name", METHODS)
 def test_bytes_are_those_of_a_reducer(name, size):
     numel = 20_000
-    chosen = method(name) if name == "dense" else method(name, density=0.01)
+    chosen = make(name, 0.01)
 
     def rank(comm):
         reducer = Reducer(chosen, comm, granularity="model")
@@ -68,8 +69,8 @@ def test_dense_is_sent_where_that_is_less():
 
 
 def test_messages_of_each_way():
-    rounds = {name: [method(name).aggregator.rounds(size) for size in (1, 2, 5, 8)] for name in METHODS}
-    assert rounds == {
+    messages = {name: [method(name).aggregator.messages(size) for size in (1, 2, 5, 8)] for name in METHODS}
+    assert messages == {
         "dense": [0, 3, 12, 21],  # with the headers that our own dense path sends before
         "randk": [0, 3, 12, 21],
         "topk": [0, 1, 4, 7],
@@ -77,8 +78,10 @@ def test_messages_of_each_way():
         "gtopk": [0, 1, 4, 3],
         "oktopk": [0, 3, 12, 21],
         "scalecom": [0, 4, 15, 24],
+        "qsgd": [0, 1, 4, 7],
+        "signsgd": [0, 1, 4, 7],
     }
-    assert TwoLevel(ranks_per_node=4).rounds(8) == 1
+    assert TwoLevel(ranks_per_node=4).messages(8) == 1
 
 
 def test_crossing_point():

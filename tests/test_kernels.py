@@ -32,6 +32,7 @@ from lightning_sparse.kernels.write_back import add_entries_, write_entries_
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.test_gaussiank import SMOOTH
+from tests.test_methods import make
 from tests.test_select import INPUTS, oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -306,7 +307,7 @@ def test_steps_through_the_reducer(name, dtype, options, size, use):
 
 
 def methods_at(density):
-    return {name: method(name) if name == "dense" else method(name, density=density) for name in METHODS}
+    return {name: make(name, density) for name in METHODS}
 
 
 def every_method(rank, size):
@@ -505,8 +506,7 @@ def test_what_is_wrong_is_raised_a_step_later_and_harms_no_weights(name, dtype, 
             key: torch.ones(shape, dtype=dtype, device=DEVICE)
             for key, shape in {"w": (40, 50), "nothing": (0,), "v": (30,)}.items()
         }
-        options = {} if name == "dense" else {"density": 0.01}
-        reducer = Reducer(method(name, **options), Echo(2), granularity="model")
+        reducer = Reducer(make(name, 0.01), Echo(2), granularity="model")
         reducer.reduce_({key: grad.clone() for key, grad in grads.items()})
         broken = {key: grad.clone() for key, grad in grads.items()}
         broken["w"][7, 7] = value
@@ -514,7 +514,7 @@ def test_what_is_wrong_is_raised_a_step_later_and_harms_no_weights(name, dtype, 
         assert not any(out.any() for out in broken.values())  # neither NaN nor anything else
         with pytest.raises(NonFiniteGradient, match=r"'w' is not finite on rank 0 at step 1\."):
             reducer.reduce_(grads)
-        reducer = Reducer(method(name, **options), Echo(2), granularity="model")
+        reducer = Reducer(make(name, 0.01), Echo(2), granularity="model")
         found = pytest.raises(NonFiniteGradient, match=r"'w' is not finite on rank 0 at step 0\.")
         at_once = name in ("oktopk", "scalecom")  # which have to know that all ranks are in the same first step
         with found if at_once else contextlib.nullcontext():

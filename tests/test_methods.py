@@ -16,8 +16,12 @@ from tests.processes import run_ranks
 SHAPES = {"conv": (7, 3, 3, 3), "bias": (7,), "one": (1,), "scalar": (), "none": (0, 4), "wide": (37, 53)}
 
 
-def make(name: str, density: float = 0.05) -> Method:
-    return method(name) if name == "dense" else method(name, density=density)
+def make(name: str, density: float | None = None) -> Method:
+    """Return a method with the options that its row gives for tests, with another density if it has one."""
+    options = dict(METHODS[name].traits.test_options)
+    if density is not None and "density" in options:
+        options["density"] = density
+    return method(name, **options)
 
 
 def gradients(kind: str, rank: int, step: int) -> dict[str, Tensor]:
@@ -73,11 +77,11 @@ def test_equal_on_all_ranks_and_nothing_lost(name, size, granularity):
         ranks = simulate(size, lambda comm, kind=kind: train(comm, name, kind, granularity))
         for _, received, _, _ in ranks:
             assert torch.equal(received, ranks[0][1]), kind
-        if isinstance(make(name).memory, NoMemory) and name != "dense":
+        if isinstance(name, str) and not METHODS[name].traits.conserves:
             continue
         given = sum(rank[0] for rank in ranks)
         found = size * ranks[0][1] + sum(rank[2] for rank in ranks)
-        if name == "dense" and kind in ("bf16", "mixed"):
+        if not make(name).memory.error_feedback and kind in ("bf16", "mixed"):
             # Nothing remembers what rounding to bf16 takes: half a unit in the last of 8 bits, each step.
             tolerance = 4 * 2**-9 * 8 * given.abs().max()
         else:
@@ -119,7 +123,11 @@ def test_a_non_finite_gradient_is_an_error_everywhere(name, bad):
     assert "'wide' is not finite on rank 1 at step 1" in texts[0]
 
 
-@pytest.mark.parametrize("name", METHODS)
+exact = pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if spec.traits.exact is not None])
+conserves = pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if spec.traits.conserves])
+
+
+@exact
 def test_finite_sums_that_overflow_are_no_error(name):
     def rank(comm: Comm) -> Tensor:
         grads = {"w": torch.full((100,), 3e38)}
@@ -130,7 +138,7 @@ def test_finite_sums_that_overflow_are_no_error(name):
         assert out.max() == pytest.approx(3e38)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@conserves
 def test_results_too_large_for_fp16_wait_in_the_residual(name):
     """Two steps of 60000: what does not fit into fp16, 65504 at most, must be neither infinite nor lost."""
 
@@ -149,11 +157,11 @@ def test_results_too_large_for_fp16_wait_in_the_residual(name):
     assert torch.equal(2 * ranks[0][0] + ranks[0][1] + ranks[1][1], torch.full((100,), 4 * 60000.0).double())
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_full_density_is_the_mean(name):
+@exact
+def test_exact_options_give_the_mean(name):
     def rank(comm: Comm) -> Tensor:
         grads = gradients("heavy", comm.rank, 0)
-        Reducer(make(name, 1.0), comm).reduce_(grads)
+        Reducer(method(name, **METHODS[name].traits.exact), comm).reduce_(grads)
         return flat(grads)
 
     mean = sum(flat(gradients("heavy", r, 0)).float() / 3 for r in range(3))

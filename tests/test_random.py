@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_sparse import METHODS, Reducer, method, simulate
+from lightning_sparse import METHODS, Reducer, simulate
 from lightning_sparse.aggregators import AllReduceMean, Mean
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries, drop_padding
-from lightning_sparse.memory import Residual
 from lightning_sparse.observer import Observer
-from lightning_sparse.reducer import resized
+from lightning_sparse.state import resized
+from tests.test_methods import make
 
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 PROFILES = {
@@ -150,7 +150,7 @@ class Run:
 
     def __init__(self, case: Case, comm: Comm, granularity: str, state: dict | None = None) -> None:
         self.case, self.comm, self.params = case, comm, model(case)
-        made = method(case.name) if case.name == "dense" else method(case.name, density=case.density)
+        made = make(case.name, case.density)
         options = {"on_nonfinite": "skip"} if case.scale is None else {"loss_scale": lambda: case.scale}
         if not any(step.overflow for step in case.before + case.after) and case.scale is None:
             options = {}  # one segment after the other, without a look ahead
@@ -258,7 +258,7 @@ def test_a_random_history(case):
     if (case.size, case.granularity) == (case.new_size, case.new_granularity):
         straight = simulate(case.size, lambda comm: begin(comm).steps(case.after, len(case.before)))
         assert same(straight[0].outs, first[0].outs + second[0].outs), "resume differs from going on"
-    if not isinstance(second[0].reducer.method.memory, Residual) and case.name != "dense":
+    if not METHODS[case.name].traits.conserves:
         return
     count = len(case.before) + len(case.after)
     for name, param in second[0].params.items():
