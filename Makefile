@@ -5,7 +5,7 @@ BIN := .venv/bin
 # What `make gpu` runs with; another one needs what the extra `dev` lists: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: test demo reliability gpu format clean
+.PHONY: test demo reliability gpu matrix format clean
 
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -33,13 +33,18 @@ gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),.venv/installed)
 	$(GPU_PYTHON) -m benchmarks.gpt || status=1; \
 	exit $$status
 
+# The quick tests with the oldest, the newest and other versions of torch and Lightning, each in an environment of its
+# own: downloads about 3 GB for each row, and takes 10 GB of disk while it runs. One row: make matrix ROWS=oldest
+matrix:
+	$(PYTHON) -m tests.matrix $(ROWS)
+
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.venv/installed: setup.cfg pyproject.toml
+.venv/installed: setup.cfg pyproject.toml requirements/ci.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/ci.txt --editable '.[dev]'
 	touch $@
 
 clean:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_sparse._compat import default_store
 from lightning_sparse.comm import RankFailure
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def agreement(group: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[
         RankFailure: the settings differ, or a rank cannot attach, or does not come.
     """
     rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store = default_store()
     place = f"lightning_sparse/{group}/attach"
     # torchrun keeps one store for all its attempts, so what is there may be of processes that exist no more. A rank
     # that has seen this number, which is new each time, is of the present.

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse._compat import all_gather_single, backend_name, default_store
+
 T = TypeVar("T")
 Op = Literal["sum", "max"]
 POLL = timedelta(seconds=0.5)
@@ -243,8 +245,7 @@ class ProcessGroupComm(Comm):
             )
         self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
         super().__init__(dist.get_rank(self.group), dist.get_world_size(self.group))
-        # A store's client is locked while it waits; a clone has a connection of its own, so looking never blocks.
-        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = default_store()
         place = f"lightning_sparse/{self.group.group_name}/{session}"
         self._failed, self._left, self._warned, self._roll = (
             f"{place}/{key}" for key in ("failed", "left", "warned", "roll")
@@ -327,7 +328,7 @@ class ProcessGroupComm(Comm):
         self.answer()
 
     def _over_gloo(self, x: Tensor) -> bool:
-        return bool(self.group._get_backend(x.device).name() == "gloo")
+        return backend_name(self.group, x.device) == "gloo"
 
     def _by_host(self, x: Tensor) -> bool:
         return x.is_cuda and self._over_gloo(x)
@@ -385,7 +386,7 @@ class ProcessGroupComm(Comm):
     def _all_gather(self, x: Tensor) -> list[Tensor]:
         # Into one tensor, which NCCL fills where it lies; of a list it would make a copy of each.
         rows = x.new_empty(self.size * x.numel())
-        self._wait(lambda: dist.all_gather_single(rows, x.view(-1), group=self.group, async_op=True), x)
+        self._wait(lambda: all_gather_single(rows, x.view(-1), group=self.group, async_op=True), x)
         return list(rows.view(self.size, *x.shape).unbind())
 
     def _broadcast(self, x: Tensor, src: int) -> None:

@@ -34,9 +34,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse._compat import (
+    at_end_of_backward,
+    backend_name,
+    delayed_parameters,
+    exchanged_parameters,
+    group_timeout,
+)
 from lightning_sparse.agreement import agreement
 from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure, first_line
 from lightning_sparse.layout import Granularity, Segment
@@ -151,7 +157,7 @@ class CommThread:
             )
         # All ranks of DDP's group, which need not be the whole world.
         ranks = dist.get_process_group_ranks(ddp.process_group)
-        timeout = timeout or ddp.process_group._get_backend(ddp.device).options._timeout
+        timeout = timeout or group_timeout(ddp.process_group, ddp.device)
         bucket_cap_mb = ddp.bucket_bytes_cap / 2**20
         with agreement(ddp.process_group.group_name, ranks, timeout) as described:
             params = trainable_parameters(ddp)
@@ -236,7 +242,7 @@ class CommThread:
         buffer = bucket.buffer()
         if not self._in_backward:
             try:
-                Variable._execution_engine.queue_callback(self._end_of_backward)
+                at_end_of_backward(self._end_of_backward)
             except RuntimeError as error:
                 raise self._told(
                     "DDP reduces gradients outside of backward, as it does within ddp.join(). Give all ranks the same "
@@ -437,7 +443,7 @@ class CommThread:
 
     def _free_device(self) -> None:
         """End collectives that wait on the device for ranks that do not come, as NCCL's do until a timeout."""
-        if self._stream is not None and self._group._get_backend(self._device).name() == "nccl":
+        if self._stream is not None and backend_name(self._group, self._device) == "nccl":
             with contextlib.suppress(Exception):
                 self._group.abort()
 
@@ -512,7 +518,7 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     """
     for option, given in (
         ("skip_all_reduce_unused_params", getattr(ddp, "skip_all_reduce_unused_params", False)),
-        ("delay_all_reduce_named_params", getattr(ddp, "_delay_all_reduce_params", None)),
+        ("delay_all_reduce_named_params", delayed_parameters(ddp)),
     ):
         if given:
             raise ValueError(f"DistributedDataParallel({option}=...) bypasses the exchange of gradients: leave it out.")
@@ -522,7 +528,7 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
                 f"{name or 'The model'!r} is a {type(module).__name__} with sparse=True: sparse gradients cannot be "
                 f"compressed. Set sparse=False, or train with strategy='ddp'."
             )
-    reduced = {id(param) for param in ddp._module_parameters}
+    reduced = {id(param) for param in exchanged_parameters(ddp)}
     return {
         name.replace("_orig_mod.", ""): param  # torch.compile's prefix
         for name, param in ddp.module.named_parameters()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_sparse._compat import accumulates, logs_next_step, steps_taken
 from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context
 from lightning_sparse.observer import Observer
@@ -100,7 +101,7 @@ class StepCallback(Callback, abc.ABC):
                 writer.add_custom_scalars(layout)
 
     def _complaint(self, trainer: Trainer) -> str | None:
-        every, done = trainer.log_every_n_steps, trainer.fit_loop.epoch_loop._batches_that_stepped
+        every, done = trainer.log_every_n_steps, steps_taken(trainer)
         if not trainer.loggers and self.needs_logger:
             return "the Trainer has no logger, so it does nothing. Give it one: Trainer(logger=TensorBoardLogger(...))."
         last = trainer.max_steps if trainer.max_steps >= 0 else math.inf
@@ -118,9 +119,9 @@ class StepCallback(Callback, abc.ABC):
         if self._watch is not None:
             self._forget(trainer.strategy.reducer)  # the last batch was cut short
         # Lightning's own condition for logging, known before the batch runs.
-        if not (trainer._logger_connector.should_update_logs or trainer.fast_dev_run):
+        if not (logs_next_step(trainer) or trainer.fast_dev_run):
             return
-        if trainer.fit_loop._should_accumulate() or not trainer.is_global_zero:
+        if accumulates(trainer) or not trainer.is_global_zero:
             return
         if trainer.loggers or not self.needs_logger:
             reducer: Reducer = trainer.strategy.reducer
@@ -137,7 +138,7 @@ class StepCallback(Callback, abc.ABC):
         self._forget(trainer.strategy.reducer)
         if watch.observer is None:
             return  # a batch without a backward pass, or a step that was left out
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = steps_taken(trainer)
         scalars = self.report(watch.observer, trainer, pl_module, summary_writers(trainer), step)
         cost = watch.seconds + time.perf_counter() - started
         scalars[f"monitoring_cost/{type(self).__name__}_ms"] = 1000 * cost

@@ -1,0 +1,77 @@
+"""What differs between versions of torch and Lightning, and what of theirs is private: asked for here and nowhere else.
+
+Each entry says which versions it is about. tests/test_compat.py has a test for each, and `make matrix` runs them with
+the oldest and the newest versions that are supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers every rank's tensor into one. New in torch 2.13, where `all_gather_into_tensor` became deprecated."""
+
+
+def default_store() -> Any:
+    """Return a connection of its own to the store of the default process group. Private in torch 2.8 to 2.15."""
+    # A store's client is locked while it waits; so what looks at the store meanwhile needs another.
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that carries a device's tensors, such as "gloo". Private in torch 2.8 to 2.15.
+
+    `dist.get_backend` names one backend for a whole group, which may have one for each kind of device.
+    """
+    return str(group._get_backend(device).name())
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a group's collectives wait for a device's tensors. Private in torch 2.8 to 2.15."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call a function when the backward pass that is running ends. Private in torch 2.8 to 2.15.
+
+    Raises:
+        RuntimeError: no backward pass is running.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def exchanged_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters of which DDP exchanges gradients. Private in torch 2.8 to 2.15."""
+    return list(ddp._module_parameters)
+
+
+def delayed_parameters(ddp: DistributedDataParallel) -> Any:
+    """Return the parameters that DDP reduces without its hook, if any. Private in torch 2.8 to 2.15, and may go."""
+    return getattr(ddp, "_delay_all_reduce_params", None)
+
+
+def steps_taken(trainer: Any) -> int:
+    """Return the number of batches after which an optimizer has stepped, as Lightning's loggers count.
+
+    Private in Lightning 2.5 and 2.6; `trainer.global_step` counts the steps of every optimizer.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def logs_next_step(trainer: Any) -> bool:
+    """Return whether Lightning's loggers record the step that begins. Private in Lightning 2.5 and 2.6."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def accumulates(trainer: Any) -> bool:
+    """Return whether the batch that begins ends without an optimizer step. Private in Lightning 2.5 and 2.6."""
+    return bool(trainer.fit_loop._should_accumulate())

@@ -1,0 +1,206 @@
+"""What `_compat` promises about torch and Lightning holds for the versions installed; `make matrix` has others."""
+
+import ast
+import inspect
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse
+from lightning_sparse import _compat
+from tests.processes import run_ranks
+
+PACKAGE = Path(lightning_sparse.__file__).parent
+CPU = torch.device("cpu")
+FOREACH = {"_foreach_add_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_"}
+"""Of torch's: private by name, but what torch.optim is made of, and each is tested below."""
+INHERITED = {"_actions", "_get", "_timeout"}
+"""What a class of ours has from a parser, a command line or a strategy of others."""
+
+
+def gathered(rank: int) -> list[float]:
+    rows = torch.empty(4)
+    _compat.all_gather_single(rows, torch.full((2,), float(rank)), group=dist.group.WORLD, async_op=True).wait()
+    return rows.tolist()
+
+
+def test_all_gather_single_gathers_in_rank_order():
+    assert run_ranks(2, gathered) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def test_all_gather_single_is_not_deprecated():
+    # Calling the old name in torch 2.13 and later warns at every exchange.
+    assert not hasattr(_compat.all_gather_single, "__deprecated__")
+
+
+def process_group(rank: int) -> tuple[str, timedelta, bytes]:
+    store = _compat.default_store()
+    dist.barrier()
+    if rank == 0:
+        store.set("key", "from rank 0")
+    return _compat.backend_name(dist.group.WORLD, CPU), _compat.group_timeout(dist.group.WORLD, CPU), store.get("key")
+
+
+def test_the_process_group_says_its_backend_its_timeout_and_its_store():
+    assert run_ranks(2, process_group, timeout=17) == [("gloo", timedelta(seconds=17), b"from rank 0")] * 2
+
+
+def answered_while_waiting(rank: int) -> bool:
+    if rank == 1:
+        dist.barrier()
+        _compat.default_store().set("awaited", "")
+        return True
+    waiting = threading.Thread(target=_compat.default_store().get, args=("awaited",))
+    waiting.start()
+    asked = not _compat.default_store().check(["never set"])
+    dist.barrier()
+    waiting.join()
+    return asked
+
+
+def test_a_store_answers_while_another_connection_waits():
+    assert run_ranks(2, answered_while_waiting) == [True, True]
+
+
+def test_autograd_calls_back_at_the_end_of_backward():
+    called = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: _compat.at_end_of_backward(lambda: called.append(x.grad.item())))
+    y.backward()
+    assert called == [2.0]
+    with pytest.raises(RuntimeError):
+        _compat.at_end_of_backward(lambda: None)
+
+
+class WithAnIgnored(nn.Module):
+    _ddp_params_and_buffers_to_ignore = ("ignored",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = nn.Parameter(torch.zeros(2))
+        self.ignored = nn.Parameter(torch.zeros(3))
+
+
+def parameters_of_ddp(rank: int) -> tuple[list[int], int, list[int]]:
+    plain = DistributedDataParallel(WithAnIgnored())
+    net = WithAnIgnored()
+    net.late = nn.Parameter(torch.zeros(4))
+    delaying = DistributedDataParallel(
+        net, delay_all_reduce_named_params=[("late", net.late)], param_to_hook_all_reduce=net.taken
+    )
+    exchanged = [param.numel() for param in _compat.exchanged_parameters(plain)]
+    delayed = [param.numel() for param in _compat.delayed_parameters(delaying)]
+    return exchanged, len(_compat.delayed_parameters(plain) or ()), delayed
+
+
+def test_ddp_says_which_parameters_its_hook_gets():
+    assert run_ranks(1, parameters_of_ddp) == [([2], 0, [4])]
+
+
+class Steps(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Loggers(pl.loggers.Logger):
+    """Remembers at which steps Lightning logs."""
+
+    name = version = ""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log_hyperparams(self, *args: object) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.steps.append(step)
+
+
+class Asks(pl.Callback):
+    def __init__(self) -> None:
+        self.foreseen: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
+        if _compat.logs_next_step(trainer) and not _compat.accumulates(trainer):
+            self.foreseen.append(_compat.steps_taken(trainer))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: object) -> None:
+        module.log("seen", 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning", "ignore:.*LeafSpec:UserWarning")
+def test_the_steps_at_which_lightning_logs_are_known_before_they_begin(tmp_path):
+    logger, asks = Loggers(), Asks()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=6,
+        accumulate_grad_batches=2,
+        log_every_n_steps=3,
+        logger=logger,
+        callbacks=[asks],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Steps(), torch.utils.data.DataLoader([torch.zeros(1)] * 12))
+    assert asks.foreseen == [2, 5]
+    assert sorted(set(logger.steps)) == asks.foreseen
+
+
+def test_lightnings_ddp_has_what_the_strategy_overrides_and_reads():
+    assert callable(DDPStrategy._register_ddp_hooks)
+    assert isinstance(DDPStrategy(timeout=timedelta(seconds=17))._timeout, timedelta)
+
+
+def test_foreach_functions_take_what_they_are_given():
+    xs = [torch.full((2,), 3.0), torch.full((1,), 4.0, dtype=torch.float16)]
+    assert [norm.item() for norm in torch._foreach_norm(xs, float("inf"))] == [3.0, 4.0]
+    norms = torch._foreach_norm(xs, 2, torch.float32)
+    assert {norm.dtype for norm in norms} == {torch.float32}
+    assert norms[0].item() == pytest.approx(18**0.5)
+    torch._foreach_add_(xs[:1], [torch.ones(2)], alpha=2.0)
+    torch._foreach_mul_(xs, 2.0)
+    assert [x.tolist() for x in xs] == [[10.0, 10.0], [8.0]]
+    torch._foreach_zero_(xs)
+    assert not any(x.any() for x in xs)
+
+
+def test_private_names_of_others_stand_in_compat_alone():
+    trees = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py") if file.name != "_compat.py"}
+    nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree)]
+    ours = {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours |= {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    ours |= {node.id for _, node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    theirs = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for file, node in nodes
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in ours | FOREACH | INHERITED
+    ]
+    assert not theirs, "torch and Lightning may change these: put each behind a function in _compat.py, with a test"
+
+
+def test_each_entry_of_compat_is_tested_here():
+    names = {name for name, value in vars(_compat).items() if getattr(value, "__module__", "") == _compat.__name__}
+    here = inspect.getsource(inspect.getmodule(test_each_entry_of_compat_is_tested_here))
+    assert names
+    assert not {name for name in names | {"all_gather_single"} if f"_compat.{name}" not in here}
