@@ -10,7 +10,8 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileOpener
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
 import lightning_sparse.checkpoint as side_files
 from lightning_sparse import METHODS, Reducer, simulate
@@ -54,9 +55,7 @@ def written(checkpoint, size: int = 2, tag: str = TAG, step: int = 3) -> list[st
 
 @pytest.fixture(params=["local", "memory"])
 def checkpoint(request, tmp_path):
-    if request.param == "local":
-        return str(tmp_path / "last, [best] {epoch=1}.ckpt")
-    return f"memory://{uuid.uuid4()}/last.ckpt"
+    return f"{tmp_path if request.param == 'local' else f'memory://{uuid.uuid4()}'}/last, [best]*? {{epoch=1}}.ckpt"
 
 
 def test_what_is_written_is_read_and_nothing_else_lies_there(checkpoint):
@@ -69,9 +68,26 @@ def test_what_is_written_is_read_and_nothing_else_lies_there(checkpoint):
         fs, _ = fsspec.core.url_to_fs(checkpoint)
         with fs.open(paths[rank], "rb") as file:
             assert same(torch.load(file, weights_only=True)["state"], state(rank))
-    side_files.remove(checkpoint)
-    assert side_files.read(checkpoint, info(), 1, 2) == (None, [f"{TAG}.rank1-of-2.pt"])
-    side_files.remove(checkpoint)  # nothing there is fine
+    side_files.prune(checkpoint)
+    assert side_files.read(checkpoint, info(), 1, 2) == (None, [1])
+    assert not fs.exists(side_files.folder(checkpoint))
+    side_files.prune(checkpoint)  # nothing there is fine
+
+
+def test_names_are_no_patterns(checkpoint):
+    """Removing `[ab]*?.ckpt` leaves the neighbours alone that a glob of that name would match."""
+    place = checkpoint.rpartition("/")[0]
+    neighbours = [f"{place}/{name}.ckpt" for name in ("a", "aa", "abc", "best")]
+    pattern = f"{place}/[ab]*?.ckpt"
+    for path in (*neighbours, pattern):
+        written(path)
+    side_files.remove_own(pattern, TAG, 0, 2)
+    assert side_files.read(pattern, info(), 0, 2)[1] == [0]
+    written(pattern)
+    side_files.prune(pattern, {"ffff"})
+    for path in neighbours:
+        assert side_files.read(path, info(), 0, 2)[1] == []
+    assert side_files.read(pattern, info(), 0, 2) == (None, [0])
 
 
 @pytest.mark.reliability("safe loading", checked="weights_only=True loads the state of every method, bit for bit")
@@ -95,7 +111,7 @@ def test_a_damaged_file_is_refused_wherever_it_is_damaged(tmp_path):
     whole = path.read_bytes()
     for length in range(0, len(whole), len(whole) // 100):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="is torn"):
+        with pytest.raises(ValueError, match="is damaged"):
             side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
     outcome = Counter()
     for place in range(0, len(whole), 11):
@@ -133,12 +149,12 @@ def rewritten(path: str, **changes) -> None:
         ({"version": 99}, "belongs to another"),
         ({"state": {"rank": 1}}, "belongs to another"),
         ({"state": {"size": 4}}, "belongs to another"),
-        ({"state": {"step": -1}}, "is torn"),
-        ({"state": {"elements": {"residual": {"w": [1.0, 2.0]}}}}, "is torn"),
-        ({"state": {"elements": {"residual": {"w": torch.ones(30, 4).half()}}}}, "is torn"),
-        ({"state": {"elements": {"unheard of": {"w": torch.ones(30, 4)}}}}, "is torn"),
-        ({"state": {"segments": {"w": None}}}, "is torn"),
-        ({"state": []}, "is torn"),
+        ({"state": {"step": -1}}, "is damaged"),
+        ({"state": {"elements": {"residual": {"w": [1.0, 2.0]}}}}, "is damaged"),
+        ({"state": {"elements": {"residual": {"w": torch.ones(30, 4).half()}}}}, "is damaged"),
+        ({"state": {"elements": {"unheard of": {"w": torch.ones(30, 4)}}}}, "is damaged"),
+        ({"state": {"segments": {"w": None}}}, "is damaged"),
+        ({"state": []}, "is damaged"),
     ],
 )
 def test_a_strangers_side_file_is_refused(changes, message, tmp_path):
@@ -173,7 +189,7 @@ def test_a_malicious_side_file_is_refused_and_runs_nothing(where, tmp_path):
     content = {"version": 1, "tag": TAG, "state": state(0), "checksum": 0}
     content["state" if where == "state" else "extra"] = Touch(canary)
     torch.save(content, path, _use_new_zipfile_serialization=where != "legacy")
-    with pytest.raises(ValueError, match="is torn, or not one of ours: UnpicklingError"):
+    with pytest.raises(ValueError, match="is damaged, or not one of ours: UnpicklingError"):
         side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
     assert not canary.exists()
     torch.load(path, weights_only=False)  # the control
@@ -190,11 +206,26 @@ def test_a_malicious_side_file_is_refused_and_runs_nothing(where, tmp_path):
         ({"skipped": -1}, "makes no sense"),
         ({"tag": "../../etc/passwd"}, "makes no sense"),
         ({"tag": None}, "makes no sense"),
+        ({"tag": "a" * 10**6}, "makes no sense"),
+        ({"version": "9" * 10**6}, "of version '999"),
     ],
 )
 def test_what_a_checkpoint_says_is_checked_before_use(changes, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         side_files.read(tmp_path / "a.ckpt", info(**changes), 0, 2)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_that_asks_for_a_million_files_costs_one_look_at_the_folder(size, checkpoint, monkeypatch):
+    written(checkpoint)
+    looks = []
+    monkeypatch.setattr(AbstractFileSystem, "exists", lambda *args: looks.append(args))
+    listing = LocalFileSystem.ls
+    monkeypatch.setattr(LocalFileSystem, "ls", lambda *args, **options: looks.append(args) or listing(*args, **options))
+    found, missing = side_files.read(checkpoint, info(size=side_files.MAX_RANKS), 0, size)
+    assert (found, len(missing)) == (None, side_files.MAX_RANKS // size)
+    assert len(looks) <= 2  # one for the place that a link would point to
 
 
 @pytest.mark.parametrize("elements", [{"w": torch.ones(1)}, {"w": torch.ones(30, 4)}])
@@ -209,7 +240,7 @@ def test_a_rank_without_its_file_takes_what_is_equal_on_all_ranks_from_another(t
     os.remove(paths[1])
     for new in (3, 2):
         found, missing = side_files.read(tmp_path / "a.ckpt", info(size=3), 1, new)
-        assert missing == [f"{TAG}.rank1-of-3.pt"]
+        assert missing == [1]
         assert not any(value.any() for value in found["elements"]["residual"].values())
         assert same(found["elements"]["common"], state()["elements"]["common"])
         assert same(found["segments"], state()["segments"])
@@ -220,7 +251,7 @@ def test_links_and_moved_folders_are_followed(tmp_path):
     written(tmp_path / "a.ckpt")
     os.symlink("a.ckpt", tmp_path / "last.ckpt")
     assert same(side_files.read(tmp_path / "last.ckpt", info(), 1, 2)[0], state(1))
-    side_files.remove(tmp_path / "last.ckpt")  # the link's, of which there are none
+    side_files.prune(tmp_path / "last.ckpt")  # the link's, of which there are none
     os.mkdir(tmp_path / "elsewhere")
     for name in ("a.ckpt", "a.ckpt.residuals"):
         os.rename(tmp_path / name, tmp_path / "elsewhere" / name)
@@ -228,32 +259,20 @@ def test_links_and_moved_folders_are_followed(tmp_path):
     assert side_files.read(tmp_path / "a.ckpt", info(), 1, 2)[0] is None
 
 
-def test_only_what_no_checkpoint_can_need_is_cleaned_away(checkpoint):
+def test_pruning_removes_sidecar_files_of_other_tags_only(checkpoint):
     fs, root = fsspec.core.url_to_fs(side_files.folder(checkpoint))
 
     def tags() -> set[str]:
         return {path.rsplit("/", 1)[1].split(".")[0] for path in fs.ls(root, detail=False)}
 
-    assert not side_files.clean(checkpoint, ["a1"])  # no folder
-    side_files.write(checkpoint, "a1", state(0))
-    assert not side_files.clean(checkpoint, ["a1"])  # no checkpoint yet: it may be on its way
-    written(checkpoint, tag="a1")
+    for tag in ("a1", "a2", "a3"):
+        written(checkpoint, tag=tag)
     fs.pipe_file(f"{root}/readme.txt", b"mine")
     fs.pipe_file(f"{root}/dead.rank0-of-2.pt.part", b"of a killed run")
-    for tag in ("a2", "a3", "a4"):
-        side_files.write(checkpoint, tag, state(0))
-    on_their_way = ["a2", "a3"]
-    assert not side_files.clean(checkpoint, on_their_way)
-    assert (tags(), on_their_way) == ({"a1", "a2", "a3", "readme"}, ["a2", "a3"])
-    written(checkpoint, tag="a2")
-    assert not side_files.clean(checkpoint, on_their_way)
-    assert (tags(), on_their_way) == ({"a2", "a3", "readme"}, ["a2", "a3"])
-    written(checkpoint, tag="a3")
-    assert side_files.clean(checkpoint, on_their_way)
-    assert tags() == {"a3", "readme"}
-    fs.pipe_file(fsspec.core.url_to_fs(checkpoint)[1], b"half a checkpoint")
-    assert not side_files.clean(checkpoint, [])  # whose they are cannot be told
-    assert tags() == {"a3", "readme"}
+    side_files.prune(checkpoint, {"a2", "a3"})
+    assert tags() == {"a2", "a3", "readme"}
+    side_files.prune(checkpoint)
+    assert tags() == {"readme"}
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -272,8 +291,8 @@ def test_a_full_disk_leaves_nothing_new_and_all_that_was(at, tmp_path, monkeypat
     monkeypatch.undo()
     assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
     side_files.write(tmp_path / "a.ckpt", "a2", state(0))
-    side_files.discard(tmp_path / "a.ckpt", "a2", 0, 2)
-    side_files.discard(tmp_path / "a.ckpt", "a2", 1, 2)  # not there
+    side_files.remove_own(tmp_path / "a.ckpt", "a2", 0, 2)
+    side_files.remove_own(tmp_path / "a.ckpt", "a2", 1, 2)  # not there
     assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
 
 

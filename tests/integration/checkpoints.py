@@ -1,0 +1,111 @@
+"""Fits that save and resume, and what must be true of the files that they leave."""
+
+import logging
+from pathlib import Path
+
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+
+import lightning_sparse.checkpoint as side_files
+from lightning_sparse import SparseDDPStrategy
+from tests.integration.trainers import Loader, Net, strategy, trainer
+
+STEP_4, STEP_8 = "step=4.ckpt", "step=8.ckpt"
+MOMENTUM = {"optimizer": torch.optim.SGD, "momentum": 0.9}
+OPTIMIZERS = {
+    "momentum": MOMENTUM,
+    "nesterov": {**MOMENTUM, "nesterov": True, "weight_decay": 0.01},
+    "adam": {"optimizer": torch.optim.Adam, "lr": 0.01},
+    "adamw, schedule": {"optimizer": torch.optim.AdamW, "lr": 0.01, "weight_decay": 0.1},
+}
+
+
+class Scheduled(Net):
+    """With a learning rate that changes in every step."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def network(optimizer: str = "momentum") -> Net:
+    return (Scheduled if "schedule" in optimizer else Net)(**OPTIMIZERS[optimizer])
+
+
+def fit(name, rank, size=2, *, net=None, ckpt_path=None, batches=6, density=0.05, ours=None, **options):
+    """Fit two epochs of six batches; return the net and the trainer."""
+    net = network() if net is None else net
+    run = trainer(strategy(name, density, **(ours or {})), size, **{"max_epochs": 2, **options})
+    run.fit(net, Loader(rank, size, batches), ckpt_path=ckpt_path)
+    return net, run
+
+
+def result(net, run):
+    """Return all that must be equal where two runs are; buffers are rank 0's, in a checkpoint as with stock ddp."""
+    ours = isinstance(run.strategy, SparseDDPStrategy)
+    kept = run.strategy.reducer.state_dict() if ours else None
+    return net.weights, run.optimizers[0].state_dict(), kept, net.state_dict() if run.is_global_zero else None
+
+
+def saving(directory, **options):
+    """Save every second step, and keep all, unless told otherwise."""
+    return ModelCheckpoint(directory, "{step}", **{"every_n_train_steps": 2, "save_top_k": -1, **options})
+
+
+def heard(fn, *args, **options):
+    """Call it, and return what it returns and the warnings of our strategy meanwhile."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lightning_sparse").addHandler(handler)
+    try:
+        return fn(*args, **options), records
+    finally:
+        logging.getLogger("lightning_sparse").removeHandler(handler)
+
+
+def unless(fn, *args, **options):
+    """Return the text of the exception that it raises; None if it raises none."""
+    try:
+        fn(*args, **options)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def named(checkpoint, io=None):
+    """Return the names of the side files that a checkpoint asks for, None if it asks for none."""
+    info = (io or TorchCheckpointIO()).load_checkpoint(checkpoint).get(side_files.KEY)
+    return info and {f"{info['tag']}.rank{rank}-of-{info['size']}.pt" for rank in range(info["size"])}
+
+
+def odd(directory: Path, others=True, io=None) -> list[str]:
+    """Return the checkpoints without all their side files, and unless `others`, side files that belong to none."""
+    wrong = []
+    for checkpoint in directory.glob("*.ckpt"):
+        lying = {file.name for file in Path(f"{checkpoint.resolve()}.residuals").glob("*")}
+        names = named(checkpoint, io)
+        wrong += [f"{checkpoint}: {names}"] if names is None or names - lying else []
+        wrong += [] if others or names == lying else [f"{checkpoint}: {lying}"]
+    folders = [] if others else directory.glob("*.residuals")
+    return wrong + [str(folder) for folder in folders if not Path(str(folder).removesuffix(".residuals")).exists()]
+
+
+class At(Callback):
+    """Does something after a step."""
+
+    def __init__(self, step, do):
+        self.step, self.do = step, do
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == self.step:
+            self.do(trainer)
+
+
+class AtStart(Callback):
+    """Keeps what training starts with."""
+
+    def on_train_start(self, trainer, module):
+        self.state = trainer.strategy.reducer.state_dict() if isinstance(trainer.strategy, SparseDDPStrategy) else None
