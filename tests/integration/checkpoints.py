@@ -86,7 +86,10 @@ def odd(directory: Path, others=True, io=None) -> list[str]:
     wrong = []
     for checkpoint in directory.glob("*.ckpt"):
         lying = {file.name for file in Path(f"{checkpoint.resolve()}.residuals").glob("*")}
-        names = named(checkpoint, io)
+        try:
+            names = named(checkpoint, io)
+        except FileNotFoundError:  # removed since it was listed, where a thread looks while training goes on
+            continue
         wrong += [f"{checkpoint}: {names}"] if names is None or names - lying else []
         wrong += [] if others or names == lying else [f"{checkpoint}: {lying}"]
     folders = [] if others else directory.glob("*.residuals")
