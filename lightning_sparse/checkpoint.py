@@ -43,13 +43,15 @@ MAX_RANKS = 2**20
 
 def absolute(checkpoint: str | os.PathLike[str]) -> str:
     """Return a path that means the same file to every rank, whatever its working directory."""
-    fs, path = fsspec.core.url_to_fs(os.fspath(checkpoint))
-    return str(path) if isinstance(fs, LocalFileSystem) else os.fspath(checkpoint)
+    for fs, path in _locate(str(checkpoint)):
+        if isinstance(fs, LocalFileSystem):
+            return os.path.abspath(path)
+    return str(checkpoint)
 
 
 def folder(checkpoint: str | os.PathLike[str]) -> str:
     """Return the path of the folder that holds the sidecar files of a checkpoint."""
-    return f"{os.fspath(checkpoint).rstrip('/')}.residuals"
+    return f"{str(checkpoint).rstrip('/')}.residuals"
 
 
 def name(tag: str, rank: int, size: int) -> str:
@@ -133,14 +135,22 @@ def check(info: Mapping[str, Any]) -> None:
         raise ValueError(f"its entry about sidecar files makes no sense: {dict(info)!r:.200}")
 
 
+def _locate(path: str) -> list[tuple[AbstractFileSystem, str]]:
+    """Return the file system of a path and its path there; nothing if only the user's CheckpointIO knows it."""
+    try:
+        return [fsspec.core.url_to_fs(path)]
+    except (ValueError, ImportError):
+        return []
+
+
 def _list(checkpoint: str | os.PathLike[str]) -> Iterator[tuple[AbstractFileSystem, str, re.Match[str]]]:
     """List the sidecar files of a checkpoint, those of all tags."""
-    fs, root = fsspec.core.url_to_fs(folder(checkpoint))
-    fs.invalidate_cache(root)  # which lacks the files that other ranks have written since
-    with contextlib.suppress(FileNotFoundError):
-        for path in fs.ls(root, detail=False):
-            if match := _NAME.fullmatch(path.rsplit("/", 1)[-1]):
-                yield fs, path, match
+    for fs, root in _locate(folder(checkpoint)):
+        fs.invalidate_cache(root)  # it lacks the files that other ranks have written since
+        with contextlib.suppress(FileNotFoundError):
+            for path in fs.ls(root, detail=False):
+                if match := _NAME.fullmatch(path.rsplit("/", 1)[-1]):
+                    yield fs, path, match
 
 
 def _load(fs: AbstractFileSystem, path: str, tag: str, rank: int, size: int) -> dict[str, Any]:
@@ -185,10 +195,10 @@ def checksum(content: Any, so_far: int = 0) -> int:
 
 def remove_own(checkpoint: str | os.PathLike[str], tag: str, rank: int, size: int) -> None:
     """Remove the sidecar file of one rank after a save that failed, if there is one."""
-    fs, root = fsspec.core.url_to_fs(folder(checkpoint))
-    if fs.exists(path := f"{root}/{name(tag, rank, size)}"):
-        fs.rm_file(path)
-    _remove_if_empty(fs, root)
+    for fs, root in _locate(folder(checkpoint)):
+        if fs.exists(path := f"{root}/{name(tag, rank, size)}"):
+            fs.rm_file(path)
+    _remove_empty_folder(checkpoint)
 
 
 def prune(checkpoint: str | os.PathLike[str], keep: Collection[str] = ()) -> None:
@@ -197,9 +207,10 @@ def prune(checkpoint: str | os.PathLike[str], keep: Collection[str] = ()) -> Non
         if match["tag"] not in keep:
             fs.rm_file(path)  # not `rm`, which takes `[`, `*` and `?` for a pattern
     if not keep:
-        _remove_if_empty(*fsspec.core.url_to_fs(folder(checkpoint)))
+        _remove_empty_folder(checkpoint)
 
 
-def _remove_if_empty(fs: AbstractFileSystem, root: str) -> None:
-    with contextlib.suppress(OSError):  # not empty, or not there
-        fs.rmdir(root)
+def _remove_empty_folder(checkpoint: str | os.PathLike[str]) -> None:
+    for fs, root in _locate(folder(checkpoint)):
+        with contextlib.suppress(OSError):  # not empty, or not there
+            fs.rmdir(root)

@@ -275,6 +275,15 @@ def test_pruning_removes_sidecar_files_of_other_tags_only(checkpoint):
     assert tags() == {"readme"}
 
 
+def test_a_path_that_only_the_checkpoint_io_knows_has_no_sidecar_files():
+    path = "mydatabase://runs/1"
+    assert side_files.absolute(path) == path
+    side_files.prune(path)
+    assert side_files.read(path, info(), 0, 2) == (None, [0])
+    with pytest.raises(ValueError, match="Protocol not known: mydatabase"):
+        side_files.write(path, TAG, state())
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_full_disk_leaves_nothing_new_and_all_that_was(at, tmp_path, monkeypatch):
     before = written(tmp_path / "a.ckpt")

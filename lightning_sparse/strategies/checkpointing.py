@@ -137,11 +137,12 @@ class Checkpointing(DDPStrategy):
 
     def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""
-        texts, at_once = zip(*self._gather((self._text(error), writes_at_once(self.checkpoint_io))), strict=True)
+        # Only of these CheckpointIOs is it known that after an error there is no checkpoint, nor will be.
+        failed = error is not None and writes_at_once(self.checkpoint_io)
+        texts, failures = zip(*self._gather((self._text(error), failed)), strict=True)
         if not any(texts):
             return
-        # Any other CheckpointIO may have written the checkpoint, or may still do so, in spite of the error.
-        if at_once[0]:
+        if failures[0]:
             sidecars.remove_own(path, tag, self.global_rank, self.world_size)
         raise OSError(
             f"{path!r} could not be written ({next(filter(None, texts))}). An earlier one of this name is as it was."

@@ -273,3 +273,39 @@ def test_names_on_a_remote_file_system_are_literal():
         return same(result(*fit("topk", rank, 1, ckpt_path=path)), straight)
 
     assert lightning_ranks(1, rank) == [True]
+
+
+def test_a_checkpoint_of_weights_alone_needs_no_file_system_and_takes_the_side_files_of_the_one_before(tmp_path):
+    class Database(CheckpointIO):
+        """Keeps checkpoints where fsspec finds none."""
+
+        def __init__(self):
+            self.rows = {}
+
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            self.rows[path] = checkpoint
+
+        def load_checkpoint(self, path, map_location=None, weights_only=None):
+            return self.rows[path]
+
+        def remove_checkpoint(self, path):
+            del self.rows[path]
+
+    def rank(rank):
+        _, run = fit("topk", rank, max_steps=2)
+        run.save_checkpoint(tmp_path / "a.ckpt")
+        dist.barrier()
+        before = tags(tmp_path)
+        dist.barrier()
+        run.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+        _, run = fit("topk", rank, max_steps=2, plugins=[rows := Database()])
+        run.save_checkpoint("mydatabase://1", weights_only=True)
+        kept = list(rows.rows)
+        run.strategy.remove_checkpoint("mydatabase://1")
+        run.save_checkpoint("mydatabase://2", weights_only=True)  # foreign: only now is the first known to be in place
+        return before, tags(tmp_path), kept, list(rows.rows), unless(run.save_checkpoint, "mydatabase://3")
+
+    (*found, error), (*_, other) = lightning_ranks(2, rank)
+    assert found == [{"a": 1}, {}, ["mydatabase://1"], ["mydatabase://2"]]
+    assert error == other
+    assert "could not be written (rank 0: ValueError: Protocol not known: mydatabase" in error
