@@ -24,7 +24,7 @@ import io
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import fsspec
@@ -43,9 +43,9 @@ MAX_RANKS = 2**20
 
 def absolute(checkpoint: str | os.PathLike[str]) -> str:
     """Return a path that means the same file to every rank, whatever its working directory."""
-    for fs, path in _locate(str(checkpoint)):
-        if isinstance(fs, LocalFileSystem):
-            return os.path.abspath(path)
+    located = _locate(str(checkpoint))
+    if located is not None and isinstance(located[0], LocalFileSystem):
+        return os.path.abspath(located[1])
     return str(checkpoint)
 
 
@@ -135,22 +135,26 @@ def check(info: Mapping[str, Any]) -> None:
         raise ValueError(f"its entry about sidecar files makes no sense: {dict(info)!r:.200}")
 
 
-def _locate(path: str) -> list[tuple[AbstractFileSystem, str]]:
-    """Return the file system of a path and its path there; nothing if only the user's CheckpointIO knows it."""
+def _locate(path: str) -> tuple[AbstractFileSystem, str] | None:
+    """Return the file system of a path and the path there; None if only the user's CheckpointIO knows it."""
     try:
-        return [fsspec.core.url_to_fs(path)]
+        fs, path = fsspec.core.url_to_fs(path)
     except (ValueError, ImportError):
-        return []
+        return None
+    return fs, path
 
 
 def _list(checkpoint: str | os.PathLike[str]) -> Iterator[tuple[AbstractFileSystem, str, re.Match[str]]]:
     """List the sidecar files of a checkpoint, those of all tags."""
-    for fs, root in _locate(folder(checkpoint)):
-        fs.invalidate_cache(root)  # it lacks the files that other ranks have written since
-        with contextlib.suppress(FileNotFoundError):
-            for path in fs.ls(root, detail=False):
-                if match := _NAME.fullmatch(path.rsplit("/", 1)[-1]):
-                    yield fs, path, match
+    located = _locate(folder(checkpoint))
+    if located is None:
+        return
+    fs, root = located
+    fs.invalidate_cache(root)  # it lacks the files that other ranks have written since
+    with contextlib.suppress(FileNotFoundError):
+        for path in fs.ls(root, detail=False):
+            if match := _NAME.fullmatch(path.rsplit("/", 1)[-1]):
+                yield fs, path, match
 
 
 def _load(fs: AbstractFileSystem, path: str, tag: str, rank: int, size: int) -> dict[str, Any]:
@@ -195,22 +199,21 @@ def checksum(content: Any, so_far: int = 0) -> int:
 
 def remove_own(checkpoint: str | os.PathLike[str], tag: str, rank: int, size: int) -> None:
     """Remove the sidecar file of one rank after a save that failed, if there is one."""
-    for fs, root in _locate(folder(checkpoint)):
-        if fs.exists(path := f"{root}/{name(tag, rank, size)}"):
-            fs.rm_file(path)
-    _remove_empty_folder(checkpoint)
+    _remove(checkpoint, lambda file: (file["tag"], int(file["rank"]), int(file["size"])) == (tag, rank, size))
 
 
 def prune(checkpoint: str | os.PathLike[str], keep: Collection[str] = ()) -> None:
-    """Remove the sidecar files of a checkpoint whose tags are not in `keep`, and the folder once it is empty."""
-    for fs, path, match in list(_list(checkpoint)):
-        if match["tag"] not in keep:
+    """Remove the sidecar files of a checkpoint whose tags are not in `keep`."""
+    _remove(checkpoint, lambda file: file["tag"] not in keep)
+
+
+def _remove(checkpoint: str | os.PathLike[str], unneeded: Callable[[re.Match[str]], bool]) -> None:
+    """Remove sidecar files by their parsed names, and the folder once it is empty."""
+    for fs, path, file in list(_list(checkpoint)):
+        if unneeded(file):
             fs.rm_file(path)  # not `rm`, which takes `[`, `*` and `?` for a pattern
-    if not keep:
-        _remove_empty_folder(checkpoint)
-
-
-def _remove_empty_folder(checkpoint: str | os.PathLike[str]) -> None:
-    for fs, root in _locate(folder(checkpoint)):
+    located = _locate(folder(checkpoint))
+    if located is not None:
+        fs, root = located
         with contextlib.suppress(OSError):  # not empty, or not there
             fs.rmdir(root)

@@ -89,7 +89,7 @@ class Checkpointing(DDPStrategy):
             sidecars.write(path, tag, self._reducer.state_dict())
         except Exception as caught:  # raised on all ranks, so that none waits for another
             error = caught
-        if errors := self._gather_texts(self._text(error)):
+        if errors := self._gather_errors(self._error_message(error)):
             sidecars.remove_own(path, tag, self.global_rank, self.world_size)
             raise OSError(
                 f"The residuals of {path!r} could not be written ({errors[0]}). No checkpoint was written; an earlier "
@@ -137,15 +137,15 @@ class Checkpointing(DDPStrategy):
 
     def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""
-        # Only of these CheckpointIOs is it known that after an error there is no checkpoint, nor will be.
+        # Any other CheckpointIO may have written the checkpoint in spite of the error, or may do so later.
         failed = error is not None and writes_at_once(self.checkpoint_io)
-        texts, failures = zip(*self._gather((self._text(error), failed)), strict=True)
-        if not any(texts):
+        messages, failures = zip(*self._gather((self._error_message(error), failed)), strict=True)
+        if not any(messages):
             return
         if failures[0]:
             sidecars.remove_own(path, tag, self.global_rank, self.world_size)
         raise OSError(
-            f"{path!r} could not be written ({next(filter(None, texts))}). An earlier one of this name is as it was."
+            f"{path!r} could not be written ({next(filter(None, messages))}). An earlier one of this name is as it was."
         ) from error
 
     def _gather(self, own: Any) -> list[Any]:
@@ -155,11 +155,11 @@ class Checkpointing(DDPStrategy):
         dist.all_gather_object(ranks, own)
         return ranks
 
-    def _text(self, error: Exception | None) -> str | None:
+    def _error_message(self, error: Exception | None) -> str | None:
         return None if error is None else f"rank {self.global_rank}: {type(error).__name__}: {error}"
 
-    def _gather_texts(self, own: str | None) -> list[str]:
-        """Return the texts of all ranks that have one."""
+    def _gather_errors(self, own: str | None) -> list[str]:
+        """Return the error messages of all ranks that have one."""
         return [text for text in self._gather(own) if text]
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -196,7 +196,7 @@ class Checkpointing(DDPStrategy):
         except Exception as caught:
             error = f"rank {self.global_rank}: {caught}"
         folder = sidecars.folder(self._loaded_from)
-        if errors := self._gather_texts(error):
+        if errors := self._gather_errors(error):
             raise ValueError(
                 f"The residuals of {str(self._loaded_from)!r} cannot be loaded ({errors[0]}). If a sidecar file is "
                 f"damaged or foreign: remove {folder!r} to go on without, at the price of the gradients that had not "

@@ -72,7 +72,7 @@ class Saves:
             save.written = save.returned
 
     def remove(self, path: str, filepath: Any, remove: Callable[[Any], None]) -> None:
-        """Remove a checkpoint and its sidecar files, as soon as no save of it is on its way any more.
+        """Remove a checkpoint and its sidecar files, once no save of it is pending.
 
         Args:
             path: absolute path of the checkpoint.
@@ -88,7 +88,7 @@ class Saves:
             sidecars.prune(path)
 
     def sweep(self, remove: Callable[[Any], None]) -> None:
-        """Remove what is not needed any more: sidecar files of overwritten checkpoints, and unwanted checkpoints."""
+        """Remove the sidecar files of overwritten checkpoints, and the checkpoints whose removal had to wait."""
         for path, saves in list(self._saves.items()):
             last = max((index for index, save in enumerate(saves) if save.in_place), default=None)
             if last is None:

@@ -1,4 +1,4 @@
-"""Fits that save and resume, and what must be true of the files that they leave."""
+"""Helpers of the tests that save and resume: fits, their results, and misplaced sidecar files."""
 
 import logging
 from pathlib import Path
@@ -7,8 +7,8 @@ import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-import lightning_sparse.checkpoint as side_files
 from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import checkpoint as sidecars
 from tests.integration.trainers import Loader, Net, strategy, trainer
 
 STEP_4, STEP_8 = "step=4.ckpt", "step=8.ckpt"
@@ -43,19 +43,19 @@ def fit(name, rank, size=2, *, net=None, ckpt_path=None, batches=6, density=0.05
 
 
 def result(net, run):
-    """Return all that must be equal where two runs are; buffers are rank 0's, in a checkpoint as with stock ddp."""
+    """Return weights, optimizer state, reducer state and, on rank 0, whose a checkpoint holds, the buffers."""
     ours = isinstance(run.strategy, SparseDDPStrategy)
-    kept = run.strategy.reducer.state_dict() if ours else None
-    return net.weights, run.optimizers[0].state_dict(), kept, net.state_dict() if run.is_global_zero else None
+    state = run.strategy.reducer.state_dict() if ours else None
+    return net.weights, run.optimizers[0].state_dict(), state, net.state_dict() if run.is_global_zero else None
 
 
 def saving(directory, **options):
-    """Save every second step, and keep all, unless told otherwise."""
+    """Save every second step, and keep all; `options` change that."""
     return ModelCheckpoint(directory, "{step}", **{"every_n_train_steps": 2, "save_top_k": -1, **options})
 
 
-def heard(fn, *args, **options):
-    """Call it, and return what it returns and the warnings of our strategy meanwhile."""
+def with_warnings(fn, *args, **options):
+    """Return the result of a call, and the warnings that this package logged meanwhile."""
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
@@ -66,8 +66,8 @@ def heard(fn, *args, **options):
         logging.getLogger("lightning_sparse").removeHandler(handler)
 
 
-def unless(fn, *args, **options):
-    """Return the text of the exception that it raises; None if it raises none."""
+def error_of(fn, *args, **options):
+    """Return the text of the exception that a call raises; None if it raises none."""
     try:
         fn(*args, **options)
     except Exception as error:
@@ -75,23 +75,23 @@ def unless(fn, *args, **options):
     return None
 
 
-def named(checkpoint, io=None):
-    """Return the names of the side files that a checkpoint asks for, None if it asks for none."""
-    info = (io or TorchCheckpointIO()).load_checkpoint(checkpoint).get(side_files.KEY)
+def sidecar_names(checkpoint, io=None):
+    """Return the names of the sidecar files that a checkpoint asks for, None if it asks for none."""
+    info = (io or TorchCheckpointIO()).load_checkpoint(checkpoint).get(sidecars.KEY)
     return info and {f"{info['tag']}.rank{rank}-of-{info['size']}.pt" for rank in range(info["size"])}
 
 
-def odd(directory: Path, others=True, io=None) -> list[str]:
-    """Return the checkpoints without all their side files, and unless `others`, side files that belong to none."""
+def misplaced(directory: Path, others=True, io=None) -> list[str]:
+    """Return the checkpoints that lack sidecar files, and unless `others`, the sidecar files that belong to none."""
     wrong = []
     for checkpoint in directory.glob("*.ckpt"):
-        lying = {file.name for file in Path(f"{checkpoint.resolve()}.residuals").glob("*")}
+        present = {file.name for file in Path(f"{checkpoint.resolve()}.residuals").glob("*")}
         try:
-            names = named(checkpoint, io)
+            names = sidecar_names(checkpoint, io)
         except FileNotFoundError:  # removed since it was listed, where a thread looks while training goes on
             continue
-        wrong += [f"{checkpoint}: {names}"] if names is None or names - lying else []
-        wrong += [] if others or names == lying else [f"{checkpoint}: {lying}"]
+        wrong += [f"{checkpoint}: {names}"] if names is None or names - present else []
+        wrong += [] if others or names == present else [f"{checkpoint}: {present}"]
     folders = [] if others else directory.glob("*.residuals")
     return wrong + [str(folder) for folder in folders if not Path(str(folder).removesuffix(".residuals")).exists()]
 
@@ -108,7 +108,15 @@ class At(Callback):
 
 
 class AtStart(Callback):
-    """Keeps what training starts with."""
+    """Keeps the reducer state with which training starts."""
 
     def on_train_start(self, trainer, module):
         self.state = trainer.strategy.reducer.state_dict() if isinstance(trainer.strategy, SparseDDPStrategy) else None
+
+
+class Scored(Net):
+    """Logs something to be the best in: the later the better."""
+
+    def training_step(self, batch, index):
+        self.log("score", float(self.global_step))
+        return super().training_step(batch, index)
