@@ -1,4 +1,4 @@
-"""Side files alone: written, read, damaged, cleaned up."""
+"""Sidecar files without Lightning: written, read, damaged, removed."""
 
 import errno
 import io
@@ -10,10 +10,11 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileOpener
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
-import lightning_sparse.checkpoint as side_files
 from lightning_sparse import METHODS, Reducer, simulate
+from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.reducer import resized
 from tests.integration.trainers import same
 
@@ -39,39 +40,54 @@ def state(rank: int = 0, size: int = 2, step: int = 3) -> dict:
 
 
 def info(**changes) -> dict:
-    return {"version": side_files.VERSION, "tag": TAG, "size": 2, "step": 3, "skipped": 0, **changes}
+    return {"version": sidecars.VERSION, "tag": TAG, "size": 2, "step": 3, "skipped": 0, **changes}
 
 
 def written(checkpoint, size: int = 2, tag: str = TAG, step: int = 3) -> list[str]:
-    """Write the side files of all ranks, and a checkpoint that names them; return their paths."""
+    """Write the sidecar files of all ranks, and a checkpoint that names them; return their paths."""
     for rank in range(size):
-        side_files.write(checkpoint, tag, state(rank, size, step))
+        sidecars.write(checkpoint, tag, state(rank, size, step))
     with fsspec.open(checkpoint, "wb") as file:
-        torch.save({"weights": torch.ones(3), side_files.KEY: info(size=size, tag=tag, step=step)}, file)
-    fs, root = fsspec.core.url_to_fs(side_files.folder(checkpoint))
+        torch.save({"weights": torch.ones(3), sidecars.KEY: info(size=size, tag=tag, step=step)}, file)
+    fs, root = fsspec.core.url_to_fs(sidecars.folder(checkpoint))
     return sorted(path for path in fs.ls(root, detail=False) if tag in path)
 
 
 @pytest.fixture(params=["local", "memory"])
 def checkpoint(request, tmp_path):
-    if request.param == "local":
-        return str(tmp_path / "last, [best] {epoch=1}.ckpt")
-    return f"memory://{uuid.uuid4()}/last.ckpt"
+    return f"{tmp_path if request.param == 'local' else f'memory://{uuid.uuid4()}'}/last, [best]*? {{epoch=1}}.ckpt"
 
 
-def test_what_is_written_is_read_and_nothing_else_lies_there(checkpoint):
+def test_sidecar_files_are_read_as_written_and_pruned(checkpoint):
     paths = written(checkpoint)
     assert [path.rsplit("/", 1)[1] for path in paths] == [f"{TAG}.rank0-of-2.pt", f"{TAG}.rank1-of-2.pt"]
     for rank in range(2):
-        found, missing = side_files.read(checkpoint, info(), rank, 2)
+        found, missing = sidecars.read(checkpoint, info(), rank, 2)
         assert missing == []
         assert same(found, state(rank))
         fs, _ = fsspec.core.url_to_fs(checkpoint)
         with fs.open(paths[rank], "rb") as file:
             assert same(torch.load(file, weights_only=True)["state"], state(rank))
-    side_files.remove(checkpoint)
-    assert side_files.read(checkpoint, info(), 1, 2) == (None, [f"{TAG}.rank1-of-2.pt"])
-    side_files.remove(checkpoint)  # nothing there is fine
+    sidecars.prune(checkpoint)
+    assert sidecars.read(checkpoint, info(), 1, 2) == (None, [1])
+    assert not fs.exists(sidecars.folder(checkpoint))
+    sidecars.prune(checkpoint)  # without a folder
+
+
+def test_names_are_literal_and_no_patterns(checkpoint):
+    """Removing the sidecar files of `[ab]*?.ckpt` leaves those of checkpoints that match it as a pattern."""
+    place = checkpoint.rpartition("/")[0]
+    neighbours = [f"{place}/{name}.ckpt" for name in ("a", "aa", "abc", "best")]
+    pattern = f"{place}/[ab]*?.ckpt"
+    for path in (*neighbours, pattern):
+        written(path)
+    sidecars.remove_own(pattern, TAG, 0, 2)
+    assert sidecars.read(pattern, info(), 0, 2)[1] == [0]
+    written(pattern)
+    sidecars.prune(pattern, {"ffff"})
+    for path in neighbours:
+        assert sidecars.read(path, info(), 0, 2)[1] == []
+    assert sidecars.read(pattern, info(), 0, 2) == (None, [0])
 
 
 @pytest.mark.reliability("safe loading", checked="weights_only=True loads the state of every method, bit for bit")
@@ -82,21 +98,21 @@ def test_every_methods_state_is_loaded_with_weights_only(name, tmp_path):
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + comm.rank)
             reducer.reduce_({"a": torch.randn(300, generator=generator), "b": torch.randn(40, 5, generator=generator)})
-        side_files.write(tmp_path / "a.ckpt", TAG, reducer.state_dict())
+        sidecars.write(tmp_path / "a.ckpt", TAG, reducer.state_dict())
         return reducer.state_dict()
 
     for rank, kept in enumerate(simulate(2, run)):
-        assert same(side_files.read(tmp_path / "a.ckpt", info(), rank, 2)[0], kept)
+        assert same(sidecars.read(tmp_path / "a.ckpt", info(), rank, 2)[0], kept)
 
 
-@pytest.mark.reliability("side file torn or with flipped bits", checked="refused, or what was written: never garbage")
+@pytest.mark.reliability("sidecar file torn or with flipped bits", checked="refused, or read as written: never garbage")
 def test_a_damaged_file_is_refused_wherever_it_is_damaged(tmp_path):
     path = Path(written(tmp_path / "a.ckpt")[0])
     whole = path.read_bytes()
     for length in range(0, len(whole), len(whole) // 100):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="is torn"):
-            side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
+        with pytest.raises(ValueError, match="is damaged"):
+            sidecars.read(tmp_path / "a.ckpt", info(), 0, 2)
     outcome = Counter()
     for place in range(0, len(whole), 11):
         flipped = bytearray(whole)
@@ -107,22 +123,22 @@ def test_a_damaged_file_is_refused_wherever_it_is_damaged(tmp_path):
         except Exception:
             unnoticed = False
         try:
-            found, _ = side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
+            found, _ = sidecars.read(tmp_path / "a.ckpt", info(), 0, 2)
             outcome["harmless" if same(found, state(0)) else "garbage"] += 1
         except ValueError:
             outcome["refused by checksum" if unnoticed else "refused"] += 1
-    # The control: torch.load alone takes many of them.
+    # The control: torch.load alone accepts many of these files.
     assert outcome["garbage"] == 0, outcome
     assert outcome["refused by checksum"] > 10, outcome
 
 
 def rewritten(path: str, **changes) -> None:
-    """Change a side file as a stranger would who knows the format."""
+    """Change a sidecar file as a stranger would who knows the format."""
     content = torch.load(path, weights_only=True)
     del content["checksum"]
     content["state"].update(changes.pop("state", {}))
     content.update(changes)
-    torch.save({**content, "checksum": side_files.checksum(content)}, path)
+    torch.save({**content, "checksum": sidecars.checksum(content)}, path)
 
 
 @pytest.mark.parametrize(
@@ -133,30 +149,30 @@ def rewritten(path: str, **changes) -> None:
         ({"version": 99}, "belongs to another"),
         ({"state": {"rank": 1}}, "belongs to another"),
         ({"state": {"size": 4}}, "belongs to another"),
-        ({"state": {"step": -1}}, "is torn"),
-        ({"state": {"elements": {"residual": {"w": [1.0, 2.0]}}}}, "is torn"),
-        ({"state": {"elements": {"residual": {"w": torch.ones(30, 4).half()}}}}, "is torn"),
-        ({"state": {"elements": {"unheard of": {"w": torch.ones(30, 4)}}}}, "is torn"),
-        ({"state": {"segments": {"w": None}}}, "is torn"),
-        ({"state": []}, "is torn"),
+        ({"state": {"step": -1}}, "is damaged"),
+        ({"state": {"elements": {"residual": {"w": [1.0, 2.0]}}}}, "is damaged"),
+        ({"state": {"elements": {"residual": {"w": torch.ones(30, 4).half()}}}}, "is damaged"),
+        ({"state": {"elements": {"unheard of": {"w": torch.ones(30, 4)}}}}, "is damaged"),
+        ({"state": {"segments": {"w": None}}}, "is damaged"),
+        ({"state": []}, "is damaged"),
     ],
 )
-def test_a_strangers_side_file_is_refused(changes, message, tmp_path):
+def test_a_strangers_sidecar_file_is_refused(changes, message, tmp_path):
     path = written(tmp_path / "a.ckpt")[0]
     if changes.get("state") == []:
         torch.save({"version": 1, "tag": TAG, "state": [], "checksum": 0}, path)
     else:
         rewritten(path, **changes)
     if message is None:
-        assert same(side_files.read(tmp_path / "a.ckpt", info(), 0, 2)[0], state(0))
+        assert same(sidecars.read(tmp_path / "a.ckpt", info(), 0, 2)[0], state(0))
         return
     with pytest.raises(ValueError, match=message) as error:
-        side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
+        sidecars.read(tmp_path / "a.ckpt", info(), 0, 2)
     assert str(path) in str(error.value)
 
 
 class Touch:
-    """What a malicious pickle could hold."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -165,16 +181,16 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.reliability("side file from a stranger", checked="refused, and no code of it runs")
+@pytest.mark.reliability("sidecar file from a stranger", checked="refused, and no code of it runs")
 @pytest.mark.parametrize("where", ["content", "state", "legacy"])
-def test_a_malicious_side_file_is_refused_and_runs_nothing(where, tmp_path):
+def test_a_malicious_sidecar_file_is_refused_and_runs_nothing(where, tmp_path):
     path = written(tmp_path / "a.ckpt")[0]
     canary = tmp_path / "ran"
     content = {"version": 1, "tag": TAG, "state": state(0), "checksum": 0}
     content["state" if where == "state" else "extra"] = Touch(canary)
     torch.save(content, path, _use_new_zipfile_serialization=where != "legacy")
-    with pytest.raises(ValueError, match="is torn, or not one of ours: UnpicklingError"):
-        side_files.read(tmp_path / "a.ckpt", info(), 0, 2)
+    with pytest.raises(ValueError, match="is damaged, or not one of ours: UnpicklingError"):
+        sidecars.read(tmp_path / "a.ckpt", info(), 0, 2)
     assert not canary.exists()
     torch.load(path, weights_only=False)  # the control
     assert canary.exists()
@@ -190,11 +206,26 @@ def test_a_malicious_side_file_is_refused_and_runs_nothing(where, tmp_path):
         ({"skipped": -1}, "makes no sense"),
         ({"tag": "../../etc/passwd"}, "makes no sense"),
         ({"tag": None}, "makes no sense"),
+        ({"tag": "a" * 10**6}, "makes no sense"),
+        ({"version": "9" * 10**6}, "of version '999"),
     ],
 )
-def test_what_a_checkpoint_says_is_checked_before_use(changes, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        side_files.read(tmp_path / "a.ckpt", info(**changes), 0, 2)
+def test_a_checkpoints_entry_about_sidecar_files_is_checked_before_use(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as error:
+        sidecars.read(tmp_path / "a.ckpt", info(**changes), 0, 2)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_that_asks_for_a_million_files_costs_one_look_at_the_folder(size, checkpoint, monkeypatch):
+    written(checkpoint)
+    looks = []
+    monkeypatch.setattr(AbstractFileSystem, "exists", lambda *args: looks.append(args))
+    listing = LocalFileSystem.ls
+    monkeypatch.setattr(LocalFileSystem, "ls", lambda *args, **options: looks.append(args) or listing(*args, **options))
+    found, missing = sidecars.read(checkpoint, info(size=sidecars.MAX_RANKS), 0, size)
+    assert (found, len(missing)) == (None, sidecars.MAX_RANKS // size)
+    assert len(looks) <= 2  # one of them for the target of a link
 
 
 @pytest.mark.parametrize("elements", [{"w": torch.ones(1)}, {"w": torch.ones(30, 4)}])
@@ -204,12 +235,12 @@ def test_ranks_of_different_models_are_not_added_up(elements):
         resized([state(0, 4), other], 0, 2)
 
 
-def test_a_rank_without_its_file_takes_what_is_equal_on_all_ranks_from_another(tmp_path):
+def test_a_rank_without_its_file_takes_replicated_state_from_another_ranks(tmp_path):
     paths = written(tmp_path / "a.ckpt", 3)
     os.remove(paths[1])
     for new in (3, 2):
-        found, missing = side_files.read(tmp_path / "a.ckpt", info(size=3), 1, new)
-        assert missing == [f"{TAG}.rank1-of-3.pt"]
+        found, missing = sidecars.read(tmp_path / "a.ckpt", info(size=3), 1, new)
+        assert missing == [1]
         assert not any(value.any() for value in found["elements"]["residual"].values())
         assert same(found["elements"]["common"], state()["elements"]["common"])
         assert same(found["segments"], state()["segments"])
@@ -219,61 +250,58 @@ def test_a_rank_without_its_file_takes_what_is_equal_on_all_ranks_from_another(t
 def test_links_and_moved_folders_are_followed(tmp_path):
     written(tmp_path / "a.ckpt")
     os.symlink("a.ckpt", tmp_path / "last.ckpt")
-    assert same(side_files.read(tmp_path / "last.ckpt", info(), 1, 2)[0], state(1))
-    side_files.remove(tmp_path / "last.ckpt")  # the link's, of which there are none
+    assert same(sidecars.read(tmp_path / "last.ckpt", info(), 1, 2)[0], state(1))
+    sidecars.prune(tmp_path / "last.ckpt")  # the link has none of its own
     os.mkdir(tmp_path / "elsewhere")
     for name in ("a.ckpt", "a.ckpt.residuals"):
         os.rename(tmp_path / name, tmp_path / "elsewhere" / name)
-    assert same(side_files.read(tmp_path / "elsewhere" / "a.ckpt", info(), 1, 2)[0], state(1))
-    assert side_files.read(tmp_path / "a.ckpt", info(), 1, 2)[0] is None
+    assert same(sidecars.read(tmp_path / "elsewhere" / "a.ckpt", info(), 1, 2)[0], state(1))
+    assert sidecars.read(tmp_path / "a.ckpt", info(), 1, 2)[0] is None
 
 
-def test_only_what_no_checkpoint_can_need_is_cleaned_away(checkpoint):
-    fs, root = fsspec.core.url_to_fs(side_files.folder(checkpoint))
+def test_pruning_removes_sidecar_files_of_other_tags_only(checkpoint):
+    fs, root = fsspec.core.url_to_fs(sidecars.folder(checkpoint))
 
     def tags() -> set[str]:
         return {path.rsplit("/", 1)[1].split(".")[0] for path in fs.ls(root, detail=False)}
 
-    assert not side_files.clean(checkpoint, ["a1"])  # no folder
-    side_files.write(checkpoint, "a1", state(0))
-    assert not side_files.clean(checkpoint, ["a1"])  # no checkpoint yet: it may be on its way
-    written(checkpoint, tag="a1")
+    for tag in ("a1", "a2", "a3"):
+        written(checkpoint, tag=tag)
     fs.pipe_file(f"{root}/readme.txt", b"mine")
     fs.pipe_file(f"{root}/dead.rank0-of-2.pt.part", b"of a killed run")
-    for tag in ("a2", "a3", "a4"):
-        side_files.write(checkpoint, tag, state(0))
-    on_their_way = ["a2", "a3"]
-    assert not side_files.clean(checkpoint, on_their_way)
-    assert (tags(), on_their_way) == ({"a1", "a2", "a3", "readme"}, ["a2", "a3"])
-    written(checkpoint, tag="a2")
-    assert not side_files.clean(checkpoint, on_their_way)
-    assert (tags(), on_their_way) == ({"a2", "a3", "readme"}, ["a2", "a3"])
-    written(checkpoint, tag="a3")
-    assert side_files.clean(checkpoint, on_their_way)
-    assert tags() == {"a3", "readme"}
-    fs.pipe_file(fsspec.core.url_to_fs(checkpoint)[1], b"half a checkpoint")
-    assert not side_files.clean(checkpoint, [])  # whose they are cannot be told
-    assert tags() == {"a3", "readme"}
+    sidecars.prune(checkpoint, {"a2", "a3"})
+    assert tags() == {"a2", "a3", "readme"}
+    sidecars.prune(checkpoint)
+    assert tags() == {"readme"}
+
+
+def test_a_path_that_only_the_checkpoint_io_knows_has_no_sidecar_files():
+    path = "mydatabase://runs/1"
+    assert sidecars.absolute(path) == path
+    sidecars.prune(path)
+    assert sidecars.read(path, info(), 0, 2) == (None, [0])
+    with pytest.raises(ValueError, match="Protocol not known: mydatabase"):
+        sidecars.write(path, TAG, state())
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_full_disk_leaves_nothing_new_and_all_that_was(at, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_earlier_sidecar_files_and_no_others(at, tmp_path, monkeypatch):
     before = written(tmp_path / "a.ckpt")
     write = LocalFileOpener.write
 
     def full(self, data):
-        assert self.path.endswith(".part")  # what has its final name is complete
+        assert self.path.endswith(".part")  # a file with its final name is complete
         write(self, bytes(data)[: 1000 * at])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(LocalFileOpener, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        side_files.write(tmp_path / "a.ckpt", "a2", state(0))
+        sidecars.write(tmp_path / "a.ckpt", "a2", state(0))
     monkeypatch.undo()
     assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
-    side_files.write(tmp_path / "a.ckpt", "a2", state(0))
-    side_files.discard(tmp_path / "a.ckpt", "a2", 0, 2)
-    side_files.discard(tmp_path / "a.ckpt", "a2", 1, 2)  # not there
+    sidecars.write(tmp_path / "a.ckpt", "a2", state(0))
+    sidecars.remove_own(tmp_path / "a.ckpt", "a2", 0, 2)
+    sidecars.remove_own(tmp_path / "a.ckpt", "a2", 1, 2)  # it wrote none
     assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
 
 
@@ -284,6 +312,6 @@ def test_the_checksum_sees_names_types_shapes_and_order():
         *({"a": {"a": tensor}}, {"a": 1}, {"a": "1"}, {"a": None}, {}, {"a": torch.empty(0)}, {"a": torch.tensor(1)}),
         *({"a": tensor, "b": 1}, {"b": 1, "a": tensor}, {"a": tensor.bfloat16()}),
     ]
-    assert len({side_files.checksum(content) for content in contents}) == len(contents)
+    assert len({sidecars.checksum(content) for content in contents}) == len(contents)
     strided = torch.arange(8.0).view(4, 2).t()
-    assert side_files.checksum({"a": strided}) == side_files.checksum({"a": strided.contiguous()})
+    assert sidecars.checksum({"a": strided}) == sidecars.checksum({"a": strided.contiguous()})

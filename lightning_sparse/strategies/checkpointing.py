@@ -1,8 +1,7 @@
-"""The strategy's checkpoints: side files beside Lightning's own, and errors that all ranks hear of."""
+"""The strategy's checkpoints: sidecar files beside Lightning's own, and errors that reach all ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import sys
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-import lightning_sparse.checkpoint as side_files
+from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hook import CommThread
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.strategies.saves import Saves, writes_at_once
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +22,25 @@ if TYPE_CHECKING:
 else:
     DDPStrategy = object
 
+NAMED = 8
+"""Number of missing sidecar files that a warning names."""
+
 
 class Checkpointing(DDPStrategy):
-    """The half of the strategy that saves and restores what ranks have kept. All ranks call its methods together."""
+    """The half of the strategy that saves and restores the reducer's state.
+
+    All ranks call `save_checkpoint` and `load_optimizer_state_dict` together; `remove_checkpoint` acts on rank 0 alone,
+    as ranks may hold different paths for one checkpoint.
+    """
 
     _reducer: Reducer | None
     _comm_thread: CommThread | None
     _whole: bool
-    _loaded_from: Any
-    _tags: dict[str, list[str]]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._loaded_from: Any = None
+        self._saves = Saves()  # on rank 0
 
     @property
     def reducer(self) -> Reducer:
@@ -40,125 +50,128 @@ class Checkpointing(DDPStrategy):
         return self._reducer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        # A checkpoint of weights alone is not made to go on from.
-        if "optimizer_states" not in checkpoint or not self._write_side_file(checkpoint, filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            return
+        # A checkpoint of weights alone is not made to resume from.
+        saved = self._write_sidecar(checkpoint, filepath) if "optimizer_states" in checkpoint else None
+        path, tag = saved or (sidecars.absolute(filepath), None)
+        save = self._saves.begin(path, tag) if self.is_global_zero else None
         error: Exception | None = None
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         except Exception as caught:
             error = caught
-        if errors := self._told(self._described(error)):
-            self._discard(filepath, checkpoint[side_files.KEY]["tag"])
-            raise OSError(
-                f"{str(filepath)!r} could not be written ({errors[0]}). An earlier one of this name is as it was."
-            ) from error
-        self._clean(filepath)
-
-    def _discard(self, filepath: Any, tag: str) -> None:
-        """Remove the side files of a checkpoint that could not be written, unless it is there in spite of that."""
-        landed = True
+        if save is not None and error is None:
+            self._saves.returned(save, self.checkpoint_io)
+        if tag is not None:
+            self._raise_together(path, tag, error)
+        elif error is not None:
+            raise error
         if self.is_global_zero:
-            with contextlib.suppress(Exception):
-                self.checkpoint_io.teardown()  # AsyncCheckpointIO may be about to write it still
-            with contextlib.suppress(Exception):
-                landed = side_files.named_on_disk(filepath, [tag]) is not None
-        if not self._gathered(landed)[0]:
-            with contextlib.suppress(OSError):
-                side_files.discard(filepath, tag, self.global_rank, self.world_size)
-            if self.is_global_zero:
-                self._tags[str(filepath)].remove(tag)
+            self._saves.sweep(super().remove_checkpoint)
 
-    def _write_side_file(self, checkpoint: dict[str, Any], filepath: Any) -> bool:
+    def _write_sidecar(self, checkpoint: dict[str, Any], filepath: Any) -> tuple[str, str] | None:
+        """Write this rank's sidecar file and its tag into the checkpoint.
+
+        Returns:
+            Rank 0's path of the checkpoint and the tag; None if the checkpoint gets no residuals.
+        """
         if self._reducer is None:
             log.warning(
                 f"{str(filepath)!r} gets no residuals: they belong to the processes that trained, which are not this "
                 f"one. Save from within fit, with ModelCheckpoint for example."
             )
-            return False
-        tag = self._tag(filepath)
-        if tag is None:
-            return False
+            return None
+        agreed = self._agree(filepath)
+        if agreed is None:
+            return None
+        path, tag = agreed
         error: Exception | None = None
         try:
-            side_files.write(filepath, tag, self._reducer.state_dict())
-        except Exception as caught:  # told to all ranks, so that none waits
+            sidecars.write(path, tag, self._reducer.state_dict())
+        except Exception as caught:  # raised on all ranks, so that none waits for another
             error = caught
-        if errors := self._told(self._described(error)):
-            side_files.discard(filepath, tag, self.global_rank, self.world_size)
+        if errors := self._gather_errors(self._error_message(error)):
+            sidecars.remove_own(path, tag, self.global_rank, self.world_size)
             raise OSError(
-                f"The residuals of {str(filepath)!r} could not be written ({errors[0]}). No checkpoint was written; an "
-                f"earlier one of this name is as it was."
+                f"The residuals of {path!r} could not be written ({errors[0]}). No checkpoint was written; an earlier "
+                f"one of this name is as it was."
             ) from error
-        checkpoint[side_files.KEY] = {
-            "version": side_files.VERSION,
+        checkpoint[sidecars.KEY] = {
+            "version": sidecars.VERSION,
             "tag": tag,
             "size": self._reducer.comm.size,
             "step": self._reducer.step,
             "skipped": self._reducer.skipped,
         }
-        if self.is_global_zero:
-            self._tags.setdefault(str(filepath), []).append(tag)
-        return True
+        return path, tag
 
-    def _tag(self, filepath: Any) -> str | None:
-        """Agree on a name for the side files of a checkpoint; None where the ranks' states do not belong together."""
+    def _agree(self, filepath: Any) -> tuple[str, str] | None:
+        """Agree on rank 0's path and on a tag; None if the ranks' residuals are not of the same step.
+
+        Ranks may build different paths, from a metric that was logged without sync_dist for example. Rank 0 writes the
+        checkpoint, so all sidecar files lie beside its path.
+        """
         assert self._reducer is not None
         trainer, thread = self.lightning_module and self.lightning_module.trainer, self._comm_thread
         interrupted = trainer is not None and trainer.interrupted
         if interrupted and thread is not None:
-            # Saved by a callback on an exception, which may be this rank's alone: the others would wait in backward.
+            # A callback may save on an exception of this rank alone: the other ranks would wait for it in backward.
             thread.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
         if thread is not None:
             self._whole = thread.settle()
-        ranks: list[Any] = [(secrets.token_hex(8), self._reducer.step, self._whole)]
+        own = (sidecars.absolute(filepath), secrets.token_hex(8)), (self._reducer.step, self._whole)
         try:
-            ranks = self._gathered(ranks[0])
+            ranks = self._gather(own)
         except Exception:
             if not interrupted:
                 raise
-            ranks.append(None)  # somebody is gone
-        tag, *moment = ranks[0]
-        if self._whole and all(rank is not None and rank[1:] == tuple(moment) for rank in ranks):
-            return str(tag)
+            ranks = [own, None]  # a rank has ended
+        (path, tag), moment = ranks[0]
+        if self._whole and all(rank is not None and rank[1] == moment for rank in ranks):
+            return str(path), str(tag)
         if self.global_rank == 0:
             log.warning(
-                f"{str(filepath)!r} gets no residuals: training failed in the middle of a step, and a part of that "
-                f"step is in them. A run that goes on from it starts with empty ones."
+                f"{path!r} gets no residuals: training failed in the middle of a step, and a part of that step is in "
+                f"them. A run that goes on from it starts with empty ones."
             )
         return None
 
-    def _gathered(self, mine: Any) -> list[Any]:
-        if not dist.is_initialized():
-            return [mine]
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine)
-        return everyone
+    def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
+        """Raise an error on all ranks if rank 0 could not write the checkpoint."""
+        # Any other CheckpointIO may have written the checkpoint in spite of the error, or may do so later.
+        failed = error is not None and writes_at_once(self.checkpoint_io)
+        messages, failures = zip(*self._gather((self._error_message(error), failed)), strict=True)
+        if not any(messages):
+            return
+        if failures[0]:
+            sidecars.remove_own(path, tag, self.global_rank, self.world_size)
+        raise OSError(
+            f"{path!r} could not be written ({next(filter(None, messages))}). An earlier one of this name is as it was."
+        ) from error
 
-    def _described(self, error: Exception | None) -> str | None:
+    def _gather(self, own: Any) -> list[Any]:
+        if not dist.is_initialized():
+            return [own]
+        ranks: list[Any] = [None] * self.world_size
+        dist.all_gather_object(ranks, own)
+        return ranks
+
+    def _error_message(self, error: Exception | None) -> str | None:
         return None if error is None else f"rank {self.global_rank}: {type(error).__name__}: {error}"
 
-    def _clean(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            try:
-                if side_files.clean(filepath, self._tags[str(filepath)]):
-                    del self._tags[str(filepath)]
-            except OSError as error:  # not worth ending a training for
-                log.warning(f"Side files of earlier checkpoints {str(filepath)!r} could not be removed: {error}")
-
-    def _told(self, mine: str | None) -> list[str]:
-        """Return what all ranks have to say, those that do."""
-        return [text for text in self._gathered(mine) if text]
+    def _gather_errors(self, own: str | None) -> list[str]:
+        """Return the error messages of all ranks that have one."""
+        return [text for text in self._gather(own) if text]
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        tags = self._tags.get(str(filepath), [])
-        # AsyncCheckpointIO may be about to write it still: then it will be there in spite of this, and needs them.
-        landed = not tags or side_files.named_on_disk(filepath, tags[-1:])
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero and landed:
-            side_files.remove(filepath)
-            self._tags.pop(str(filepath), None)
+        if self.is_global_zero:
+            self._saves.remove(sidecars.absolute(filepath), filepath, super().remove_checkpoint)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+            self._saves.confirm_earlier()  # CheckpointIO.teardown has waited for all of them
+        finally:
+            self._saves.sweep(super().remove_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._loaded_from = checkpoint_path
@@ -166,32 +179,34 @@ class Checkpointing(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        info = checkpoint.get(side_files.KEY)
+        info = checkpoint.get(sidecars.KEY)
+        self.reducer.reset()
         if info is None:
-            self.reducer.reset()
             if self.global_rank == 0:
                 log.info(f"{str(self._loaded_from)!r} holds no residuals: they start at 0.")
             return
         error: str | None = None
-        missing: list[str] = []
-        self.reducer.reset()
+        missing: list[int] = []
         try:
-            side_files.check(info)
-            self.reducer.step, self.reducer.skipped = info["step"], info["skipped"]  # if there is nothing else
-            state, missing = side_files.read(self._loaded_from, info, self.global_rank, self.world_size)
+            sidecars.check(info)
+            self.reducer.step, self.reducer.skipped = info["step"], info["skipped"]  # in case no sidecar file is found
+            state, missing = sidecars.read(self._loaded_from, info, self.global_rank, self.world_size)
             if state is not None:
                 self.reducer.load_state_dict(state)
         except Exception as caught:
             error = f"rank {self.global_rank}: {caught}"
-        folder = side_files.folder(self._loaded_from)
-        if errors := self._told(error):
+        folder = sidecars.folder(self._loaded_from)
+        if errors := self._gather_errors(error):
             raise ValueError(
-                f"The residuals of {str(self._loaded_from)!r} cannot be loaded ({errors[0]}). If a side file is torn "
-                f"or foreign: remove {folder!r} to go on without, at the price of what had not been sent yet."
+                f"The residuals of {str(self._loaded_from)!r} cannot be loaded ({errors[0]}). If a sidecar file is "
+                f"damaged or foreign: remove {folder!r} to go on without, at the price of the gradients that had not "
+                f"been sent yet."
             )
-        lost = self._told(", ".join(missing))
+        # A stranger's checkpoint may ask for a million files: each rank sends, and the warning names, a few.
+        lost = sorted({rank for ranks in self._gather(missing[: NAMED + 1]) for rank in ranks})
         if lost and self.global_rank == 0:
+            names = [sidecars.name(info["tag"], rank, info["size"]) for rank in lost[:NAMED]]
             log.warning(
-                f"{', '.join(sorted(set(lost)))} not found in {folder!r}: what had been kept there is lost, and these "
-                f"workers start with empty residuals. Move the folder along with the checkpoint."
+                f"{', '.join(names)}{' and others' * (len(lost) > NAMED)} not found in {folder!r}: the residuals in "
+                f"them are lost, and these workers start with empty ones. Move the folder along with the checkpoint."
             )

@@ -113,8 +113,6 @@ class SparseDDP(Checkpointing):
         self._reducer: Reducer | None = None
         self._whole = True  # whether the reducer has ended all steps that it has begun
         self._reductions = 0  # before the present backward
-        self._loaded_from: Any = None
-        self._tags: dict[str, list[str]] = {}  # of side files whose checkpoint may be on its way still; on rank 0
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
@@ -227,14 +225,7 @@ class SparseDDP(Checkpointing):
             self._comm_thread.close()
             self._whole = self._comm_thread.whole
             self._comm_thread = None
-        try:
-            super().teardown()
-        finally:
-            # Now what was still being written is on disk, or never will be.
-            for filepath in list(self._tags):
-                self._tags[filepath].clear()
-                self._clean(filepath)
-            self._tags.clear()
+        super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

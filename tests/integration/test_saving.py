@@ -1,0 +1,289 @@
+"""A checkpoint has its sidecar files however it is saved, and whatever fails meanwhile."""
+
+import errno
+import os
+import signal
+import sys
+import time
+
+import pytest
+import pytorch_lightning as pl
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from lightning_sparse import SparseDDPStrategy
+from tests.integration.checkpoints import (
+    MOMENTUM,
+    STEP_4,
+    At,
+    AtStart,
+    Scored,
+    error_of,
+    fit,
+    misplaced,
+    result,
+    saving,
+    sidecar_names,
+    with_warnings,
+)
+from tests.integration.trainers import Net, lightning_ranks, same
+
+BEST = {"monitor": "score", "mode": "max"}
+
+WAYS = {
+    "every step, top 1": (lambda d: [saving(d, every_n_train_steps=1, save_top_k=1)], ["step=7"]),
+    "top 2": (lambda d: [saving(d, every_n_train_steps=1, save_top_k=2, **BEST)], ["step=6", "step=7"]),
+    "last": (lambda d: [saving(d, every_n_train_steps=1, save_top_k=0, save_last=True)], ["last"]),
+    "last and top 2": (
+        lambda d: [saving(d, every_n_train_steps=1, save_top_k=2, save_last=True, **BEST)],
+        ["last", "step=6", "step=7"],
+    ),
+    "link": (
+        lambda d: [saving(d, every_n_train_steps=1, save_top_k=1, save_last="link")],
+        ["last", "step=7"],
+    ),
+    "by hand": (lambda d: [At(step, lambda t: t.save_checkpoint(d / "hand.ckpt")) for step in (5, 7)], ["hand"]),
+}
+
+
+@pytest.mark.reliability(
+    "ModelCheckpoint (top 1, top 2, last.ckpt as file and as link), by hand; AsyncCheckpointIO",
+    checked="sidecar files of the checkpoints on disk and of no others; bit-identical resume from each",
+    methods=["topk"],
+)
+@pytest.mark.parametrize("io", [None, AsyncCheckpointIO])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_save(way, io, tmp_path):
+    callbacks, expected = WAYS[way]
+
+    def rank(rank):
+        straight = result(*fit("topk", rank, net=Scored(**MOMENTUM)))
+        plugins = [io()] if io else []
+        fit("topk", rank, net=Scored(**MOMENTUM), max_steps=7, callbacks=callbacks(tmp_path), plugins=plugins)
+        dist.barrier()
+        wrong = misplaced(tmp_path, others=False)
+        # Under stock ddp AsyncCheckpointIO leaves a checkpoint behind that was removed before it was written.
+        assert sorted(path.stem for path in tmp_path.glob("*.ckpt")) == expected
+        resumed = [
+            result(*fit("topk", rank, net=Scored(**MOMENTUM), ckpt_path=tmp_path / f"{checkpoint}.ckpt"))
+            for checkpoint in expected
+            if (way, checkpoint) != ("top 2", "step=6")  # saves time
+        ]
+        return wrong, [same(weights, straight) for weights in resumed]
+
+    results = lightning_ranks(2, rank)
+    assert results == [([], [True] * len(results[0][1]))] * 2
+
+
+class Slow(TorchCheckpointIO):
+    """Writes a checkpoint three steps later, and looks for misplaced sidecar files before and after."""
+
+    def __init__(self, directory):
+        self.directory, self.wrong, self.saves, self.steps = directory, [], 0, 0
+
+    def step(self, trainer):
+        self.steps = trainer.global_step
+
+    def save_checkpoint(self, *args, **options):
+        while self.steps < min(self.saves + 4, 12):
+            time.sleep(0.002)
+        self.wrong += misplaced(self.directory)
+        super().save_checkpoint(*args, **options)
+        self.wrong += misplaced(self.directory)
+        self.saves += 1
+
+
+@pytest.mark.reliability(
+    "AsyncCheckpointIO over slow storage, several saves pending",
+    checked="the checkpoints on disk have their sidecar files at every moment; in the end no others are left",
+    methods=["topk"],
+)
+@pytest.mark.parametrize("options", [{"save_top_k": 0, "save_last": True}, {"save_top_k": 1}])
+def test_slow_asynchronous_saves(options, tmp_path):
+    def rank(rank):
+        io = Slow(tmp_path)
+        callbacks = [saving(tmp_path, every_n_train_steps=1, **options), *(At(n, io.step) for n in range(1, 13))]
+        straight = result(*fit("topk", rank, callbacks=callbacks, plugins=[AsyncCheckpointIO(io)]))
+        dist.barrier()
+        last = max(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+        _, run = fit("topk", rank, ckpt_path=last)
+        assert rank or io.saves == 12
+        return io.wrong, misplaced(tmp_path, others=False), same(run.strategy.reducer.state_dict(), straight[2])
+
+    assert lightning_ranks(2, rank) == [([], [], True)] * 2
+
+
+def test_a_save_after_fit_and_one_of_weights_alone(tmp_path):
+    def rank(rank):
+        _, run = fit("topk", rank, callbacks=[saving(tmp_path, save_top_k=1, save_weights_only=True)])
+        run.save_checkpoint(tmp_path / "hand.ckpt", weights_only=True)
+        run.save_checkpoint(tmp_path / "after.ckpt")
+        before = run.strategy.reducer.state_dict()
+        dist.barrier()
+        _, run = fit("topk", rank, max_epochs=3, callbacks=[at_start := AtStart()], ckpt_path=tmp_path / "after.ckpt")
+        assert run.global_step == 18
+        return same(at_start.state, before)
+
+    assert lightning_ranks(2, rank) == [True, True]
+    assert {path.name: sidecar_names(path) is not None for path in tmp_path.glob("*.ckpt")} == {
+        "step=12.ckpt": False,
+        "hand.ckpt": False,
+        "after.ckpt": True,
+    }
+    assert [path.name for path in tmp_path.glob("*.residuals")] == ["after.ckpt.residuals"]
+
+
+@pytest.mark.reliability(
+    "saving and equal-size resume",
+    checked="each rank opens its own sidecar file and no other: no residual passes through rank 0",
+    methods=["topk"],
+)
+def test_no_rank_opens_the_files_of_another(tmp_path):
+    def rank(rank):
+        opened = []
+        sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+        fit("topk", rank, callbacks=[saving(tmp_path)])
+        fit("topk", rank, ckpt_path=tmp_path / STEP_4)
+        return [path.split(".rank")[1][0] for path in opened if ".residuals/" in path]
+
+    for number, found in enumerate(lightning_ranks(2, rank)):
+        assert found == [str(number)] * (6 + 1)  # saves, and one read
+
+
+def full_disk(part, rank):
+    """Make writes fail for want of space: of "sidecar" files, or of the "main" checkpoint."""
+    write = LocalFileOpener.write
+
+    def full(self, data):
+        if (".residuals/" in self.path) == (part == "sidecar"):
+            write(self, bytes(data)[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    LocalFileOpener.write = full
+
+
+def killed(part, rank):
+    """Kill a rank between writing a file and giving it its name."""
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if part == "sidecar":
+        LocalFileSystem.mv = die
+    else:
+        LocalFileOpener.commit = die
+
+
+@pytest.mark.reliability(
+    "disk full, or kill -9, while sidecar files or a checkpoint are written, on one rank",
+    checked="the error on all ranks; last.ckpt and its sidecar files as they were: bit-identical resume",
+    methods=["topk"],
+)
+@pytest.mark.parametrize(("part", "victim"), [("sidecar", 1), ("sidecar", 0), ("main", 0)])
+@pytest.mark.parametrize("trouble", [full_disk, killed])
+def test_trouble_while_saving(trouble, part, victim, saved, tmp_path):
+    def rank(rank):
+        last = [saving(tmp_path, every_n_train_steps=3, save_top_k=0, save_last=True)]
+        if rank == victim:
+            last.insert(0, At(5, lambda _: trouble(part, rank)))
+        return error_of(fit, "topk", rank, callbacks=last)
+
+    texts = lightning_ranks(2, rank)
+    if trouble is full_disk:
+        assert texts[0] == texts[1]
+        assert f"could not be written (rank {victim}: OSError: [Errno 28] No space left on device)" in texts[0]
+        assert misplaced(tmp_path, others=False) == []
+    else:
+        assert texts[victim] is None
+        assert texts[1 - victim]
+        assert misplaced(tmp_path) == []
+    resumed = lightning_ranks(2, lambda rank: result(*fit("topk", rank, ckpt_path=tmp_path / "last.ckpt")))
+    assert same(resumed, saved[1])
+
+
+@pytest.mark.parametrize(("part", "victim"), [("sidecar", 1), ("main", 0)])
+def test_a_first_checkpoint_that_cannot_be_written_leaves_nothing(part, victim, tmp_path):
+    def rank(rank):
+        last = [saving(tmp_path, every_n_train_steps=3, save_top_k=0, save_last=True)]
+        if rank == victim:
+            last.insert(0, At(2, lambda _: full_disk(part, rank)))
+        return error_of(fit, "topk", rank, callbacks=last)
+
+    texts = lightning_ranks(2, rank)
+    assert texts[0] == texts[1]
+    assert f"could not be written (rank {victim}: OSError: [Errno 28] No space left on device)" in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sidecar_files_stay_if_the_checkpoint_is_written_in_spite_of_an_error(tmp_path):
+    class RaisesAfterWriting(TorchCheckpointIO):
+        def save_checkpoint(self, *args, **options):
+            super().save_checkpoint(*args, **options)
+            raise OSError("the save before this one failed")
+
+    def rank(rank):
+        last = [saving(tmp_path, every_n_train_steps=3, save_top_k=0, save_last=True)]
+        return error_of(fit, "topk", rank, callbacks=last, plugins=[RaisesAfterWriting()])
+
+    assert all("the save before this one failed" in text for text in lightning_ranks(2, rank))
+    assert misplaced(tmp_path, others=False) == []
+    assert (tmp_path / "last.ckpt").exists()
+
+
+class Failing(Net):
+    """Raises in a training step of one rank."""
+
+    def __init__(self, step, rank):
+        super().__init__(**MOMENTUM)
+        self.fails = step, rank
+
+    def training_step(self, batch, index):
+        if self.fails == (self.global_step, self.global_rank):
+            raise ArithmeticError("of the user")
+        return super().training_step(batch, index)
+
+
+@pytest.mark.reliability(
+    "checkpoint on an exception of one rank",
+    checked="written at once, without residuals, with a warning",
+    methods=["topk"],
+)
+def test_a_checkpoint_on_an_exception_in_one_rank(tmp_path):
+    def rank(rank):
+        started = time.monotonic()
+        callbacks = [pl.callbacks.OnExceptionCheckpoint(tmp_path)]
+        error, records = with_warnings(error_of, fit, "topk", rank, net=Failing(3, 1), callbacks=callbacks)
+        assert time.monotonic() - started < 20
+        _, later = with_warnings(fit, "topk", rank, ckpt_path=tmp_path / "on_exception.ckpt")
+        return error, records, later
+
+    (error, records, later), theirs = lightning_ranks(2, rank)
+    assert "Rank 1 failed at step 3: ArithmeticError: of the user" in error
+    assert theirs == ("of the user", [], [])
+    assert "gets no residuals: training failed in the middle of a step" in records[-1]
+    assert later == []
+    assert sidecar_names(tmp_path / "on_exception.ckpt") is None
+
+
+def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
+    def interrupt(_):
+        raise ArithmeticError("of the user")
+
+    def rank(rank):
+        callbacks = [At(4, interrupt), pl.callbacks.OnExceptionCheckpoint(tmp_path)]
+        error, records = with_warnings(error_of, fit, "topk", rank, callbacks=callbacks)
+        fit("topk", rank, callbacks=[start := AtStart()], ckpt_path=tmp_path / "on_exception.ckpt")
+        fit("topk", rank, callbacks=[expected := AtStart()], ckpt_path=saved[0] / STEP_4)
+        return error, records, same(start.state, expected.state)
+
+    assert lightning_ranks(2, rank) == [("of the user", [], True)] * 2
+
+
+def test_a_process_that_did_not_train_warns_that_it_has_no_residuals(tmp_path):
+    # The process that starts the ranks by spawn or fork does not train.
+    parent = SparseDDPStrategy("topk")
+    _, records = with_warnings(parent.save_checkpoint, {"optimizer_states": []}, tmp_path / "a.ckpt")
+    assert "gets no residuals: they belong to the processes that trained" in records[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
