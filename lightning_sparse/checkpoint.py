@@ -33,7 +33,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_sparse.reducer import resized
+from lightning_sparse.state import resized
 
 KEY = "lightning_sparse"
 """Key of a checkpoint under which the tag of its sidecar files is stored."""

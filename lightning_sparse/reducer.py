@@ -34,7 +34,6 @@ from lightning_sparse.methods import method as make_method
 from lightning_sparse.observer import Observer
 from lightning_sparse.overflow import GradientCheck, OnNonFinite
 from lightning_sparse.state import SegmentStates
-from lightning_sparse.state import resized as resized
 
 log = logging.getLogger(__name__)
 VERSION = 2
