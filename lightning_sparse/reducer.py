@@ -17,7 +17,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +26,17 @@ from lightning_sparse.aggregators import Aggregator, AllReduceMean, NonFiniteGra
 from lightning_sparse.aggregators.checks import NOT_FINITE
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors import Compressor, Identity
-from lightning_sparse.compressors.base import Agreed, Entries, check_density
+from lightning_sparse.compressors.base import Agreed, Entries
 from lightning_sparse.context import Context, Entry, State
 from lightning_sparse.kernels.write_back import write_dense_, write_entries_
-from lightning_sparse.layout import Granularity, Layout, Segment, check_partition
+from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
 from lightning_sparse.observer import Observer
+from lightning_sparse.options import OnNonFinite as OnNonFinite
+from lightning_sparse.options import check_overflow_options, check_partition, check_seed, check_warmup
 
 log = logging.getLogger(__name__)
-OnNonFinite = Literal["raise", "skip"]
 VERSION = 2
 """Of `Reducer.state_dict`."""
 DENSE: tuple[Compressor, Aggregator] = (Identity(), AllReduceMean())
@@ -88,9 +89,10 @@ class Reducer:
         self.method = make_method(method) if isinstance(method, str) else method
         if not isinstance(self.method, Method):
             raise TypeError(f"Reducer(method={method!r}): method must be a Method or the name of one.")
-        check_warmup(self.method, warmup, warmup_steps)
-        check_partition(granularity, bucket_cap_mb)
-        check_foresight(on_nonfinite, clip_norm)
+        seed = check_seed(seed)
+        warmup, warmup_steps = check_warmup(self.method, warmup, warmup_steps)
+        bucket_cap_mb = check_partition(granularity, bucket_cap_mb)
+        clip_norm = check_overflow_options(on_nonfinite, clip_norm, loss_scale)
         if self.method.memory.needs_lr and lr is None:
             raise ValueError(f"{self.method!r} needs the learning rate: pass lr, a number or a function.")
         self.method.aggregator.check_size(comm.size)
@@ -571,25 +573,4 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         raise TypeError(
             f"{name!r} is {tensor.dtype}; gradients of torch.float32, torch.float16 and torch.bfloat16 can be reduced. "
             f"Convert the parameter, or freeze it with requires_grad_(False)."
-        )
-
-
-def check_foresight(on_nonfinite: str, clip_norm: float | None) -> None:
-    """Raise ValueError unless the options about gradients that are too large make sense."""
-    if on_nonfinite not in get_args(OnNonFinite):
-        raise ValueError(f"on_nonfinite={on_nonfinite!r}: choose from {', '.join(get_args(OnNonFinite))}.")
-    if clip_norm is not None and not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm={clip_norm!r}: the largest norm of a gradient, above 0, or None.")
-
-
-def check_warmup(method: Method, warmup: Sequence[float], warmup_steps: int | None) -> None:
-    """Raise ValueError unless the warm-up makes sense for the method."""
-    for density in warmup:
-        check_density("warmup", density)
-    if warmup and method.density is None:
-        raise ValueError(f"warmup={tuple(warmup)!r}: {method!r} has no density to warm up.")
-    if warmup_steps is not None and (warmup_steps < 1 or not warmup):
-        raise ValueError(
-            f"warmup_steps={warmup_steps!r} is the number of steps for each density of warmup={tuple(warmup)!r}: give "
-            f"at least one density and one step, or leave both out."
         )

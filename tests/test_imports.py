@@ -9,20 +9,24 @@ PACKAGE = Path(__file__).parents[1] / "lightning_sparse"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # What a part may import of the package, besides its own folder.
 ALLOWED = {
-    "layout": set(),
+    "options": set(),
+    "layout": {"options"},
     "context": {"kernels"},
     "comm": set(),
     "kernels": set(),
-    "compressors": {"layout", "context", "kernels"},
+    "compressors": {"layout", "context", "kernels", "options"},
     "memory": {"layout", "context", "compressors", "kernels"},
     "aggregators": {"layout", "context", "compressors", "comm", "kernels"},
     "methods": {"compressors", "memory", "aggregators"},
     "observer": {"layout", "context", "compressors"},
-    "reducer": {"observer", "layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
+    "reducer": {
+        *("observer", "options", "layout", "context", "comm", "kernels", "compressors", "memory", "aggregators"),
+        "methods",
+    },
     "agreement": {"comm"},
     "hook": {"agreement", "layout", "comm", "methods", "reducer"},
     "checkpoint": {"reducer"},
-    "strategies": {"aggregators", "checkpoint", "layout", "hook", "methods", "reducer"},
+    "strategies": {"aggregators", "checkpoint", "compressors", "hook", "methods", "options", "reducer"},
     "callbacks": {"observer", "layout", "context", "compressors", "reducer", "strategies"},
     "cli": {"methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "methods"},

@@ -26,6 +26,7 @@ from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.scan import Scan
 from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
+from lightning_sparse.options import check_density
 
 Payload = tuple[Tensor, ...]
 
@@ -43,12 +44,6 @@ class Entries(NamedTuple):
 
 Agreed = Tensor | tuple[Entries, ...]
 """The result for a segment: dense, or entries to be added up in this order."""
-
-
-def check_density(owner: str, density: object) -> None:
-    """Raise ValueError unless 0 < density <= 1."""
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
-        raise ValueError(f"{owner}(density={density!r}): density must be in (0, 1], the fraction of entries to send.")
 
 
 def target_count(density: float, numel: int) -> int:
@@ -158,7 +153,7 @@ class Sparsifier(Compressor):
     value_format: ValueFormat = "float32"
 
     def __post_init__(self) -> None:
-        check_density(type(self).__name__, self.density)
+        object.__setattr__(self, "density", check_density(type(self).__name__, self.density))
         for name, known in (("index_format", IndexFormat), ("value_format", ValueFormat)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(

@@ -9,6 +9,7 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):  # type: ignore[misc]  # the sa
     """`SparseDDP` for this namespace."""
 
     __doc__ = SparseDDP.__doc__
+    _namespace = "lightning.pytorch"
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)

@@ -9,6 +9,7 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):
     """`SparseDDP` for this namespace."""
 
     __doc__ = SparseDDP.__doc__
+    _namespace = "pytorch_lightning"
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)
