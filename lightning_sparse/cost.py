@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_sparse.aggregators import AllReduceMean
-from lightning_sparse.compressors import Identity, Sparsifier
+from lightning_sparse.compressors import Compressor, Identity, Sparsifier
 from lightning_sparse.layout import Segment
 from lightning_sparse.methods import Method
 
@@ -139,15 +139,15 @@ def step(
         segment = Segment(index, ("",), ((numel,),), 0)
         dense = dense_bytes * numel * dense_rounds / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
-        sparse = isinstance(method.compressor, Sparsifier) and (workers == 1 or chosen < 4 * dense / dense_bytes)
+        # As the Reducer does it; a result that is no mean cannot be replaced by one.
+        may_fall_back = workers > 1 and getattr(method.aggregator, "averages", True)
+        compressed = not isinstance(method.compressor, Identity) or not isinstance(method.aggregator, AllReduceMean)
         arrives = work.forward + fraction * work.backward
-        if sparse:
-            assert isinstance(method.compressor, Sparsifier)
+        if compressed and (not may_fall_back or chosen < 4 * dense / dense_bytes):
             nbytes, rounds = chosen, method.aggregator.rounds(workers)
             before = costs.segment + numel * costs.element
             # What arrives is as much as what is sent, in all our exchanges.
-            capacity = method.compressor.capacity(numel, density)
-            after = costs.entry * nbytes / method.compressor.entry_bytes(numel, capacity) * capacity
+            after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment, density)
         else:
             nbytes, rounds, before, after = dense, dense_rounds, 0.0, 0.0
             before = dense * costs.dense_byte
@@ -164,6 +164,14 @@ def step(
     for exchanged, after in done:
         end = max(end, exchanged) + after
     return Step(end, end - work.forward - work.backward, sent)
+
+
+def _entries_per_byte(compressor: Compressor, segment: Segment, density: float | None) -> float:
+    """Return how many entries a byte of a segment's payload stands for."""
+    if isinstance(compressor, Sparsifier):
+        capacity = compressor.capacity(segment.numel, density)
+        return capacity / max(1, compressor.entry_bytes(segment.numel, capacity))
+    return segment.numel / max(1, compressor.nbytes(segment, density))
 
 
 def crossing(method: Method, work: Workload, workers: int, link: Link, costs: Costs, baselines: Sequence[int]) -> float:

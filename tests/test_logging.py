@@ -59,8 +59,11 @@ FIT = """
 """
 
 
-@pytest.mark.parametrize("namespace", ["pytorch_lightning", "lightning.pytorch"])
-@pytest.mark.parametrize("before", ["", "logging.basicConfig(level=logging.INFO)"], ids=["as it is", "set up"])
+@pytest.mark.parametrize(
+    ("namespace", "before"),
+    [("pytorch_lightning", ""), ("lightning.pytorch", "logging.basicConfig(level=logging.INFO)")],
+    ids=["as it is", "set up by the program"],
+)
 def test_the_first_line_and_warnings_of_a_run_show_once(namespace, before):
     done = run(FIT.format(namespace=namespace, before=before))
     assert done.stderr.count("TopK(density=0.001) + Residual() + Mean() on 1 rank; 1,010 parameters") == 1, done.stderr
