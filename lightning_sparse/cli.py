@@ -95,6 +95,12 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         name = self._get(self.config, "trainer.strategy")
+        options = getattr(name, "init_args", None) or {}
+        if not isinstance(options.get("method"), str | None) and options.get("density") is not None:
+            self.parser.error(
+                f"density: {options['density']} stands beside own parts of a method, which have their own density: it "
+                f"comes from the command line or from an earlier file. Put `density: null` beside `method:`."
+            )
         if isinstance(name, str) and name.lower() not in ("auto", *StrategyRegistry):
             self.parser.error(
                 f"Strategy {name!r} is not known; choose from ddp, {', '.join(f'{method}_ddp' for method in METHODS)}, "

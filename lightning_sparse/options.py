@@ -43,7 +43,7 @@ OPTIONS = {
     "seed": Option(Integral, lambda x: True, "must be a whole number."),
     "on_nonfinite": _choice(OnNonFinite),
     "clip_norm": Option(
-        Real, lambda x: 0 < x < math.inf, "must be a number above 0, the largest 2-norm of a rank's gradient, or None."
+        Real, lambda x: 0 < x < math.inf, "must be the largest 2-norm of a rank's gradient, a number above 0, or None."
     ),
     "loss_scale": Option(
         object,

@@ -204,6 +204,17 @@ def test_a_part_that_refuses_its_options_is_quoted_alone(text, says, tmp_path, c
     assert "Namespace" not in message
 
 
+OWN_PARTS = "method: {compressor: {class_path: TopK, init_args: {density: 0.02}}, memory: Residual, aggregator: Mean}"
+
+
+def test_own_parts_after_a_file_that_gives_a_density(tmp_path, capsys):
+    message = error_of(capsys, "--config", written(tmp_path, STRATEGY % OWN_PARTS))
+    assert message.startswith("density: 0.01 stands beside own parts of a method")
+    assert "Put `density: null` beside `method:`." in message
+    printed = config_of(capsys, "--config", written(tmp_path, STRATEGY % f"density: null, {OWN_PARTS}"))
+    assert printed["trainer"]["strategy"]["init_args"]["method"]["compressor"]["init_args"]["density"] == 0.02
+
+
 def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch, capsys):
     def fail(self: object, batch_size: int = 1, fold: int = 0) -> None:
         raise KeyError("on purpose")

@@ -119,10 +119,10 @@ class SparseDDP(Checkpointing):
         # An explicit size makes DDP's buckets hold the same parameters as our segments, so none waits for a second one.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
-        kwargs["bucket_cap_mb"] = check_partition(granularity, kwargs["bucket_cap_mb"])
         # Otherwise DDP copies every bucket back into the gradients when backward has ended, and nothing hides that.
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
+        self._ddp_kwargs["bucket_cap_mb"] = check_partition(granularity, self._ddp_kwargs["bucket_cap_mb"])
         self._method = method_of(method, density)
         self._two_level = check("two_level", two_level)
         if two_level:
