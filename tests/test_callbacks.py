@@ -275,7 +275,9 @@ def fit(folder, callbacks, *, size=1, net=None, strategy=None, loggers=("tensorb
         }
         model = net() if net else Counted()
         lines = logging.handlers.BufferingHandler(1000)
-        logging.getLogger("lightning_sparse").addHandler(lines)
+        for name in ("pytorch_lightning", "lightning_sparse"):  # the second where pytest has set up logging
+            logging.getLogger(name).addHandler(lines)
+            logging.getLogger(name).setLevel(logging.INFO)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.filterwarnings("always", "(GradientDistribution|ContractionRatio|CommunicationMonitor): ")
