@@ -38,17 +38,16 @@ from typing import TYPE_CHECKING, NoReturn
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_sparse.callbacks  # noqa: F401  # so that their names are known, too
+from lightning_sparse._lightning import CHOSEN
 from lightning_sparse.methods import METHODS
-from lightning_sparse.strategies import _chosen
 
 if TYPE_CHECKING:
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.strategies import StrategyRegistry
 else:
-    _lightning = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning.pytorch"}[_chosen]
-    LightningArgumentParser = import_module(f"{_lightning}.cli").LightningArgumentParser
-    LightningCLI = import_module(f"{_lightning}.cli").LightningCLI
-    StrategyRegistry = import_module(f"{_lightning}.strategies").StrategyRegistry
+    LightningArgumentParser = import_module(f"{CHOSEN}.cli").LightningArgumentParser
+    LightningCLI = import_module(f"{CHOSEN}.cli").LightningCLI
+    StrategyRegistry = import_module(f"{CHOSEN}.strategies").StrategyRegistry
 
 NO_TYPE_FITS = "Does not validate against any of the Union subtypes"
 """How jsonargparse begins when none of an option's types takes a value, for whatever reason."""

@@ -20,11 +20,11 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from lightning_sparse import METHODS, Method, Reducer, SparseDDPStrategy, method, simulate
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
-from lightning_sparse.callbacks.gradient_distribution import BINS, REACH, Distribution
-from lightning_sparse.callbacks.shared import _Watch
+from lightning_sparse.callbacks.base import _Watch
+from lightning_sparse.callbacks.histogram import BINS, REACH, Distribution
 from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.compressors.base import Sparsifier
-from lightning_sparse.strategies.first_line import first_line
+from lightning_sparse.strategies.summary import run_summary
 from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
 
 ALL = (GradientDistribution, ContractionRatio, CommunicationMonitor)
@@ -489,7 +489,7 @@ def test_the_first_line_and_what_it_counts():
         # Two ranks send 2(P − 1)/P times 4 bytes, or 4 for each of k entries and k + 16 bits; all of them is no less.
         assert reducer.dense_nbytes == 64
         assert [reducer.nbytes(density) for density in (0.125, 0.25, 1.0)] == [11, 19, 64]
-        return first_line(reducer, SimpleNamespace(loggers=[]))
+        return run_summary(reducer, SimpleNamespace(loggers=[]))
 
     assert simulate(2, rank)[0] == (
         "TopK(density=0.125) + Residual() + Mean() on 2 ranks, after a warm-up at "

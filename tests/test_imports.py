@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_sparse"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # What a part may import of the package, besides its own folder.
 ALLOWED = {
+    "_lightning": set(),
     "options": set(),
     "layout": {"options"},
     "context": {"kernels"},
@@ -26,9 +27,9 @@ ALLOWED = {
     "agreement": {"comm"},
     "hook": {"agreement", "layout", "comm", "methods", "reducer"},
     "checkpoint": {"reducer"},
-    "strategies": {"aggregators", "checkpoint", "compressors", "hook", "methods", "options", "reducer"},
-    "callbacks": {"observer", "layout", "context", "compressors", "reducer", "strategies"},
-    "cli": {"methods", "strategies", "callbacks"},
+    "strategies": {"_lightning", "aggregators", "checkpoint", "compressors", "hook", "methods", "options", "reducer"},
+    "callbacks": {"_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"},
+    "cli": {"_lightning", "methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "methods"},
     "advise": {"comm", "compressors", "cost", "methods", "reducer"},
     "__main__": {"advise", "cli"},

@@ -2,7 +2,7 @@
 
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_sparse.strategies.shared import SparseDDP
+from lightning_sparse.strategies.sparse_ddp import SparseDDP
 
 
 class SparseDDPStrategy(SparseDDP, DDPStrategy):

@@ -31,7 +31,7 @@ from lightning_sparse.options import (
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies import loss_scale
 from lightning_sparse.strategies.checkpointing import Checkpointing
-from lightning_sparse.strategies.first_line import first_line
+from lightning_sparse.strategies.summary import run_summary
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class SparseDDP(Checkpointing):
             dist.all_gather_object(nodes, self.node_rank)
             check_placement(nodes, self._method.aggregator.ranks_per_node)
         if self.global_rank == 0:
-            self._inform(first_line(self._reducer, self.lightning_module.trainer))
+            self._inform(run_summary(self._reducer, self.lightning_module.trainer))
 
     def _warn_of_clipping(self, module: Any) -> None:
         """Warn of gradient clipping behind the exchange, Lightning's or the LightningModule's own."""
