@@ -20,7 +20,7 @@ import torch
 
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
-from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, crossing, step
+from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, step
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
 
@@ -93,7 +93,7 @@ def measure(chosen: Method, params: int) -> Costs:
 def estimates(
     work: Workload, workers: int, link: Link, density: float | None
 ) -> tuple[list[tuple[str, Step, float | None]], dict[str, str]]:
-    """Return name, step and crossing point of every method and of the dense baselines, the fastest first.
+    """Return name, step and break-even bandwidth of every method and of the dense baselines, the fastest first.
 
     And, by name, why a method could not be timed here.
     """
@@ -116,7 +116,9 @@ def estimates(
                 timed[kind] = measure(chosen, sum(work.segments))
             costs = timed[kind]
             found = step(chosen, work, workers, link, costs)
-            rows.append((name, found, crossing(chosen, work, workers, link, costs, list(BASELINES.values()))))
+            rows.append(
+                (name, found, break_even_bandwidth(chosen, work, workers, link, costs, list(BASELINES.values())))
+            )
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
     return sorted(rows, key=lambda row: row[1].seconds), failed

@@ -29,8 +29,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
-import textwrap
 from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
@@ -49,44 +47,28 @@ else:
     LightningCLI = import_module(f"{CHOSEN}.cli").LightningCLI
     StrategyRegistry = import_module(f"{CHOSEN}.strategies").StrategyRegistry
 
-NO_TYPE_FITS = "Does not validate against any of the Union subtypes"
-"""How jsonargparse begins when none of an option's types takes a value, for whatever reason."""
-
 
 class Parser(LightningArgumentParser):
     """Lightning's parser; its errors also name the known option that is nearest to a mistyped one."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Complain about the command line or a file, and exit with status 2."""
-        # What stands inside a class is parsed by a parser of its own, whose error becomes part of the outer one's.
-        if "Did you mean" not in message:
-            message += self._hint(message)
+        """Report an error in the command line or a file, and exit with status 2."""
+        unknown = re.search(r"option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
+        # The options of a nested class are parsed by a parser of their own, whose message the outer one quotes.
+        if unknown and "Did you mean" not in message:
+            subparsers = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
+            known = {key for parser in (self, *subparsers) for key in parser.get_defaults().keys()}  # noqa: SIM118
+            message += did_you_mean(unknown[1] or unknown[2], {*known, "init_args"})
         super().error(message, ex)
-
-    def _hint(self, message: str) -> str:
-        if found := re.search(r"[Oo]ption '([\w.]+)'|arguments: --([\w.]+)", message):
-            subparsers = {n: p for a in self._actions if isinstance(a.choices, dict) for n, p in a.choices.items()}
-            known = {key for parser in (self, *subparsers.values()) for key in parser.get_defaults().keys()}  # noqa: SIM118
-            group = re.search(r"Group '([\w.]+)'", message)
-            prefix = f"{group[1]}." if group and group[1] not in subparsers else ""
-            return did_you_mean(prefix + (found[1] or found[2]), {*known, "init_args"})
-        # Class names, and the keys beside them.
-        if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
-            return did_you_mean(found[2], dir(sys.modules[found[1]]))
-        if found := re.search(r"'class_path': '[\w.]+', '(?!init_args|dict_kwargs)(\w+)'", message):
-            return did_you_mean(found[1], {"init_args"})
-        return ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the nearest of `known`, or nothing if none is near."""
-
-    def likeness(key: str) -> float:
-        # As much of the name as the key is long: what hangs on a mistyped key says nothing of it.
-        return difflib.SequenceMatcher(None, key, ".".join(name.split(".")[: key.count(".") + 1])).ratio()
-
-    nearest = max(sorted(known), key=likeness)
-    return f"\nDid you mean {nearest!r}?" if likeness(nearest) > 0.6 else ""
+    """Return a question that names the one of `known` nearest to a dotted name, or "" if none is near."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):  # the last parts may hang on a mistyped first one
+        if nearest := difflib.get_close_matches(".".join(parts[:depth]), known, n=1):
+            return f"\nDid you mean {nearest[0]!r}?"
+    return ""
 
 
 class CLI(LightningCLI):
@@ -111,20 +93,13 @@ class CLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, OSError) as error:
+            # jsonargparse wraps what a constructor raised into a list of the types that the value does not fit.
             cause: BaseException = error
-            while cause.__cause__ and str(cause).startswith(NO_TYPE_FITS):
+            while cause.__cause__ and "Does not validate against any" in str(cause):
                 cause = cause.__cause__
             if not isinstance(cause, ValueError | OSError):
-                raise  # a mistake in the code rather than in the options: where it was raised matters
-            self.parser.error(reasons(str(error)), error)
-
-
-def reasons(message: str) -> str:
-    """Return what objects said when they were made, without jsonargparse's list of the types that do not fit."""
-    if not message.startswith(NO_TYPE_FITS):
-        return message
-    listed: list[str] = re.findall(r"^  - (?!Expected a )(.*(?:\n    .*)*)", message, re.MULTILINE)
-    return "\n".join(reasons(textwrap.dedent("    " + reason)) for reason in listed) or message
+                raise  # a bug: its traceback matters
+            self.parser.error(str(cause), error)
 
 
 def main(args: ArgsType = None) -> None:

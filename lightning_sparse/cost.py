@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy.optimize import brentq
+
 from lightning_sparse.aggregators import AllReduceMean
 from lightning_sparse.compressors import Compressor, Identity, Sparsifier
 from lightning_sparse.layout import Segment
@@ -174,24 +176,28 @@ def _entries_per_byte(compressor: Compressor, segment: Segment, density: float |
     return segment.numel / max(1, compressor.nbytes(segment, density))
 
 
-def crossing(method: Method, work: Workload, workers: int, link: Link, costs: Costs, baselines: Sequence[int]) -> float:
+def break_even_bandwidth(
+    method: Method, work: Workload, workers: int, link: Link, costs: Costs, baselines: Sequence[int]
+) -> float:
     """Return the bandwidth, in bytes/s, above which a dense step is at least as fast: 0 for always, inf for never.
 
     Args:
+        method: the method to compare with dense training.
+        work: the model and its compute time.
+        workers: their number.
+        link: its latency counts; its bandwidth does not.
+        costs: of the method's own work.
         baselines: bytes per element of the dense steps to compare with.
     """
 
-    def wins(bandwidth: float) -> bool:
-        at = Link(bandwidth, link.latency)
-        best = min(step(DENSE, work, workers, at, costs, dense_bytes=each).seconds for each in baselines)
-        return step(method, work, workers, at, costs).seconds < best
+    def gain(log_bandwidth: float) -> float:
+        at = Link(math.exp(log_bandwidth), link.latency)
+        dense = min(step(DENSE, work, workers, at, costs, dense_bytes=each).seconds for each in baselines)
+        return dense - step(method, work, workers, at, costs).seconds
 
-    low, high = 1e3, 1e14
-    if not wins(low):
+    low, high = math.log(1e3), math.log(1e14)
+    if gain(low) <= 0:
         return 0.0
-    if wins(high):
+    if gain(high) > 0:
         return math.inf
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if wins(middle) else (low, middle)
-    return low
+    return math.exp(brentq(gain, low, high, xtol=1e-3))

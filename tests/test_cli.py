@@ -146,7 +146,6 @@ STRATEGY = "trainer: {strategy: {class_path: SparseDDPStrategy, init_args: {%s}}
         ("trainer: {max_epoch: 3}", "trainer.max_epochs"),
         ("optimzer: {class_path: torch.optim.SGD}", "optimizer"),
         ("data: {class_path: examples.data.Digits, init_args: {bath_size: 3}}", "batch_size"),
-        ("data: {class_path: examples.data.Digit}", "Digits"),
         ("model: {class_path: examples.models.Classifier, int_args: {num_classes: 3}}", "init_args"),
         ("model: {init_args: {network: {class_path: examples.models.ResNet20, init_args: {widht: 3}}}}", "width"),
         (STRATEGY % "densty: 0.1", "density"),
@@ -154,7 +153,6 @@ STRATEGY = "trainer: {strategy: {class_path: SparseDDPStrategy, init_args: {%s}}
         (STRATEGY % "method: {compresor: TopK}", "compressor"),
         (STRATEGY % "method: {compressor: {class_path: TopK, init_args: {densty: 0.1}}}", "density"),
         (STRATEGY % "method: topq, density: 0.1", "topk"),
-        ("trainer: {strategy: {class_path: lightning_sparse.SparseDPStrategy}}", "SparseDDPStrategy"),
         ("trainer: {strategy: topq_ddp}", "topk_ddp"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from lightning_sparse import METHODS, Reducer, advise, method, simulate
 from lightning_sparse.aggregators import Mean, TwoLevel
 from lightning_sparse.compressors import Compressor, TopK
-from lightning_sparse.cost import DENSE, Costs, Link, Workload, crossing, step
+from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, step
 from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method
 
@@ -84,19 +84,19 @@ def test_messages_of_each_way():
     assert TwoLevel(ranks_per_node=4).rounds(8) == 1
 
 
-def test_crossing_point():
+def test_break_even_bandwidth():
     work = Workload.even(25_000_000, 0.05, 0.1)
     costs = Costs(element=1e-9)
-    point = crossing(method("gtopk"), work, 16, Link(1e9), costs, [4, 2])
+    point = break_even_bandwidth(method("gtopk"), work, 16, Link(1e9), costs, [4, 2])
 
     def ratio(bandwidth):
         dense = step(DENSE, work, 16, Link(bandwidth), costs, dense_bytes=2).seconds
         return dense / step(method("gtopk"), work, 16, Link(bandwidth), costs).seconds
 
     assert ratio(point * 1.01) < 1 < ratio(point * 0.99)
-    assert crossing(method("gtopk"), work, 16, Link(1e9), Costs(element=1.0), [4]) < 1e3 * 125
+    assert break_even_bandwidth(method("gtopk"), work, 16, Link(1e9), Costs(element=1.0), [4]) < 1e3 * 125
     # Without any cost of its own less is never slower, but on an endless link not faster either.
-    assert crossing(method("gtopk"), work, 16, Link(1e9, latency=0), Costs(), [4]) > 1e10
+    assert break_even_bandwidth(method("gtopk"), work, 16, Link(1e9, latency=0), Costs(), [4]) > 1e10
 
 
 def test_segments_are_even():
