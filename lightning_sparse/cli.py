@@ -1,6 +1,7 @@
-"""The command line: Lightning's own, with our names known and with typing errors put right.
+r"""The command line: Lightning's own, with our names known and with typing errors put right.
 
-    python -m lightning_sparse fit --config configs/base.yaml --config configs/digits_topk.yaml
+    python -m lightning_sparse fit --config configs/base.yaml --config configs/digits.yaml \
+        --config configs/digits/topk.yaml
     python -m lightning_sparse fit --help
     python -m lightning_sparse fit --trainer.strategy.help SparseDDPStrategy
     python -m lightning_sparse fit --config ... --print_config=comments  # every option, with its text
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
@@ -65,8 +67,10 @@ class Parser(LightningArgumentParser):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that names the one of `known` nearest to a dotted name, or "" if none is near."""
     parts = name.split(".")
-    for depth in range(len(parts), 0, -1):  # the last parts may hang on a mistyped first one
-        if nearest := difflib.get_close_matches(".".join(parts[:depth]), known, n=1):
+    for depth in range(1, len(parts) + 1):  # behind a mistyped part, the others are unknown, too
+        candidates = [key for key in known if key.count(".") == depth - 1]
+        nearest = difflib.get_close_matches(prefix := ".".join(parts[:depth]), candidates, n=1)
+        if nearest and nearest[0] != prefix:
             return f"\nDid you mean {nearest[0]!r}?"
     return ""
 
@@ -93,13 +97,24 @@ class CLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, OSError) as error:
-            # jsonargparse wraps what a constructor raised into a list of the types that the value does not fit.
             cause: BaseException = error
-            while cause.__cause__ and "Does not validate against any" in str(cause):
+            while cause.__cause__ and str(cause).startswith(NO_TYPE_FITS):
                 cause = cause.__cause__
             if not isinstance(cause, ValueError | OSError):
                 raise  # a bug: its traceback matters
-            self.parser.error(str(cause), error)
+            self.parser.error(constructor_errors(str(error)), error)
+
+
+NO_TYPE_FITS = "Does not validate against any of the Union subtypes"
+"""How jsonargparse's message begins when a constructor raised an error, and a list of the types tried follows."""
+
+
+def constructor_errors(message: str) -> str:
+    """Return what constructors raised, without jsonargparse's list of the types that the value does not fit."""
+    if not message.startswith(NO_TYPE_FITS):
+        return message
+    listed: list[str] = re.findall(r"^  - (?!Expected a )(.*(?:\n    .*)*)", message, re.MULTILINE)
+    return "\n".join(constructor_errors(textwrap.dedent("    " + text)) for text in listed) or message
 
 
 def main(args: ArgsType = None) -> None:

@@ -16,7 +16,8 @@ from lightning_sparse import Method, SparseDDPStrategy, callbacks, cli, compress
 from lightning_sparse.cli import Parser, main
 
 ROOT = Path(__file__).parents[1]
-BASE, DIGITS = str(ROOT / "configs/base.yaml"), str(ROOT / "configs/digits_topk.yaml")
+FILES = ("base", "digits", "digits/topk")
+DIGITS = [f"--config={ROOT}/configs/{name}.yaml" for name in FILES]
 CLASSES = [
     SparseDDPStrategy,
     Method,
@@ -38,7 +39,7 @@ def _alone(monkeypatch):
 
 def config_of(capsys, *args: str) -> dict:
     with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", BASE, "--config", DIGITS, *args, "--print_config"])
+        main(["fit", *DIGITS, *args, "--print_config"])
     out, err = capsys.readouterr()
     assert ended.value.code == 0, err
     return yaml.safe_load(out)
@@ -46,7 +47,7 @@ def config_of(capsys, *args: str) -> dict:
 
 def error_of(capsys, *args: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", BASE, "--config", DIGITS, *args])
+        main(["fit", *DIGITS, *args])
     assert ended.value.code == 2
     return capsys.readouterr().err.partition("error: ")[2]
 
@@ -133,7 +134,7 @@ def test_help_tells_the_names_and_comments_tell_the_options(capsys):
         main(["fit", "--trainer.strategy.help=SparseDDPStrategy"])
     assert "fraction of gradient entries to send" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["fit", "--config", BASE, "--config", DIGITS, "--print_config=comments"])
+        main(["fit", *DIGITS, "--print_config=comments"])
     assert "# fraction of gradient entries to send" in capsys.readouterr().out
 
 
@@ -219,7 +220,7 @@ def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr(examples.data.Digits, "__init__", fail)
     with pytest.raises(ValueError, match="on purpose") as caught:
-        main(["fit", "--config", BASE, "--config", DIGITS])
+        main(["fit", *DIGITS])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -242,7 +243,7 @@ def test_a_second_run_into_the_same_folder(tmp_path):
 def test_two_processes_for_real(tmp_path):
     args = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.logger.save_dir={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_sparse", "fit", "--config", BASE, "--config", DIGITS, *args],
+        [sys.executable, "-m", "lightning_sparse", "fit", *DIGITS, *args],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
