@@ -4,21 +4,12 @@ import lightning_sparse  # makes the strategy names known
 Trainer(strategy="gaussiank_ddp")
 """
 
-import logging
-
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
 from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hook import attach
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies import SparseDDPStrategy
-
-# As Lightning does with its own logger: what it has to say shows, unless the program has set up logging itself.
-_logger = logging.getLogger(__name__)
-_logger.setLevel(logging.INFO)
-if not logging.root.hasHandlers():
-    _logger.addHandler(logging.StreamHandler())
-    _logger.propagate = False
 
 __version__ = "0.1.0"
 __all__ = [

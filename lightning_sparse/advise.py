@@ -20,7 +20,7 @@ import torch
 
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
-from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, crossing, step
+from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, step
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
 
@@ -39,6 +39,17 @@ def bandwidth(text: str) -> float:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth: write 1Gbit, 100Mbit or 12.5GB (per second)")
     return float(match[1]) * UNITS[match[2]] / (8 if match[3] == "bit" else 1)
+
+
+def number(text: str) -> float:
+    """Read a number that one can calculate with."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number, such as 25.6e6 or 0.15")
+    return value
 
 
 def gbit(bandwidth: float) -> str:
@@ -60,7 +71,7 @@ def measure(chosen: Method, params: int) -> Costs:
         return time.perf_counter()
 
     def rank(comm: Comm) -> tuple[float, float]:
-        reducer = Reducer(chosen, comm, granularity="model")
+        reducer = Reducer(chosen, comm, granularity="model", lr=0.1)
         steps, entries = [], []
         for _ in range(6):
             grads = {"all": gradient.clone()}
@@ -71,7 +82,7 @@ def measure(chosen: Method, params: int) -> Costs:
             values = grads["all"][indices]
             started = now()
             out.index_add_(0, indices, values)
-            entries.append((now() - started) / len(indices))
+            entries.append((now() - started) / max(1, len(indices)))
         # The first one allocates.
         return statistics.median(steps[1:]) / numel, statistics.median(entries[1:])
 
@@ -79,24 +90,38 @@ def measure(chosen: Method, params: int) -> Costs:
     return Costs(element=element, entry=entry)
 
 
-def estimates(work: Workload, workers: int, link: Link, density: float | None) -> list[tuple[str, Step, float | None]]:
-    """Return name, step and crossing point of every method and of the dense baselines, the fastest first."""
+def estimates(
+    work: Workload, workers: int, link: Link, density: float | None
+) -> tuple[list[tuple[str, Step, float | None]], dict[str, str]]:
+    """Return name, step and break-even bandwidth of every method and of the dense baselines, the fastest first.
+
+    And, by name, why a method could not be timed here.
+    """
     rows: list[tuple[str, Step, float | None]] = [
         (name, step(DENSE, work, workers, link, Costs(), dense_bytes=each), None) for name, each in BASELINES.items()
     ]
     timed: dict[str, Costs] = {}
+    failed: dict[str, str] = {}
     for name in METHODS:
         if name == "dense":
             continue
-        chosen = method(name, density=density)
-        assert isinstance(chosen.compressor, Sparsifier)
-        kind = repr(chosen.compressor)
-        if kind not in timed:
-            timed[kind] = measure(chosen, sum(work.segments))
-        costs = timed[kind]
-        found = step(chosen, work, workers, link, costs)
-        rows.append((name, found, crossing(chosen, work, workers, link, costs, list(BASELINES.values()))))
-    return sorted(rows, key=lambda row: row[1].seconds)
+        chosen = method(name)
+        if density is not None and chosen.density is not None:
+            chosen = method(name, density=density)
+        # Sparsifiers do all their work in the compressor; it is the same with every aggregator.
+        kind = repr(chosen.compressor if isinstance(chosen.compressor, Sparsifier) else chosen)
+        try:
+            chosen.aggregator.check_size(workers)
+            if kind not in timed:
+                timed[kind] = measure(chosen, sum(work.segments))
+            costs = timed[kind]
+            found = step(chosen, work, workers, link, costs)
+            rows.append(
+                (name, found, break_even_bandwidth(chosen, work, workers, link, costs, list(BASELINES.values())))
+            )
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    return sorted(rows, key=lambda row: row[1].seconds), failed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -107,20 +132,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--params", type=float, required=True, help="trainable parameters, for example 25.6e6")
+    parser.add_argument("--params", type=number, required=True, help="trainable parameters, for example 25.6e6")
     parser.add_argument("--workers", type=int, required=True, help="number of workers that share gradients")
     parser.add_argument(
         "--bandwidth", type=bandwidth, required=True, help="of a worker's link, for example 1Gbit or 100Mbit"
     )
-    parser.add_argument("--backward", type=float, required=True, metavar="SECONDS", help="of one step's backward pass")
+    parser.add_argument("--backward", type=number, required=True, metavar="SECONDS", help="of one step's backward pass")
     parser.add_argument(
-        "--forward", type=float, metavar="SECONDS", help="of one step's forward pass. Default: half of backward"
+        "--forward", type=number, metavar="SECONDS", help="of one step's forward pass. Default: half of backward"
     )
     parser.add_argument(
-        "--latency", type=float, default=50e-6, metavar="SECONDS", help="of a message. Default: 50e-6, one switch"
+        "--latency", type=number, default=50e-6, metavar="SECONDS", help="of a message. Default: 50e-6, one switch"
     )
     parser.add_argument(
-        "--density", type=float, help="fraction of entries to send. Default: that of each method, 0.001"
+        "--density", type=number, help="fraction of entries to send. Default: that of each method, 0.001"
     )
     args = parser.parse_args(argv)
     if args.workers < 2:
@@ -134,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
 
-    rows = estimates(work, args.workers, link, args.density)
+    rows, failed = estimates(work, args.workers, link, args.density)
     ddp = next(found for name, found, _ in rows if name == "ddp").seconds
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine's CPU"
     print(
@@ -155,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{name:18}{1e3 * found.seconds:10.1f}{ddp / found.seconds:8.2f}{1e3 * found.exposed:13.1f}"
             f"{found.sent_bytes / 1e6:10.3f}  {pays}"
         )
+    for name, reason in failed.items():
+        print(f"{name:18} cannot be timed here: {reason}")
     best, fastest, _ = next(row for row in rows if row[0] not in RANDOM)
     dense_name, dense, _ = next(row for row in rows if row[0] in BASELINES)
     if best in BASELINES:

@@ -1,6 +1,7 @@
-"""The command line: Lightning's own, with our names known and with typing errors put right.
+r"""The command line: Lightning's own, with our names known and with typing errors put right.
 
-    python -m lightning_sparse fit --config configs/base.yaml --config configs/digits_topk.yaml
+    python -m lightning_sparse fit --config configs/base.yaml --config configs/digits.yaml \
+        --config configs/digits/topk.yaml
     python -m lightning_sparse fit --help
     python -m lightning_sparse fit --trainer.strategy.help SparseDDPStrategy
     python -m lightning_sparse fit --config ... --print_config=comments  # every option, with its text
@@ -29,7 +30,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 import textwrap
 from collections.abc import Iterable
 from importlib import import_module
@@ -38,56 +38,41 @@ from typing import TYPE_CHECKING, NoReturn
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_sparse.callbacks  # noqa: F401  # so that their names are known, too
+from lightning_sparse._lightning import CHOSEN
 from lightning_sparse.methods import METHODS
-from lightning_sparse.strategies import _chosen
 
 if TYPE_CHECKING:
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.strategies import StrategyRegistry
 else:
-    _lightning = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning.pytorch"}[_chosen]
-    LightningArgumentParser = import_module(f"{_lightning}.cli").LightningArgumentParser
-    LightningCLI = import_module(f"{_lightning}.cli").LightningCLI
-    StrategyRegistry = import_module(f"{_lightning}.strategies").StrategyRegistry
-
-NO_TYPE_FITS = "Does not validate against any of the Union subtypes"
-"""How jsonargparse begins when none of an option's types takes a value, for whatever reason."""
+    LightningArgumentParser = import_module(f"{CHOSEN}.cli").LightningArgumentParser
+    LightningCLI = import_module(f"{CHOSEN}.cli").LightningCLI
+    StrategyRegistry = import_module(f"{CHOSEN}.strategies").StrategyRegistry
 
 
 class Parser(LightningArgumentParser):
     """Lightning's parser; its errors also name the known option that is nearest to a mistyped one."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Complain about the command line or a file, and exit with status 2."""
-        # What stands inside a class is parsed by a parser of its own, whose error becomes part of the outer one's.
-        if "Did you mean" not in message:
-            message += self._hint(message)
+        """Report an error in the command line or a file, and exit with status 2."""
+        unknown = re.search(r"option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
+        # The options of a nested class are parsed by a parser of their own, whose message the outer one quotes.
+        if unknown and "Did you mean" not in message:
+            subparsers = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
+            known = {key for parser in (self, *subparsers) for key in parser.get_defaults().keys()}  # noqa: SIM118
+            message += did_you_mean(unknown[1] or unknown[2], {*known, "init_args"})
         super().error(message, ex)
-
-    def _hint(self, message: str) -> str:
-        if found := re.search(r"[Oo]ption '([\w.]+)'|arguments: --([\w.]+)", message):
-            subparsers = {n: p for a in self._actions if isinstance(a.choices, dict) for n, p in a.choices.items()}
-            known = {key for parser in (self, *subparsers.values()) for key in parser.get_defaults().keys()}  # noqa: SIM118
-            group = re.search(r"Group '([\w.]+)'", message)
-            prefix = f"{group[1]}." if group and group[1] not in subparsers else ""
-            return did_you_mean(prefix + (found[1] or found[2]), {*known, "init_args"})
-        # Class names, and the keys beside them.
-        if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
-            return did_you_mean(found[2], dir(sys.modules[found[1]]))
-        if found := re.search(r"'class_path': '[\w.]+', '(?!init_args|dict_kwargs)(\w+)'", message):
-            return did_you_mean(found[1], {"init_args"})
-        return ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the nearest of `known`, or nothing if none is near."""
-
-    def likeness(key: str) -> float:
-        # As much of the name as the key is long: what hangs on a mistyped key says nothing of it.
-        return difflib.SequenceMatcher(None, key, ".".join(name.split(".")[: key.count(".") + 1])).ratio()
-
-    nearest = max(sorted(known), key=likeness)
-    return f"\nDid you mean {nearest!r}?" if likeness(nearest) > 0.6 else ""
+    """Return a question that names the one of `known` nearest to a dotted name, or "" if none is near."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):  # behind a mistyped part, the others are unknown, too
+        candidates = [key for key in known if key.count(".") == depth - 1]
+        nearest = difflib.get_close_matches(prefix := ".".join(parts[:depth]), candidates, n=1)
+        if nearest and nearest[0] != prefix:
+            return f"\nDid you mean {nearest[0]!r}?"
+    return ""
 
 
 class CLI(LightningCLI):
@@ -95,6 +80,12 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         name = self._get(self.config, "trainer.strategy")
+        options = getattr(name, "init_args", None) or {}
+        if not isinstance(options.get("method"), str | None) and options.get("density") is not None:
+            self.parser.error(
+                f"density: {options['density']} stands beside own parts of a method, which have their own density: it "
+                f"comes from the command line or from an earlier file. Put `density: null` beside `method:`."
+            )
         if isinstance(name, str) and name.lower() not in ("auto", *StrategyRegistry):
             self.parser.error(
                 f"Strategy {name!r} is not known; choose from ddp, {', '.join(f'{method}_ddp' for method in METHODS)}, "
@@ -110,16 +101,20 @@ class CLI(LightningCLI):
             while cause.__cause__ and str(cause).startswith(NO_TYPE_FITS):
                 cause = cause.__cause__
             if not isinstance(cause, ValueError | OSError):
-                raise  # a mistake in the code rather than in the options: where it was raised matters
-            self.parser.error(reasons(str(error)), error)
+                raise  # a bug: its traceback matters
+            self.parser.error(constructor_errors(str(error)), error)
 
 
-def reasons(message: str) -> str:
-    """Return what objects said when they were made, without jsonargparse's list of the types that do not fit."""
+NO_TYPE_FITS = "Does not validate against any of the Union subtypes"
+"""How jsonargparse's message begins when a constructor raised an error, and a list of the types tried follows."""
+
+
+def constructor_errors(message: str) -> str:
+    """Return what constructors raised, without jsonargparse's list of the types that the value does not fit."""
     if not message.startswith(NO_TYPE_FITS):
         return message
     listed: list[str] = re.findall(r"^  - (?!Expected a )(.*(?:\n    .*)*)", message, re.MULTILINE)
-    return "\n".join(reasons(textwrap.dedent("    " + reason)) for reason in listed) or message
+    return "\n".join(constructor_errors(textwrap.dedent("    " + text)) for text in listed) or message
 
 
 def main(args: ArgsType = None) -> None:

@@ -16,8 +16,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy.optimize import brentq
+
 from lightning_sparse.aggregators import AllReduceMean
-from lightning_sparse.compressors import Identity, Sparsifier
+from lightning_sparse.compressors import Compressor, Identity, Sparsifier
 from lightning_sparse.layout import Segment
 from lightning_sparse.methods import Method
 
@@ -139,15 +141,15 @@ def step(
         segment = Segment(index, ("",), ((numel,),), 0)
         dense = dense_bytes * numel * dense_rounds / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
-        sparse = isinstance(method.compressor, Sparsifier) and (workers == 1 or chosen < 4 * dense / dense_bytes)
+        # As the Reducer does it; a result that is no mean cannot be replaced by one.
+        may_fall_back = workers > 1 and method.aggregator.averages
+        compressed = not isinstance(method.compressor, Identity) or not isinstance(method.aggregator, AllReduceMean)
         arrives = work.forward + fraction * work.backward
-        if sparse:
-            assert isinstance(method.compressor, Sparsifier)
+        if compressed and (not may_fall_back or chosen < 4 * dense / dense_bytes):
             nbytes, rounds = chosen, method.aggregator.messages(workers)
             before = costs.segment + numel * costs.element
             # What arrives is as much as what is sent, in all our exchanges.
-            capacity = method.compressor.capacity(numel, density)
-            after = costs.entry * nbytes / method.compressor.encoding.nbytes(numel, capacity) * capacity
+            after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment, density)
         else:
             nbytes, rounds, before, after = dense, dense_rounds, 0.0, 0.0
             before = dense * costs.dense_byte
@@ -166,24 +168,35 @@ def step(
     return Step(end, end - work.forward - work.backward, sent)
 
 
-def crossing(method: Method, work: Workload, workers: int, link: Link, costs: Costs, baselines: Sequence[int]) -> float:
+def _entries_per_byte(compressor: Compressor, segment: Segment, density: float | None) -> float:
+    """Return how many entries a byte of a segment's payload stands for."""
+    if isinstance(compressor, Sparsifier):
+        return compressor.capacity(segment.numel, density) / max(1, compressor.nbytes(segment, density))
+    return segment.numel / max(1, compressor.nbytes(segment, density))
+
+
+def break_even_bandwidth(
+    method: Method, work: Workload, workers: int, link: Link, costs: Costs, baselines: Sequence[int]
+) -> float:
     """Return the bandwidth, in bytes/s, above which a dense step is at least as fast: 0 for always, inf for never.
 
     Args:
+        method: the method to compare with dense training.
+        work: the model and its compute time.
+        workers: their number.
+        link: its latency counts; its bandwidth does not.
+        costs: of the method's own work.
         baselines: bytes per element of the dense steps to compare with.
     """
 
-    def wins(bandwidth: float) -> bool:
-        at = Link(bandwidth, link.latency)
-        best = min(step(DENSE, work, workers, at, costs, dense_bytes=each).seconds for each in baselines)
-        return step(method, work, workers, at, costs).seconds < best
+    def gain(log_bandwidth: float) -> float:
+        at = Link(math.exp(log_bandwidth), link.latency)
+        dense = min(step(DENSE, work, workers, at, costs, dense_bytes=each).seconds for each in baselines)
+        return dense - step(method, work, workers, at, costs).seconds
 
-    low, high = 1e3, 1e14
-    if not wins(low):
+    low, high = math.log(1e3), math.log(1e14)
+    if gain(low) <= 0:
         return 0.0
-    if wins(high):
+    if gain(high) > 0:
         return math.inf
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if wins(middle) else (low, middle)
-    return low
+    return math.exp(brentq(gain, low, high, xtol=1e-3))

@@ -48,7 +48,7 @@ from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure, first_lin
 from lightning_sparse.layout import Granularity, Segment
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
-from lightning_sparse.overflow import OnNonFinite
+from lightning_sparse.options import OnNonFinite
 from lightning_sparse.reducer import Reducer
 
 log = logging.getLogger(__name__)

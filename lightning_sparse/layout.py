@@ -15,22 +15,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Granularity = Literal["layer", "bucket", "model"]
+from lightning_sparse.options import Granularity as Granularity
+from lightning_sparse.options import check_partition
+
 MAX_SEGMENT = 2**31 - 1  # indices travel as int32
-
-
-def check_partition(granularity: str, bucket_cap_mb: float) -> None:
-    """Raise ValueError unless these options make a partition."""
-    if granularity not in get_args(Granularity):
-        known = ", ".join(get_args(Granularity))
-        raise ValueError(f"granularity={granularity!r} is not known; choose from {known}.")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB.")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,9 +12,9 @@ from torch import Tensor
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.exchange import NOT_FINITE, NonFiniteGradient
 from lightning_sparse.layout import Layout
+from lightning_sparse.options import OnNonFinite, check_overflow_options
 
 log = logging.getLogger(__name__)
-OnNonFinite = Literal["raise", "skip"]
 
 
 class GradientCheck:
@@ -27,6 +26,7 @@ class GradientCheck:
         clip_norm: largest 2-norm of this rank's own gradient; None leaves it as it is.
 
     Attributes:
+        get_scale: the function `loss_scale`; may be replaced between two steps.
         loss_scale: the present loss scale, 1 without one.
         scale: factor on the gradients before they are added: clipping, divided by the loss scale.
     """
@@ -34,14 +34,14 @@ class GradientCheck:
     def __init__(
         self, loss_scale: Callable[[], float] | None, on_nonfinite: OnNonFinite, clip_norm: float | None
     ) -> None:
-        check_overflow_options(on_nonfinite, clip_norm)
-        self._get_scale, self._on_nonfinite, self._clip_norm = loss_scale, on_nonfinite, clip_norm
+        clip_norm = check_overflow_options(on_nonfinite, clip_norm, loss_scale)
+        self.get_scale, self._on_nonfinite, self._clip_norm = loss_scale, on_nonfinite, clip_norm
         self.scale = self.loss_scale = 1.0
 
     @property
     def needs_all_gradients(self) -> bool:
         """Whether a step needs all gradients before the first is added, so that nothing overlaps with backward."""
-        return self._get_scale is not None or self._on_nonfinite == "skip" or self._clip_norm is not None
+        return self.get_scale is not None or self._on_nonfinite == "skip" or self._clip_norm is not None
 
     def passes(
         self,
@@ -66,7 +66,7 @@ class GradientCheck:
             NonFiniteGradient: a gradient is not finite on some rank, and such steps are not skipped.
             RankFailure: ranks are at different steps.
         """
-        self.loss_scale = 1.0 if self._get_scale is None else self._get_scale()
+        self.loss_scale = 1.0 if self.get_scale is None else self.get_scale()
         # Parameters are counted in the order of the layout, which is the same on all ranks.
         names = [name for name in layout.names if name not in unused]
         # In fp32: norms of 16-bit gradients would be rounded to 16 bit, and in fp16 overflow early.
@@ -88,7 +88,7 @@ class GradientCheck:
             clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm * self.loss_scale / max(norm, 1e-30))
             self.scale = clip / self.loss_scale
             return True
-        if self._get_scale is None:
+        if self.get_scale is None:
             # The same parameter as the exchange of one segment after the other names: of the first the lowest rank.
             rank, name = next(
                 (rank, name) for segment in layout.segments for rank, name in found.items() if name in segment.names
@@ -100,11 +100,3 @@ class GradientCheck:
                 log.warning(f"{what} All ranks leave this step out, the {skipped + 1}. so far.")
         torch._foreach_mul_(list(grads.values()), math.nan)
         return False
-
-
-def check_overflow_options(on_nonfinite: str, clip_norm: float | None) -> None:
-    """Raise ValueError unless the options about gradients that are too large make sense."""
-    if on_nonfinite not in get_args(OnNonFinite):
-        raise ValueError(f"on_nonfinite={on_nonfinite!r}: choose from {', '.join(get_args(OnNonFinite))}.")
-    if clip_norm is not None and not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm={clip_norm!r}: the largest norm of a gradient, above 0, or None.")

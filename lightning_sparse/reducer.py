@@ -24,15 +24,16 @@ from torch import Tensor
 from lightning_sparse.aggregators import Aggregator, AllReduceMean
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Compressor, Entries, Identity, Update, add_
-from lightning_sparse.compressors.sparsifier import check_density
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.write_back import write_dense_, write_entries_
-from lightning_sparse.layout import Granularity, Layout, Segment, check_partition
+from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
 from lightning_sparse.observer import Observer
-from lightning_sparse.overflow import GradientCheck, OnNonFinite
+from lightning_sparse.options import OnNonFinite as OnNonFinite
+from lightning_sparse.options import check_partition, check_seed, check_warmup
+from lightning_sparse.overflow import GradientCheck
 from lightning_sparse.state import SegmentStates
 
 log = logging.getLogger(__name__)
@@ -88,8 +89,9 @@ class Reducer:
         self.method = make_method(method) if isinstance(method, str) else method
         if not isinstance(self.method, Method):
             raise TypeError(f"Reducer(method={method!r}): method must be a Method or the name of one.")
-        check_warmup(self.method, warmup, warmup_steps)
-        check_partition(granularity, bucket_cap_mb)
+        seed = check_seed(seed)
+        warmup, warmup_steps = check_warmup(self.method, warmup, warmup_steps)
+        bucket_cap_mb = check_partition(granularity, bucket_cap_mb)
         self._check = GradientCheck(loss_scale, on_nonfinite, clip_norm)
         if self.method.memory.needs_lr and lr is None:
             raise ValueError(f"{self.method!r} needs the learning rate: pass lr, a number or a function.")
@@ -123,6 +125,15 @@ class Reducer:
     def states(self) -> list[State]:
         """The state of each segment."""
         return self._states.by_segment
+
+    @property
+    def loss_scale(self) -> Callable[[], float] | None:
+        """The function that returns the loss scale; may be replaced between two steps."""
+        return self._check.get_scale
+
+    @loss_scale.setter
+    def loss_scale(self, get_scale: Callable[[], float] | None) -> None:
+        self._check.get_scale = get_scale
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -435,17 +446,4 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         raise TypeError(
             f"{name!r} is {tensor.dtype}; gradients of torch.float32, torch.float16 and torch.bfloat16 can be reduced. "
             f"Convert the parameter, or freeze it with requires_grad_(False)."
-        )
-
-
-def check_warmup(method: Method, warmup: Sequence[float], warmup_steps: int | None) -> None:
-    """Raise ValueError unless the warm-up makes sense for the method."""
-    for density in warmup:
-        check_density("warmup", density)
-    if warmup and method.density is None:
-        raise ValueError(f"warmup={tuple(warmup)!r}: {method!r} has no density to warm up.")
-    if warmup_steps is not None and (warmup_steps < 1 or not warmup):
-        raise ValueError(
-            f"warmup_steps={warmup_steps!r} is the number of steps for each density of warmup={tuple(warmup)!r}: give "
-            f"at least one density and one step, or leave both out."
         )

@@ -20,11 +20,10 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from lightning_sparse import METHODS, Method, Reducer, SparseDDPStrategy, method, simulate
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
-from lightning_sparse.callbacks.gradient_distribution import BINS, REACH, Distribution
-from lightning_sparse.callbacks.shared import _Watch
-from lightning_sparse.compressors import Compressor, TopK
-from lightning_sparse.compressors.base import Sparsifier
-from lightning_sparse.strategies.first_line import first_line
+from lightning_sparse.callbacks.base import _Watch
+from lightning_sparse.callbacks.histogram import BINS, REACH, Distribution
+from lightning_sparse.compressors import Compressor, Sparsifier, TopK
+from lightning_sparse.strategies.summary import run_summary
 from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
 
 ALL = (GradientDistribution, ContractionRatio, CommunicationMonitor)
@@ -275,7 +274,9 @@ def fit(folder, callbacks, *, size=1, net=None, strategy=None, loggers=("tensorb
         }
         model = net() if net else Counted()
         lines = logging.handlers.BufferingHandler(1000)
-        logging.getLogger("lightning_sparse").addHandler(lines)
+        for name in ("pytorch_lightning", "lightning_sparse"):  # the second where pytest has set up logging
+            logging.getLogger(name).addHandler(lines)
+            logging.getLogger(name).setLevel(logging.INFO)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.filterwarnings("always", "(GradientDistribution|ContractionRatio|CommunicationMonitor): ")
@@ -487,7 +488,7 @@ def test_the_first_line_and_what_it_counts():
         # Two ranks send 2(P − 1)/P times 4 bytes, or 4 for each of k entries and k + 16 bits; all of them is no less.
         assert reducer.dense_nbytes == 64
         assert [reducer.nbytes(density) for density in (0.125, 0.25, 1.0)] == [11, 19, 64]
-        return first_line(reducer, SimpleNamespace(loggers=[]))
+        return run_summary(reducer, SimpleNamespace(loggers=[]))
 
     assert simulate(2, rank)[0] == (
         "TopK(density=0.125) + Residual() + Mean() on 2 ranks, after a warm-up at "

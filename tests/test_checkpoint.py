@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
 from lightning_sparse import METHODS, Reducer, simulate
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.reducer import resized
+from lightning_sparse.state import resized
 from tests.integration.trainers import same
 
 TAG = "0123456789abcdef"

@@ -16,7 +16,8 @@ from lightning_sparse import Method, SparseDDPStrategy, callbacks, cli, compress
 from lightning_sparse.cli import Parser, main
 
 ROOT = Path(__file__).parents[1]
-BASE, DIGITS = str(ROOT / "configs/base.yaml"), str(ROOT / "configs/digits_topk.yaml")
+FILES = ("base", "digits", "digits/topk")
+DIGITS = [f"--config={ROOT}/configs/{name}.yaml" for name in FILES]
 CLASSES = [
     SparseDDPStrategy,
     Method,
@@ -38,7 +39,7 @@ def _alone(monkeypatch):
 
 def config_of(capsys, *args: str) -> dict:
     with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", BASE, "--config", DIGITS, *args, "--print_config"])
+        main(["fit", *DIGITS, *args, "--print_config"])
     out, err = capsys.readouterr()
     assert ended.value.code == 0, err
     return yaml.safe_load(out)
@@ -46,7 +47,7 @@ def config_of(capsys, *args: str) -> dict:
 
 def error_of(capsys, *args: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", BASE, "--config", DIGITS, *args])
+        main(["fit", *DIGITS, *args])
     assert ended.value.code == 2
     return capsys.readouterr().err.partition("error: ")[2]
 
@@ -133,7 +134,7 @@ def test_help_tells_the_names_and_comments_tell_the_options(capsys):
         main(["fit", "--trainer.strategy.help=SparseDDPStrategy"])
     assert "fraction of gradient entries to send" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["fit", "--config", BASE, "--config", DIGITS, "--print_config=comments"])
+        main(["fit", *DIGITS, "--print_config=comments"])
     assert "# fraction of gradient entries to send" in capsys.readouterr().out
 
 
@@ -146,7 +147,6 @@ STRATEGY = "trainer: {strategy: {class_path: SparseDDPStrategy, init_args: {%s}}
         ("trainer: {max_epoch: 3}", "trainer.max_epochs"),
         ("optimzer: {class_path: torch.optim.SGD}", "optimizer"),
         ("data: {class_path: examples.data.Digits, init_args: {bath_size: 3}}", "batch_size"),
-        ("data: {class_path: examples.data.Digit}", "Digits"),
         ("model: {class_path: examples.models.Classifier, int_args: {num_classes: 3}}", "init_args"),
         ("model: {init_args: {network: {class_path: examples.models.ResNet20, init_args: {widht: 3}}}}", "width"),
         (STRATEGY % "densty: 0.1", "density"),
@@ -154,7 +154,6 @@ STRATEGY = "trainer: {strategy: {class_path: SparseDDPStrategy, init_args: {%s}}
         (STRATEGY % "method: {compresor: TopK}", "compressor"),
         (STRATEGY % "method: {compressor: {class_path: TopK, init_args: {densty: 0.1}}}", "density"),
         (STRATEGY % "method: topq, density: 0.1", "topk"),
-        ("trainer: {strategy: {class_path: lightning_sparse.SparseDPStrategy}}", "SparseDDPStrategy"),
         ("trainer: {strategy: topq_ddp}", "topk_ddp"),
     ],
 )
@@ -204,13 +203,24 @@ def test_a_part_that_refuses_its_options_is_quoted_alone(text, says, tmp_path, c
     assert "Namespace" not in message
 
 
+OWN_PARTS = "method: {compressor: {class_path: TopK, init_args: {density: 0.02}}, memory: Residual, aggregator: Mean}"
+
+
+def test_own_parts_after_a_file_that_gives_a_density(tmp_path, capsys):
+    message = error_of(capsys, "--config", written(tmp_path, STRATEGY % OWN_PARTS))
+    assert message.startswith("density: 0.01 stands beside own parts of a method")
+    assert "Put `density: null` beside `method:`." in message
+    printed = config_of(capsys, "--config", written(tmp_path, STRATEGY % f"density: null, {OWN_PARTS}"))
+    assert printed["trainer"]["strategy"]["init_args"]["method"]["compressor"]["init_args"]["density"] == 0.02
+
+
 def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch, capsys):
     def fail(self: object, batch_size: int = 1, fold: int = 0) -> None:
         raise KeyError("on purpose")
 
     monkeypatch.setattr(examples.data.Digits, "__init__", fail)
     with pytest.raises(ValueError, match="on purpose") as caught:
-        main(["fit", "--config", BASE, "--config", DIGITS])
+        main(["fit", *DIGITS])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -233,7 +243,7 @@ def test_a_second_run_into_the_same_folder(tmp_path):
 def test_two_processes_for_real(tmp_path):
     args = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.logger.save_dir={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_sparse", "fit", "--config", BASE, "--config", DIGITS, *args],
+        [sys.executable, "-m", "lightning_sparse", "fit", *DIGITS, *args],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

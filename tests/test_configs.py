@@ -14,7 +14,7 @@ from tests.processes import run_ranks
 from tests.test_examples import write_cifar10
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-FILES = sorted(file.stem for file in CONFIGS.glob("*.yaml") if file.stem != "base")
+FILES = sorted(f"{file.parent.name}/{file.stem}" for file in CONFIGS.glob("*/*.yaml"))
 EXPERIMENTS = ("cifar10_resnet20", "cifar10_vgg16", "digits", "gpt", "lstm")
 METHODS = ("dense", "gaussiank", "randk", "topk")
 # Less data and smaller batches: what is in question is that the files fit the code.
@@ -28,8 +28,9 @@ NO = ["enable_progress_bar", "enable_model_summary", "enable_checkpointing"]
 
 
 def command(name: str, folder: Path) -> list[str]:
-    args = ["--config", str(CONFIGS / "base.yaml"), "--config", str(CONFIGS / f"{name}.yaml")]
-    args += SMALL[name.partition("_")[0]]
+    experiment = name.partition("/")[0]
+    args = [f"--config={CONFIGS / file}.yaml" for file in ("base", experiment, name)]
+    args += SMALL[experiment.partition("_")[0]]
     if name.startswith("cifar10"):
         args.append(f"--data.path={folder / ('python' if 'resnet' in name else 'binary')}")
     return [*args, *(f"--trainer.{option}=false" for option in NO), f"--trainer.logger.init_args.save_dir={folder}"]
@@ -62,8 +63,8 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
         ]
         for name in FILES
     }
-    commands["validate"] = ["validate", *command("gpt_topk", folder)]
-    commands["test"] = ["test", *command("cifar10_resnet20_topk", folder)]
+    commands["validate"] = ["validate", *command("gpt/topk", folder)]
+    commands["test"] = ["test", *command("cifar10_resnet20/topk", folder)]
     for name, args in commands.items():
         try:
             cli.main([*args, "--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0"])
@@ -94,8 +95,9 @@ def results(tmp_path_factory) -> dict[str, Any]:
 
 
 def test_every_experiment_comes_with_every_method():
-    expected = [f"{experiment}_{method}" for experiment in EXPERIMENTS for method in METHODS]
+    expected = [f"{experiment}/{method}" for experiment in EXPERIMENTS for method in METHODS]
     assert expected == FILES
+    assert {file.stem for file in CONFIGS.glob("*.yaml")} == {"base", *EXPERIMENTS}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -109,12 +111,12 @@ def test_two_steps(name, results):
         assert result["metrics"]["val/bits_per_byte"] == pytest.approx(result["metrics"]["val/loss"] * 1.442695)
     compressors = {"dense": "Identity", "topk": "TopK", "randk": "RandK", "gaussiank": "GaussianK"}
     assert result["strategy"] == SparseDDPStrategy.__name__
-    assert f"compressor={compressors[name.rpartition('_')[2]]}(" in result["method"]
+    assert f"compressor={compressors[name.rpartition('/')[2]]}(" in result["method"]
 
 
 def test_own_parts_are_those_of_the_name(results):
-    assert "class_path: RandK" in (CONFIGS / "lstm_randk.yaml").read_text()
-    assert results["lstm_randk"]["method"] == results["gpt_randk"]["method"]
+    assert "class_path: RandK" in (CONFIGS / "lstm/randk.yaml").read_text()
+    assert results["lstm/randk"]["method"] == results["gpt/randk"]["method"]
 
 
 def test_other_subcommands(results):

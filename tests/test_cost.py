@@ -2,14 +2,17 @@
 
 import math
 import re
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_sparse import METHODS, Reducer, advise, method, simulate
-from lightning_sparse.aggregators import TwoLevel
-from lightning_sparse.compressors import TopK
-from lightning_sparse.cost import DENSE, Costs, Link, Workload, crossing, step
+from lightning_sparse.aggregators import Mean, TwoLevel
+from lightning_sparse.compressors import Compressor, TopK
+from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, step
+from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method
 from tests.test_methods import make
 
@@ -84,19 +87,19 @@ def test_messages_of_each_way():
     assert TwoLevel(ranks_per_node=4).messages(8) == 1
 
 
-def test_crossing_point():
+def test_break_even_bandwidth():
     work = Workload.even(25_000_000, 0.05, 0.1)
     costs = Costs(element=1e-9)
-    point = crossing(method("gtopk"), work, 16, Link(1e9), costs, [4, 2])
+    point = break_even_bandwidth(method("gtopk"), work, 16, Link(1e9), costs, [4, 2])
 
     def ratio(bandwidth):
         dense = step(DENSE, work, 16, Link(bandwidth), costs, dense_bytes=2).seconds
         return dense / step(method("gtopk"), work, 16, Link(bandwidth), costs).seconds
 
     assert ratio(point * 1.01) < 1 < ratio(point * 0.99)
-    assert crossing(method("gtopk"), work, 16, Link(1e9), Costs(element=1.0), [4]) < 1e3 * 125
+    assert break_even_bandwidth(method("gtopk"), work, 16, Link(1e9), Costs(element=1.0), [4]) < 1e3 * 125
     # Without any cost of its own less is never slower, but on an endless link not faster either.
-    assert crossing(method("gtopk"), work, 16, Link(1e9, latency=0), Costs(), [4]) > 1e10
+    assert break_even_bandwidth(method("gtopk"), work, 16, Link(1e9, latency=0), Costs(), [4]) > 1e10
 
 
 def test_segments_are_even():
@@ -135,6 +138,46 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
     assert "Dense training wins here: stay with ddp" in table(capsys, "--bandwidth", "400Gbit", "--backward", "0.5")
 
 
+@dataclass(frozen=True)
+class Sign(Compressor):
+    """One bit per element: no sparsifier, and without a density."""
+
+    refuses: bool = False
+
+    def compress(self, u, segment, ctx):
+        if self.refuses:
+            raise RuntimeError("on purpose")
+        return (pack_bits(u >= 0), u.abs().mean().view(1))
+
+    def accumulate_(self, out, payload, segment, ctx):
+        return out.add_((unpack_bits(payload[0], out.numel()).float() * 2 - 1) * payload[1])
+
+    def nbytes(self, segment, density):
+        return -(-segment.numel // 8) + 4
+
+
+def pack_bits(bits):
+    return torch.tensor(np.packbits(bits.numpy()))
+
+
+def unpack_bits(packed, numel):
+    return torch.tensor(np.unpackbits(packed.numpy(), count=numel))
+
+
+@pytest.mark.parametrize("density", [[], ["--density", "0.01"]])
+def test_advise_prints_what_it_can_for_any_method(density, capsys, monkeypatch):
+    extra = {"sign": (Sign, Residual(), Mean(), ""), "refusing": (lambda: Sign(True), Residual(), Mean(), "")}
+    rows = {**METHODS, **{name: type(METHODS["topk"])(*row) for name, row in extra.items()}}
+    monkeypatch.setattr(advise, "METHODS", rows)
+    monkeypatch.setattr("lightning_sparse.methods.METHODS", rows)
+    out = table(capsys, "--bandwidth", "1Mbit", "--backward", "0.01", *density)
+    (line,) = re.findall(r"^sign  +[\d.]+ .*", out, re.MULTILINE)
+    # 7 others times 2e5 / 8 bytes.
+    assert float(line.split()[4]) == pytest.approx(0.175, abs=0.001)
+    assert "refusing           cannot be timed here: RuntimeError: on purpose" in out
+    assert "topk" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -144,6 +187,10 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
         (["--bandwidth", "1Gbit", "--backward", "1", "--latency", "-1"], "latency 0 s or more"),
         (["--bandwidth", "1Gbit"], "required: --backward"),
         (["--bandwidth", "1Gbit", "--backward", "1", "--workers", "1"], "fewer than two"),
+        (["--bandwidth", "1Gbit", "--backward", "1", "--params", "nan"], "--params: 'nan' is not a finite number"),
+        (["--bandwidth", "1Gbit", "--backward", "1", "--params", "inf"], "--params: 'inf' is not a finite number"),
+        (["--bandwidth", "1Gbit", "--backward", "many"], "--backward: 'many' is not a finite number"),
+        (["--bandwidth", "1Gbit", "--backward", "1", "--latency", "nan"], "--latency: 'nan' is not a finite number"),
     ],
 )
 def test_advise_refuses_what_makes_no_sense(arguments, message, capsys):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_sparse.callbacks.shared import Charts, StepCallback, Trainer, sum_of_squares
+from lightning_sparse.callbacks.base import Charts, StepCallback, Trainer, sum_of_squares
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.context import Context
 from lightning_sparse.observer import Observer

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.callbacks.shared import Charts, StepCallback, Trainer, sum_of_squares
+from lightning_sparse.callbacks.base import Charts, StepCallback, Trainer, sum_of_squares
 from lightning_sparse.compressors.base import Entries, Update, drop_padding
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment

@@ -21,12 +21,7 @@ from lightning_sparse.compressors.encoding import Encoding, IndexFormat, ValueFo
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.layout import Segment
-
-
-def check_density(owner: str, density: object) -> None:
-    """Raise ValueError unless 0 < density <= 1."""
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
-        raise ValueError(f"{owner}(density={density!r}): density must be in (0, 1], the fraction of entries to send.")
+from lightning_sparse.options import check_density
 
 
 def selection_bound(k: int) -> int:
@@ -46,7 +41,7 @@ class Sparsifier(Compressor):
     value_format: ValueFormat = "float32"
 
     def __post_init__(self) -> None:
-        check_density(type(self).__name__, self.density)
+        object.__setattr__(self, "density", check_density(type(self).__name__, self.density))
         for name, known in (("index_format", IndexFormat), ("value_format", ValueFormat)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(

@@ -7,23 +7,16 @@ each explicitly.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from lightning_sparse._lightning import CHOSEN, INSTALLED
 
 if TYPE_CHECKING:
     from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy
 
 __all__ = ["SparseDDPStrategy"]
 
-# Which one the user works with has to be seen before both are imported for their registries.
-_BY_NAMESPACE = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning_pytorch"}
-_installed = [name for name in _BY_NAMESPACE if find_spec(name)]
-if not _installed:
-    raise ImportError("lightning_sparse needs Lightning: pip install pytorch-lightning (or lightning).")
-_imported = [name for name in _installed if name in sys.modules]
-_chosen = _imported[0] if len(_imported) == 1 else _installed[0]
-_modules = {name: import_module(f"{__name__}.{_BY_NAMESPACE[name]}") for name in _installed}
+_modules = {name: import_module(f"{__name__}.{name.replace('.', '_')}") for name in INSTALLED}
 if not TYPE_CHECKING:
-    SparseDDPStrategy = _modules[_chosen].SparseDDPStrategy
+    SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy

@@ -14,19 +14,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse._compat import accumulates, logs_next_step, steps_taken
+from lightning_sparse._lightning import INSTALLED
 from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies.first_line import summary_writers
-from lightning_sparse.strategies.shared import SparseDDP
+from lightning_sparse.strategies.sparse_ddp import SparseDDP
+from lightning_sparse.strategies.summary import summary_writers
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 else:
     # Lightning exists under two names, whose trainers each take their own callbacks only: ours are both.
-    _namespaces = {"pytorch_lightning": "pytorch_lightning", "lightning": "lightning.pytorch"}
-    _bases = [import_module(module).Callback for top, module in _namespaces.items() if find_spec(top)]
-    Callback = type("Callback", tuple(_bases), {"__doc__": "A callback for every Lightning that is installed."})
+    _bases = tuple(import_module(name).Callback for name in INSTALLED)
+    Callback = type("Callback", _bases, {"__doc__": "A callback for every Lightning that is installed."})
 
 Trainer = Any
 """Lightning's, under either of its names; half of what is asked of it here is not declared there."""

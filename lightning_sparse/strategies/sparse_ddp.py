@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.compressors import Identity
 from lightning_sparse.hook import CommThread, method_of
-from lightning_sparse.layout import check_partition
 from lightning_sparse.methods import METHODS, Method
-from lightning_sparse.overflow import OnNonFinite, check_overflow_options
-from lightning_sparse.reducer import Reducer, check_warmup
+from lightning_sparse.options import (
+    Granularity,
+    OnNonFinite,
+    check,
+    check_overflow_options,
+    check_partition,
+    check_seed,
+    check_warmup,
+)
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.strategies import loss_scale
 from lightning_sparse.strategies.checkpointing import Checkpointing
-from lightning_sparse.strategies.first_line import first_line
+from lightning_sparse.strategies.summary import run_summary
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +51,24 @@ REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averagi
 
 ADAPTIVE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
 """Optimizers that divide by the size of past gradients; AdamW is an Adam."""
+
+
+def check_placement(nodes: Sequence[int], ranks_per_node: int) -> None:
+    """Raise ValueError unless each `ranks_per_node` consecutive ranks are on one node.
+
+    Args:
+        nodes: the node of each rank.
+        ranks_per_node: number of ranks that add up their gradients densely.
+    """
+    for first in range(0, len(nodes), ranks_per_node):
+        together = nodes[first : first + ranks_per_node]
+        if len(set(together)) > 1:
+            placed = ", ".join(f"rank {first + place} on node {node}" for place, node in enumerate(together))
+            raise ValueError(
+                f"TwoLevel(ranks_per_node={ranks_per_node}): the ranks {first} to {first + len(together) - 1} are to "
+                f"add up their gradients inside one node, but they are on several ({placed}). Start the ranks node by "
+                f"node, as torchrun does, and SLURM with --distribution=block; or leave two_level out."
+            )
 
 
 class SparseDDP(Checkpointing):
@@ -67,11 +94,14 @@ class SparseDDP(Checkpointing):
         reducer: the algorithm and its state; there from the start of `fit`.
     """
 
+    _namespace: str
+    """Lightning's name in this strategy."""
+
     def __init__(
         self,
         method: str | Method = "topk",
         density: float | None = None,
-        granularity: Literal["layer", "bucket", "model"] = "bucket",
+        granularity: Granularity = "bucket",
         warmup: Sequence[float] = (),
         warmup_steps: int | None = None,
         seed: int = 0,
@@ -89,25 +119,24 @@ class SparseDDP(Checkpointing):
         # An explicit size makes DDP's buckets hold the same parameters as our segments, so none waits for a second one.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
-        bucket_cap_mb = kwargs["bucket_cap_mb"]
         # Otherwise DDP copies every bucket back into the gradients when backward has ended, and nothing hides that.
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
+        self._ddp_kwargs["bucket_cap_mb"] = check_partition(granularity, self._ddp_kwargs["bucket_cap_mb"])
         self._method = method_of(method, density)
-        self._two_level = two_level
+        self._two_level = check("two_level", two_level)
         if two_level:
             self._method = replace(self._method, aggregator=TwoLevel(self._method.aggregator))
-        check_warmup(self._method, warmup, warmup_steps)
-        check_partition(granularity, bucket_cap_mb)
-        check_overflow_options(on_nonfinite, clip_norm)
+        warmup, warmup_steps = check_warmup(self._method, warmup, warmup_steps)
         self._options: dict[str, Any] = {
             "granularity": granularity,
-            "warmup": tuple(warmup),
+            "warmup": warmup,
             "warmup_steps": warmup_steps,
-            "seed": seed,
+            "seed": check_seed(seed),
             "on_nonfinite": on_nonfinite,
-            "clip_norm": clip_norm,
+            "clip_norm": check_overflow_options(on_nonfinite, clip_norm),
         }
+        self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
         self._comm_thread: CommThread | None = None
         # It stays after fit, so that a checkpoint can be written then.
         self._reducer: Reducer | None = None
@@ -120,15 +149,10 @@ class SparseDDP(Checkpointing):
             atexit.register(_leave_gloo)
 
     def _register_ddp_hooks(self) -> None:
-        scaler = self._scaler
+        scaler = self._lightnings_scaler
         assert self.lightning_module is not None
-        keeps = self._method.memory.error_feedback  # without a memory it is what stock ddp does
-        if keeps and self.lightning_module.trainer.gradient_clip_val and self.global_rank == 0:
-            log.warning(
-                f"gradient_clip_val={self.lightning_module.trainer.gradient_clip_val} shortens what all ranks have "
-                f"agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm of "
-                f"{type(self).__name__} instead, which clips each worker's gradient before."
-            )
+        if self._method.memory.error_feedback and self.global_rank == 0:  # without a memory it is what stock ddp does
+            self._warn_of_clipping(self.lightning_module)
         if self._two_level:
             assert isinstance(self._method.aggregator, TwoLevel)
             between = self._method.aggregator.inter_node
@@ -144,20 +168,85 @@ class SparseDDP(Checkpointing):
             **self._options,
         )
         self._reducer, self._whole = self._comm_thread.reducer, True
+        self._own_scaler = None
+        if isinstance(self._method.aggregator, TwoLevel):
+            nodes: list[Any] = [None] * self.world_size
+            dist.all_gather_object(nodes, self.node_rank)
+            check_placement(nodes, self._method.aggregator.ranks_per_node)
         if self.global_rank == 0:
-            log.info(first_line(self._reducer, self.lightning_module.trainer))
+            self._inform(run_summary(self._reducer, self.lightning_module.trainer))
+
+    def _warn_of_clipping(self, module: Any) -> None:
+        """Warn of gradient clipping behind the exchange, Lightning's or the LightningModule's own."""
+        instead = (
+            f"what all ranks have agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm "
+            f"of {type(self).__name__} instead, which clips each worker's gradient before."
+        )
+        own = module.automatic_optimization and not module.configure_gradient_clipping.__module__.startswith(
+            ("pytorch_lightning.", "lightning.")
+        )
+        if module.trainer.gradient_clip_val:
+            log.warning(f"gradient_clip_val={module.trainer.gradient_clip_val} shortens {instead}")
+        elif own:
+            log.warning(f"If configure_gradient_clipping of {type(module).__name__} clips, it shortens {instead}")
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers) and self._compresses:
+            raise ValueError(
+                f"LBFGS does not work with {self._method}: it evaluates the gradient several times a step and compares "
+                f"the results, but each exchange sends another part of the gradient. Use an optimizer that needs one "
+                f"gradient a step, such as torch.optim.SGD, or train with strategy='ddp'."
+            )
 
     @property
-    def _scaler(self) -> Any:
-        """The gradient scaler at work; one that is switched off leaves no step out, so it is none."""
+    def _compresses(self) -> bool:
+        return not isinstance(self._method.compressor, Identity)
+
+    @property
+    def _lightnings_scaler(self) -> Any:
+        """Lightning's gradient scaler; one that is switched off leaves no step out, so it is none."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
+
+    def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
+        """Have the reducer use the loss scale of a GradScaler that is not Lightning's."""
+        if self._comm_thread is None or scaler in (self._lightnings_scaler, self._own_scaler):
+            return
+        if self._lightnings_scaler is not None or self._own_scaler is not None:
+            where = "besides Lightning's" if self._own_scaler is None else "besides another one"
+            raise self._failed(
+                f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own {where}, but "
+                f"residuals are kept in units of one loss scale. Use one GradScaler for all losses, or precision="
+                f"'16-mixed' and none."
+            )
+        self._own_scaler = scaler
+        # Between two backward passes: the communication thread, which reads it, has nothing to do.
+        self._comm_thread.reducer.loss_scale = scaler.get_scale
+        if self.global_rank == 0:
+            self._inform(
+                f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own: residuals are "
+                f"kept unscaled, and where a gradient overflows on any rank, all ranks leave the step out."
+            )
+
+    def _inform(self, text: str) -> None:
+        """Log at INFO: through Lightning's logger, which shows it, unless the program has set up logging itself."""
+        lightnings = logging.getLogger(self._namespace)
+        (log if lightnings.propagate else lightnings).info(text)
+
+    def _failed(self, text: str) -> RuntimeError:
+        """Report to the other ranks what has failed on this one, and return it as an error to raise."""
+        error = RuntimeError(text)
+        if self._comm_thread is not None:
+            self._comm_thread.fail(error)
+        return error
 
     def _learning_rate(self) -> float:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        loss_scale.watch(self._on_scaled_loss)
         adaptive = next((o for o in self.optimizers if isinstance(o, ADAPTIVE)), None)
         if adaptive is not None and (self._method.density or 1) < 1 and self.global_rank == 0:
             log.warning(
@@ -199,11 +288,24 @@ class SparseDDP(Checkpointing):
         self._comm_thread.check_reduced(self._reductions)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self._options["on_nonfinite"] == "raise" or self._scaler is not None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        thread = self._comm_thread
+        before = 0 if thread is None else thread.reductions
+
+        def once() -> Any:
+            if self._compresses and thread is not None and thread.reductions > before:
+                raise self._failed(
+                    f"{type(optimizer).__name__} evaluates its closure several times a step, each with an exchange of "
+                    f"gradients. That does not work with {self._method}: each exchange sends another part of the "
+                    f"gradient, so their results cannot be compared. Use an optimizer that needs one gradient a step, "
+                    f"or train with strategy='ddp'."
+                )
+            return closure()
+
+        if self._options["on_nonfinite"] == "raise" or self._lightnings_scaler or self._own_scaler:
+            return super().optimizer_step(optimizer, once, model, **kwargs)
 
         def without_broken_gradients() -> Any:
-            result = closure()
+            result = once()
             grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
             firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
             # A step that is left out has NaN everywhere. Without gradients an optimizer does nothing at all.
@@ -221,6 +323,7 @@ class SparseDDP(Checkpointing):
 
     def teardown(self) -> None:
         # May come after an exception, and before any setup.
+        loss_scale.unwatch(self._on_scaled_loss)
         if self._comm_thread is not None:
             self._comm_thread.close()
             self._whole = self._comm_thread.whole

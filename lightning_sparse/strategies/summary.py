@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def first_line(reducer: Reducer, trainer: pl.Trainer) -> str:
+def run_summary(reducer: Reducer, trainer: pl.Trainer) -> str:
     """Return one sentence about a run that is set up, and the command that shows it in TensorBoard."""
     assert reducer.layout is not None
     method, ranks, segments = reducer.method, reducer.comm.size, len(reducer.layout.segments)

@@ -1,0 +1,167 @@
+"""Histograms and moments of many numbers in one pass, without knowing their range beforehand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import special
+from torch import Tensor
+
+from lightning_sparse.callbacks.base import chunks
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+BINS = 60
+"""Of the histograms that are written; TensorBoard draws 30."""
+
+REACH = 4.0
+"""Standard deviations that a written histogram reaches to either side of the mean."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is worth saying about many numbers.
+
+    Attributes:
+        numel: how many.
+        sums: of their first and second powers.
+        mean: arithmetic mean.
+        std: standard deviation, of the numbers themselves (divided by their count).
+        skewness: third standardised moment; NaN where all are equal.
+        excess_kurtosis: fourth standardised moment, less 3; NaN where all are equal.
+        ks_distance: to the normal distribution of this mean and standard deviation; NaN where all are equal.
+        edges: of the histogram's bins, ascending.
+        counts: of the histogram's bins; fractions, where a bin's edge cuts through a finer one.
+    """
+
+    numel: int
+    sums: tuple[float, float]
+    mean: float
+    std: float
+    skewness: float
+    excess_kurtosis: float
+    ks_distance: float
+    edges: NDArray[np.float64]
+    counts: NDArray[np.float64]
+
+    def scalars(self, tag: str) -> dict[str, float]:
+        """Return the statistics under their tags."""
+        return {f"{tag}_{key}": getattr(self, key) for key in ("mean", "std", "skewness", "excess_kurtosis")} | {
+            f"{tag}_ks_distance": self.ks_distance
+        }
+
+    def write(self, writer: SummaryWriter, tag: str, step: int) -> None:
+        """Write the histogram to TensorBoard."""
+        low, *limits = self.edges.tolist()
+        total, squares = self.sums
+        writer.add_histogram_raw(
+            tag, low, limits[-1], self.numel, total, squares, limits, self.counts.tolist(), global_step=step
+        )
+
+    def standardised(self) -> Summary:
+        """Return what could be said about the same numbers, less their mean, by their standard deviation."""
+        edges = (self.edges - self.mean) / self.std
+        return replace(self, sums=(0.0, float(self.numel)), mean=0.0, std=1.0, edges=edges)
+
+    def normal_threshold(self, count: int) -> float:
+        """Return the magnitude that `count` of the numbers would exceed if they were normal."""
+        return abs(self.mean) + NormalDist().inv_cdf(1 - count / (2 * self.numel)) * self.std
+
+
+class Distribution:
+    """Counts of a fine histogram and sums of powers; both add up over parts.
+
+    A bin is what the upper 16 bits of an fp32 number say: sign, exponent and seven bits of the mantissa. So no range
+    has to be known beforehand, and from 9e-41 to 3e38 all bins have a relative width of 1/128 or less.
+    """
+
+    def __init__(self) -> None:
+        self.numel = 0
+        self.counts: Tensor | None = None
+        self.sums: Tensor | None = None
+
+    def add(self, parts: Sequence[Tensor], scale: float = 1.0) -> None:
+        """Count `scale` times the elements of 1-D tensors of any floating dtype."""
+        if self.counts is None or self.sums is None:
+            self.counts = torch.zeros(1 << 16, dtype=torch.int64, device=parts[0].device)
+            self.sums = torch.zeros(4, dtype=torch.float64, device=parts[0].device)
+        for chunk in chunks(parts):
+            part = chunk.float() if scale == 1 else chunk.float() * scale
+            # Arithmetic shift: -32768 is minus zero, -1 the NaN of largest magnitude, 0 plus zero.
+            self.counts += torch.bincount((part.view(torch.int32) >> 16).add_(1 << 15), minlength=1 << 16)
+            first = part.double()
+            second = first * first
+            self.sums += torch.stack([first.sum(), second.sum(), first.dot(second), second.dot(second)])
+            self.numel += chunk.numel()
+
+    def merge(self, other: Distribution) -> None:
+        """Count what another has counted."""
+        if self.counts is None or self.sums is None:
+            self.counts, self.sums = other.counts, other.sums
+        elif other.counts is not None and other.sums is not None:
+            self.counts += other.counts
+            self.sums += other.sums
+        self.numel += other.numel
+
+    def summary(self) -> Summary | None:
+        """Return what the counts and sums say; None for no numbers, or some that are not finite."""
+        if self.counts is None or self.sums is None or self.numel == 0:
+            return None
+        sums = self.sums.tolist()
+        if not all(map(math.isfinite, sums)):
+            return None
+        mean, second, third, fourth = (power / self.numel for power in sums)
+        variance = second - mean**2
+        # Below what rounding of fp64 leaves, all are equal.
+        std = math.sqrt(variance) if variance > 1e-14 * second else 0.0
+        counts = self.counts.cpu().numpy()
+        # In ascending order the negative numbers come first, those of largest magnitude before all.
+        counts = np.concatenate([counts[: 1 << 15][::-1], counts[1 << 15 :]])
+        filled = counts.nonzero()[0]
+        lefts, rights = _EDGES[filled], _EDGES[filled + 1]
+        below = np.concatenate([[0], counts[filled].cumsum()]) / self.numel
+        low, high = max(lefts[0], mean - REACH * std), min(rights[-1], mean + REACH * std)
+        skewness = excess_kurtosis = distance = math.nan
+        if std > 0:
+            skewness = (third - 3 * mean * second + 2 * mean**3) / std**3
+            excess_kurtosis = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / std**4 - 3
+            left, right = special.ndtr((lefts - mean) / std), special.ndtr((rights - mean) / std)
+            # The largest difference lies at one side of a bin that holds something: left before it, right after it.
+            distance = float(max(np.abs(left - below[:-1]).max(), np.abs(right - below[1:]).max()))
+        else:
+            low, high = lefts[0], rights[-1]
+        edges = np.linspace(low, high, BINS + 1)
+        # Within a fine bin values are taken as spread evenly.
+        places = np.stack([lefts, rights], 1).reshape(-1)
+        reached = np.interp(edges, places, np.stack([below[:-1], below[1:]], 1).reshape(-1))
+        reached[0], reached[-1] = 0, 1
+        return Summary(
+            self.numel,
+            (sums[0], sums[1]),
+            mean,
+            std,
+            skewness,
+            excess_kurtosis,
+            distance,
+            edges,
+            np.diff(reached) * self.numel,
+        )
+
+
+def _edges() -> NDArray[np.float64]:
+    infinity = 0x7F80  # upper half of its bits; above it are NaN, whose bins stay empty
+    finite = (np.arange(infinity, dtype=np.int32) << 16).view(np.float32).astype(np.float64)
+    magnitudes = np.append(finite, np.full((1 << 15) + 1 - infinity, 2.0**128))
+    return np.concatenate([-magnitudes[:0:-1], magnitudes])
+
+
+_EDGES = _edges()
+"""Edges of the fine bins, ascending: 65,537 of them."""

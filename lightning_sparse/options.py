@@ -1,0 +1,135 @@
+"""The options of `SparseDDPStrategy`, `attach` and `Reducer`: what each may be, with one error for what it may not.
+
+Each check returns the value to go on with: numbers of numpy become Python's, so that the ranks' settings, compared as
+text, are equal, and so that a seed draws the same numbers whatever its type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
+
+Granularity = Literal["layer", "bucket", "model"]
+OnNonFinite = Literal["raise", "skip"]
+
+
+class Option(NamedTuple):
+    """What an option may be.
+
+    Attributes:
+        kind: its type; a bool is no number.
+        allows: whether a value of that type is in range.
+        must: the rest of the sentence that begins with option and value.
+    """
+
+    kind: type | tuple[type, ...]
+    allows: Callable[[Any], bool]
+    must: str
+
+
+def _choice(allowed: Any) -> Option:
+    return Option(
+        str, lambda value: value in get_args(allowed), f"is not known; choose from {', '.join(get_args(allowed))}."
+    )
+
+
+OPTIONS = {
+    "density": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], the fraction of entries to send."),
+    "granularity": _choice(Granularity),
+    "bucket_cap_mb": Option(Real, lambda x: 0 < x < math.inf, "must be a positive number of MiB."),
+    "warmup_steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more, or None."),
+    "seed": Option(Integral, lambda x: True, "must be a whole number."),
+    "on_nonfinite": _choice(OnNonFinite),
+    "clip_norm": Option(
+        Real, lambda x: 0 < x < math.inf, "must be the largest 2-norm of a rank's gradient, a number above 0, or None."
+    ),
+    "loss_scale": Option(
+        object,
+        callable,
+        "must be a function that returns the present loss scale, such as GradScaler.get_scale, or None.",
+    ),
+    "two_level": Option(bool, lambda x: True, "must be True or False."),
+}
+
+
+def check(name: str, value: Any, owner: str = "") -> Any:
+    """Return the value of an option, a number as Python's `int` or `float`.
+
+    Args:
+        name: a key of `OPTIONS`.
+        value: what the user gave.
+        owner: the class whose option it is, if there are several.
+
+    Raises:
+        ValueError: a value of another type, or out of range.
+    """
+    option = OPTIONS[name]
+    number = option.kind in (Real, Integral)
+    if not isinstance(value, option.kind) or (number and isinstance(value, bool)) or not option.allows(value):
+        raise ValueError(
+            f"{owner}({name}={value!r}): {name} {option.must}" if owner else f"{name}={value!r} {option.must}"
+        )
+    if not number or type(value) in (int, float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(cast(Real, value))
+
+
+def check_density(owner: str, density: Any) -> float:
+    """Return the density of a compressor, or of a warm-up."""
+    value: float = check("density", density, owner)
+    return value
+
+
+def check_partition(granularity: Any, bucket_cap_mb: Any) -> float:
+    """Return the size of a bucket in MiB, if these options make a partition."""
+    check("granularity", granularity)
+    value: float = check("bucket_cap_mb", bucket_cap_mb)
+    return value
+
+
+def check_overflow_options(on_nonfinite: Any, clip_norm: Any, loss_scale: Any = None) -> float | None:
+    """Return the largest norm of a gradient, if the options about gradients that are too large make sense."""
+    check("on_nonfinite", on_nonfinite)
+    if loss_scale is not None:
+        check("loss_scale", loss_scale)
+    return None if clip_norm is None else check("clip_norm", clip_norm)
+
+
+def check_seed(seed: Any) -> int:
+    """Return the seed of a method's random choices."""
+    value: int = check("seed", seed)
+    return value
+
+
+class _HasDensity(Protocol):
+    @property
+    def density(self) -> float | None: ...
+
+
+def check_warmup(method: _HasDensity, warmup: Any, warmup_steps: Any) -> tuple[tuple[float, ...], int | None]:
+    """Return the densities of a warm-up, and how many steps each lasts, if they make sense for the method.
+
+    Raises:
+        ValueError: a density or a number of steps out of range, one without the other, or a method without density.
+    """
+    try:
+        if isinstance(warmup, str):
+            raise TypeError
+        given = tuple(warmup)
+    except TypeError:
+        raise ValueError(
+            f"warmup={warmup!r} must be a list of densities to use in turn, such as [0.25, 0.0625, 0.015]."
+        ) from None
+    densities = tuple(check_density("warmup", density) for density in given)
+    if densities and method.density is None:
+        raise ValueError(f"warmup={densities!r}: {method!r} has no density to warm up.")
+    if warmup_steps is None:
+        return densities, None
+    if not densities:
+        raise ValueError(
+            f"warmup_steps={warmup_steps!r} is the number of steps for each density of warmup={densities!r}: give at "
+            f"least one density, or leave warmup_steps out."
+        )
+    return densities, check("warmup_steps", warmup_steps)

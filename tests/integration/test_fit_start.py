@@ -1,0 +1,145 @@
+"""What cannot work is refused, on all ranks, before or as soon as it would do harm."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparse import SparseDDPStrategy
+from lightning_sparse.strategies.sparse_ddp import check_placement
+from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, strategy, trainer
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice a step, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class Again(Net):
+    """Manual optimization with a closure."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        def closure() -> torch.Tensor:
+            self.zero_grad()
+            loss = super(Again, self).training_step(batch, index)
+            self.manual_backward(loss)
+            return loss
+
+        self.optimizers().step(closure=closure)
+
+
+def refusals(make: Any, name: str) -> list[str]:
+    def rank(rank: int) -> str:
+        net = make()
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            trainer(strategy(name, 0.1), 2).fit(net, Loader(rank, 2))
+        return str(caught.value)
+
+    return lightning_ranks(2, rank)
+
+
+@pytest.mark.parametrize("name", ["topk", "randk"])
+def test_lbfgs_is_refused_when_fit_starts(name):
+    first, second = refusals(lambda: Net(torch.optim.LBFGS), name)
+    assert first == second
+    assert first.startswith("LBFGS does not work with")
+    assert "torch.optim.SGD, or train with strategy='ddp'" in first
+
+
+@pytest.mark.parametrize("kind", [Net, Again])
+def test_an_optimizer_that_evaluates_its_closure_twice_is_refused_at_the_second(kind):
+    first, second = refusals(lambda: kind(optimizer=Twice), "topk")
+    assert first == second
+    assert first.startswith("Twice evaluates its closure several times a step, each with an exchange of gradients.")
+
+
+def test_dense_gradients_are_exchanged_as_often_as_an_optimizer_likes():
+    def rank(rank: int) -> bool:
+        weights = []
+        for how in ("ddp", "dense"):
+            for optimizer in (torch.optim.LBFGS, Twice):
+                net = Net(optimizer)
+                trainer(strategy(how), 2).fit(net, Loader(rank, 2, 3))
+                weights.append(net.weights)
+        return torch.equal(weights[0], weights[2]) and torch.equal(weights[1], weights[3])
+
+    assert lightning_ranks(2, rank) == [True, True]
+
+
+def test_accumulation_is_no_second_evaluation():
+    def rank(rank: int) -> int:
+        run = trainer(strategy("topk", 0.1), 2, accumulate_grad_batches=4)
+        run.fit(Net(), Loader(rank, 2, 8))
+        return run.strategy.reducer.step
+
+    assert lightning_ranks(2, rank) == [2, 2]
+
+
+class Clipping(Net):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
+class Inherited(Clipping):
+    pass
+
+
+def test_clipping_behind_the_exchange_is_warned_of_whoever_does_it():
+    def rank(rank: int) -> list[list[str]]:
+        messages = Messages()
+        said = []
+        for net, name, options in (
+            (Clipping(), "topk", {}),
+            (Inherited(), "topk", {}),
+            (Net(), "topk", {"gradient_clip_val": 0.5}),
+            (Net(), "topk", {}),
+            (Clipping(), "dense", {}),
+            (Again(), "topk", {}),
+        ):
+            messages.texts.clear()
+            trainer(strategy(name, 0.1), 2, **options).fit(net, Loader(rank, 2, 2))
+            said.append(list(messages.texts))
+        return said
+
+    first, second = lightning_ranks(2, rank)
+    assert not any(second)
+    loss = "what all ranks have agreed on and taken out of their residuals: what is cut off is lost."
+    assert [len(texts) for texts in first] == [1, 1, 1, 0, 0, 0]
+    assert f"If configure_gradient_clipping of Clipping clips, it shortens {loss}" in first[0][0]
+    assert "configure_gradient_clipping of Inherited" in first[1][0]
+    assert f"gradient_clip_val=0.5 shortens {loss}" in first[2][0]
+
+
+@pytest.mark.parametrize(("nodes", "wrong"), [([0, 1, 0, 1], "0 to 1"), ([0, 0, 1, 2], "2 to 3"), ([0, 0, 1, 1], None)])
+def test_two_levels_need_the_ranks_of_a_node_next_to_each_other(nodes, wrong):
+    """As under SLURM's --distribution=cyclic."""
+
+    def rank(rank: int) -> str | None:
+        os.environ.update(GROUP_RANK=str(nodes[rank]), LOCAL_RANK=str(nodes[:rank].count(nodes[rank])))
+        run = trainer(SparseDDPStrategy("topk", density=0.1, two_level=True), 2, num_nodes=2)
+        try:
+            run.fit(Net(), Loader(rank, 4, 2))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    answers = lightning_ranks(4, rank)
+    assert len(set(answers)) == 1
+    if wrong is None:
+        assert answers[0] is None
+    else:
+        assert f"the ranks {wrong} are to add up their gradients inside one node, but they are on several" in answers[0]
+
+
+def test_placement_names_the_ranks():
+    check_placement([0] * 8, 4)  # parts of a node are fine
+    with pytest.raises(ValueError, match=r"ranks 2 to 3 .* \(rank 2 on node 0, rank 3 on node 1\)"):
+        check_placement([0, 0, 0, 1], 2)

@@ -1,0 +1,85 @@
+"""Options that make no sense are refused where they are given, in one sentence that names option and value."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparse import METHODS, Reducer, SparseDDPStrategy, method, simulate
+
+BAD = [
+    ({"warmup": [0.1], "warmup_steps": 1e2}, r"warmup_steps=100.0 must be a whole number of steps, 1 or more"),
+    ({"warmup": [0.1], "warmup_steps": "100"}, r"warmup_steps='100' must be a whole number"),
+    ({"warmup": [0.1], "warmup_steps": 0}, r"warmup_steps=0 must be a whole number of steps, 1 or more"),
+    ({"warmup": [0.1], "warmup_steps": True}, r"warmup_steps=True must be a whole number"),
+    ({"warmup": 0.25}, r"warmup=0.25 must be a list of densities"),
+    ({"warmup": np.array(0.25)}, r"warmup=array\(0.25\) must be a list of densities"),
+    ({"warmup": "0.25"}, r"warmup='0.25' must be a list of densities"),
+    ({"warmup": None}, r"warmup=None must be a list of densities"),
+    ({"warmup": ["0.25"]}, r"warmup\(density='0.25'\): density must be in \(0, 1\]"),
+    ({"clip_norm": "1"}, r"clip_norm='1' must be the largest 2-norm of a rank's gradient, a number above 0"),
+    ({"clip_norm": True}, r"clip_norm=True must be the largest 2-norm of a rank's gradient, a number above 0"),
+    ({"clip_norm": float("nan")}, r"clip_norm=nan must be the largest 2-norm of a rank's gradient, a number above 0"),
+    ({"bucket_cap_mb": "25"}, r"bucket_cap_mb='25' must be a positive number of MiB"),
+    ({"bucket_cap_mb": float("inf")}, r"bucket_cap_mb=inf must be a positive number of MiB"),
+    ({"seed": 1.5}, r"seed=1.5 must be a whole number"),
+    ({"seed": None}, r"seed=None must be a whole number"),
+    ({"granularity": 3}, r"granularity=3 is not known; choose from layer, bucket, model"),
+    ({"granularity": ["layer"]}, r"granularity=\['layer'\] is not known"),
+    ({"on_nonfinite": "ignore"}, r"on_nonfinite='ignore' is not known; choose from raise, skip"),
+    ({"on_nonfinite": None}, r"on_nonfinite=None is not known"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[str(options) for options, _ in BAD])
+def test_an_option_that_makes_no_sense_is_refused_at_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        SparseDDPStrategy("topk", **options)
+    with pytest.raises(ValueError, match=message):
+        simulate(1, lambda comm: Reducer("topk", comm, **options))
+
+
+def test_options_of_one_door_only():
+    with pytest.raises(ValueError, match=r"two_level='yes' must be True or False"):
+        SparseDDPStrategy("topk", two_level="yes")
+    with pytest.raises(ValueError, match=r"loss_scale=1024.0 must be a function that returns the present loss scale"):
+        simulate(1, lambda comm: Reducer("topk", comm, loss_scale=1024.0))
+
+
+@pytest.mark.parametrize("density", ["0.1", True, float("nan"), [0.1], 1.5, np.float32(2), np.bool_(True)])
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"dense"}))
+def test_a_density_that_makes_no_sense_is_refused_by_every_sparsifier(name, density):
+    with pytest.raises(ValueError, match=r"\(density=.*\): density must be in \(0, 1\], the fraction"):
+        method(name, density=density)
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = {"warmup": np.array([0.5, 0.25]), "warmup_steps": np.int64(3), "clip_norm": np.float32(2.0)}
+    plain = {"warmup": [0.5, 0.25], "warmup_steps": 3, "clip_norm": 2.0}
+    wide = SparseDDPStrategy(
+        "topk", density=np.float32(0.125), seed=np.int32(7), bucket_cap_mb=np.float64(3), **options
+    )
+    same = SparseDDPStrategy("topk", density=0.125, seed=7, bucket_cap_mb=3.0, **plain)
+    # Ranks compare settings as text, and random numbers are drawn from the seed's text.
+    assert repr(wide._method) == repr(same._method)
+    assert repr(wide._options) == repr(same._options)
+    assert repr(wide._ddp_kwargs) == repr(same._ddp_kwargs)
+
+    def drawn(comm, seed):
+        grads = {"w": torch.arange(1.0, 101.0)}
+        Reducer(method("randk", density=np.float64(0.125)), comm, seed=seed, granularity="model").reduce_(grads)
+        return grads["w"]
+
+    (first,), (second,) = (simulate(1, lambda comm, seed=seed: drawn(comm, seed)) for seed in (np.int64(7), 7))
+    assert torch.equal(first, second)
+
+
+def test_a_warm_up_by_whole_numbers_of_numpy_takes_its_steps():
+    def densities(comm):
+        reducer = Reducer(method("topk", density=0.1), comm, warmup=(np.float32(0.5),), warmup_steps=np.int64(2))
+        seen = []
+        for _ in range(3):
+            seen.append(reducer.density)
+            reducer.reduce_({"w": torch.ones(10)})
+        return seen
+
+    assert simulate(1, densities) == [[0.5, 0.5, 0.1]]
