@@ -17,7 +17,7 @@ demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
 reliability: .venv/installed
-	$(BIN)/pytest -q -m reliability --reliability=README.md
+	$(BIN)/pytest -q -m reliability --reliability=docs/reliability.md
 
 # All that needs a GPU, in about ten minutes: tests, sanitizers, and the benchmarks that write benchmarks/results/*_cuda.*
 gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),.venv/installed)
