@@ -5,7 +5,7 @@ BIN := .venv/bin
 # What `make gpu` runs with; another one needs what the extra `dev` lists: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: test demo reliability gpu format clean
+.PHONY: test demo docs reliability gpu format clean
 
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -15,6 +15,9 @@ test: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
+
+docs: .venv/installed
+	$(BIN)/python docs/render.py && $(BIN)/python -m mkdocs build --strict
 
 reliability: .venv/installed
 	$(BIN)/pytest -q -m reliability --reliability=docs/reliability.md

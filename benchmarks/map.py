@@ -34,6 +34,8 @@ TIE = 1.1
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 DDP = "dense, 32 bit"
 DENSE_BYTES = {DDP: 4, "dense, 16 bit": 2}
+CONTESTANTS = {"ddp": DDP, "bf16": "dense, 16 bit", "powersgd": "PowerSGD"}
+"""What `benchmarks.network` calls them; ours have one name."""
 POINTS = 33
 """To each side of a map."""
 TIMES = [2, 5, 10, 20, 50, 100, 200]
@@ -92,7 +94,7 @@ def circles(panel: str) -> Iterator[dict[str, Any]]:
     runs = runs.query("kind == 'step' and workers == @WORKERS and ranks_per_host == 1 and rate != 'loopback'")
     runs = runs[(runs.dilate > 1) == PANELS[panel].slow_motion]
     for (workload, rate), found in runs.groupby(["workload", "rate"]):
-        seconds = (found.set_index("contestant").median_ms / 1e3).rename({"ddp": DDP, "bf16": "dense, 16 bit"})
+        seconds = (found.set_index("contestant").median_ms / 1e3).rename(CONTESTANTS)
         yield row(panel, "measured", MODELS[workload], found.params.iloc[0], bits_per_second(rate), seconds.to_dict())
 
 
