@@ -19,6 +19,7 @@ import pandas as pd
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NUMBER = re.compile(r"[-\d.,%/ ]*|not in \d+")
 NAMES = {
     "none": "no communication",
     "idle_hook": "DDP with a hook that does nothing",
@@ -47,9 +48,10 @@ def read(name: str) -> pd.DataFrame:
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [list(header), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
+    """Return a Markdown table; columns of numbers are aligned to the right."""
+    head, body = list(header), [list(row) for row in rows]
+    numbers = [all(NUMBER.fullmatch(row[column]) for row in body) for column in range(len(head))]
+    lines = [head, ["---:" if right else "---" for right in numbers], *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
