@@ -3,6 +3,7 @@
 Links in README and in docs/ are written as a reader of the repository needs them; the site has both in one folder.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,4 +27,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Shorten links to what they are in the site."""
     for before, after in (("](../README.md", f"]({HOME}"), ("](../", "]("), ("](docs/", "](")):
         markdown = markdown.replace(before, after)
-    return markdown
+    # Figures are wider than the page: a click shows them in full.
+    return re.sub(r"(?m)^!\[(.*)\]\((\S+\.png)\)$", r"[![\1](\2)](\2)", markdown)

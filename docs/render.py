@@ -154,7 +154,7 @@ def scaling() -> str:
         published = [100 * found.published[model, method, 32] + 1e-9 for method in ("ddp", "topk", "gtopk")]
         row.append(", ".join(f"{share:.1f}" if share < 10 else f"{share:.0f}" for share in published if share == share))
         rows.append(row)
-    return table(["", "dense `ddp`, 4 / 32", *OURS, "published: dense, TopK, gTopK at 32"], rows)
+    return table(["", "dense `ddp`, 4 / 32", *OURS, "published at 32: dense, TopK, gTopK"], rows)
 
 
 def accuracy() -> str:

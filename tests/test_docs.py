@@ -17,7 +17,7 @@ from lightning_sparse import METHODS, SparseDDPStrategy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-BASE, DIGITS = (str(ROOT / "configs" / name) for name in ("base.yaml", "digits_dense.yaml"))
+BASE, DIGITS = (str(ROOT / "configs" / name) for name in ("base.yaml", "digits_topk.yaml"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
