@@ -149,7 +149,7 @@ def scaling() -> str:
     rows = []
     for model, label in models.items():
         shares = [[100 * found.efficiency[model, method, workers] for workers in (4, 32)] for method in ["ddp", *OURS]]
-        row = [label, *(f"{four:.0f} / {many:.0f}" for four, many in shares)]
+        row = [re.sub(r"(?<=\d) ", "\u00a0", label), *(f"{four:.0f} / {many:.0f}" for four, many in shares)]
         # They are decimals: 9.35 is 9.4, although as a binary number it lies below.
         published = [100 * found.published[model, method, 32] + 1e-9 for method in ("ddp", "topk", "gtopk")]
         row.append(", ".join(f"{share:.1f}" if share < 10 else f"{share:.0f}" for share in published if share == share))
