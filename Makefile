@@ -5,7 +5,7 @@ BIN := .venv/bin
 # What `make gpu` runs with; another one needs what the extra `dev` lists: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: test demo reliability gpu matrix format clean
+.PHONY: test demo docs reliability gpu matrix format clean
 
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -16,8 +16,11 @@ test: .venv/installed
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
+docs: .venv/installed
+	$(BIN)/python docs/render.py && $(BIN)/python -m mkdocs build --strict
+
 reliability: .venv/installed
-	$(BIN)/pytest -q -m reliability --reliability=README.md
+	$(BIN)/pytest -q -m reliability --reliability=docs/reliability.md
 
 # All that needs a GPU, in about ten minutes: tests, sanitizers, and the benchmarks that write benchmarks/results/*_cuda.*
 gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),.venv/installed)

@@ -144,13 +144,14 @@ class Sign(Compressor):
 
     refuses: bool = False
 
-    def compress(self, u, segment, ctx):
+    def compress(self, u, ctx):
         if self.refuses:
             raise RuntimeError("on purpose")
-        return (pack_bits(u >= 0), u.abs().mean().view(1))
+        payload = (pack_bits(u >= 0), u.abs().mean().view(1))
+        return payload, self.decode(payload, ctx)
 
-    def accumulate_(self, out, payload, segment, ctx):
-        return out.add_((unpack_bits(payload[0], out.numel()).float() * 2 - 1) * payload[1])
+    def decode(self, payload, ctx):
+        return (unpack_bits(payload[0], ctx.segment.numel).float() * 2 - 1) * payload[1]
 
     def nbytes(self, segment, density):
         return -(-segment.numel // 8) + 4

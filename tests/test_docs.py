@@ -1,0 +1,135 @@
+"""The documentation says what the package does: numbers from CSV files, errors that exist, links that lead on."""
+
+import ast
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_sparse import METHODS, SparseDDPStrategy
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+BASE, DIGITS = (str(ROOT / "configs" / name) for name in ("base.yaml", "digits_topk.yaml"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+
+
+def test_readme_is_a_front_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_tables_are_what_the_benchmarks_wrote():
+    pytest.importorskip("pandas")
+    checked = subprocess.run(
+        [sys.executable, DOCS / "render.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize(("page", "suffix"), [("README.md", "_ddp"), ("docs/methods.md", "")])
+def test_every_method_has_its_row_with_its_citation(page, suffix):
+    rows = (ROOT / page).read_text().splitlines()
+    for name, spec in METHODS.items():
+        source = spec.citation.split(":")[0]
+        assert any(row.startswith(f"| `{name}{suffix}` |") and source in row for row in rows), name
+
+
+def test_every_option_of_the_strategy_has_its_row():
+    rows = (DOCS / "options.md").read_text()
+    for name, parameter in inspect.signature(SparseDDPStrategy).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            assert f"| `{name}` |" in rows
+
+
+def words(text):
+    return re.findall(r"[A-Za-z_]{2,}", text)
+
+
+@cache
+def messages():
+    """What the package can say, as words; what is filled in is left out."""
+    texts = []
+    for path in (ROOT / "lightning_sparse").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(" ".join(part.value for part in node.values if isinstance(part, ast.Constant)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return [words(text) for text in texts]
+
+
+def quoted():
+    """The messages that the page about troubleshooting explains; symptoms are no messages."""
+    for line in (DOCS / "troubleshooting.md").read_text().splitlines():
+        cell = line.split(" | ")[0]
+        if line.startswith("| ") and "(Lightning's)" not in cell:
+            yield from re.findall(r"`([^`]*)`", cell)
+
+
+def likeness(example, text):
+    blocks = SequenceMatcher(None, example, text, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks) / len(example)
+
+
+@pytest.mark.parametrize("message", list(quoted()))
+def test_a_message_that_is_explained_is_one_of_the_package(message):
+    # The example has filled in a name or a number here and there.
+    example = words(message)
+    assert max(likeness(example, text) for text in messages()) >= 0.7
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_benchmarks_and_files_that_a_page_names_exist(page):
+    text = page.read_text()
+    for module in re.findall(r"-m ((?:benchmarks|lightning_sparse)[.\w]*)", text):
+        assert importlib.util.find_spec(module), module
+    for path in re.findall(r"`((?:benchmarks|configs|docs|examples|tests|lightning_sparse)/[\w/.-]*)`", text):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_of_a_page_lead_to_files(page):
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def examples():
+    return re.findall(r"```yaml\n(.*?)```", (DOCS / "command-line.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("example", examples())
+def test_yaml_examples_are_understood_by_the_command_line(example, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("jsonargparse")
+    from lightning_sparse.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["lightning_sparse"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what 4.53 has renamed
+    file = tmp_path / "example.yaml"
+    file.write_text(example)
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", BASE, "--config", DIGITS, "--config", str(file), "--print_config"])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0, err
+    assert yaml.safe_load(out)["trainer"]["strategy"]
+
+
+def test_the_site_builds_and_no_link_in_it_is_dead(tmp_path):
+    pytest.importorskip("mkdocs")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        fetched = re.findall(r"<(?:script|img|link)[^>]* (?:src|href)=\"(https?:[^\"]+)", page.read_text())
+        assert not fetched, f"{page.name} needs the network: {fetched}"
