@@ -120,9 +120,10 @@ def _add_to_many(
     """`table` holds where each gradient starts in the segment, then its address; `typed` only says their dtype."""
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + places, mask=places < count, other=numel)
-    there = index < numel
     if WHEN:
-        there &= tl.load(sound)
+        # Then no index is below. (Triton 3.9's interpreter makes an integer of a mask & a scalar, and refuses it.)
+        numel = tl.where(tl.load(sound), numel, 0)
+    there = index < numel
     value = tl.load(values + places, mask=there, other=0.0)
     # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
     first = tl.zeros([TILE], dtype=tl.int32)
