@@ -5,6 +5,7 @@
 Run as a script by tests/test_kernels.py, because Triton decides on import whether it compiles or interprets.
 """
 
+import inspect
 import json
 import re
 import subprocess
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from triton.knobs import nvidia
 
-from lightning_sparse.kernels import block_stats, pack, select_triton, threshold, write_back
+from lightning_sparse.kernels import block_stats, launch, pack, select_triton, threshold, write_back
 
 SCAN = {
     "u": "*fp32",
@@ -127,13 +128,17 @@ def compiled(stand_in, types, constants, capability):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
     warps = 1 if names[0] == "tops" else 8 if "BLOCK" in names or stand_in.function.__name__ == "_unpack" else 4
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    kernel = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={**launch.OPTIONS, "num_warps": warps}
+    )
     ptx = kernel.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")
         file.write_text(ptx)
         chip = re.search(r"\.target (\w+)", ptx)[1]
-        command = [nvidia.ptxas.path, "-v", f"--gpu-name={chip}", "-o", f"{folder}/kernel.cubin", str(file)]
+        # Triton brings several, and chooses by the GPU; before 3.6 it brought one.
+        ptxas = get_ptxas(capability) if inspect.signature(get_ptxas).parameters else get_ptxas()
+        command = [ptxas.path, "-v", f"--gpu-name={chip}", "-o", f"{folder}/kernel.cubin", str(file)]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),

@@ -63,7 +63,7 @@ def main() -> None:
 
     def compiled(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         kernel = kernel.load() if isinstance(kernel, launch.Kernel) else kernel
-        kernel.warmup(*args, grid=(programs,), **constants)
+        kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants)
         launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
 
     for module in (block_stats, pack, select_triton, threshold, write_back):

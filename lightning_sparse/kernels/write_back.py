@@ -120,9 +120,10 @@ def _add_to_many(
     """`table` holds where each gradient starts in the segment, then its address; `typed` only says their dtype."""
     positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + positions, mask=positions < count, other=numel)
-    valid = index < numel
     if WHEN:
-        valid &= tl.load(step_ok)
+        # Then no index is below. (Triton 3.9's interpreter makes an integer of a mask & a scalar, and refuses it.)
+        numel = tl.where(tl.load(step_ok), numel, 0)
+    valid = index < numel
     value = tl.load(values + positions, mask=valid, other=0.0)
     # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
     first = tl.zeros([TILE], dtype=tl.int32)

@@ -1,0 +1,159 @@
+"""Runs the quick tests with other versions of torch, Lightning and Python, and writes what came out as a table.
+
+    python -m tests.matrix            # every row, one after the other
+    python -m tests.matrix oldest     # this row; the others of the table stay
+
+Each row gets a fresh environment, in a folder for temporary files, which is deleted again. Needs nothing but Python.
+A row whose Python is not there uses the one that runs this; the table says which it was.
+"""
+
+from __future__ import annotations
+
+import configparser
+import csv
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "matrix.csv"
+TABLE = ROOT / "docs" / "matrix.md"
+
+# Row to Python, and constraints for pip.
+ROWS = {
+    "oldest": ("3.10", None),  # of everything that setup.cfg names, its lower bound
+    "2.11": ("3.12", ["torch==2.11.*"]),
+    "2.13": ("3.11", ["torch==2.13.*"]),
+    "newest": ("3.13", []),
+}
+TESTS = (
+    "tests/test_compat.py",
+    "tests/test_imports.py",
+    "tests/test_comm.py",
+    "tests/test_topk.py",
+    "tests/test_gtopk.py",
+    "tests/test_oktopk.py",
+    "tests/test_scalecom.py",
+    "tests/test_two_level.py",
+    "tests/test_pack.py",
+    "tests/test_checkpoint.py",
+    "tests/integration/test_hook.py",
+    "tests/integration/test_strategy.py",
+    "tests/test_kernels.py::test_topk_equals_the_oracle",
+    "tests/test_kernels.py::test_writing_terms_in_order",
+    "tests/test_kernels.py::test_what_is_wrong_harms_no_weights_of_several_dtypes",
+    "tests/test_kernels.py::test_whole_steps_compile_for_gpus",
+    "tests/test_kernels.py::test_kernels_compile_for_gpus",
+)
+COLUMNS = ("row", "torch", "lightning", "triton", "python", "passed", "skipped", "failed", "failures", "date")
+VERSIONS = """
+import importlib.metadata, importlib.util, platform, torch
+of = importlib.metadata.version
+triton = of("triton") if importlib.util.find_spec("triton") else ""
+print(torch.__version__, of("pytorch-lightning"), platform.python_version(), triton, sep=",")
+"""
+
+
+def lower_bounds() -> list[str]:
+    """Return a constraint for each requirement of setup.cfg: exactly the oldest version that it allows."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = [config["options"]["install_requires"], *config["options.extras_require"].values()]
+    named = re.finditer(r"^([\w-]+)(?:\[.*\])?>=([\d.]+)", "\n".join(lines), re.MULTILINE)
+    return [f"{found[1]}=={found[2]}" for found in named if found[1] not in ("ruff", "mypy")]
+
+
+def python_of(version: str) -> str:
+    """Return a Python of that version which runs, or else the present one."""
+    found = shutil.which(f"python{version}")
+    runs = found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0
+    return found if found and runs else sys.executable
+
+
+def tested(row: str) -> dict[str, object]:
+    """Make a row's environment, run the tests in it, and return the row of the table."""
+    version, constraints = ROWS[row]
+    with tempfile.TemporaryDirectory(prefix="matrix") as folder:
+        subprocess.run([python_of(version), "-m", "venv", f"{folder}/venv"], check=True)
+        python = f"{folder}/venv/bin/python"
+        limits = Path(folder, "constraints.txt")
+        limits.write_text("\n".join(lower_bounds() if constraints is None else constraints))
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--constraint", str(limits)]
+        subprocess.run([*pip, "--editable", ".[dev]"], cwd=ROOT, check=True)
+        said = subprocess.run([python, "-c", VERSIONS], cwd=folder, check=True, capture_output=True, text=True).stdout
+        torch, lightning, own, triton = said.strip().split(",")
+        report = f"{folder}/report.xml"
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+        subprocess.run(command, cwd=ROOT, check=False)
+        outcomes = list(outcomes_of(Path(report)))
+    failures = [f"{name}: {why}" for name, outcome, why in outcomes if outcome == "failed"]
+    counts = {kind: sum(outcome == kind for _, outcome, _ in outcomes) for kind in ("passed", "skipped", "failed")}
+    about = {"row": row, "torch": torch, "lightning": lightning, "triton": triton or "none", "python": own}
+    return {**about, **counts, "failures": " / ".join(failures), "date": date.today().isoformat()}
+
+
+def outcomes_of(report: Path) -> Iterator[tuple[str, str, str]]:
+    """Go through pytest's report: each test's name, passed, skipped or failed, and the first line of why."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        found = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        outcome = "passed" if found is None else "skipped" if found.tag == "skipped" else "failed"
+        why = "" if found is None else (found.get("message") or "").split("\n")[0][:200]
+        yield f"{case.get('classname')}.{case.get('name')}", outcome, why
+
+
+def write(rows: dict[str, dict[str, object]]) -> None:
+    """Write the table, as CSV and to be read."""
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[row] for row in ROWS if row in rows)
+    shown = ("torch", "lightning", "triton", "python", "passed", "skipped", "failed")
+    titles = {"lightning": "Lightning", "triton": "Triton", "python": "Python"}
+    lines = [
+        "# Versions",
+        "",
+        "What `make matrix` saw: the quick tests, on CPU, with each row in a fresh environment; kernels by Triton's",
+        "interpreter, and compiled for GPUs that need not be there. The oldest row has the lowest version that is",
+        "allowed of everything; the newest has what pip chose. Written by the target: do not edit.",
+        "",
+        "| | " + " | ".join(titles.get(name, name) for name in shown) + " | date |",
+        "|---" * (len(shown) + 2) + "|",
+    ]
+    lines += [
+        f"| {row} | " + " | ".join(str(rows[row][name]) for name in shown) + f" | {rows[row]['date']} |"
+        for row in ROWS
+        if row in rows
+    ]
+    for row in ROWS:
+        if row in rows and rows[row]["failures"]:
+            lines += [
+                "",
+                f"Failed in the row {row}:",
+                "",
+                *(f"- {each}" for each in str(rows[row]["failures"]).split(" / ")),
+            ]
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
+def main(names: list[str]) -> None:
+    """Run the rows with these names, or all, and update the table after each."""
+    if unknown := set(names) - ROWS.keys():
+        sys.exit(f"python -m tests.matrix {' '.join(sorted(unknown))}: choose from {', '.join(ROWS)}.")
+    rows: dict[str, dict[str, object]] = {}
+    if RESULTS.exists():
+        with RESULTS.open(newline="") as file:
+            rows = {row["row"]: dict(row) for row in csv.DictReader(file)}
+    for name in names or ROWS:
+        rows[name] = tested(name)
+        write(rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
