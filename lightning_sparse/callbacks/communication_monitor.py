@@ -99,7 +99,7 @@ class CommunicationMonitor(StepCallback):
         if self._first is None:
             # Not in on_train_start: the strategy's own comes after it, and sets the counts to zero.
             self._first = self._last = _Totals.of(reducer)
-        if self._watch is not None:
+        if self._timed_observer is not None:
             self._step_began = _Totals.of(reducer)
 
     def on_train_batch_end(
