@@ -155,9 +155,8 @@ class SparseDDP(Checkpointing):
     def _register_ddp_hooks(self) -> None:
         scaler = self._lightnings_scaler
         assert self.lightning_module is not None
-        if (
-            self._method.memory.keeps and self.global_rank == 0
-        ):  # without a residual, clipping does what it does under stock ddp
+        # Without a residual, clipping does what it does under stock ddp.
+        if self._method.memory.keeps and self.global_rank == 0:
             warn_of_clipping(self.lightning_module, type(self).__name__)
         if self._two_level:
             assert isinstance(self._method.aggregator, TwoLevel)
