@@ -25,11 +25,11 @@ from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
 
 TIMED_ELEMENTS = 25_000_000
-"""Selection is timed on that many at most; beyond, its time is proportional."""
+"""Selection is timed on at most this many elements and scaled up in proportion."""
 BASELINES = {"ddp": 4, "ddp, 16-bit hook": 2}
-"""Bytes per element."""
+"""Dense contestants to bytes per gradient element."""
 RANDOM = ("randk",)
-"""Fast, and not to be recommended: they do not send what is large."""
+"""Methods that are listed but never recommended: they do not select the largest entries."""
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -59,7 +59,7 @@ def gbit(bandwidth: float) -> str:
 
 
 def measure(chosen: Method, params: int) -> Costs:
-    """Time a method's own work on this machine: a whole step in a world of one, and adding up what another one sent."""
+    """Time a method's own work on this machine: a step in a world of one, and adding up the entries of another rank."""
     numel = min(params, TIMED_ELEMENTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gradient = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(0))
@@ -83,7 +83,7 @@ def measure(chosen: Method, params: int) -> Costs:
             started = now()
             out.index_add_(0, indices, values)
             entries.append((now() - started) / max(1, len(indices)))
-        # The first one allocates.
+        # The first step also allocates memory.
         return statistics.median(steps[1:]) / numel, statistics.median(entries[1:])
 
     ((element, entry),) = simulate(1, rank)
@@ -93,9 +93,9 @@ def measure(chosen: Method, params: int) -> Costs:
 def estimates(
     work: Workload, workers: int, link: Link, density: float | None
 ) -> tuple[list[tuple[str, Step, float | None]], dict[str, str]]:
-    """Return name, step and break-even bandwidth of every method and of the dense baselines, the fastest first.
+    """Return (name, step, break-even bandwidth) of methods and dense baselines, fastest first, and failures.
 
-    And, by name, why a method could not be timed here.
+    A failure is the name of a method that could not be timed here, to the reason.
     """
     rows: list[tuple[str, Step, float | None]] = [
         (name, step(DENSE, work, workers, link, Costs(), dense_bytes=each), None) for name, each in BASELINES.items()
@@ -108,7 +108,7 @@ def estimates(
         chosen = method(name)
         if density is not None and chosen.density is not None:
             chosen = method(name, density=density)
-        # Sparsifiers do all their work in the compressor; it is the same with every aggregator.
+        # In a world of one a sparsifier takes the same time with every aggregator, so it is timed once.
         kind = repr(chosen.compressor if isinstance(chosen.compressor, Sparsifier) else chosen)
         try:
             chosen.aggregator.check_size(workers)

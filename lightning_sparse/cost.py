@@ -1,4 +1,4 @@
-"""What a training step takes, by a model: nothing is run.
+"""A model of the time of a training step: nothing is run.
 
     work = Workload.even(params=25_600_000, forward=0.05, backward=0.10)
     step(method("gtopk"), work, workers=32, link=Link(125e6), costs=Costs(element=1.5e-9)).seconds
@@ -28,11 +28,11 @@ DENSE = Method(Identity(), aggregator=AllReduceMean())
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a worker to the others.
+    """The link between a worker and the others.
 
     Attributes:
         bandwidth: bytes per second, in each direction.
-        latency: seconds that a message takes beside its bytes.
+        latency: seconds per message, besides those for its bytes.
     """
 
     bandwidth: float
@@ -45,14 +45,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the method's own work takes.
+    """The time of a method's own work on a rank.
 
     Attributes:
         element: seconds per gradient element, for adding to the residual, selecting and writing back.
         entry: seconds per entry that arrives, for decoding and adding up.
-        dense_byte: seconds of processor per byte that a dense all-reduce sends; 0 where a card does it.
+        dense_byte: seconds of processor time per byte that a dense all-reduce sends; 0 if the network card does it.
         segment: seconds per segment, whatever its size.
-        shared: whether all this takes its time from backward, as on one device; else it runs beside it.
+        shared: whether this work interrupts backward, as on one device, or runs beside it.
     """
 
     element: float = 0.0
@@ -64,11 +64,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, seen from its gradients.
+    """A model's gradients and compute time.
 
     Attributes:
         segments: elements of each segment, in the order in which backward delivers them.
-        arrivals: when each is complete, as a fraction of backward, ascending to 1.
+        arrivals: when the gradients of each segment are complete, as a fraction of backward, ascending to 1.
         forward: seconds.
         backward: seconds.
     """
@@ -97,12 +97,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Step:
-    """What the model says about a step.
+    """The modelled time of a step.
 
     Attributes:
         seconds: from start to end.
-        exposed: of these, those that neither forward nor backward take.
-        sent_bytes: put on the wire by a worker.
+        exposed: seconds of the step in addition to forward and backward.
+        sent_bytes: bytes that a worker sends.
     """
 
     seconds: float
@@ -120,10 +120,10 @@ def step(
     density: float | None = None,
     dense_bytes: int = 4,
 ) -> Step:
-    """Return what a step takes.
+    """Return the time of a step.
 
     Args:
-        method: what is sent; where that is more than dense gradients are, those are sent, as `Reducer` does it.
+        method: the method; where it would send more than dense gradients, those are sent instead, as in `Reducer`.
         work: the model and its compute time.
         workers: their number.
         link: between them.
@@ -134,27 +134,29 @@ def step(
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
     dense_rounds = 2 * (workers - 1)
-    device = work.forward  # busy until then
+    device = work.forward  # when the device is free again
     arrival, wire, sent = 0.0, 0.0, 0.0
-    done: list[tuple[float, float]] = []  # when a segment's exchange ends, and what adding it up takes
+    done: list[
+        tuple[float, float]
+    ] = []  # per segment: when its exchange ends, and the time to add up the received entries
     for index, (numel, fraction) in enumerate(zip(work.segments, work.arrivals, strict=True)):
         segment = Segment(index, ("",), ((numel,),), 0)
         dense = dense_bytes * numel * dense_rounds / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
-        # As the Reducer does it; a result that is no mean cannot be replaced by one.
+        # As in `Reducer`: only a method whose result is a mean may fall back to the dense mean.
         may_fall_back = workers > 1 and method.aggregator.averages
         compressed = not isinstance(method.compressor, Identity) or not isinstance(method.aggregator, AllReduceMean)
         arrives = work.forward + fraction * work.backward
         if compressed and (not may_fall_back or chosen < 4 * dense / dense_bytes):
             nbytes, rounds = chosen, method.aggregator.messages(workers)
             before = costs.segment + numel * costs.element
-            # What arrives is as much as what is sent, in all our exchanges.
+            # In all our exchanges a rank receives as many bytes as it sends.
             after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment, density)
         else:
             nbytes, rounds, before, after = dense, dense_rounds, 0.0, 0.0
             before = dense * costs.dense_byte
         if costs.shared:
-            # Backward stands still in the meantime.
+            # Backward is interrupted.
             device += (fraction - arrival) * work.backward + before
         else:
             device = max(device, arrives) + before

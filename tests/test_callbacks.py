@@ -20,7 +20,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from lightning_sparse import METHODS, Method, Reducer, SparseDDPStrategy, method, simulate
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
-from lightning_sparse.callbacks.base import _Watch
+from lightning_sparse.callbacks.base import _TimedObserver
 from lightning_sparse.callbacks.histogram import BINS, REACH, Distribution
 from lightning_sparse.compressors import Compressor, Sparsifier, TopK
 from lightning_sparse.strategies.summary import run_summary
@@ -218,7 +218,7 @@ def test_distributions_of_gradient_residual_and_sum(granularity, per_layer):
 def test_only_the_last_reduction_of_a_batch_counts():
     def rank(comm):
         reducer = Reducer(method("dense"), comm)
-        watch = _Watch(lambda: GradientDistribution().observer(reducer))
+        watch = _TimedObserver(lambda: GradientDistribution().observer(reducer))
         reducer.observers = [watch]
         for value in (1.0, 5.0):
             reducer.reduce_({"a": torch.full((3,), value)})

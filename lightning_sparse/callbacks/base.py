@@ -1,8 +1,8 @@
-"""What the callbacks have in common: they look into the hook on the steps that log, on rank 0, and say what it costs.
+"""The callbacks' base class: observes rank 0's reductions on the steps that log, and logs what observing costs.
 
-A callback puts an observer into the reducer before the backward pass of a step that logs, and takes it out when the
-step is done, so that all other steps cost a comparison. What is logged is rank 0's own view: its gradient, its
-residual, what it sends. That needs no collective, and ranks see data of one kind.
+A callback adds an observer to the reducer before the backward pass of a step that logs, and removes it after the step,
+so all other steps cost one comparison. Everything logged is rank 0's own: its gradient, its residual, its payload. That
+needs no collective; all ranks see data of the same distribution.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback
     from torch.utils.tensorboard import SummaryWriter
 else:
-    # Lightning exists under two names, whose trainers each take their own callbacks only: ours are both.
+    # A trainer takes the callbacks of its own namespace only, so ours derive from both.
     _bases = tuple(import_module(name).Callback for name in INSTALLED)
     Callback = type("Callback", _bases, {"__doc__": "A callback for every Lightning that is installed."})
 
 Trainer = Any
-"""Lightning's, under either of its names; half of what is asked of it here is not declared there."""
+"""The Trainer of either namespace; several of the attributes read here are not declared there."""
 
 Charts = dict[str, list[str]]
 """Title of a custom-scalars chart to the tags that it shows together."""
 
 
 class StepCallback(Callback, abc.ABC):
-    """Observes the reductions of the steps that log, and logs what it saw."""
+    """Observes the reductions of the steps that log, and logs scalars and histograms about them."""
 
     needs_logger = True
-    """Whether without a logger there is nothing to do."""
+    """Whether the callback does nothing without a logger."""
 
     category = "lightning_sparse"
-    """Of its charts in TensorBoard's custom scalars."""
+    """The heading of its charts under TensorBoard's custom scalars."""
 
-    _watch: _Watch | None = None
+    _timed_observer: _TimedObserver | None = None
 
     @abc.abstractmethod
     def observer(self, reducer: Reducer) -> Observer:
-        """Return what looks at one reduction."""
+        """Return a new observer for one reduction."""
 
     @abc.abstractmethod
     def report(
         self, seen: Any, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
     ) -> dict[str, float]:
-        """Return the scalars to log, and write what is no scalar.
+        """Return the scalars to log, and write histograms to TensorBoard.
 
         Args:
-            seen: the observer, after the step's last reduction.
-            writers: of all TensorBoard loggers.
-            step: the one at which Lightning logs, too.
+            seen: the observer of the step's last reduction.
+            writers: the writers of all TensorBoard loggers.
+            step: the step number that Lightning logs under.
         """
 
     def charts(self, reducer: Reducer) -> Charts:
@@ -86,11 +86,11 @@ class StepCallback(Callback, abc.ABC):
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        if message := self._complaint(trainer):
+        if message := self._why_nothing_logs(trainer):
             warnings.warn(f"{type(self).__name__}: {message}", stacklevel=2)
         mine = [callback for callback in trainer.callbacks if isinstance(callback, StepCallback)]
         if mine[:1] == [self]:
-            # A run has one layout of custom scalars, so one callback writes it for all.
+            # TensorBoard keeps one layout of custom scalars per run, so the first callback writes it for all.
             layout: dict[str, dict[str, list[Any]]] = {}
             for callback in mine:
                 for title, tags in callback.charts(trainer.strategy.reducer).items():
@@ -99,7 +99,7 @@ class StepCallback(Callback, abc.ABC):
             for writer in summary_writers(trainer):
                 writer.add_custom_scalars(layout)
 
-    def _complaint(self, trainer: Trainer) -> str | None:
+    def _why_nothing_logs(self, trainer: Trainer) -> str | None:
         every, done = trainer.log_every_n_steps, steps_taken(trainer)
         if not trainer.loggers and self.needs_logger:
             return "the Trainer has no logger, so it does nothing. Give it one: Trainer(logger=TensorBoardLogger(...))."
@@ -115,8 +115,8 @@ class StepCallback(Callback, abc.ABC):
         return None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._watch is not None:
-            self._forget(trainer.strategy.reducer)  # the last batch was cut short
+        if self._timed_observer is not None:
+            self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
         # Lightning's own condition for logging, known before the batch runs.
         if not (logs_next_step(trainer) or trainer.fast_dev_run):
             return
@@ -124,19 +124,19 @@ class StepCallback(Callback, abc.ABC):
             return
         if trainer.loggers or not self.needs_logger:
             reducer: Reducer = trainer.strategy.reducer
-            self._watch = _Watch(lambda: self.observer(reducer))
-            reducer.observers.append(self._watch)
+            self._timed_observer = _TimedObserver(lambda: self.observer(reducer))
+            reducer.observers.append(self._timed_observer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (watch := self._watch) is None:
+        if (watch := self._timed_observer) is None:
             return
         started = time.perf_counter()
-        # Backward has waited for the thread that calls observers.
-        self._forget(trainer.strategy.reducer)
+        # Backward has waited for the communication thread, which calls observers.
+        self._detach(trainer.strategy.reducer)
         if watch.observer is None:
-            return  # a batch without a backward pass, or a step that was left out
+            return  # no backward pass, or a skipped step
         step = steps_taken(trainer)
         scalars = self.report(watch.observer, trainer, pl_module, summary_writers(trainer), step)
         cost = watch.seconds + time.perf_counter() - started
@@ -145,14 +145,14 @@ class StepCallback(Callback, abc.ABC):
         for logger in trainer.loggers:
             logger.log_metrics(finite, step)
 
-    def _forget(self, reducer: Reducer) -> None:
-        if self._watch in reducer.observers:
-            reducer.observers.remove(self._watch)
-        self._watch = None
+    def _detach(self, reducer: Reducer) -> None:
+        if self._timed_observer in reducer.observers:
+            reducer.observers.remove(self._timed_observer)
+        self._timed_observer = None
 
 
-class _Watch(Observer):
-    """Takes the time of an observer, and begins a new one with each reduction: of several, the last counts."""
+class _TimedObserver(Observer):
+    """Times an observer, and makes a new one for each reduction of a batch, so that the last reduction is reported."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -178,9 +178,9 @@ class _Watch(Observer):
 
 
 def chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Go through 1-D tensors in pieces that stay in a processor's cache, or keep a GPU busy; short ones come together.
+    """Yield pieces of 1-D tensors that fit a CPU's cache or occupy a GPU; short tensors are concatenated.
 
-    Each piece costs some calls, and a model has many short parameters.
+    Every piece costs some kernel launches, and a model has many short parameters.
     """
     size = 1 << 24 if parts[0].is_cuda else 1 << 17
     short: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What communication costs and saves, and whether the residual stays in bounds."""
+"""Bytes, density and seconds of communication, and whether the residual stays in bounds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 GROWING = 5
-"""Logging steps in a row on which a residual must have grown before it is called unbounded."""
+"""Consecutive logging steps on which the residual must grow before a warning."""
 
 BAR = {"density": "communication/density", "x_fewer_bytes": "communication/times_fewer_than_fp32"}
-"""What the progress bar shows, and under which tag it is logged."""
+"""Name in the progress bar to the tag under which the value is logged."""
 
 PHASES = ("compensate", "select", "exchange", "decode")
 
@@ -60,7 +60,7 @@ class CommunicationMonitor(StepCallback):
 
     def __init__(self) -> None:
         self._sent_total = 0
-        self._sent_before = 0  # in runs that this one goes on from
+        self._sent_before = 0  # in the runs that this one resumes
         self._first: _Totals | None = None
         self._last: _Totals | None = None
         self._step_began: _Totals | None = None
@@ -95,9 +95,9 @@ class CommunicationMonitor(StepCallback):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         reducer: Reducer = trainer.strategy.reducer
         if self._first is None:
-            # Not in on_train_start: the strategy's own comes after it, and sets the counts to zero.
+            # Not in on_train_start: the strategy's on_train_start runs later and resets the counts.
             self._first = self._last = _Totals.of(reducer)
-        if self._watch is not None:
+        if self._timed_observer is not None:
             self._step_began = _Totals.of(reducer)
 
     def on_train_batch_end(
@@ -135,7 +135,7 @@ class CommunicationMonitor(StepCallback):
             if seen.gradient > 0:
                 scalars["residual/times_gradient"] = norm / math.sqrt(seen.gradient)
             self._check(norm, math.sqrt(seen.gradient), seen.sent / seen.numel, step)
-        # Observers hold up the steps that log, so these do not count where there are others.
+        # Observing slows down the steps that log, so they are left out of the means if there are others.
         scalars |= began.seconds_since(last) if began.steps > last.steps else now.seconds_since(last)
         for name, tag in BAR.items():
             if math.isfinite(value := scalars.get(tag, math.nan)):
@@ -174,7 +174,7 @@ class _Totals:
     def seconds_since(self, before: _Totals) -> dict[str, float]:
         steps = self.steps - before.steps
         spent = {phase: (self.seconds[phase] - before.seconds[phase]) / steps for phase in self.seconds}
-        # Rounding of clocks apart, selection is what aggregation takes beside the exchange.
+        # Selection is aggregation without the exchange; clock resolution may make the difference negative.
         phases = (
             spent["compensate"],
             max(0.0, spent["aggregate"] - spent["exchange"]),
@@ -188,13 +188,13 @@ class _Totals:
 
 
 class _Norms(Observer):
-    """Looks at one reduction.
+    """Observes one reduction.
 
     Attributes:
-        gradient: Σg², as g enters u.
-        residual: Σe²; None where nothing is kept.
-        sent: entries sent; NaN where that says nothing.
-        numel: entries there are.
+        gradient: Σg², in the units in which g is added to u.
+        residual: Σe²; None without a residual.
+        sent: number of entries sent; NaN for methods that do not send entries.
+        numel: number of elements.
     """
 
     def __init__(self, reducer: Reducer) -> None:

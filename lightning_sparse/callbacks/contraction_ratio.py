@@ -1,4 +1,4 @@
-"""How much of u a step loses, beside what theory says about it."""
+"""How much of u a step leaves in the residual, beside the theoretical bounds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ContractionRatio(StepCallback):
         for name, (lost, total, sent, numel) in seen.sums.items():
             tags = _tags("contraction" if name is None else f"layers/{name}/contraction")
             kept = 1 - sent / max(numel, 1)
-            # What was sent is taken from a sum: rounding may leave less than nothing.
+            # A difference of sums: rounding may make it slightly negative.
             ratio = max(0.0, lost) / total if total > 0 else math.nan
             scalars |= dict(zip(tags, (ratio, kept, kept**2), strict=True))
         return scalars
@@ -80,11 +80,11 @@ def _tags(prefix: str) -> list[str]:
 
 
 class _Losses(Observer):
-    """Looks at one reduction.
+    """Observes one reduction.
 
     Attributes:
-        sums: parameter, or None for all, to the sums of (u − C(u))² and u², entries sent (NaN if that says
-            nothing), and elements.
+        sums: parameter name, or None for the model, to (Σ(u − C(u))², Σu², number of entries sent, number of elements);
+            the number of entries is NaN for methods that do not send entries.
     """
 
     def __init__(self, per_layer: bool) -> None:
@@ -93,7 +93,7 @@ class _Losses(Observer):
         self._squares: list[Tensor] = []
 
     def compensated(self, u: Tensor, ctx: Context) -> None:
-        # Before the exchange, which may overwrite u.
+        # Here, because the exchange may overwrite u.
         self._squares = [sum_of_squares([part]) for part in self._parts(ctx.segment, u)]
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""How gradients, residuals and their sums are distributed: what a threshold or a count of entries rests on."""
+"""Histograms and moments of the gradient g, the residual e and u = g + e."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 QUANTITIES = {"g": "gradient g", "e": "residual e", "u": "u = g + e"}
-"""Letter in the papers, and name, of what is looked at."""
+"""Letter in the papers to the name in TensorBoard."""
 
 
 class GradientDistribution(StepCallback):
@@ -114,12 +114,12 @@ class GradientDistribution(StepCallback):
 
 
 class _Distributions(Observer):
-    """Looks at one reduction.
+    """Observes one reduction.
 
     Attributes:
-        wholes: letter to distribution over all parameters.
-        layers: parameter and letter to summary.
-        thresholds: parameter, or None for all, to the smallest |u| sent and how many entries were.
+        wholes: letter to the distribution over all parameters.
+        layers: parameter name and letter to summary.
+        thresholds: parameter name, or None for the model, to (smallest |u| sent, number of entries sent).
     """
 
     def __init__(self, per_layer: bool, reducer: Reducer) -> None:
@@ -132,10 +132,10 @@ class _Distributions(Observer):
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
         self._add("g", ctx.segment, grads, ctx.scale * self.memory.gain(ctx))
         if "residual" in ctx.state:
-            self._look("e", ctx.segment, ctx.state["residual"])
+            self._add_segment("e", ctx.segment, ctx.state["residual"])
 
     def compensated(self, u: Tensor, ctx: Context) -> None:
-        self._look("u", ctx.segment, u)
+        self._add_segment("u", ctx.segment, u)
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
         if not isinstance(applied, Entries):
@@ -150,7 +150,7 @@ class _Distributions(Observer):
             for name, part in zip(segment.names, magnitudes.tensor_split(cuts), strict=True):
                 self._sent(name, part)
 
-    def _look(self, letter: str, segment: Segment, x: Tensor) -> None:
+    def _add_segment(self, letter: str, segment: Segment, x: Tensor) -> None:
         self._add(letter, segment, segment.views(x) if self.per_layer else [x])
 
     def _add(self, letter: str, segment: Segment, parts: list[Tensor], scale: float = 1.0) -> None:
@@ -159,7 +159,7 @@ class _Distributions(Observer):
             whole.add(parts, scale)
             return
         for name, part in zip(segment.names, parts, strict=True):
-            # Summed up at once: the counts themselves would need more memory than a small layer.
+            # Summarised at once, because the counts need more memory than a small layer.
             layer = Distribution()
             layer.add([part], scale)
             self.layers[name, letter] = layer.summary()

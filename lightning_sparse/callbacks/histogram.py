@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 BINS = 60
-"""Of the histograms that are written; TensorBoard draws 30."""
+"""Number of bins of a written histogram; TensorBoard draws 30."""
 
 REACH = 4.0
-"""Standard deviations that a written histogram reaches to either side of the mean."""
+"""Half-width of a written histogram, in standard deviations."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What is worth saying about many numbers.
+    """Moments and a histogram of many numbers.
 
     Attributes:
-        numel: how many.
-        sums: of their first and second powers.
+        numel: how many numbers.
+        sums: the sums of their first and second powers.
         mean: arithmetic mean.
         std: standard deviation, of the numbers themselves (divided by their count).
         skewness: third standardised moment; NaN where all are equal.
         excess_kurtosis: fourth standardised moment, less 3; NaN where all are equal.
         ks_distance: to the normal distribution of this mean and standard deviation; NaN where all are equal.
-        edges: of the histogram's bins, ascending.
-        counts: of the histogram's bins; fractions, where a bin's edge cuts through a finer one.
+        edges: edges of the histogram's bins, ascending.
+        counts: numbers in each bin; fractional where an edge cuts through a bin of `Distribution`.
     """
 
     numel: int
@@ -67,20 +67,20 @@ class Summary:
         )
 
     def standardised(self) -> Summary:
-        """Return what could be said about the same numbers, less their mean, by their standard deviation."""
+        """Return the summary of (x − mean) / std for the same numbers x."""
         edges = (self.edges - self.mean) / self.std
         return replace(self, sums=(0.0, float(self.numel)), mean=0.0, std=1.0, edges=edges)
 
     def normal_threshold(self, count: int) -> float:
-        """Return the magnitude that `count` of the numbers would exceed if they were normal."""
+        """Return the magnitude that `count` of the numbers would exceed if they were normally distributed."""
         return abs(self.mean) + NormalDist().inv_cdf(1 - count / (2 * self.numel)) * self.std
 
 
 class Distribution:
-    """Counts of a fine histogram and sums of powers; both add up over parts.
+    """Counts of a fine histogram and sums of powers; those of several tensors can be added.
 
-    A bin is what the upper 16 bits of an fp32 number say: sign, exponent and seven bits of the mantissa. So no range
-    has to be known beforehand, and from 9e-41 to 3e38 all bins have a relative width of 1/128 or less.
+    A bin is the upper 16 bits of an fp32 number: sign, exponent and seven bits of the mantissa. So no range has to be
+    known beforehand, and from 9e-41 to 3e38 all bins have a relative width of 1/128 or less.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Distribution:
             self.numel += chunk.numel()
 
     def merge(self, other: Distribution) -> None:
-        """Count what another has counted."""
+        """Add the counts and sums of another distribution."""
         if self.counts is None or self.sums is None:
             self.counts, self.sums = other.counts, other.sums
         elif other.counts is not None and other.sums is not None:
@@ -112,7 +112,7 @@ class Distribution:
         self.numel += other.numel
 
     def summary(self) -> Summary | None:
-        """Return what the counts and sums say; None for no numbers, or some that are not finite."""
+        """Return the summary; None if there are no numbers, or some are not finite."""
         if self.counts is None or self.sums is None or self.numel == 0:
             return None
         sums = self.sums.tolist()
@@ -120,10 +120,10 @@ class Distribution:
             return None
         mean, second, third, fourth = (power / self.numel for power in sums)
         variance = second - mean**2
-        # Below what rounding of fp64 leaves, all are equal.
+        # A variance below the rounding error of fp64 means that all numbers are equal.
         std = math.sqrt(variance) if variance > 1e-14 * second else 0.0
         counts = self.counts.cpu().numpy()
-        # In ascending order the negative numbers come first, those of largest magnitude before all.
+        # To ascending order: negative numbers first, the one of largest magnitude at the start.
         counts = np.concatenate([counts[: 1 << 15][::-1], counts[1 << 15 :]])
         filled = counts.nonzero()[0]
         lefts, rights = _EDGES[filled], _EDGES[filled + 1]
@@ -134,12 +134,12 @@ class Distribution:
             skewness = (third - 3 * mean * second + 2 * mean**3) / std**3
             excess_kurtosis = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / std**4 - 3
             left, right = special.ndtr((lefts - mean) / std), special.ndtr((rights - mean) / std)
-            # The largest difference lies at one side of a bin that holds something: left before it, right after it.
+            # The distribution functions differ most at an edge of a non-empty bin.
             distance = float(max(np.abs(left - below[:-1]).max(), np.abs(right - below[1:]).max()))
         else:
             low, high = lefts[0], rights[-1]
         edges = np.linspace(low, high, BINS + 1)
-        # Within a fine bin values are taken as spread evenly.
+        # Values are taken as uniform within a fine bin.
         places = np.stack([lefts, rights], 1).reshape(-1)
         reached = np.interp(edges, places, np.stack([below[:-1], below[1:]], 1).reshape(-1))
         reached[0], reached[-1] = 0, 1

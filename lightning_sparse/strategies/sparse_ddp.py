@@ -1,4 +1,4 @@
-"""The strategy, without its base class: Lightning exists under two names, and each needs a real subclass of its own."""
+"""The strategy without its base class: Lightning has two namespaces, and each needs a real subclass of its own."""
 
 from __future__ import annotations
 
@@ -31,44 +31,45 @@ from lightning_sparse.options import (
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies import loss_scale
 from lightning_sparse.strategies.checkpointing import Checkpointing
+from lightning_sparse.strategies.fit_checks import (
+    check_optimizers,
+    check_placement,
+    several_evaluations,
+    warn_of_adaptive_optimizers,
+    warn_of_clipping,
+)
 from lightning_sparse.strategies.summary import run_summary
 
 log = logging.getLogger(__name__)
 
 
-def _leave_gloo() -> None:
-    """Leave the process groups before the interpreter ends, as Lightning does for NCCL.
+def _destroy_process_group() -> None:
+    """Destroy the process groups before the interpreter ends, as Lightning does for NCCL.
 
-    Without it gloo's threads free Python objects afterwards, and now and then that aborts the process (pytorch issue
-    179291).
+    Otherwise gloo's threads free Python objects during the interpreter's exit, which sometimes aborts the process
+    (pytorch issue 179291).
     """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-REFUSED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+def _before_lightnings_sigterm_handler(announce: Callable[[], None]) -> None:
+    """Call `announce` on SIGTERM, then Lightning's handler, until Lightning restores the handlers at the end of fit.
 
-
-ADAPTIVE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
-"""Optimizers that divide by the size of past gradients; AdamW is an Adam."""
-
-
-def check_placement(nodes: Sequence[int], ranks_per_node: int) -> None:
-    """Raise ValueError unless each `ranks_per_node` consecutive ranks are on one node.
-
-    Args:
-        nodes: the node of each rank.
-        ranks_per_node: number of ranks that add up their gradients densely.
+    Lightning's handler, set when training starts, starts a collective. If ranks get the signal at different places,
+    that collective is out of order and gloo aborts the process. So the store tells the other ranks first.
     """
-    for first in range(0, len(nodes), ranks_per_node):
-        together = nodes[first : first + ranks_per_node]
-        if len(set(together)) > 1:
-            placed = ", ".join(f"rank {first + place} on node {node}" for place, node in enumerate(together))
-            raise ValueError(
-                f"TwoLevel(ranks_per_node={ranks_per_node}): the ranks {first} to {first + len(together) - 1} are to "
-                f"add up their gradients inside one node, but they are on several ({placed}). Start the ranks node by "
-                f"node, as torchrun does, and SLURM with --distribution=block; or leave two_level out."
-            )
+    lightnings = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and callable(lightnings):
+
+        def on_sigterm(number: int, frame: Any) -> None:
+            announce()
+            lightnings(number, frame)
+
+        signal.signal(signal.SIGTERM, on_sigterm)
+
+
+UNSUPPORTED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
 class SparseDDP(Checkpointing):
@@ -110,20 +111,21 @@ class SparseDDP(Checkpointing):
         two_level: bool = False,
         **kwargs: Any,
     ) -> None:
-        for option in REFUSED:
+        for option in UNSUPPORTED:
             if kwargs.get(option) is not None:
                 raise ValueError(
                     f"{type(self).__name__}({option}=...): DDP takes one communication hook, and compression is it. "
                     f"Leave {option} out, or use strategy='ddp'."
                 )
-        # An explicit size makes DDP's buckets hold the same parameters as our segments, so none waits for a second one.
+        # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
-        # Otherwise DDP copies every bucket back into the gradients when backward has ended, and nothing hides that.
+        # Otherwise DDP copies every bucket into the gradients after backward, where nothing overlaps with the copy.
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
         self._ddp_kwargs["bucket_cap_mb"] = check_partition(granularity, self._ddp_kwargs["bucket_cap_mb"])
         self._method = method_of(method, density)
+        self._compresses = not isinstance(self._method.compressor, Identity)
         self._two_level = check("two_level", two_level)
         if two_level:
             self._method = replace(self._method, aggregator=TwoLevel(self._method.aggregator))
@@ -138,26 +140,27 @@ class SparseDDP(Checkpointing):
         }
         self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
         self._comm_thread: CommThread | None = None
-        # It stays after fit, so that a checkpoint can be written then.
+        # The reducer outlives fit, so that a checkpoint can be written afterwards.
         self._reducer: Reducer | None = None
-        self._whole = True  # whether the reducer has ended all steps that it has begun
-        self._reductions = 0  # before the present backward
+        self._whole = True  # whether the reducer's state belongs to a complete step
+        self._reductions = 0  # steps reduced before the present backward
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
         if dist.get_backend() == "gloo":
-            atexit.register(_leave_gloo)
+            atexit.register(_destroy_process_group)
 
     def _register_ddp_hooks(self) -> None:
         scaler = self._lightnings_scaler
         assert self.lightning_module is not None
-        if self._method.memory.error_feedback and self.global_rank == 0:  # without a memory it is what stock ddp does
-            self._warn_of_clipping(self.lightning_module)
+        # Without a residual, clipping does what it does under stock ddp.
+        if self._method.memory.error_feedback and self.global_rank == 0:
+            warn_of_clipping(self.lightning_module, type(self).__name__)
         if self._two_level:
             assert isinstance(self._method.aggregator, TwoLevel)
             between = self._method.aggregator.inter_node
             self._method = replace(self._method, aggregator=TwoLevel(between, self.num_processes))
-        self._reducer = None  # of an earlier fit: it would double the residuals in memory
+        self._reducer = None  # free the residuals of an earlier fit before new ones are allocated
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
         self._comm_thread = CommThread(
             self.model,  # type: ignore[arg-type]
@@ -176,32 +179,10 @@ class SparseDDP(Checkpointing):
         if self.global_rank == 0:
             self._inform(run_summary(self._reducer, self.lightning_module.trainer))
 
-    def _warn_of_clipping(self, module: Any) -> None:
-        """Warn of gradient clipping behind the exchange, Lightning's or the LightningModule's own."""
-        instead = (
-            f"what all ranks have agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm "
-            f"of {type(self).__name__} instead, which clips each worker's gradient before."
-        )
-        own = module.automatic_optimization and not module.configure_gradient_clipping.__module__.startswith(
-            ("pytorch_lightning.", "lightning.")
-        )
-        if module.trainer.gradient_clip_val:
-            log.warning(f"gradient_clip_val={module.trainer.gradient_clip_val} shortens {instead}")
-        elif own:
-            log.warning(f"If configure_gradient_clipping of {type(module).__name__} clips, it shortens {instead}")
-
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers) and self._compresses:
-            raise ValueError(
-                f"LBFGS does not work with {self._method}: it evaluates the gradient several times a step and compares "
-                f"the results, but each exchange sends another part of the gradient. Use an optimizer that needs one "
-                f"gradient a step, such as torch.optim.SGD, or train with strategy='ddp'."
-            )
-
-    @property
-    def _compresses(self) -> bool:
-        return not isinstance(self._method.compressor, Identity)
+        if self._compresses:
+            check_optimizers(self.optimizers, self._method)
 
     @property
     def _lightnings_scaler(self) -> Any:
@@ -247,25 +228,13 @@ class SparseDDP(Checkpointing):
     def on_train_start(self) -> None:
         super().on_train_start()
         loss_scale.watch(self._on_scaled_loss)
-        adaptive = next((o for o in self.optimizers if isinstance(o, ADAPTIVE)), None)
-        if adaptive is not None and (self._method.density or 1) < 1 and self.global_rank == 0:
-            log.warning(
-                f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: a GPT needed 4 to "
-                f"6 times as many steps with them as with dense ones, and a rate of a quarter to a half. With SGD and "
-                f"momentum it needed no more. Compare with stock 'ddp' before you rely on it; see the README, "
-                f"'Learning rate and optimizer'."
-            )
-        # By now Lightning has set its own handler. It talks to the other ranks, out of turn where not all of them got
-        # the signal in the same place: gloo then aborts the process. So the others are told before.
-        lightnings = signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread() and callable(lightnings):
+        if (self._method.density or 1) < 1 and self.global_rank == 0:
+            warn_of_adaptive_optimizers(self.optimizers)
+        _before_lightnings_sigterm_handler(self._announce_sigterm)
 
-            def tell(number: int, frame: Any) -> None:
-                if self._comm_thread is not None:
-                    self._comm_thread.comm.warn(f"Rank {self.global_rank} was told to end (SIGTERM).")
-                lightnings(number, frame)
-
-            signal.signal(signal.SIGTERM, tell)  # until Lightning puts back what was there before
+    def _announce_sigterm(self) -> None:
+        if self._comm_thread is not None:
+            self._comm_thread.comm.warn(f"Rank {self.global_rank} was told to end (SIGTERM).")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -281,10 +250,10 @@ class SparseDDP(Checkpointing):
         if self._comm_thread is None or not self.model.require_backward_grad_sync:  # type: ignore[union-attr]
             super().post_backward(closure_loss)
             return
-        # With static_graph and manual optimization, Lightning has DDP reduce the first gradients here.
+        # With static_graph and manual optimization, Lightning makes DDP reduce the first gradients here.
         with self._comm_thread.after_backward():
             super().post_backward(closure_loss)
-        # Before an optimizer applies gradients that DDP has not exchanged; itself it notices in the next forward.
+        # DDP would report gradients that it has not exchanged in the next forward, after the optimizer has used them.
         self._comm_thread.check_reduced(self._reductions)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -293,36 +262,31 @@ class SparseDDP(Checkpointing):
 
         def once() -> Any:
             if self._compresses and thread is not None and thread.reductions > before:
-                raise self._failed(
-                    f"{type(optimizer).__name__} evaluates its closure several times a step, each with an exchange of "
-                    f"gradients. That does not work with {self._method}: each exchange sends another part of the "
-                    f"gradient, so their results cannot be compared. Use an optimizer that needs one gradient a step, "
-                    f"or train with strategy='ddp'."
-                )
+                raise self._failed(several_evaluations(optimizer, self._method))
             return closure()
 
         if self._options["on_nonfinite"] == "raise" or self._lightnings_scaler or self._own_scaler:
             return super().optimizer_step(optimizer, once, model, **kwargs)
 
-        def without_broken_gradients() -> Any:
+        def skip_nonfinite() -> Any:
             result = once()
             grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
             firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
-            # A step that is left out has NaN everywhere. Without gradients an optimizer does nothing at all.
+            # The gradients of a skipped step are all NaN. An optimizer without gradients does nothing.
             if firsts and torch.stack([first.float() for first in firsts]).isnan().any():
                 optimizer.zero_grad()
             return result
 
-        return super().optimizer_step(optimizer, without_broken_gradients, model, **kwargs)
+        return super().optimizer_step(optimizer, skip_nonfinite, model, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        atexit.unregister(_leave_gloo)  # what is pending might never end, and leaving would wait for it
+        atexit.unregister(_destroy_process_group)  # would wait for collectives that may never complete
         if self._comm_thread is not None:
             self._comm_thread.fail(exception)
 
     def teardown(self) -> None:
-        # May come after an exception, and before any setup.
+        # Lightning may call teardown after an exception, and before setup.
         loss_scale.unwatch(self._on_scaled_loss)
         if self._comm_thread is not None:
             self._comm_thread.close()

@@ -1,4 +1,4 @@
-"""The first line of a run: what will be done, what it sends, and where it can be watched."""
+"""The summary that a run logs first: method, ranks, bytes per step, and the TensorBoard command."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.strategies.sparse_ddp import check_placement
+from lightning_sparse.strategies.fit_checks import check_placement
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, strategy, trainer
 
 

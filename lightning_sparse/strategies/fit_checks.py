@@ -1,0 +1,80 @@
+"""What the strategy checks when fit starts: optimizers, gradient clipping and the placement of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_sparse.methods import Method
+
+log = logging.getLogger(__name__)
+
+ADAPTIVE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+"""Optimizers that divide by the size of past gradients; AdamW is an Adam."""
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:
+    """Raise ValueError for an optimizer that evaluates the gradient several times a step."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            f"LBFGS does not work with {method}: it evaluates the gradient several times a step and compares the "
+            f"results, but each exchange sends another part of the gradient. Use an optimizer that needs one gradient "
+            f"a step, such as torch.optim.SGD, or train with strategy='ddp'."
+        )
+
+
+def several_evaluations(optimizer: Optimizer, method: Method) -> str:
+    """Return the error message for an optimizer that has evaluated its closure twice in a step."""
+    return (
+        f"{type(optimizer).__name__} evaluates its closure several times a step, each with an exchange of gradients. "
+        f"That does not work with {method}: each exchange sends another part of the gradient, so their results cannot "
+        f"be compared. Use an optimizer that needs one gradient a step, or train with strategy='ddp'."
+    )
+
+
+def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Warn if an optimizer divides by the size of past gradients, which are sparse here."""
+    adaptive = next((optimizer for optimizer in optimizers if isinstance(optimizer, ADAPTIVE)), None)
+    if adaptive is not None:
+        log.warning(
+            f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: a GPT needed 4 to 6 "
+            f"times as many steps with them as with dense ones, and a rate of a quarter to a half. With SGD and "
+            f"momentum it needed no more. Compare with stock 'ddp' before you rely on it; see the README, 'Learning "
+            f"rate and optimizer'."
+        )
+
+
+def warn_of_clipping(module: Any, strategy: str) -> None:
+    """Warn of gradient clipping after the exchange, Lightning's or the LightningModule's own."""
+    instead = (
+        f"what all ranks have agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm of "
+        f"{strategy} instead, which clips each worker's gradient before."
+    )
+    if module.trainer.gradient_clip_val:
+        log.warning(f"gradient_clip_val={module.trainer.gradient_clip_val} shortens {instead}")
+    elif module.automatic_optimization and not module.configure_gradient_clipping.__module__.startswith(
+        ("pytorch_lightning.", "lightning.")
+    ):
+        log.warning(f"If configure_gradient_clipping of {type(module).__name__} clips, it shortens {instead}")
+
+
+def check_placement(nodes: Sequence[int], ranks_per_node: int) -> None:
+    """Raise ValueError unless each `ranks_per_node` consecutive ranks are on one node.
+
+    Args:
+        nodes: the node of each rank.
+        ranks_per_node: number of ranks that add up their gradients densely.
+    """
+    for first in range(0, len(nodes), ranks_per_node):
+        together = nodes[first : first + ranks_per_node]
+        if len(set(together)) > 1:
+            placed = ", ".join(f"rank {first + place} on node {node}" for place, node in enumerate(together))
+            raise ValueError(
+                f"TwoLevel(ranks_per_node={ranks_per_node}): the ranks {first} to {first + len(together) - 1} are to "
+                f"add up their gradients inside one node, but they are on several ({placed}). Start the ranks node by "
+                f"node, as torchrun does, and SLURM with --distribution=block; or leave two_level out."
+            )
