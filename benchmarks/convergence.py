@@ -33,28 +33,19 @@ The bounds cover the scatter between seeds, not that between sets of 360 digits,
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import platform
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import pandas as pd
 import torch
 from scipy.stats import t as student_t
 
-import lightning_sparse
+from benchmarks.harness import results
+from benchmarks.harness.results import RESULTS, Row
 from examples.train import quiet, train
+from lightning_sparse import SparseDDPStrategy
 
-RESULTS = Path(__file__).parent / "results"
-VERSIONS = {
-    "lightning_sparse": lightning_sparse.__version__,
-    "torch": torch.__version__,
-    "pytorch_lightning": version("pytorch-lightning"),
-    "python": platform.python_version(),
-}
+ORIGIN = results.origin("pytorch-lightning")
 
 
 class Case(NamedTuple):
@@ -117,11 +108,11 @@ SEEDS = {DENSE_EPOCHS: range(5), EPOCHS_ON_AVERAGE: range(5)}
 """The seeds of the comparison, by number of epochs."""
 
 
-def run(case: Case, rate: Rate, epochs: int, seed: int, fold: int) -> dict[str, Any]:
-    """Train once, in two forked processes, and return one row: what was run and what came out."""
-    strategy: str | lightning_sparse.SparseDDPStrategy = "ddp_fork"
+def run(case: Case, rate: Rate, epochs: int, seed: int, fold: int) -> Row:
+    """Train once, in two forked processes, and return one row: the options and the accuracy."""
+    strategy: str | SparseDDPStrategy = "ddp_fork"
     if case != DENSE:
-        strategy = lightning_sparse.SparseDDPStrategy(
+        strategy = SparseDDPStrategy(
             case.method,
             case.density,
             warmup=case.warmup,
@@ -156,47 +147,33 @@ def run(case: Case, rate: Rate, epochs: int, seed: int, fold: int) -> dict[str, 
         "val_accuracy_percent": round(accuracy, 3),
         "val_loss": round(loss, 4),
         "bytes_per_step_last_epoch": round(result["step/bytes"]),
-        **VERSIONS,
+        **ORIGIN,
     }
-
-
-def write(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows to a CSV file among the results."""
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / name).open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def find_epochs() -> None:
     """Train dense for 1, 2, 3 ... epochs, until every seed ends at 98 % or more."""
-    rows = []
+    rows: list[Row] = []
     for epochs in itertools.count(1):
         found = [run(DENSE, TUNED[DENSE], epochs, seed, fold=0) for seed in DENSE_TUNING_SEEDS]
         rows += found
         if min(row["val_accuracy_percent"] for row in found) >= 98:
             break
-    write("convergence_epochs.csv", rows)
+    results.save(RESULTS / "convergence_epochs.csv", rows)
     print(f"Dense needs {epochs} epochs.")
 
 
 def tune() -> None:
     """Try the grid for each case, and print the rate with the best mean accuracy; lower loss decides between equals."""
-    rows = []
+    rows: list[Row] = []
     for case in TUNED:
         seeds = DENSE_TUNING_SEEDS if case == DENSE else TUNING_SEEDS
-        scores = {}
-        for rate in GRID:
-            found = [run(case, rate, TUNING_EPOCHS, seed, TUNING_FOLD) for seed in seeds]
-            rows += found
-            scores[rate] = (
-                statistics.mean(row["val_accuracy_percent"] for row in found),
-                -statistics.mean(row["val_loss"] for row in found),
-            )
-        best = max(scores, key=scores.__getitem__)
-        print(f"{case}: {best}, {scores[best][0]:.2f} %")
-        write("convergence_tuning.csv", rows)
+        found = [run(case, rate, TUNING_EPOCHS, seed, TUNING_FOLD) for rate in GRID for seed in seeds]
+        rows += found
+        results.save(RESULTS / "convergence_tuning.csv", rows)
+        means = pd.DataFrame(found).groupby(["max_lr", "momentum"])[["val_accuracy_percent", "val_loss"]].mean()
+        best = means.sort_values(["val_accuracy_percent", "val_loss"], ascending=[False, True]).iloc[0]
+        print(f"{case}: {Rate(*best.name)}, {best['val_accuracy_percent']:.2f} %")
 
 
 def compare() -> None:
@@ -207,51 +184,36 @@ def compare() -> None:
         for case, rate in RATES.items()
         for seed in seeds
     ]
-    write("convergence_runs.csv", rows)
-    summary = list(summarize(rows))
-    write("convergence.csv", summary)
-    for row in summary:
-        print(
-            f"{row['method']:<10} {row['density']:<6g} {'warm-up' if row['warmup'] else '':<8} {row['epochs']} epochs: "
-            f"{row['mean_accuracy_percent']:.2f} %, gap {row['gap_points']:+.2f}, "
-            f"upper bound {row['gap_upper_95_points']:+.2f}, "
-            f"below one point: {row['below_one_point']}"
-        )
+    results.save(RESULTS / "convergence_runs.csv", rows)
+    summary = summarize(pd.DataFrame(rows))
+    results.save(RESULTS / "convergence.csv", summary.to_dict("records"))
+    key = ["method", "density", "warmup", "epochs"]
+    print(summary[[*key, *summary.columns[-5:]]].to_string(index=False))
 
 
-def summarize(rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Yield one row per case: mean accuracy over the seeds, and the gap to dense with its upper bound."""
-    key = ("method", "density", "warmup", "epochs")
-    dense: dict[int, dict[int, float]] = {}  # accuracy by epochs and seed
-    for _, group in itertools.groupby(rows, lambda row: [row[name] for name in key]):
-        runs = list(group)
-        first = runs[0]
-        accuracy = {row["seed"]: row["val_accuracy_percent"] for row in runs}
-        if first["method"] == DENSE.method:
-            dense[first["epochs"]] = accuracy
-        gaps = [dense[first["epochs"]][seed] - reached for seed, reached in accuracy.items()]
-        mean = statistics.mean(gaps)
-        upper = mean + student_t.ppf(0.95, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
-        steps = first["epochs"] * STEPS_PER_EPOCH
-        yield {
-            **{
-                name: first[name]
-                for name in first
-                if name not in ("seed", "val_accuracy_percent", "val_loss", *VERSIONS)
-            },
-            "optimizer": "SGD, Nesterov if momentum > 0, weight decay 5e-4, one-cycle",
-            "steps": steps,
-            # How often an entry of the gradient is sent in the whole training, on average. Below 1, most of what a
-            # method that chooses without looking keeps back has not been sent when the training ends.
-            "sends_per_entry": round(steps * first["density"], 2),
-            "seeds": len(runs),
-            "mean_accuracy_percent": round(statistics.mean(accuracy.values()), 3),
-            "gap_points": round(mean, 3),
-            "gap_stdev_points": round(statistics.stdev(gaps), 3),
-            "gap_upper_95_points": round(upper, 3),
-            "below_one_point": bool(upper < 1),
-            **VERSIONS,
-        }
+def summarize(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per case: mean accuracy over the seeds, and the gap to dense with its upper bound."""
+    key = ["method", "density", "warmup", "epochs"]
+    runs = runs.fillna({"warmup": ""})
+    dense = runs[runs["method"] == DENSE.method].set_index(["epochs", "seed"])["val_accuracy_percent"].rename("dense")
+    runs = runs.join(dense, on=["epochs", "seed"])
+    runs["gap"] = runs["dense"] - runs["val_accuracy_percent"]
+    cases = runs.groupby(key, sort=False)
+    table = cases.first().reset_index().drop(columns=["seed", "val_accuracy_percent", "val_loss", "dense", "gap"])
+    gaps, seeds = cases["gap"], cases.size().to_numpy()
+    upper = gaps.mean().to_numpy() + student_t.ppf(0.95, seeds - 1) * gaps.std().to_numpy() / seeds**0.5
+    table["optimizer"] = "SGD, Nesterov if momentum > 0, weight decay 5e-4, one-cycle"
+    table["steps"] = table["epochs"] * STEPS_PER_EPOCH
+    # How often an entry of the gradient is sent in the whole training, on average. Below 1, most of the residual of a
+    # method that chooses without looking has not been sent when the training ends.
+    table["sends_per_entry"] = (table["steps"] * table["density"]).round(2)
+    table["seeds"] = seeds
+    table["mean_accuracy_percent"] = cases["val_accuracy_percent"].mean().to_numpy().round(3)
+    table["gap_points"] = gaps.mean().to_numpy().round(3)
+    table["gap_stdev_points"] = gaps.std().to_numpy().round(3)
+    table["gap_upper_95_points"] = upper.round(3)
+    table["below_one_point"] = upper < 1
+    return table
 
 
 def main() -> None:

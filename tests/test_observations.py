@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -101,10 +102,10 @@ def test_numbers_that_are_not_finite_are_refused():
         summarize(torch.tensor([1.0, math.nan]))
 
 
-def test_tally_names_what_failed():
-    assert tally([{"layer": "a", "held": True}], "held") == "1 of 1 layers x steps"
-    rows = [{"layer": name, "held": name == "a"} for name in "abcb"]
-    assert tally(rows, "held") == "1 of 4 layers x steps (not: b 2, c 1)"
+def test_tally_names_the_layers_that_failed():
+    assert tally(pd.Series(["a"]), pd.Series([True])) == "1 of 1 layers x steps"
+    layers = pd.Series(list("abcb"))
+    assert tally(layers, layers == "a") == "1 of 4 layers x steps (not: b 2, c 1)"
 
 
 @pytest.mark.parametrize("name", ["topk", "dense"])

@@ -1,6 +1,6 @@
 """Several hosts with slow links on one machine, out of Linux network namespaces.
 
-    with Links(hosts=4, rate="1gbit") as links:
+    with ShapedLinks(hosts=4, rate="1gbit") as links:
         for probe in links.calibrate():
             print(probe.name, probe.ratio)              # payload rate over the rate that the link should give
         worker = links.popen(0, [sys.executable, "train.py"])
@@ -11,7 +11,7 @@ deleting the namespaces deletes everything. A token bucket (`tc … tbf`) shapes
 would leave the sum of what several hosts send to one of them unlimited.
 
 Needs root, `ip` and `tc`. This module imports nothing but the standard library, because it is also the program that
-calibration runs inside the namespaces: `python links.py receive …` and `python links.py send …`.
+calibration runs inside the namespaces: `python shaped_links.py receive …` and `python shaped_links.py send …`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def missing() -> str | None:
     made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
     if made.returncode:
         return f"`ip netns add` failed: {made.stderr.strip()}"
-    _run("ip", "netns", "del", name)
+    _run(f"ip netns del {name}")
     return None
 
 
@@ -116,9 +116,19 @@ class Probe:
         """Whether the ratio is within 10 % of 1."""
         return abs(self.ratio - 1) <= TOLERANCE
 
+    def row(self) -> dict[str, str | float]:
+        """Return the columns of a table."""
+        return {
+            "probe": self.name,
+            "payload_bytes": self.payload_bytes,
+            "seconds": round(self.seconds, 5),
+            "payload_mbit_per_s": round(self.goodput / 1e6, 1),
+            "ratio_to_expected": round(self.ratio, 3),
+        }
+
 
 @final
-class Links:
+class ShapedLinks:
     """A context manager that makes the hosts and removes them again.
 
     Removal happens also after an exception, SIGINT, SIGTERM or SIGHUP, and ends every process in the hosts, by its
@@ -142,10 +152,10 @@ class Links:
         self._processes: list[subprocess.Popen[Any]] = []
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Links:
+    def __enter__(self) -> ShapedLinks:
         reason = missing()
         if reason:
-            raise RuntimeError(f"Links(hosts={self.hosts}, rate={self.rate!r}): {reason}.")
+            raise RuntimeError(f"ShapedLinks(hosts={self.hosts}, rate={self.rate!r}): {reason}.")
         for name in stale():
             _remove(name)
         # SIGINT raises KeyboardInterrupt already; the others would end Python without unwinding.
@@ -171,7 +181,7 @@ class Links:
     def congestion_control(self) -> str:
         """TCP's congestion control, which the hosts inherit from the machine."""
         path = "/proc/sys/net/ipv4/tcp_congestion_control"
-        return _run("ip", "netns", "exec", self._namespaces[0], "cat", path).strip()
+        return _run(f"ip netns exec {self._namespaces[0]} cat {path}").strip()
 
     def popen(
         self,
@@ -206,39 +216,29 @@ class Links:
         # A stream long enough that the part sent at full speed, one burst, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
         share = 20_000_000 // (self.hosts - 1)
-        receiver = self.popen(
-            0,
-            [sys.executable, "-S", __file__, "receive", self.address(0), str(_PORT), str(self.hosts)],
-            stdout=subprocess.PIPE,
-        )
+        script = [sys.executable, "-S", __file__, "receive", self.address(0), str(_PORT), str(self.hosts)]
+        receiver = self.popen(0, script, stdout=subprocess.PIPE)
         assert receiver.stdout is not None
         receiver.stdout.readline()
-        seconds = {
-            "600 KB": statistics.median(self._send(1, 600_000, 1, repeat=9)),
-            "20 MB": self._send(1, 20_000_000, 1)[0],
-            "50 KB messages": self._send(1, 50_000, stream)[0],
-        }
+        probes = [
+            Probe("600 KB", self.rate, 600_000, statistics.median(self._send(1, 600_000, 1, repeat=9))),
+            Probe("20 MB", self.rate, 20_000_000, self._send(1, 20_000_000, 1)[0]),
+            Probe("50 KB messages", self.rate, 50_000 * stream, self._send(1, 50_000, stream)[0]),
+        ]
         start = time.monotonic() + 0.5
         senders = [self._sender(host, share, 1, start=start) for host in range(1, self.hosts)]
-        seconds["all to one, 20 MB"] = max(self._answer(sender)[0] for sender in senders)
+        slowest = max(self._answer(sender)[0] for sender in senders)
         receiver.terminate()
         receiver.communicate()
-        sizes = {
-            "600 KB": 600_000,
-            "20 MB": 20_000_000,
-            "50 KB messages": 50_000 * stream,
-            "all to one, 20 MB": share * (self.hosts - 1),
-        }
-        return [Probe(name, self.rate, sizes[name], seconds[name]) for name in sizes]
+        return [*probes, Probe("all to one, 20 MB", self.rate, share * (self.hosts - 1), slowest)]
 
     def _send(self, host: int, size: int, count: int, repeat: int = 1) -> list[float]:
         return self._answer(self._sender(host, size, count, repeat=repeat))
 
     def _sender(self, host: int, size: int, count: int, *, repeat: int = 1, start: float = 0) -> subprocess.Popen[str]:
         numbers = [str(number) for number in (_PORT, size, count, repeat, start)]
-        return self.popen(
-            host, [sys.executable, "-S", __file__, "send", self.address(0), *numbers], stdout=subprocess.PIPE
-        )
+        script = [sys.executable, "-S", __file__, "send", self.address(0), *numbers]
+        return self.popen(host, script, stdout=subprocess.PIPE)
 
     def _answer(self, sender: subprocess.Popen[str]) -> list[float]:
         out, _ = sender.communicate(timeout=120)
@@ -247,34 +247,20 @@ class Links:
         return list(json.loads(out))
 
     def _make(self) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
-        shape = ["root", "tbf", "rate", self.rate, "burst", self.burst, "latency", "100ms"]
+        switch, shape = self._switch, f"root tbf rate {self.rate} burst {self.burst} latency 100ms"
+        _run(f"ip netns add {switch}")
+        _run(f"ip -n {switch} link add bridge type bridge")
+        _run(f"ip -n {switch} link set bridge up")
         for host, name in enumerate(self._namespaces):
             port = f"host{host}"
-            _run("ip", "netns", "add", name)
-            _run(
-                "ip",
-                "link",
-                "add",
-                INTERFACE,
-                "netns",
-                name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                self._switch,
-            )
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *shape)
-            _run("tc", "-n", self._switch, "qdisc", "add", "dev", port, *shape)
+            _run(f"ip netns add {name}")
+            _run(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
+            _run(f"ip -n {switch} link set {port} master bridge up")
+            _run(f"ip -n {name} addr add {self.address(host)}/24 dev {INTERFACE}")
+            _run(f"ip -n {name} link set {INTERFACE} up")
+            _run(f"ip -n {name} link set lo up")
+            _run(f"tc -n {name} qdisc add dev {INTERFACE} {shape}")
+            _run(f"tc -n {switch} qdisc add dev {port} {shape}")
 
     def _clean_up(self) -> None:
         # A second Ctrl-C must not stop what the first one started.
@@ -300,7 +286,7 @@ class Links:
 
 
 def stale() -> list[str]:
-    """Return the namespaces that runs which exist no more left behind."""
+    """Return the namespaces of programs that have ended without removing them."""
     found = []
     for name in _namespaces():
         match = re.fullmatch(PREFIX + r"(\d+)-\d+-\w+", name)
@@ -310,29 +296,29 @@ def stale() -> list[str]:
 
 
 def _namespaces() -> list[str]:
-    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
+    return [line.split()[0] for line in _run("ip netns list").splitlines()]
 
 
 def _remove(name: str) -> None:
     # A namespace lives as long as a process in it, whatever becomes of its name.
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + 3
-        for pid in _run("ip", "netns", "pids", name).split():
+        for pid in _run(f"ip netns pids {name}").split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), number)
-        while _run("ip", "netns", "pids", name).split() and time.monotonic() < deadline:
+        while _run(f"ip netns pids {name}").split() and time.monotonic() < deadline:
             time.sleep(0.05)
-    _run("ip", "netns", "del", name)
+    _run(f"ip netns del {name}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _run(*argv: str) -> str:
-    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+def _run(command: str) -> str:
+    done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"`{' '.join(argv)}` failed: {done.stderr.strip()}")
+        raise RuntimeError(f"`{command}` failed: {done.stderr.strip()}")
     return done.stdout
 
 
