@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
 }
+
+ROOT = Path(__file__).parents[2]
+
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 Record = dict[str, Any]
 
@@ -53,7 +57,9 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1) -> Iterator[Hosts]:
+def hosts(
+    workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1, calibrate: bool = True
+) -> Iterator[Hosts]:
     """Make hosts for a number of ranks.
 
     Args:
@@ -61,6 +67,7 @@ def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1
         rate: of the links, as tc writes it, or "loopback": one host, unshaped.
         ranks_per_host: how many ranks share a link.
         dilate: the links have this part of the rate.
+        calibrate: measure the links first.
 
     Raises:
         SystemExit: a link is more than 10 % off its rate.
@@ -74,13 +81,13 @@ def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1
                 stack.callback(end, [process])
                 return process
 
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": LOOPBACK}
             yield Hosts(start_here, address, [], "none")
         return
     slowed = f"{bits_per_second(rate) / dilate / 1e3:g}kbit" if dilate != 1 else rate
     with ShapedLinks(workers // ranks_per_host, slowed) as links:
         rows = []
-        for probe in links.calibrate():
+        for probe in links.calibrate() if calibrate else ():
             print(f"  {probe.name}: {probe.goodput / 1e6:.0f} Mbit/s of payload, {probe.ratio:.3f} of expected")
             if not probe.ok:
                 raise SystemExit(
@@ -99,7 +106,12 @@ def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1
 
 
 def launch(
-    module: str, job: Record, where: Hosts, workers: int, patience: float = 3600
+    module: str,
+    job: Record,
+    where: Hosts,
+    workers: int,
+    patience: float = 3600,
+    on_record: Callable[[Record], None] = lambda record: None,
 ) -> tuple[list[Record], str | None]:
     """Run `python -m module <job as JSON>` on every rank.
 
@@ -109,6 +121,7 @@ def launch(
         where: they run.
         workers: number of ranks.
         patience: seconds without a new record after which the ranks count as hung.
+        on_record: called with each record as it comes.
 
     Returns:
         The records, and why the ranks ended early; None if they did not.
@@ -117,25 +130,31 @@ def launch(
         out = Path(folder, "records")
         out.touch()
         argv = [sys.executable, "-m", module, json.dumps({**job, "out": str(out)})]
-        env = {**ENVIRONMENT, **os.environ, **where.env, "WORLD_SIZE": str(workers)}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+        env = {**ENVIRONMENT, **os.environ, **where.env, "PYTHONPATH": path, "WORLD_SIZE": str(workers)}
         logs = [Path(folder, f"rank{rank}") for rank in range(workers)]
         processes = [where.start(rank, argv, {**env, "RANK": str(rank)}, log) for rank, log in enumerate(logs)]
-        size, news, reason = 0, time.monotonic(), None
-        while reason is None and None in (states := [process.poll() for process in processes]) and not any(states):
+        records: list[Record] = []
+        reason, news, running = None, time.monotonic(), True
+        while running and reason is None:
             time.sleep(0.1)
-            if out.stat().st_size > size:
-                size, news = out.stat().st_size, time.monotonic()
-            if time.monotonic() - news > patience:
+            states = [process.poll() for process in processes]
+            running = None in states and not any(states)
+            for line in out.read_text().splitlines()[len(records) :]:
+                records.append(json.loads(line))
+                on_record(records[-1])
+                news = time.monotonic()
+            if any(states):
+                # One rank knows the reason and the others only miss it, in whatever order they end: show all.
+                time.sleep(2)
+                reason = "".join(
+                    f"\n    rank {rank} (status {process.poll()}): {last_line(logs[rank])}"
+                    for rank, process in enumerate(processes)
+                )
+            elif running and time.monotonic() - news > patience:
                 reason = f"no news for {patience:g} s"
-        if any(states):
-            # One rank knows the reason and the others only miss it, in whatever order they end: show all.
-            time.sleep(2)
-            reason = "".join(
-                f"\n    rank {rank} (status {process.poll()}): {last_line(logs[rank])}"
-                for rank, process in enumerate(processes)
-            )
         end(processes)
-        return [json.loads(line) for line in out.read_text().splitlines()], reason
+        return records, reason
 
 
 def end(processes: Sequence[subprocess.Popen[str]]) -> None:

@@ -123,4 +123,4 @@ def machine_seconds() -> float:
 def interface_bytes() -> int:
     """Return the bytes that this rank's interface has transmitted so far; 0 if the ranks share one."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return 0 if name == "lo" else int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+    return 0 if name.startswith("lo") else int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
