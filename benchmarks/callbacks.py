@@ -14,11 +14,9 @@ callback itself logged.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 import warnings
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -76,33 +74,31 @@ class Turns(pl.Callback):
     def __init__(self) -> None:
         self.contestants = contestants()
         self.names = list(self.contestants)
-        self.ms: dict[tuple[str, bool], list[list[float]]] = defaultdict(list)  # of each block
+        self.steps: list[tuple[int, str, str, float]] = []
 
-    def _name(self, batch_idx: int) -> str:
+    def turn(self, batch_idx: int) -> str:
+        """Return whose turn it is."""
         return self.names[batch_idx // BLOCK % len(self.names)]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell all contestants."""
-        for callbacks in self.contestants.values():
-            for callback in callbacks:
-                callback.on_train_start(trainer, pl_module)
+        """Call all contestants."""
+        for callback in (callback for callbacks in self.contestants.values() for callback in callbacks):
+            callback.on_train_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
-        """Start the clock and tell the contestant whose turn it is."""
+        """Start the clock and call the contestant whose turn it is."""
         self.started = time.perf_counter()
-        for callback in self.contestants[self._name(batch[-1])]:
+        for callback in self.contestants[self.turn(batch[-1])]:
             callback.on_train_batch_start(trainer, pl_module, *batch)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
-        """Tell the contestant and stop the clock."""
+        """Call the contestant and stop the clock."""
         index = batch[-1]
-        name = self._name(index)
+        name, kind = self.turn(index), "does not log" if (index + 1) % BLOCK else "logs"
         for callback in self.contestants[name]:
             callback.on_train_batch_end(trainer, pl_module, *batch)
-        blocks = self.ms[name, (index + 1) % BLOCK == 0]
-        if len(blocks) <= index // BLOCK // len(self.names):
-            blocks.append([])
-        blocks[-1].append(1e3 * (time.perf_counter() - self.started))
+        ms = 1e3 * (time.perf_counter() - self.started)
+        self.steps.append((index // BLOCK // len(self.names), kind, name, ms))
 
 
 def fit(layers: int, steps: int, folder: Path, callbacks: list[pl.Callback]) -> tuple[pl.Trainer, Tensor]:
@@ -143,31 +139,26 @@ def check(layers: int, folder: Path) -> None:
 def report(turns: Turns, numel: int, folder: Path, out: Path) -> None:
     """Print and write a row for each contestant and kind of step."""
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    logged: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # name and step to ms
-    for tag in found.Tags()["scalars"]:
-        if tag.startswith("monitoring_cost/"):
-            for event in found.Scalars(tag):
-                logged[turns._name(event.step)][event.step] += event.value
+    tags = [tag for tag in found.Tags()["scalars"] if tag.startswith("monitoring_cost/")]
+    costs = pd.DataFrame(
+        [(event.step, event.value) for tag in tags for event in found.Scalars(tag)], columns=["step", "ms"]
+    )
+    costs = costs.groupby("step")["ms"].sum()
+    costs = costs.groupby(costs.index.map(turns.turn)).median()
+
+    table = pd.DataFrame(turns.steps, columns=["block", "step", "callback", "ms"]).query("block > 0")  # after a warm-up
+    blocks = table.groupby(["step", "callback", "block"])["ms"].median()
+    rows = []
+    for (step, name), ms in sorted(
+        table.groupby(["step", "callback"], sort=False)["ms"], key=lambda case: case[0][0] != "logs"
+    ):
+        extra = blocks[step, name] - blocks[step, "none"]
+        times = {column: f"{value:.2f}" for column, value in (spread(ms) | spread(extra, "extra_ms")).items()}
+        cost = f"{costs[name]:.2f}" if step == "logs" and name in costs else ""
+        rows.append({"callback": name, "step": step, **times, "said_ms": cost, "blocks": len(extra)})
+    print(pd.DataFrame(rows).to_string(index=False))
     surroundings = {"params": numel, "ranks": RANKS, "threads_per_rank": torch.get_num_threads()}
     surroundings |= results.origin("pytorch-lightning", "tensorboard")
-    rows = []
-    for logging_step in (True, False):
-        base = turns.ms["none", logging_step][1:]  # the first round is to warm up
-        for name in turns.names:
-            blocks = turns.ms[name, logging_step][1:]
-            extra = [statistics.median(b) - statistics.median(a) for a, b in zip(base, blocks, strict=True)]
-            times = {**spread([ms for block in blocks for ms in block]), **spread(extra, "extra_ms")}
-            costs = list(logged[name].values())
-            rows.append(
-                {
-                    "callback": name,
-                    "step": "logs" if logging_step else "does not log",
-                    **{column: f"{ms:.2f}" for column, ms in times.items()},
-                    "said_ms": f"{statistics.median(costs):.2f}" if logging_step and costs else "",
-                    "blocks": len(blocks),
-                }
-            )
-    print(pd.DataFrame(rows).to_string(index=False))
     results.save(out, [row | surroundings for row in rows])
 
 

@@ -5,17 +5,15 @@ of 128 bytes per worker and step, density 0.01, a linear warm-up of the rate ove
 to zero. With one seed, all contestants start from the same weights and see the same batches in the same order.
 
 The contestants are stock DDP, a bf16 hook, torch's PowerSGD hook of rank 4, and the sparse methods. All of them train
-under AdamW, which is what people train GPTs with; under SGD, to save time, only DDP and two sparse methods do.
+under AdamW; under SGD, to save time, only DDP and two sparse methods do.
 
     python -m benchmarks.language               # what is missing of everything below
     python -m benchmarks.language --tune        # the grid of rates, for every optimizer and method
     python -m benchmarks.language --final       # longer, with the best rate of each, on other seeds
-    python -m benchmarks.language --variant     # other beta2, clipping or momentum under sparse gradients
     sudo python -m benchmarks.language --seconds  # step times over shaped links, all contestants in turn
     python -m benchmarks.language --figure      # draw, and print a table
 
-A part trains only what `language.csv` does not have yet. `--list` prints those runs without training, and
-`--only adamw:topk:0.002` trains one of them.
+A part trains only the runs that `language.csv` does not have yet; `--list` prints them without training.
 
 Rates. The grid is 1, 2, 5 in every decade. Four rates per optimizer and method are tried, and more at the end where the
 best one lies, until it has a neighbour on each side; the final loss on held-out text decides. The seed is not among
@@ -50,7 +48,6 @@ from benchmarks.harness.timing import FOREIGN_LOAD
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", *SPARSE], "sgd": ["ddp", "topk", "gaussiank"]}
 DENSITY = 0.01
-WARMUP = (0.25, 0.0625)
 WORKERS = 2
 BATCH_SIZE = 8
 LENGTH = 128
@@ -58,8 +55,8 @@ VAL_SEQUENCES = 256
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
 
 GRID = {"adamw": (0.0005, 0.001, 0.002, 0.005), "sgd": (0.05, 0.1, 0.2, 0.5)}
-STEPS = {"tune": 250, "retune": 500, "variant": 500, "final": 1000}
-EVERY = {"tune": 125, "retune": 125, "variant": 125, "final": 50}
+STEPS = {"tune": 250, "retune": 500, "final": 1000}
+EVERY = {"tune": 125, "retune": 125, "final": 50}
 """Steps between two evaluations."""
 LONGER = {
     ("adamw", "bf16"): [0.002],
@@ -90,15 +87,11 @@ class Run(NamedTuple):
     """One training.
 
     Attributes:
-        part: "tune", "variant" or "final".
+        part: "tune", "retune" or "final".
         optimizer: "adamw" or "sgd".
         method: "ddp" for stock DDP, "bf16" or "powersgd" for DDP with that hook, or one of `lightning_sparse`.
         lr: the learning rate between warm-up and cosine.
         seed: of the initial weights and of the order of the data.
-        beta2: of AdamW.
-        momentum: of SGD.
-        clip_norm: largest 2-norm of a worker's own gradient before compression; 0 clips nothing.
-        warmup_steps: steps at each of the densities `WARMUP`, before `DENSITY`.
     """
 
     part: str
@@ -106,29 +99,10 @@ class Run(NamedTuple):
     method: str
     lr: float
     seed: int
-    beta2: float = 0.999
-    momentum: float = 0.9
-    clip_norm: float = 0.0
-    warmup_steps: int = 0
-
-    def __str__(self) -> str:
-        """Return what `--only` takes."""
-        default = Run(*self[:5])
-        changes = [
-            f"{name}={getattr(self, name):g}"
-            for name in self._fields[5:]
-            if self._asdict()[name] != getattr(default, name)
-        ]
-        return ":".join([self.optimizer, self.method, f"{self.lr:g}", *changes, f"seed={self.seed}"])
 
 
-VARIANTS = [
-    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, warmup_steps=50),
-    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, beta2=0.95),
-    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, clip_norm=1.0),
-    Run("variant", "sgd", "topk", 0.05, TUNING_SEED, warmup_steps=50),
-    Run("variant", "sgd", "topk", 0.5, TUNING_SEED, momentum=0.0),
-]
+FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
+"""Options of all runs: AdamW's, SGD's, and of the sparse methods."""
 
 
 def neighbour(lr: float, step: int) -> float:
@@ -186,6 +160,7 @@ def train(run: Run) -> None:
             raise SystemExit(f"{run} starts at a loss of {points[0]['val_loss']:.6f}, others of its seed at {started}.")
     common = {
         **run._asdict(),
+        **FIXED,
         "density": DENSITY if run.method in SPARSE else 1.0,
         "workers": WORKERS,
         "batch_size_per_worker": BATCH_SIZE,
@@ -228,8 +203,6 @@ def tuned(losses: Mapping[Run, float], part: str, optimizer: str, method: str) -
 def missing_runs(part: str) -> list[Run]:
     """Return the runs of a part that `language.csv` does not have."""
     found = final_losses(curves())
-    if part == "variant":
-        return [run for run in VARIANTS if run not in found]
     runs = []
     for optimizer, methods in METHODS.items():
         for method in methods:
@@ -243,14 +216,6 @@ def missing_runs(part: str) -> list[Run]:
                 rates = LONGER.get((optimizer, method), [best(second)] if second else [])
                 runs += [Run(part, optimizer, method, lr, seed) for lr in rates for seed in SEEDS]
     return sorted((run for run in runs if run not in found), key=lambda run: run.seed)
-
-
-def train_missing(part: str, only: str | None) -> None:
-    """Train the missing runs of a part, or the one of them that is wanted."""
-    while runs := [run for run in missing_runs(part) if only in (None, str(run))]:
-        train(runs[0])
-        if only:
-            return
 
 
 def measure_seconds() -> None:
@@ -352,21 +317,20 @@ def main() -> None:
         "tune": "try the grid of rates",
         "retune": "try the best rates for longer",
         "final": "compare with the rates found, still longer",
-        "variant": "try other options under sparse gradients",
     }
-    for name, what in parts.items():
-        parser.add_argument(f"--{name}", action="store_true", help=what)
+    for name, help_ in parts.items():
+        parser.add_argument(f"--{name}", action="store_true", help=help_)
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
     parser.add_argument("--figure", action="store_true", help="draw the results and print a table")
-    parser.add_argument("--only", metavar="RUN", help="train only this run of the part, as --list writes it")
     parser.add_argument("--list", action="store_true", help="print the missing runs of the part, train none")
     args = parser.parse_args()
     everything = not any([*(getattr(args, part) for part in parts), args.seconds, args.figure])
-    for part in parts:
-        if args.list and (getattr(args, part) or everything):
+    for part in (part for part in parts if getattr(args, part) or everything):
+        if args.list:
             print(*missing_runs(part), sep="\n")
-        elif getattr(args, part) or everything:
-            train_missing(part, args.only)
+        else:
+            while runs := missing_runs(part):
+                train(runs[0])
     if args.seconds or (everything and not args.list):
         measure_seconds()
     if args.figure or (everything and not args.list):

@@ -15,22 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks import language
 from benchmarks.harness.baselines import Options, wrap
 from benchmarks.harness.ranks import check_weights, gather, join, leave, write
 from benchmarks.harness.timing import Meter, elapsed_ms, quantiles
-from benchmarks.language import (
-    BATCH_SIZE,
-    DENSITY,
-    EVERY,
-    LENGTH,
-    ROUNDS,
-    STEPS,
-    TIMED_STEPS,
-    VAL_SEQUENCES,
-    WARMUP,
-    WORKERS,
-    Run,
-)
+from benchmarks.language import BATCH_SIZE, DENSITY, FIXED, LENGTH, VAL_SEQUENCES, WORKERS, Run
 from examples.data.text import StandardLibrary
 from examples.models.gpt import GPT
 from lightning_sparse import NonFiniteGradient
@@ -53,15 +42,10 @@ class Trainee:
     """
 
     def __init__(self, run: Run, text: StandardLibrary) -> None:
-        self.run, self.text, self.steps = run, text, STEPS[run.part]
+        self.run, self.text, self.steps = run, text, language.STEPS[run.part]
         torch.manual_seed(run.seed)
         self.model = GPT(context=LENGTH)
-        attach = {
-            "clip_norm": run.clip_norm or None,
-            "warmup": WARMUP if run.warmup_steps else (),
-            "warmup_steps": run.warmup_steps or None,
-        }
-        self.wrapped = wrap(run.method, self.model, Options(DENSITY, attach=attach))
+        self.wrapped = wrap(run.method, self.model, Options(DENSITY))
         self.optimizer = optimizer(run, self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, self.steps))
         self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
@@ -98,8 +82,8 @@ class Trainee:
 def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     """Make the optimizer of a run."""
     if run.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, run.beta2), weight_decay=0.01)
-    return torch.optim.SGD(model.parameters(), lr=run.lr, momentum=run.momentum)
+        return torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, FIXED["beta2"]), weight_decay=0.01)
+    return torch.optim.SGD(model.parameters(), lr=run.lr, momentum=FIXED["momentum"])
 
 
 def sequences(data: Any, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +104,7 @@ def curve(run: Run, text: StandardLibrary) -> list[Row]:
             trainee.step()
         except NonFiniteGradient:
             return [*points, {"step": trainee.done, "val_loss": math.inf, "sent_bytes": trainee.sent_bytes()}]
-        if trainee.done % EVERY[run.part] == 0:
+        if trainee.done % language.EVERY[run.part] == 0:
             loss = trainee.loss()
             points.append({"step": trainee.done, "val_loss": loss, "sent_bytes": max(gather(trainee.sent_bytes()))})
             if not math.isfinite(loss):
@@ -139,15 +123,15 @@ def step_times(runs: Sequence[Run], text: StandardLibrary) -> list[Row]:
     transmitted = [0] * len(runs)
     times: list[list[float]] = [[] for _ in runs]
     foreign = [0.0] * len(runs)
-    for _ in range(ROUNDS):
+    for _ in range(language.ROUNDS):
         for number, trainee in enumerate(trainees):
             trainee.step()  # brings the model back into the caches
             dist.barrier()
             with Meter() as meter:
-                times[number] += [elapsed_ms(trainee.step) for _ in range(TIMED_STEPS)]
+                times[number] += [elapsed_ms(trainee.step) for _ in range(language.TIMED_STEPS)]
                 dist.barrier()
             transmitted[number] += meter.transmitted
-            foreign[number] += meter.foreign_load(gather(meter.own)) / ROUNDS
+            foreign[number] += meter.foreign_load(gather(meter.own)) / language.ROUNDS
     rows = []
     for number, trainee in enumerate(trainees):
         check_weights(trainee.model)

@@ -27,6 +27,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from benchmarks.harness import results
 from benchmarks.harness.launch import hosts, launch
 from benchmarks.harness.results import RESULTS, Row
@@ -36,11 +38,9 @@ from benchmarks.harness.timing import FOREIGN_LOAD, quantiles
 from benchmarks.harness.workloads import TRAININGS
 
 CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank"]
-MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level", "ddp_accumulated", "local_sgd", "parts"]
+MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level", "ddp_accumulated", "local_sgd"]
 TARGETS = {"1gbit": {"ddp": 5.0, "powersgd": 1.8}, "100mbit": {"ddp": 35.0}}
 """How many times faster than another contestant our methods must be, by rate."""
-SLACK = 1.2
-"""Factor by which a step may exceed a step without communication plus selection plus decoding."""
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BUSY = 0.7
 """Busy share of the processors above which a paced measurement is not valid: processors stand for accelerators there
@@ -71,10 +71,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--contestants",
         nargs="+",
         choices=[*CONTESTANTS, *MORE],
-        default=[*CONTESTANTS, "parts"],
+        default=CONTESTANTS,
         metavar="NAME",
-        help=f"among {', '.join([*CONTESTANTS, *MORE])}; parts times selection and decoding alone (mlp only); "
-        f"ddp_accumulated and local_sgd send as many bytes as topk, seldom and densely (real only)",
+        help=f"among {', '.join([*CONTESTANTS, *MORE])}; ddp_accumulated and local_sgd send as many bytes as topk, "
+        "seldom and densely (real only)",
     )
     add("--workers", type=int, default=4, help="number of ranks; default: 4")
     add("--rounds", type=int, default=1, help="number of turns of all contestants; default: 1")
@@ -107,8 +107,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def contestants(args: argparse.Namespace) -> list[str]:
     """Return the contestants of a workload; in trainings with learning rates, as in "topk@0.05"."""
     if args.workload not in TRAININGS:
-        others = {"ddp_accumulated", "local_sgd", *([] if args.workload == "mlp" else ["parts"])}
-        return [name for name in args.contestants if name not in others]
+        return [name for name in args.contestants if name not in ("ddp_accumulated", "local_sgd")]
     tuned = results.load(args.out / "network_tuning.csv")
     best = {}
     if not tuned.empty:
@@ -117,7 +116,6 @@ def contestants(args: argparse.Namespace) -> list[str]:
     return [
         f"{name}@{rate}"
         for name in args.contestants
-        if name != "parts"
         for rate in (LEARNING_RATES if args.tune else [best.get(name, 0.05)])
     ]
 
@@ -126,8 +124,7 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     """Measure all contestants at one rate, print the result and put it in the CSV files."""
     print(f"{args.workload}, {rate}, {args.workers} workers")
     training = args.workload in TRAININGS
-    names = contestants(args)
-    todo = [(name, number) for number in range(1 if training else args.rounds) for name in names]
+    todo = [(name, number) for number in range(1 if training else args.rounds) for name in contestants(args)]
     options = {name: value for name, value in vars(args).items() if name != "out"}
     options["compute"] = COMPUTE_SECONDS.get(args.workload, 0.0) * args.dilate
     found: dict[str, list[Any]] = {}
@@ -139,22 +136,16 @@ def measure(args: argparse.Namespace, rate: str) -> None:
                 found.setdefault(record["finished"], []).append(record["result"])
                 todo.remove((record["finished"], record["round"]))
             if reason:
-                print(f"  {todo[0][0]} has no result: {reason}")
-                found.pop(todo[0][0], None)
-                todo = [(name, number) for name, number in todo if name != todo[0][0]]
+                failed = todo[0][0]
+                print(f"  {failed} has no result: {reason}")
+                found.pop(failed, None)
+                todo = [(name, number) for name, number in todo if name != failed]
     if not found:
         raise SystemExit("No contestant has a result.")
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])
     key = {"workload": args.workload, "rate": rate, "workers": args.workers, "ranks_per_host": args.ranks_per_host}
-    common = {
-        **key,
-        "dilate": f"{args.dilate:g}",
-        "links": where.links,
-        "batch": args.batch,
-        "density": args.density,
-        "threads_per_rank": 1,
-        **results.origin(),
-    }
+    common = {**key, "dilate": f"{args.dilate:g}", "links": where.links, "batch": args.batch, "density": args.density}
+    common |= {"threads_per_rank": 1, **results.origin()}
     if training:
         save_curves(args, {tuple(name.split("@")): curve for name, (curve, *_) in found.items()}, common, list(key))
         return
@@ -186,7 +177,7 @@ def save_curves(args: argparse.Namespace, curves: dict[Any, list[Row]], common: 
 
 
 def summarise(found: dict[str, list[Any]], workers: int, dilate: float) -> list[Row]:
-    """Make one row per contestant, per phase of our reducer, and per part timed alone."""
+    """Make one row per contestant, and per phase of our reducer."""
     rows: list[Row] = []
 
     def row(kind: str, name: str, ms: Sequence[float], **more: Any) -> Row:
@@ -195,7 +186,6 @@ def summarise(found: dict[str, list[Any]], workers: int, dilate: float) -> list[
         return wide | {"median_ms": median, "p20_ms": p20, "p80_ms": p80} | more
 
     medians: dict[str, float] = {}
-    parts = found.pop("parts", [{}])
     for name, rounds in found.items():
         # Rounds that other programs disturbed count only if there is no other.
         quiet = [one for one in rounds if one["foreign_load"] <= FOREIGN_LOAD] or rounds
@@ -216,12 +206,11 @@ def summarise(found: dict[str, list[Any]], workers: int, dilate: float) -> list[
                 foreign_load=round(max(one["foreign_load"] for one in quiet), 3),
             )
         )
-    rows += [
+    return rows + [
         row("phase", f"{name} {phase}", [one["phases_ms"][phase] for one in rounds])
         for name, rounds in found.items()
         for phase in rounds[0]["phases_ms"]
     ]
-    return rows + [row("part", part, [value for one in parts for value in one[part]]) for part in parts[0]]
 
 
 COLUMNS = (
@@ -232,41 +221,23 @@ COLUMNS = (
 
 def report(rows: list[Row], rate: str) -> None:
     """Print a table, and whether the targets are met."""
-    for row in rows:
-        times = f"{row['median_ms']:9.1f} ms  [{row['p20_ms']:.1f}, {row['p80_ms']:.1f}]  n={row['steps']}"
-        faster = f"  {row['times_faster_than_ddp']} x ddp" if row["times_faster_than_ddp"] else ""
-        cpu = f"  cpu {row['cpu_ms_per_step_and_rank']} ms" if row["cpu_ms_per_step_and_rank"] else ""
-        wire = "".join(
-            f"  {key.partition('_')[0]} {row[key] / 1e6:.3f} MB"
-            for key in ("sent_bytes_per_step", "tx_bytes_per_step")
-            if row[key]
-        )
-        print(f"  {row['kind']:6}{row['contestant']:24}{times}{faster}{cpu}{wire}")
-    for row in rows:
+    print(pd.DataFrame(rows)[list(COLUMNS)].to_string(index=False))
+    for row in (row for row in rows if row["kind"] == "step"):
         name = row["contestant"]
-        if row["workload"] in COMPUTE_SECONDS and name != "none" and row["busy"] and row["busy"] > BUSY:
+        if row["workload"] in COMPUTE_SECONDS and name != "none" and row["busy"] > BUSY:
             print(
                 f"  {name}: the processors were busy for {row['busy']:.0%} of the time, so this says more about them "
                 f"than about the links: not valid. Use --dilate."
             )
-        if row["foreign_load"] and row["foreign_load"] > FOREIGN_LOAD:
+        if row["foreign_load"] > FOREIGN_LOAD:
             print(f"  {name}: other programs used {row['foreign_load']:.0%} of the processors; repeat it")
     median = {row["contestant"]: row["median_ms"] for row in rows}
-    targets = TARGETS.get(rate, {}) if rows and (rows[0]["workload"], rows[0]["workers"]) == ("mlp", 4) else {}
-    for name in ("topk", "gaussiank"):
-        for other, factor in targets.items():
-            if name in median and other in median:
-                reached = median[other] / median[name]
-                print(f"  {name}: {reached:.2f} times faster than {other}, {meets(reached >= factor)} {factor:g}")
-        if {name, "none", f"select {name}", "decode"} <= set(median):
-            allowed = SLACK * (median["none"] + median[f"select {name}"] + median["decode"])
-            met = meets(median[name] <= allowed)
-            print(f"  {name}: {median[name]:.0f} ms, {met} {SLACK:g} x (none + select + decode) = {allowed:.0f} ms")
-
-
-def meets(met: bool) -> str:
-    """Return the verb for a target."""
-    return "meets" if met else "MISSES"
+    targets = TARGETS.get(rate, {}) if (rows[0]["workload"], rows[0]["workers"]) == ("mlp", 4) else {}
+    for name in {"topk", "gaussiank"} & set(median):
+        for other in targets.keys() & set(median):
+            reached, factor = median[other] / median[name], targets[other]
+            met = "meets" if reached >= factor else "MISSES"
+            print(f"  {name}: {reached:.2f} times faster than {other}, {met} {factor:g}")
 
 
 def ordered(rates: Iterable[str]) -> list[str]:
@@ -276,8 +247,6 @@ def ordered(rates: Iterable[str]) -> list[str]:
 
 def draw(folder: Path) -> None:
     """Draw the figures of the CSV files beside them."""
-    import pandas as pd
-
     steps, paced = (results.load(folder / name) for name in ("network.csv", "network_paced.csv"))
     if not paced.empty:
         steps = pd.concat([steps, paced[paced["workload"] == "mlp_paced"]])

@@ -14,7 +14,6 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,61 +158,6 @@ class Rank:
             "phases_ms": {phase: 1e3 * max(rank[phase] for rank in all_phases) / count for phase in phases},
         }
 
-    def time_components(self) -> dict[str, Any]:
-        """Time selection and decoding on their own, on all ranks at once, without any communication."""
-        from lightning_sparse.compressors import GaussianK, TopK
-        from lightning_sparse.layout import Layout
-
-        params = dict(self.model.named_parameters())
-        layout = Layout.of({name: tuple(param.shape) for name, param in params.items()}, "bucket", 25)
-        density, out = self.job.density, torch.empty(layout.numel)
-        residuals = [torch.zeros(segment.numel) for segment in layout.segments]
-        gradient: dict[str, Tensor] = {}
-        # As many entries as top-k sends, elsewhere for each rank.
-        received = [
-            [
-                (torch.randperm(segment.numel)[: round(density * segment.numel)].sort().values, value)
-                for value in torch.ones(self.size, round(density * segment.numel))
-            ]
-            for segment in layout.segments
-        ]
-
-        def select(choose: Callable[[Tensor], Tensor]) -> None:
-            for segment, e in zip(layout.segments, residuals, strict=True):
-                torch._foreach_add_(segment.views(e), [gradient[name].view(-1) for name in segment.names])
-                e[choose(e)] = 0
-
-        def decode() -> None:
-            for segment, payloads in zip(layout.segments, received, strict=True):
-                part = out[segment.start : segment.start + segment.numel].zero_()
-                for indices, values in payloads:
-                    part.index_add_(0, indices, values)
-
-        timed: dict[str, Callable[[], None]] = {
-            "select topk": lambda: select(TopK(density).select),
-            "select gaussiank": lambda: select(GaussianK(density).select),
-            "select torch.topk": lambda: select(lambda e: e.abs().topk(max(1, int(density * len(e)))).indices),
-            "decode": decode,
-        }
-        times: dict[str, list[float]] = {}
-        batches = self.batches(self.rank)
-        for part, run in timed.items():
-            for e in residuals:
-                e.zero_()
-            for number in range(12 if part != "select torch.topk" else 4):
-                loss = self.loss(self.model, batches[number % len(batches)])
-                gradient.update(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
-                dist.barrier()
-                started = time.perf_counter()
-                run()
-                if number > 1:
-                    times.setdefault(part, []).append(time.perf_counter() - started)
-        everyone = gather(times)
-        return {
-            part: [1e3 * max(column) for column in zip(*(rank[part] for rank in everyone), strict=True)]
-            for part in timed
-        }
-
     def train(self, name: str, learning_rate: float) -> list[dict[str, float]]:
         """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
         train, test = digits()
@@ -264,10 +208,7 @@ def main() -> None:
     rank = Rank(job)
     for name, number in job.todo:
         contestant, _, learning_rate = name.partition("@")
-        if name == "parts":
-            result: Any = rank.time_components()
-        else:
-            result = rank.train(contestant, float(learning_rate)) if learning_rate else rank.measure(name)
+        result: Any = rank.train(contestant, float(learning_rate)) if learning_rate else rank.measure(name)
         write(job.out, finished=name, round=number, result=result)
         gc.collect()
     leave()

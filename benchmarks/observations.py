@@ -24,12 +24,6 @@ A spike in a wide desert passes too, and is no bell. So "bell-shaped" asks in ad
 of at most 0.1 to the normal distribution of the same mean and standard deviation (Laplace's has 0.06, a Student's with
 three degrees of freedom 0.09), and for an excess kurtosis above −1, which a uniform distribution does not have.
 
-What came out, with torch 2.13 on CPU: u of ResNet-20 is bell-shaped from the start. That of the LSTM is a spike in a
-wide desert at first and becomes a bell as the residual adds up many gradients; not that of the byte embedding, most of
-whose rows belong to bytes that hardly occur. u is wider than dense's gradient in every layer and step but the first,
-where it is that gradient. Top-k leaves less than (1 − k/d)² everywhere, and at density 0.001 far less only at first:
-what sticks out is sent, so u loses its tails, and top-k ends up leaving more than it would of normal numbers.
-
 Written: `results/observations.csv`, where "distribution" is a row per layer and shown step, "contraction" one per
 density, layer and step (layers only of the shown steps; the verdict counts all); and `results/observations.png`.
 """
@@ -40,9 +34,9 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -87,20 +81,10 @@ class OneCycleLanguageModel(LanguageModel):
     configure_optimizers = OneCycleClassifier.configure_optimizers
 
 
-def digits() -> tuple[pl.LightningModule, pl.LightningDataModule]:
-    """Return ResNet-20 and handwritten digits."""
-    return OneCycleClassifier(ResNet20(in_channels=1)), Digits(16)
-
-
-def text() -> tuple[pl.LightningModule, pl.LightningDataModule]:
-    """Return an LSTM and the bytes of the standard library."""
-    return OneCycleLanguageModel(LSTM()), StandardLibrary(length=128, batch_size=8)
-
-
-WORKLOADS = {"digits, ResNet-20": digits, "source text, LSTM": text}
-
-
-# One training, and a recorder on rank 0.
+WORKLOADS: dict[str, Callable[[], tuple[pl.LightningModule, pl.LightningDataModule]]] = {
+    "digits, ResNet-20": lambda: (OneCycleClassifier(ResNet20(in_channels=1)), Digits(16)),
+    "source text, LSTM": lambda: (OneCycleLanguageModel(LSTM()), StandardLibrary(length=128, batch_size=8)),
+}
 
 
 class Look(Observer):
@@ -116,31 +100,26 @@ class Look(Observer):
 
 
 class Recorder(pl.Callback):
-    """Keeps rank 0's u of some steps and writes it to a file.
+    """Records rank 0's u at some steps, counted from 1, and writes a file.
 
-    Args:
-        steps: which, counted from 1.
-        path: of the file, with "layers", name to (start, stop), "u", step to tensor, "gradient" likewise for the steps
-            in `SHOWN`, and "loss", of every step.
+    The file holds "layers", name to (start, stop); "u", step to tensor; "gradient" likewise for the steps in `SHOWN`;
+    and "loss" of every step.
     """
 
     def __init__(self, steps: Sequence[int], path: Path) -> None:
         self.steps, self.path = set(steps), path
         self.look: Look | None = None
-        self.layers: dict[str, tuple[int, int]] = {}
-        self.u: dict[int, Tensor] = {}
-        self.gradient: dict[int, Tensor] = {}
-        self.losses: list[float] = []
+        self.recorded: dict[str, Any] = {"layers": {}, "u": {}, "gradient": {}, "loss": []}
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Begin to look, before the step's gradients come."""
+        """Attach the observer, before the step's gradients come."""
         if trainer.is_global_zero and trainer.global_step + 1 in self.steps:
             self.look = Look()
             trainer.strategy.reducer.observers.append(self.look)
 
     def on_train_batch_end(self, trainer: Any, _: Any, outputs: Mapping[str, Tensor], *batch: Any) -> None:
-        """Compare with what the reducer has kept, and keep u."""
-        self.losses.append(float(outputs["loss"]))
+        """Compare u with the new residual, and record u."""
+        self.recorded["loss"].append(float(outputs["loss"]))
         if self.look is None:
             return
         reducer, segment, u = trainer.strategy.reducer, self.look.segment, self.look.u
@@ -150,17 +129,17 @@ class Recorder(pl.Callback):
             if not torch.equal(reducer.states[0]["residual"], rest):
                 raise RuntimeError(f"Step {trainer.global_step}: the residual is not u without its largest entries.")
         names = [name.removeprefix("module.").removeprefix("network.") for name in segment.names]
-        self.layers = dict(zip(names, zip(segment.bounds, segment.bounds[1:], strict=False), strict=True))
-        self.u[trainer.global_step] = u
+        places = zip(segment.bounds, segment.bounds[1:], strict=False)
+        self.recorded["layers"] = dict(zip(names, places, strict=True))
+        self.recorded["u"][trainer.global_step] = u
         if trainer.global_step in SHOWN:
-            self.gradient[trainer.global_step] = self.look.gradient
+            self.recorded["gradient"][trainer.global_step] = self.look.gradient
         self.look = None
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         """Write the file."""
         if trainer.is_global_zero:
-            recorded = {"layers": self.layers, "u": self.u, "gradient": self.gradient, "loss": self.losses}
-            torch.save(recorded, self.path)
+            torch.save(self.recorded, self.path)
 
 
 def train(workload: str, method: str, looks: Sequence[int], path: Path) -> dict[str, Any]:
@@ -189,48 +168,36 @@ def train(workload: str, method: str, looks: Sequence[int], path: Path) -> dict[
     return recorded
 
 
-# From recorded tensors to rows.
+def summarize(x: Tensor) -> dict[str, float]:
+    """Return the statistics of a 1-D tensor, in fp64; all but "mean" and "std" are NaN if all elements are equal.
 
-
-class Summary(NamedTuple):
-    """Statistics of a 1-D tensor; the last three are NaN if all elements are equal.
-
-    Attributes:
-        ks_distance: Kolmogorov-Smirnov distance to the normal distribution of this mean and standard deviation.
+    "ks_distance" is the Kolmogorov-Smirnov distance to the normal distribution of this mean and standard deviation.
     """
-
-    mean: float
-    std: float
-    skewness: float
-    excess_kurtosis: float
-    ks_distance: float
-
-
-def summarize(x: Tensor) -> Summary:
-    """Return the statistics of a 1-D tensor, in fp64."""
     values = np.sort(x.double().numpy())
     mean, std = float(values.mean()), float(values.std())
     if not math.isfinite(std):
         raise RuntimeError("Numbers that are not finite were recorded.")
-    if std == 0:
-        return Summary(mean, std, math.nan, math.nan, math.nan)
-    normal, steps = special.ndtr((values - mean) / std), np.arange(len(values) + 1) / len(values)
-    distance = max((normal - steps[:-1]).max(), (steps[1:] - normal).max())
-    return Summary(mean, std, float(stats.skew(values)), float(stats.kurtosis(values)), float(distance))
+    skewness = kurtosis = distance = math.nan
+    if std > 0:
+        normal, steps = special.ndtr((values - mean) / std), np.arange(len(values) + 1) / len(values)
+        distance = max((normal - steps[:-1]).max(), (steps[1:] - normal).max())
+        skewness, kurtosis = float(stats.skew(values)), float(stats.kurtosis(values))
+    moments = {"mean": mean, "std": std, "skewness": skewness, "excess_kurtosis": kurtosis}
+    return moments | {"ks_distance": float(distance)}
 
 
-def judge(x: Tensor, summary: Summary) -> Row:
+def judge(x: Tensor, summary: Mapping[str, float]) -> Row:
     """Return a histogram of a 1-D tensor that is not constant, and whether it fulfils the criteria above.
 
     "histogram" is the part of all entries in each bin, from −REACH to REACH standard deviations about the mean, "moved"
     the part that would have to change its bin for one peak, and "peak" where that is then, in standard deviations.
     """
-    mean, std = summary.mean, summary.std
+    mean, std = summary["mean"], summary["std"]
     share = torch.histc((x.double() - mean) / std, BINS, -REACH, REACH).numpy() / x.numel()
     best = min((unimodal(share, peak) for peak in range(1, BINS)), key=lambda fit: float(np.abs(fit - share).sum()))
     moved, peak = float(np.abs(best - share).sum()) / 2, float(MIDDLES[best.argmax()]) + mean / std
-    one_peak = moved <= 0.03 and abs(peak) <= 0.5 and abs(summary.skewness) < 1
-    bell = one_peak and summary.ks_distance <= 0.1 and summary.excess_kurtosis > -1
+    one_peak = moved <= 0.03 and abs(peak) <= 0.5 and abs(summary["skewness"]) < 1
+    bell = one_peak and summary["ks_distance"] <= 0.1 and summary["excess_kurtosis"] > -1
     return {"moved": moved, "peak": peak, "one_peak": one_peak, "bell_shaped": bell, "histogram": share}
 
 
@@ -265,11 +232,11 @@ def distribution_rows(sparse: Mapping[str, Any], dense: Mapping[str, Any]) -> It
         trio = (parts(sparse, "u", step), parts(sparse, "gradient", step), parts(dense, "gradient", step))
         for (name, u), (_, own), (_, other) in zip(*trio, strict=True):
             summary = summarize(u)
-            row = {"kind": "distribution", "step": step, "layer": name, "numel": u.numel(), **summary._asdict()}
+            row = {"kind": "distribution", "step": step, "layer": name, "numel": u.numel(), **summary}
             for key, gradient in (("dense", other), ("own", own)):
-                std = summarize(gradient).std
-                row |= {f"{key}_gradient_std": std, f"times_{key}_std": summary.std / std if std else math.nan}
-            if u.numel() >= LEAST and summary.std > 0:
+                std = summarize(gradient)["std"]
+                row |= {f"{key}_gradient_std": std, f"times_{key}_std": summary["std"] / std if std else math.nan}
+            if u.numel() >= LEAST and summary["std"] > 0:
                 row |= judge(u, summary)
             yield row
 
@@ -304,40 +271,22 @@ def of_normal(density: float) -> float:
 
 
 def verdict(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield which observations held in one workload, and where not, in lines of text."""
+    """Yield which observations held in one workload, and for which layers they did not, as text."""
     table = pd.DataFrame(rows)
     shapes, left = (table[table["kind"] == kind] for kind in ("distribution", "contraction"))
     layers = shapes[shapes["layer"] != WHOLE]
-    judged = layers[layers["bell_shaped"].notna()]
+    judged, later = layers[layers["bell_shaped"].notna()], layers[layers["step"] > 1]
     yield f"u has one peak, at zero: {tally(judged['layer'], judged['one_peak'])}"
     yield f"u is bell-shaped: {tally(judged['layer'], judged['bell_shaped'])}"
-    for step, now in judged.groupby("step"):
-        whole = shapes[(shapes["layer"] == WHOLE) & (shapes["step"] == step)].iloc[0]
-        distances, kurtoses = now["ks_distance"], now["excess_kurtosis"]
-        yield (
-            f"  step {step}: bell-shaped {now['bell_shaped'].sum()} of {len(now)} layers; distance to normal "
-            f"{distances.min():.2f} to {distances.max():.2f}, excess kurtosis {kurtoses.min():.1f} to "
-            f"{kurtoses.max():.1f}; whole model {whole['times_dense_std']:.3g} times as wide as dense's gradient, "
-            f"{whole['times_own_std']:.3g} times as its own"
-        )
-    later = layers[layers["step"] > 1]
     yield f"u is wider than dense's gradient, after step 1: {tally(later['layer'], later['times_dense_std'] > 1)}"
+    by_step = judged.groupby("step")[["bell_shaped", "ks_distance", "excess_kurtosis"]].agg(["min", "max", "sum"])
+    whole = shapes[shapes["layer"] == WHOLE].set_index("step")[["times_dense_std", "times_own_std"]]
+    yield f"Layers:\n{by_step.to_string()}\nWhole model:\n{whole.to_string()}"
     for density, mine in left.groupby("density"):
-        is_whole = mine["layer"] == WHOLE
-        whole, ratios = mine[is_whole], mine[is_whole]["contraction"]
-        takes = (1 - ratios) / (1 - whole["bound"])
-        yield (
-            f"top k at density {density:g} leave {ratios.min():.4f} to {ratios.max():.4f} of the whole model's ‖u‖², "
-            f"at the last step {ratios.iloc[-1]:.4f}, of normal numbers {of_normal(density):.4f}; 1 - k/d is "
-            f"{whole['bound'].iloc[0]:.4f}, its square {whole['bound_squared'].iloc[0]:.4f}; the k largest hold "
-            f"{takes.min():.1f} to {takes.max():.1f} times k/d"
-        )
+        yield f"Top k at density {density:g}, of normal numbers {of_normal(density):.4f}; whole model:"
+        yield mine[mine["layer"] == WHOLE][["contraction", "bound", "bound_squared"]].describe().to_string()
         for column, name in (("bound", "1 - k/d"), ("bound_squared", "its square")):
-            below = mine["contraction"] < mine[column]
-            yield (
-                f"  below {name}: {tally(mine['layer'][~is_whole], below[~is_whole])}; whole model in "
-                f"{below[is_whole].sum()} of {len(whole)} steps"
-            )
+            yield f"  below {name}: {tally(mine['layer'], mine['contraction'] < mine[column])}"
 
 
 def tally(layers: pd.Series, held: pd.Series) -> str:

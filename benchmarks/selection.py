@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -75,23 +76,13 @@ def numpy_partition(u: Tensor, density: float) -> Tensor:
     return torch.from_numpy(np.flatnonzero(magnitudes >= np.partition(magnitudes, place)[place]))
 
 
-def ours(make: Callable[[float], Sparsifier]) -> Select:
-    """Return the selection of a sparsifier."""
-    return lambda u, density: make(density).select(u)
-
-
-def as_published(density: float) -> GaussianK:
-    """Return GaussianK with the refinement of its paper."""
-    return GaussianK(density, refine="paper")
-
-
 SELECTIONS: dict[str, Select] = {
     "torch.topk": torch_topk,
     "numpy partition": numpy_partition,
-    "GaussianK as published": ours(as_published),
-    "TopK": ours(TopK),
-    "GaussianK": ours(GaussianK),
-    "RandK": ours(RandK),
+    "GaussianK as published": lambda u, density: GaussianK(density, refine="paper").select(u),
+    "TopK": lambda u, density: TopK(density).select(u),
+    "GaussianK": lambda u, density: GaussianK(density).select(u),
+    "RandK": lambda u, density: RandK(density).select(u),
 }
 
 INPUTS: dict[str, Callable[[int], Tensor]] = {
@@ -228,27 +219,23 @@ def memories(numel: int, density: float) -> Iterator[Row]:
 
 def on_cpu(arguments: argparse.Namespace) -> None:
     """Measure, print and write what was asked for, case by case."""
-    repetitions = arguments.repetitions
-    for numel in arguments.numel or [1_000_000, 10_000_000, 25_000_000]:
-        for density in arguments.density:
-            measured: dict[tuple[str, str], list[Row]] = {}
-            if "selection" in arguments.parts:
-                measured["selection", "Gaussian"] = selection(
-                    INPUTS["Gaussian"](numel), density, list(SELECTIONS), repetitions
-                )
-            if "step" in arguments.parts:
-                measured["step", "Gaussian"] = steps(INPUTS["Gaussian"](numel), density, repetitions)
-            for name in list(INPUTS)[1:] if "hostile" in arguments.parts else ():
-                names = ["torch.topk", "TopK", "GaussianK"]
-                measured["hostile", name] = selection(INPUTS[name](numel), density, names, repetitions)
-            if "memory" in arguments.parts:
-                measured["memory", "Gaussian"] = list(memories(numel, density))
-            for (part, name), rows in measured.items():
-                print(f"\n{part}, {name}, {numel:,} elements, density {density}")
-                print(pd.DataFrame(times_of(rows)).to_string(), flush=True)
-                case = dict(zip(CASE, (part, name, numel, density), strict=True))
-                more = {"repetitions": repetitions, "threads": torch.get_num_threads()} | results.origin("numpy")
-                results.save(arguments.out / CPU.name, [case | row | more for row in rows], CASE, digits=4)
+    repetitions, hostile = arguments.repetitions, ["torch.topk", "TopK", "GaussianK"]
+    for numel, density in itertools.product(arguments.numel or [1_000_000, 10_000_000, 25_000_000], arguments.density):
+        for part, name in itertools.product(arguments.parts, INPUTS):
+            if (part == "hostile") == (name == "Gaussian"):
+                continue
+            if part == "memory":
+                rows = list(memories(numel, density))
+            elif part == "step":
+                rows = steps(INPUTS[name](numel), density, repetitions)
+            else:
+                names = hostile if part == "hostile" else list(SELECTIONS)
+                rows = selection(INPUTS[name](numel), density, names, repetitions)
+            print(f"\n{part}, {name}, {numel:,} elements, density {density}")
+            print(pd.DataFrame(times_of(rows)).to_string(), flush=True)
+            case = dict(zip(CASE, (part, name, numel, density), strict=True))
+            more = {"repetitions": repetitions, "threads": torch.get_num_threads()} | results.origin("numpy")
+            results.save(arguments.out / CPU.name, [case | row | more for row in rows], CASE, digits=4)
 
 
 def times_of(rows: list[Row]) -> list[Row]:

@@ -37,6 +37,8 @@ except ImportError as error:
 RATE, TARGET, DENSITY, WORKERS = "100mbit", 0.2, 0.01, 2
 LIMIT = 60.0
 """Seconds of training after which a run ends without having reached `TARGET`."""
+PATIENCE = 600.0
+"""Seconds without a new point after which the workers count as hung; a busy machine starts them slowly."""
 EVERY = 5
 """Steps between two tests."""
 BATCH, LEARNING_RATE = 32, 0.2
@@ -257,7 +259,7 @@ def main() -> None:
                 if not sys.stdout.isatty():
                     print(f'strategy="{name}": the workers start ...', flush=True)
                 _, failed = launch(
-                    "examples.demo", job, where, WORKERS, 2 * LIMIT, lambda point, name=name: view.add(name, point)
+                    "examples.demo", job, where, WORKERS, PATIENCE, lambda point, name=name: view.add(name, point)
                 )
                 if failed or not view.curves.get(name):
                     raise SystemExit(f"strategy={name!r} failed: {failed}")

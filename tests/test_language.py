@@ -40,11 +40,6 @@ def test_search_goes_on_beyond_the_grid_until_the_best_has_neighbours() -> None:
     assert missing_rates({0.1: 1.0, 0.2: 2.0, 0.5: float("inf")}, grid) == [0.05]
 
 
-def test_runs_are_named_by_what_differs_from_the_default() -> None:
-    assert str(Run("tune", "adamw", "topk", 0.002, 3)) == "adamw:topk:0.002:seed=3"
-    assert str(Run("variant", "adamw", "topk", 0.002, 3, beta2=0.95)) == "adamw:topk:0.002:beta2=0.95:seed=3"
-
-
 def test_target_is_reached_between_two_evaluations() -> None:
     rows = [{"step": step, "val_loss": loss} for step, loss in [(0, 5.0), (50, 3.0), (100, 2.0), (150, 2.8)]]
     assert steps_to(2.5, rows) == 75

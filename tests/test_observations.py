@@ -89,7 +89,7 @@ def test_rows_and_verdict():
     lines = list(verdict(rows))
     assert "u is bell-shaped: 10 of 10 layers x steps" in lines
     assert "u is wider than dense's gradient, after step 1: 8 of 8 layers x steps" in lines
-    assert lines.count("  below its square: 10 of 10 layers x steps; whole model in 5 of 5 steps") == 3
+    assert lines.count("  below its square: 15 of 15 layers x steps") == 3
 
 
 def test_layers_without_a_gradient_have_no_contraction():

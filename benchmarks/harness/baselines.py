@@ -8,7 +8,7 @@ this module does not import Lightning; wrapping a model for one of our methods d
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 RANK = 4
 """Rank of the factors that PowerSGD sends."""
 
-# DDP's hooks are called with this; torch.distributed declares neither for type checkers.
 Bucket = dist.GradBucket  # type: ignore[attr-defined]
 Averaged = torch.futures.Future[Tensor]
 
@@ -36,13 +35,11 @@ class Options:
         density: fraction of the gradient's entries that sparse methods send.
         bucket_cap_mb: size of DDP's buckets for our methods.
         ranks_per_host: how many ranks share a link.
-        attach: further options of `lightning_sparse.attach`.
     """
 
     density: float = 0.001
     bucket_cap_mb: float = 25
     ranks_per_host: int = 1
-    attach: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -222,7 +219,7 @@ def _ours(name: str, two_level: bool = False) -> Callable[[nn.Module, Options], 
             chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
         # As our strategies do it.
         ddp = data_parallel(model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=True)
-        reducer = attach(ddp, chosen, **options.attach)
+        reducer = attach(ddp, chosen)
         return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
     return wrap

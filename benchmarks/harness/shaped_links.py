@@ -16,10 +16,10 @@ calibration runs inside the namespaces: `python shaped_links.py receive …` and
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -32,8 +32,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import IO, Any, final
+from types import FrameType
+from typing import Any, final
 
 INTERFACE = "eth0"
 PREFIX = "sparse"
@@ -168,9 +168,7 @@ class ShapedLinks:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._clean_up()
 
     def address(self, host: int) -> str:
@@ -183,26 +181,12 @@ class ShapedLinks:
         path = "/proc/sys/net/ipv4/tcp_congestion_control"
         return _run(f"ip netns exec {self._namespaces[0]} cat {path}").strip()
 
-    def popen(
-        self,
-        host: int,
-        argv: Sequence[str],
-        *,
-        env: dict[str, str] | None = None,
-        stdout: int | IO[Any] | None = None,
-        stderr: int | IO[Any] | None = None,
-    ) -> subprocess.Popen[str]:
-        """Start a process on a host. It is ended when the links are removed, if it has not ended by then."""
+    def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a process on a host, with options of `subprocess.Popen`. Removing the links ends the process."""
         # `ip netns exec` becomes the program, so the process id is the program's own. A session of its own keeps the
         # terminal's Ctrl-C for us alone.
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespaces[host], *argv],
-            env=env,
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
+        command = ["ip", "netns", "exec", self._namespaces[host], *argv]
+        process = subprocess.Popen(command, text=True, start_new_session=True, **options)
         self._processes.append(process)
         return process
 
@@ -210,41 +194,31 @@ class ShapedLinks:
         """Measure the links: single transfers, a stream of small messages, and all hosts sending to one.
 
         Returns:
-            600 KB (the median of nine), 20 MB, a stream of 50 KB messages, each written only when the one before has
-            been taken by the socket, and 20 MB in equal parts from all other hosts to host 0.
+            600 KB (the median of nine), 20 MB, a stream of 50 KB messages, each written only when the socket has taken
+            the one before, and 20 MB in equal parts from all other hosts to host 0.
         """
         # A stream long enough that the part sent at full speed, one burst, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
         share = 20_000_000 // (self.hosts - 1)
-        script = [sys.executable, "-S", __file__, "receive", self.address(0), str(_PORT), str(self.hosts)]
-        receiver = self.popen(0, script, stdout=subprocess.PIPE)
+        receiver = self._end("receive", 0, self.hosts)
         assert receiver.stdout is not None
         receiver.stdout.readline()
+        rate, now = self.rate, 0
         probes = [
-            Probe("600 KB", self.rate, 600_000, statistics.median(self._send(1, 600_000, 1, repeat=9))),
-            Probe("20 MB", self.rate, 20_000_000, self._send(1, 20_000_000, 1)[0]),
-            Probe("50 KB messages", self.rate, 50_000 * stream, self._send(1, 50_000, stream)[0]),
+            Probe("600 KB", rate, 600_000, statistics.median(_seconds(self._end("send", 1, 600_000, 1, 9, now)))),
+            Probe("20 MB", rate, 20_000_000, *_seconds(self._end("send", 1, 20_000_000, 1, 1, now))),
+            Probe("50 KB messages", rate, 50_000 * stream, *_seconds(self._end("send", 1, 50_000, stream, 1, now))),
         ]
-        start = time.monotonic() + 0.5
-        senders = [self._sender(host, share, 1, start=start) for host in range(1, self.hosts)]
-        slowest = max(self._answer(sender)[0] for sender in senders)
+        start = math.ceil(time.monotonic() + 0.5)
+        senders = [self._end("send", host, share, 1, 1, start) for host in range(1, self.hosts)]
+        slowest = max(max(_seconds(sender)) for sender in senders)
         receiver.terminate()
         receiver.communicate()
-        return [*probes, Probe("all to one, 20 MB", self.rate, share * (self.hosts - 1), slowest)]
+        return [*probes, Probe("all to one, 20 MB", rate, share * (self.hosts - 1), slowest)]
 
-    def _send(self, host: int, size: int, count: int, repeat: int = 1) -> list[float]:
-        return self._answer(self._sender(host, size, count, repeat=repeat))
-
-    def _sender(self, host: int, size: int, count: int, *, repeat: int = 1, start: float = 0) -> subprocess.Popen[str]:
-        numbers = [str(number) for number in (_PORT, size, count, repeat, start)]
-        script = [sys.executable, "-S", __file__, "send", self.address(0), *numbers]
+    def _end(self, end: str, host: int, *numbers: int) -> subprocess.Popen[str]:
+        script = [sys.executable, "-S", __file__, end, self.address(0), *map(str, numbers)]
         return self.popen(host, script, stdout=subprocess.PIPE)
-
-    def _answer(self, sender: subprocess.Popen[str]) -> list[float]:
-        out, _ = sender.communicate(timeout=120)
-        if sender.returncode:
-            raise RuntimeError(f"A calibration sender ended with status {sender.returncode}.")
-        return list(json.loads(out))
 
     def _make(self) -> None:
         switch, shape = self._switch, f"root tbf rate {self.rate} burst {self.burst} latency 100ms"
@@ -322,7 +296,14 @@ def _run(command: str) -> str:
     return done.stdout
 
 
-def _receive(address: str, port: int, backlog: int) -> None:
+def _seconds(sender: subprocess.Popen[str]) -> list[float]:
+    out, _ = sender.communicate(timeout=120)
+    if sender.returncode:
+        raise RuntimeError(f"A calibration sender ended with status {sender.returncode}.")
+    return list(json.loads(out))
+
+
+def _receive(address: str, backlog: int) -> None:
     """Serve connections for ever: read as many bytes as announced in eight, answer with one."""
 
     def serve(connection: socket.socket) -> None:
@@ -333,18 +314,18 @@ def _receive(address: str, port: int, backlog: int) -> None:
                 left -= connection.recv_into(buffer, min(left, len(buffer)))
             connection.sendall(b"!")
 
-    with socket.create_server((address, port), backlog=backlog) as server:
+    with socket.create_server((address, _PORT), backlog=backlog) as server:
         print("ready", flush=True)
         while True:
             connection, _ = server.accept()
             threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
 
-def _send(address: str, port: int, size: int, count: int, repeat: int, start: float) -> None:
+def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:
     """Send `count` messages of `size` bytes, `repeat` times, and print the seconds that each time took."""
     message = bytes(size)
     seconds = []
-    with socket.create_connection((address, port)) as connection:
+    with socket.create_connection((address, _PORT)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         time.sleep(max(0, start - time.monotonic()))
         for _ in range(repeat):
@@ -359,19 +340,5 @@ def _send(address: str, port: int, size: int, count: int, repeat: int, start: fl
     print(json.dumps(seconds))
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(description="The two ends of a calibration transfer.")
-    parser.add_argument("end", choices=["receive", "send"])
-    parser.add_argument("address")
-    parser.add_argument("port", type=int)
-    parser.add_argument("numbers", nargs="*", type=float)
-    args = parser.parse_args()
-    if args.end == "receive":
-        _receive(args.address, args.port, int(args.numbers[0]))
-    else:
-        size, count, repeat, start = args.numbers
-        _send(args.address, args.port, int(size), int(count), int(repeat), start)
-
-
 if __name__ == "__main__":
-    _main()
+    {"receive": _receive, "send": _send}[sys.argv[1]](sys.argv[2], *map(int, sys.argv[3:]))
