@@ -58,6 +58,7 @@ class Rate(NamedTuple):
     momentum: float
 
 
+KEY = ["method", "density", "warmup", "epochs"]
 WORKERS = 2
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 1437 // WORKERS // BATCH_SIZE
@@ -160,33 +161,33 @@ def compare() -> None:
     results.save(RESULTS / "convergence_runs.csv", rows)
     summary = summarize(pd.DataFrame(rows))
     results.save(RESULTS / "convergence.csv", summary.to_dict("records"))
-    key = ["method", "density", "warmup", "epochs"]
-    print(summary[[*key, *summary.columns[-5:]]].to_string(index=False))
+    print(summary[[*KEY, *summary.columns[-5:]]].to_string(index=False))
 
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """Return one row per case: mean accuracy over the seeds, and the gap to dense with its upper bound."""
-    key = ["method", "density", "warmup", "epochs"]
     runs = runs.fillna({"warmup": ""})
     dense = runs[runs["method"] == DENSE.method].set_index(["epochs", "seed"])["val_accuracy_percent"].rename("dense")
     runs = runs.join(dense, on=["epochs", "seed"])
     runs["gap"] = runs["dense"] - runs["val_accuracy_percent"]
-    cases = runs.groupby(key, sort=False)
+    cases = runs.groupby(KEY, sort=False)
     table = cases.first().reset_index().drop(columns=["seed", "val_accuracy_percent", "val_loss", "dense", "gap"])
-    gaps, seeds = cases["gap"], cases.size().to_numpy()
-    upper = gaps.mean().to_numpy() + student_t.ppf(0.95, seeds - 1) * gaps.std().to_numpy() / seeds**0.5
-    table["optimizer"] = "SGD, Nesterov if momentum > 0, weight decay 5e-4, one-cycle"
-    table["steps"] = table["epochs"] * STEPS_PER_EPOCH
-    # How often an entry of the gradient is sent in the whole training, on average. Below 1, most of the residual of a
-    # method that chooses without looking has not been sent when the training ends.
-    table["sends_per_entry"] = (table["steps"] * table["density"]).round(2)
-    table["seeds"] = seeds
-    table["mean_accuracy_percent"] = cases["val_accuracy_percent"].mean().to_numpy().round(3)
-    table["gap_points"] = gaps.mean().to_numpy().round(3)
-    table["gap_stdev_points"] = gaps.std().to_numpy().round(3)
-    table["gap_upper_95_points"] = upper.round(3)
-    table["below_one_point"] = upper < 1
-    return table
+    mean, stdev, seeds = (column.to_numpy() for column in (cases["gap"].mean(), cases["gap"].std(), cases.size()))
+    upper = mean + student_t.ppf(0.95, seeds - 1) * stdev / seeds**0.5
+    steps = table["epochs"] * STEPS_PER_EPOCH
+    return table.assign(
+        optimizer="SGD, Nesterov if momentum > 0, weight decay 5e-4, one-cycle",
+        steps=steps,
+        # How often an entry of the gradient is sent in the whole training, on average. Below 1, most of the residual
+        # of a method that chooses without looking has not been sent when the training ends.
+        sends_per_entry=(steps * table["density"]).round(2),
+        seeds=seeds,
+        mean_accuracy_percent=cases["val_accuracy_percent"].mean().to_numpy().round(3),
+        gap_points=mean.round(3),
+        gap_stdev_points=stdev.round(3),
+        gap_upper_95_points=upper.round(3),
+        below_one_point=upper < 1,
+    )
 
 
 def main() -> None:

@@ -43,31 +43,19 @@ GPT2 = {"context": 1024, "width": 768, "layers": 12, "heads": 12, "vocabulary": 
 
 
 class Contestant:
-    """One model, and how its gradients are averaged.
-
-    Args:
-        method: a method's name, or "ddp" for plain DDP.
-        shape: of the model, arguments of `GPT`.
-        precision: a name in `PRECISIONS`.
-        batch: sequences in a step.
-        device: "cuda" or "cpu".
-    """
+    """A GPT of some shape, and a method to average its gradients, or "ddp" for plain DDP."""
 
     def __init__(self, method: str, shape: dict[str, int], precision: str, batch: int, device: str) -> None:
         torch.manual_seed(0)
         self.method, self.device, self.mixed = method, device, precision == "bf16-mixed"
         self.model = GPT(**shape).to(device, PRECISIONS[precision])
+        self.params = sum(param.numel() for param in self.model.parameters())
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=25, gradient_as_bucket_view=True)
         self.reducer = None if method == "ddp" else attach(self.ddp, method, density=0.001)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
         size = (batch, shape["context"] + 1)
         tokens = torch.randint(shape["vocabulary"], size, device=device)
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
-
-    @property
-    def params(self) -> int:
-        """The number of parameters."""
-        return sum(param.numel() for param in self.model.parameters())
 
     def backward(self) -> None:
         """Go forward and backward."""
@@ -106,17 +94,6 @@ class Contestant:
         self.optimizer.zero_grad()
 
 
-def several(contestant: Contestant, count: int) -> float:
-    """Return the milliseconds of one of several steps in a row, after one that is not counted."""
-
-    def run() -> None:
-        for _ in range(count):
-            contestant.step()
-
-    contestant.step()
-    return elapsed_ms(run, contestant.device) / count
-
-
 def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: str) -> Iterator[Row]:
     """Check and time all contestants; to be called in a world of one."""
     for precision, dtype in PRECISIONS.items():
@@ -127,17 +104,17 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
         params = contestants[0].params
         x = torch.randn(params, device=device)
         other = eviction(device) if device == "cuda" else torch.empty(1)
-        rate = (
-            8 * params / cold(functools.partial(torch.empty_like(x).copy_, x), 15, other)["ms"]
-        )  # bytes a millisecond
+        copied = cold(functools.partial(torch.empty_like(x).copy_, x), 15, other)
+        rate = 8 * params / copied["ms"]  # bytes a millisecond; a copy reads and writes
         counted = 8 + 2 * dtype.itemsize
         floor = counted * params / rate
         del x, other
         for turn in range(turns + 1):
             for contestant in contestants:
-                ms = several(contestant, steps)
+                contestant.step()
+                ms = elapsed_ms(lambda run=contestant.step: [run() for _ in range(steps)], device)
                 if turn:  # the first one compiles and warms up
-                    times[contestant.method].append(ms)
+                    times[contestant.method].append(ms / steps)
         plain, _, _ = quantiles(times["ddp"])
         for name, values in times.items():
             row: Row = {"precision": precision, "contestant": name, **spread(values)}

@@ -309,9 +309,7 @@ def draw() -> None:
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.language",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.language", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = {
         "tune": "try the grid of rates",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import language
-from benchmarks.harness.baselines import Options, wrap
+from benchmarks.harness.baselines import CONTESTANTS, Options
 from benchmarks.harness.ranks import check_weights, gather, join, leave, write
 from benchmarks.harness.timing import Meter, elapsed_ms, quantiles
 from benchmarks.language import BATCH_SIZE, DENSITY, FIXED, LENGTH, VAL_SEQUENCES, WORKERS, Run
@@ -45,7 +45,7 @@ class Trainee:
         self.run, self.text, self.steps = run, text, language.STEPS[run.part]
         torch.manual_seed(run.seed)
         self.model = GPT(context=LENGTH)
-        self.wrapped = wrap(run.method, self.model, Options(DENSITY))
+        self.wrapped = CONTESTANTS[run.method].wrap(self.model, Options(DENSITY))
         self.optimizer = optimizer(run, self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, self.steps))
         self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))

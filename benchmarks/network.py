@@ -14,7 +14,8 @@ timed (see `benchmarks.network_rank`).
 Workloads. "mlp": steps of a model of 25.6 million parameters on random data. "real" and "real_resnet20": a small
 convolutional network, or ResNet-20, learns scikit-learn's handwritten digits, and the test loss over time is recorded.
 All others are paced: gradients of that model's shapes, made of real ones of a small network, come after the published
-compute time, while the processors sleep.
+compute time, while the processors sleep. Contestants: see `benchmarks.harness.baselines`; "ddp_accumulated" and
+"local_sgd" take part in trainings only, and send as many bytes as topk, seldom and densely.
 """
 
 from __future__ import annotations
@@ -50,32 +51,19 @@ and must not be the limit."""
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.network",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.network", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    workloads = ["mlp", *TRAININGS, *COMPUTE_SECONDS]
+    workloads, others = ["mlp", *TRAININGS, *COMPUTE_SECONDS], [*CONTESTANTS, *MORE]
+    slowed = "paced: a link of the Nth part of the rate, N times the compute time, and reported times divided by N, so \
+that two cores keep up with many ranks; latency, and work of the processors, count for less"
+    tune = "real: train with each of the LEARNING_RATES and keep the one with the fewest steps in network_tuning.csv; \
+other trainings use the rate kept there, or 0.05"
     add("--rates", nargs="+", default=["1gbit"], metavar="RATE", help="as tc writes them (100mbit), or loopback")
     add("--workload", choices=workloads, default="mlp", help="see above; default: mlp")
-    add(
-        "--dilate",
-        type=float,
-        default=1,
-        metavar="N",
-        help="paced models: a link of the Nth part of the rate and N times the compute time, so that two cores keep "
-        "up with many ranks; reported times are the Nth part. Latency, and work of the processors, count for less",
-    )
+    add("--dilate", type=float, default=1, metavar="N", help=slowed)
     add("--ranks-per-host", type=int, default=1, metavar="N", help="number of ranks that share a link")
-    add(
-        "--contestants",
-        nargs="+",
-        choices=[*CONTESTANTS, *MORE],
-        default=CONTESTANTS,
-        metavar="NAME",
-        help=f"among {', '.join([*CONTESTANTS, *MORE])}; ddp_accumulated and local_sgd send as many bytes as topk, "
-        "seldom and densely (real only)",
-    )
+    add("--contestants", nargs="+", choices=others, default=CONTESTANTS, metavar="NAME", help=f"of {others}")
     add("--workers", type=int, default=4, help="number of ranks; default: 4")
     add("--rounds", type=int, default=1, help="number of turns of all contestants; default: 1")
     add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
@@ -84,12 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=16, help="examples per rank and step, default: 16")
     add("--density", type=float, default=0.001, help="of the sparse contestants, default: 0.001")
     add("--bucket-cap-mb", type=float, default=25, help="size of DDP's buckets for our contestants, default: 25")
-    add(
-        "--tune",
-        action="store_true",
-        help=f"real: train with each of the learning rates {', '.join(map(str, LEARNING_RATES))} and keep the one with "
-        "the fewest steps in network_tuning.csv. Other trainings use the rate kept there, or 0.05",
-    )
+    add("--tune", action="store_true", help=tune)
     add("--target-loss", type=float, default=0.2, help="real: stop at this test loss, default: 0.2")
     add("--patience", type=float, default=120, help="seconds after which a silent contestant counts as hung")
     add("--out", type=Path, default=RESULTS, help="folder of CSV files and figures, default: benchmarks/results")

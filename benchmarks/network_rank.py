@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness.baselines import CONTESTANTS, Options, along, wrap
+from benchmarks.harness.baselines import CONTESTANTS, Options, along
 from benchmarks.harness.ranks import WrongResult, check_weights, gather, join, leave, write
 from benchmarks.harness.timing import Meter
 from benchmarks.harness.workloads import TRAININGS, build, digits
@@ -162,7 +162,7 @@ class Rank:
         """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
         train, test = digits()
         model = copy.deepcopy(self.model)
-        wrapped = wrap(name, model, self.options)
+        wrapped = CONTESTANTS[name].wrap(model, self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
         random = torch.Generator().manual_seed(self.rank)
         curve: list[dict[str, float]] = []

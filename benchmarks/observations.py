@@ -202,11 +202,7 @@ def judge(x: Tensor, summary: Mapping[str, float]) -> Row:
 
 
 def unimodal(share: NDArray[np.float64], peak: int) -> NDArray[np.float64]:
-    """Return the nearest shares, in squares, that rise before bin `peak`, not the first, and fall from there on.
-
-    >>> unimodal(np.array([1.0, 3.0, 1.0, 3.0, 0.0]), 2).tolist()
-    [1.0, 3.0, 2.0, 2.0, 0.0]
-    """
+    """Return the nearest shares, in squares, that rise before bin `peak`, not the first, and fall from there on."""
     parts = [isotonic_regression(part, increasing=up) for part, up in ((share[:peak], True), (share[peak:], False))]
     return np.concatenate(parts)
 
@@ -261,11 +257,7 @@ def contraction_rows(sparse: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def of_normal(density: float) -> float:
-    """Return the contraction of the top k of many normal numbers with mean 0.
-
-    >>> round(of_normal(0.001), 4), of_normal(1.0)
-    (0.9873, 0.0)
-    """
+    """Return the contraction of the top k of many normal numbers with mean 0."""
     z = float(special.ndtri(1 - density / 2))
     return 1 - density - 2 * z * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
@@ -290,17 +282,10 @@ def verdict(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def tally(layers: pd.Series, held: pd.Series) -> str:
-    """Say for how many layers and steps something is true, and for which layers it is not.
-
-    >>> tally(pd.Series(["a", "b", "b"]), pd.Series([True, False, False]))
-    '1 of 3 layers x steps (not: b 2)'
-    """
+    """Say for how many layers and steps something is true, and for which layers it is not."""
     held = held.astype(bool)
     names = ", ".join(f"{name} {count}" for name, count in layers[~held].value_counts().items())
     return f"{held.sum()} of {len(held)} layers x steps" + (f" (not: {names})" if names else "")
-
-
-# The CSV file and its figure.
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:

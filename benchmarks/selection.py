@@ -59,16 +59,6 @@ SCRATCH_LIMIT = 0.2
 Select = Callable[[Tensor, float], Tensor]
 
 
-def torch_topk(u: Tensor, density: float) -> Tensor:
-    """Select as everybody does."""
-    return torch.topk(u.abs(), count(u, density)).indices
-
-
-def torch_sort(u: Tensor, density: float) -> Tensor:
-    """Select by sorting everything."""
-    return u.abs().sort(descending=True).indices[: count(u, density)]
-
-
 def numpy_partition(u: Tensor, density: float) -> Tensor:
     """Find the k-th largest magnitude in linear time, then compare."""
     magnitudes = np.abs(u.numpy())
@@ -77,14 +67,15 @@ def numpy_partition(u: Tensor, density: float) -> Tensor:
 
 
 SELECTIONS: dict[str, Select] = {
-    "torch.topk": torch_topk,
+    "torch.topk": lambda u, density: torch.topk(u.abs(), count(u, density)).indices,
+    "torch.sort": lambda u, density: u.abs().sort(descending=True).indices[: count(u, density)],
     "numpy partition": numpy_partition,
     "GaussianK as published": lambda u, density: GaussianK(density, refine="paper").select(u),
     "TopK": lambda u, density: TopK(density).select(u),
     "GaussianK": lambda u, density: GaussianK(density).select(u),
     "RandK": lambda u, density: RandK(density).select(u),
 }
-
+ON_CPU = [name for name in SELECTIONS if name != "torch.sort"]
 INPUTS: dict[str, Callable[[int], Tensor]] = {
     "Gaussian": torch.randn,
     "constant": lambda numel: torch.full((numel,), -0.25),
@@ -180,8 +171,7 @@ def steps(grad: Tensor, density: float, repetitions: int) -> list[Row]:
     e = torch.zeros_like(grad)
     contestants: dict[str, Callable[[], object]] = {"add_": lambda: e.add_(grad)}
     for name, select in {
-        "torch.topk": torch_topk,
-        "GaussianK as published": SELECTIONS["GaussianK as published"],
+        **{name: SELECTIONS[name] for name in ("torch.topk", "GaussianK as published")},
         "TopK": TopK(density),
         "GaussianK": GaussianK(density),
     }.items():
@@ -210,7 +200,7 @@ def memory(name: str, numel: int, density: float) -> int:
 
 def memories(numel: int, density: float) -> Iterator[Row]:
     """Measure the memory of each selection in a process of its own."""
-    for name in SELECTIONS:
+    for name in ON_CPU:
         command = [sys.executable, "-m", "benchmarks.selection", "--peak", name]
         command += ["--numel", str(numel), "--density", str(density)]
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -229,7 +219,7 @@ def on_cpu(arguments: argparse.Namespace) -> None:
             elif part == "step":
                 rows = steps(INPUTS[name](numel), density, repetitions)
             else:
-                names = hostile if part == "hostile" else list(SELECTIONS)
+                names = hostile if part == "hostile" else ON_CPU
                 rows = selection(INPUTS[name](numel), density, names, repetitions)
             print(f"\n{part}, {name}, {numel:,} elements, density {density}")
             print(pd.DataFrame(times_of(rows)).to_string(), flush=True)
@@ -274,9 +264,7 @@ def on_device(numel: int, density: float, repetitions: int, device: str) -> list
     cuda, other = device == "cuda", eviction(device) if device == "cuda" else torch.empty(1)
     grad = torch.randn(numel, device=device)
     contestants: Mapping[str, Select | Sparsifier] = {
-        "torch.topk": torch_topk,
-        "torch.sort": torch_sort,
-        "GaussianK as published": SELECTIONS["GaussianK as published"],
+        **{name: SELECTIONS[name] for name in ("torch.topk", "torch.sort", "GaussianK as published")},
         **sparsifiers(density),
     }
     copied = cold(functools.partial(torch.empty_like(grad).copy_, grad), repetitions, other)

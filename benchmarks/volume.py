@@ -151,8 +151,7 @@ def draw(folder: Path) -> None:
         panel.set_xlim(1.8, 64 * 5.5 if form == "int32" else 64 * 3)
         panel.minorticks_off()
     panels[0].set(
-        ylabel="words of 4 bytes, divided by k",
-        title="int32 indices, fp32 values\nlines: the papers' formulas",
+        ylabel="words of 4 bytes, divided by k", title="int32 indices, fp32 values\nlines: the papers' formulas"
     )
     panels[1].set(
         ylabel="kB",

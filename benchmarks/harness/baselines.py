@@ -1,7 +1,7 @@
 """Ways to average gradients: stock DDP, its hooks, the usual top-k, seldom averaging, and our methods.
 
-`wrap("topk", model, Options())` makes a model ready for one of them, on every rank of a gloo process group. Importing
-this module does not import Lightning; wrapping a model for one of our methods does.
+`CONTESTANTS["topk"].wrap(model, Options())` makes a model ready for one of them, on every rank of a gloo process group.
+Importing this module does not import Lightning; wrapping a model for one of our methods does.
 """
 
 # No `from __future__ import annotations` here: DDP looks at a hook's annotations and refuses strings.
@@ -78,6 +78,9 @@ class Wrapped:
         return {**self.reducer.seconds, "wire": self.reducer.comm.seconds} if self.reducer else {}
 
 
+Wrap = Callable[[nn.Module, Options], Wrapped]
+
+
 @dataclass(frozen=True)
 class Contestant:
     """A way to communicate.
@@ -91,16 +94,11 @@ class Contestant:
         alone: ranks do not communicate at all.
     """
 
-    wrap: Callable[[nn.Module, Options], Wrapped]
+    wrap: Wrap
     tolerance: float | None = None
     check_steps: int = 1
     sparse: bool = False
     alone: bool = False
-
-
-def wrap(name: str, model: nn.Module, options: Options) -> Wrapped:
-    """Make a model ready for one of `CONTESTANTS`."""
-    return CONTESTANTS[name].wrap(model, options)
 
 
 def size(model: nn.Module) -> int:
@@ -113,29 +111,17 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, init_sync=False, **options)
 
 
-def _done(result: Tensor) -> Averaged:
-    future = Averaged()
-    future.set_result(result)
-    return future
-
-
-def _no_communication(model: nn.Module, options: Options) -> Wrapped:
-    return Wrapped(model)
-
-
 def _idle_hook(model: nn.Module, options: Options) -> Wrapped:
     """DDP with a hook that returns every bucket unchanged: the cost of buckets without communication."""
     ddp = data_parallel(model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=True)
 
     def hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
-        return _done(bucket.buffer())
+        future = Averaged()
+        future.set_result(bucket.buffer())
+        return future
 
     ddp.register_comm_hook(None, hook)
     return Wrapped(ddp)
-
-
-def _ddp(model: nn.Module, options: Options) -> Wrapped:
-    return Wrapped(data_parallel(model), all_reduced=lambda steps: 4 * size(model) * steps)
 
 
 def bf16_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
@@ -146,7 +132,7 @@ def bf16_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # t
     return future
 
 
-def _half(hook: Any) -> Callable[[nn.Module, Options], Wrapped]:
+def _half(hook: Any) -> Wrap:
     def wrap(model: nn.Module, options: Options) -> Wrapped:
         ddp = data_parallel(model)
         ddp.register_comm_hook(None, hook)
@@ -202,13 +188,15 @@ def _naive_topk(model: nn.Module, options: Options) -> Wrapped:
         u.zero_()
         for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
             u.index_add_(0, rank_indices, rank_values / ranks)
-        return _done(u)
+        future = Averaged()
+        future.set_result(u)
+        return future
 
     ddp.register_comm_hook(None, hook)
     return Wrapped(ddp, lambda: kept)
 
 
-def _ours(name: str, two_level: bool = False) -> Callable[[nn.Module, Options], Wrapped]:
+def _ours(name: str, two_level: bool = False) -> Wrap:
     def wrap(model: nn.Module, options: Options) -> Wrapped:
         # Here, so that the other contestants run without waiting for Lightning's import on every rank.
         from lightning_sparse import attach, method
@@ -225,7 +213,7 @@ def _ours(name: str, two_level: bool = False) -> Callable[[nn.Module, Options], 
     return wrap
 
 
-def _seldom(averages: bool) -> Callable[[nn.Module, Options], Wrapped]:
+def _seldom(averages: bool) -> Wrap:
     """Dense, but so seldom that as many bytes are sent as by top-k: gradients added up, or weights averaged."""
 
     def wrap(model: nn.Module, options: Options) -> Wrapped:
@@ -240,9 +228,12 @@ def _seldom(averages: bool) -> Callable[[nn.Module, Options], Wrapped]:
 
 
 CONTESTANTS = {
-    "none": Contestant(_no_communication, alone=True),
+    "none": Contestant(lambda model, options: Wrapped(model), alone=True),
     "idle_hook": Contestant(_idle_hook, alone=True),
-    "ddp": Contestant(_ddp, tolerance=1e-4),
+    "ddp": Contestant(
+        lambda model, options: Wrapped(data_parallel(model), all_reduced=lambda steps: 4 * size(model) * steps),
+        tolerance=1e-4,
+    ),
     "fp16": Contestant(_half(default_hooks.fp16_compress_hook), tolerance=1e-2),
     "bf16": Contestant(_half(bf16_hook), tolerance=5e-2),
     "powersgd": Contestant(_powersgd, check_steps=4),

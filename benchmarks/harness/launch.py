@@ -13,18 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, bits_per_second
 
 # One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
 # process: by default glibc hands large blocks back to the kernel or not depending on what ran before, and the page
 # faults that follow make the same step 60 to 90 ms long on one core.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "MALLOC_MMAP_THRESHOLD_": "4000000000",
-}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,24 +29,18 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 Record = dict[str, Any]
 
 
-class Start(Protocol):
-    """Starts the process of a rank and sends its stderr to a file."""
-
-    def __call__(self, rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]: ...
-
-
 @dataclass(frozen=True)
 class Hosts:
     """Where ranks run.
 
     Attributes:
-        start: starts the process of a rank.
-        env: what the ranks need in their environment to find each other.
+        start: starts the process of a rank: its number, arguments, environment, and a file for its stderr.
+        env: environment by which the ranks find each other.
         calibration: a row per measurement of the links; empty on loopback.
         links: what the links are, for a table.
     """
 
-    start: Start
+    start: Callable[[int, list[str], dict[str, str], Path], subprocess.Popen[str]]
     env: dict[str, str]
     calibration: list[Record]
     links: str

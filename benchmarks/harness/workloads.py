@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.harness.shapes import shapes
+from examples.models.resnet import ResNet20
 
 TRAININGS = {"real": "convolutional network, 2.1 M", "real_resnet20": "ResNet-20, 0.27 M"}
 """Workloads that train on the digits."""
@@ -55,15 +56,9 @@ def digits(seed: int | None = 0) -> tuple[Split, Split]:
 def build(workload: str, compute: float, rank: int) -> nn.Module:
     """Return the model of a workload: "mlp", one of `TRAININGS`, or a paced one of `shapes`."""
     torch.manual_seed(0)
-    if workload == "mlp":
-        return mlp()
-    if workload == "real":
-        return convnet()
-    if workload == "real_resnet20":
-        from examples.models.resnet import ResNet20
-
-        return ResNet20(in_channels=1)
-    return Paced(shapes(workload), compute, real_gradients(rank))
+    made: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "real": convnet}
+    made["real_resnet20"] = lambda: ResNet20(in_channels=1)
+    return made[workload]() if workload in made else Paced(shapes(workload), compute, real_gradients(rank))
 
 
 class Paced(nn.Module):
