@@ -7,36 +7,33 @@ same round. Beforehand a run with all callbacks must end with the same weights, 
     python -m benchmarks.callbacks
 
 Written: `results/callbacks.csv`, two rows per contestant. "ms" is rank 0's time from the start of a batch to its end,
-"extra_ms" the difference to no callback, both as medians with 20th and 80th percentiles; "said_ms" is what the callback
-itself logged as its cost.
+"extra_ms" the difference to no callback, both as medians with 20th and 80th percentiles; "said_ms" is the cost that the
+callback itself logged.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import logging
-import platform
-import re
-import statistics
 import tempfile
 import time
 import warnings
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytorch_lightning as pl
-import tensorboard
 import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
+from benchmarks.harness import results
+from benchmarks.harness.results import RESULTS
+from benchmarks.harness.timing import spread
+from examples.train import quiet
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 
-RESULT = Path(__file__).parent / "results" / "callbacks.csv"
 BLOCK = 5
 RANKS = 2
 
@@ -77,33 +74,31 @@ class Turns(pl.Callback):
     def __init__(self) -> None:
         self.contestants = contestants()
         self.names = list(self.contestants)
-        self.ms: dict[tuple[str, bool], list[list[float]]] = defaultdict(list)  # of each block
+        self.steps: list[tuple[int, str, str, float]] = []
 
-    def _name(self, batch_idx: int) -> str:
+    def turn(self, batch_idx: int) -> str:
+        """Return whose turn it is."""
         return self.names[batch_idx // BLOCK % len(self.names)]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell all contestants."""
-        for callbacks in self.contestants.values():
-            for callback in callbacks:
-                callback.on_train_start(trainer, pl_module)
+        """Call all contestants."""
+        for callback in (callback for callbacks in self.contestants.values() for callback in callbacks):
+            callback.on_train_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
-        """Start the clock and tell the contestant whose turn it is."""
+        """Start the clock and call the contestant whose turn it is."""
         self.started = time.perf_counter()
-        for callback in self.contestants[self._name(batch[-1])]:
+        for callback in self.contestants[self.turn(batch[-1])]:
             callback.on_train_batch_start(trainer, pl_module, *batch)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
-        """Tell the contestant and stop the clock."""
+        """Call the contestant and stop the clock."""
         index = batch[-1]
-        name = self._name(index)
+        name, kind = self.turn(index), "does not log" if (index + 1) % BLOCK else "logs"
         for callback in self.contestants[name]:
             callback.on_train_batch_end(trainer, pl_module, *batch)
-        blocks = self.ms[name, (index + 1) % BLOCK == 0]
-        if len(blocks) <= index // BLOCK // len(self.names):
-            blocks.append([])
-        blocks[-1].append(1e3 * (time.perf_counter() - self.started))
+        ms = 1e3 * (time.perf_counter() - self.started)
+        self.steps.append((index // BLOCK // len(self.names), kind, name, ms))
 
 
 def fit(layers: int, steps: int, folder: Path, callbacks: list[pl.Callback]) -> tuple[pl.Trainer, Tensor]:
@@ -141,55 +136,30 @@ def check(layers: int, folder: Path) -> None:
             raise SystemExit(f"The callbacks logged {numel:,} elements at steps {logged}: no times for that.")
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """Return median and 20th and 80th percentiles."""
-    p20, _, _, p80 = statistics.quantiles(values, n=5)
-    return statistics.median(values), p20, p80
-
-
-def report(turns: Turns, numel: int, folder: Path) -> None:
+def report(turns: Turns, numel: int, folder: Path, out: Path) -> None:
     """Print and write a row for each contestant and kind of step."""
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    said: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # name and step to ms
-    for tag in found.Tags()["scalars"]:
-        if tag.startswith("monitoring_cost/"):
-            for event in found.Scalars(tag):
-                said[turns._name(event.step)][event.step] += event.value
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"model name\s*: (.*)", info)
-    surroundings = {
-        "params": numel,
-        "ranks": RANKS,
-        "threads_per_rank": torch.get_num_threads(),
-        "cpu": cpu[1] if cpu else platform.processor(),
-        "torch": torch.__version__,
-        "pytorch_lightning": pl.__version__,
-        "tensorboard": tensorboard.__version__,
-        "python": platform.python_version(),
-    }
-    print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
-    with RESULT.open("w", newline="") as file:
-        writer = None
-        for logging_step in (True, False):
-            base = turns.ms["none", logging_step][1:]  # the first round is to warm up
-            for name in turns.names:
-                blocks = turns.ms[name, logging_step][1:]
-                extra = [statistics.median(b) - statistics.median(a) for a, b in zip(base, blocks, strict=True)]
-                row: dict[str, Any] = {"callback": name, "step": "logs" if logging_step else "does not log"}
-                for key, values in (("ms", [ms for block in blocks for ms in block]), ("extra_ms", extra)):
-                    row |= zip((key, f"{key}_p20", f"{key}_p80"), (f"{x:.2f}" for x in spread(values)), strict=True)
-                costs = list(said[name].values())
-                row["said_ms"] = f"{statistics.median(costs):.2f}" if logging_step and costs else ""
-                row |= {"blocks": len(blocks)} | surroundings
-                print(
-                    "{step:14}{callback:38}{ms:>8} ms, extra {extra_ms} ({extra_ms_p20} to {extra_ms_p80})".format(
-                        **row
-                    )
-                )
-                if writer is None:
-                    writer = csv.DictWriter(file, list(row))
-                    writer.writeheader()
-                writer.writerow(row)
+    tags = [tag for tag in found.Tags()["scalars"] if tag.startswith("monitoring_cost/")]
+    costs = pd.DataFrame(
+        [(event.step, event.value) for tag in tags for event in found.Scalars(tag)], columns=["step", "ms"]
+    )
+    costs = costs.groupby("step")["ms"].sum()
+    costs = costs.groupby(costs.index.map(turns.turn)).median()
+
+    table = pd.DataFrame(turns.steps, columns=["block", "step", "callback", "ms"]).query("block > 0")  # after a warm-up
+    blocks = table.groupby(["step", "callback", "block"])["ms"].median()
+    rows = []
+    for (step, name), ms in sorted(
+        table.groupby(["step", "callback"], sort=False)["ms"], key=lambda case: case[0][0] != "logs"
+    ):
+        extra = blocks[step, name] - blocks[step, "none"]
+        times = {column: f"{value:.2f}" for column, value in (spread(ms) | spread(extra, "extra_ms")).items()}
+        cost = f"{costs[name]:.2f}" if step == "logs" and name in costs else ""
+        rows.append({"callback": name, "step": step, **times, "said_ms": cost, "blocks": len(extra)})
+    print(pd.DataFrame(rows).to_string(index=False))
+    surroundings = {"params": numel, "ranks": RANKS, "threads_per_rank": torch.get_num_threads()}
+    surroundings |= results.origin("pytorch-lightning", "tensorboard")
+    results.save(out, [row | surroundings for row in rows])
 
 
 def main() -> None:
@@ -197,10 +167,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=5, help="of a million parameters each, default 5")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each contestant, default 20")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default: benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_sparse"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    quiet()
     warnings.simplefilter("ignore")  # Lightning's advice on a toy run
     with tempfile.TemporaryDirectory() as folder:
         check(arguments.layers, Path(folder))
@@ -208,7 +178,7 @@ def main() -> None:
         steps = BLOCK * len(turns.names) * (arguments.rounds + 1)
         trainer, weights = fit(arguments.layers, steps, Path(folder) / "turns", [turns])
         if trainer.is_global_zero:
-            report(turns, len(weights), Path(folder) / "turns")
+            report(turns, len(weights), Path(folder) / "turns", arguments.out / "callbacks.csv")
 
 
 if __name__ == "__main__":

@@ -20,41 +20,23 @@ dense, found in 3 epochs on fold 1 with seeds of its own: `convergence_tuning.cs
 neighbours of the grid apart; they do tell that RandK needs little or no momentum. The best rate of dense, of TopK at
 0.01 and of RandK at 0.001 lies at the upper end of the grid.
 
-What came out, with torch 2.13 on CPU (`convergence.csv`, a row per method, density and budget; `convergence_runs.csv`,
-a row per training). With 4 epochs TopK and GaussianK stay less than one point below dense at both densities, with and
-without warm-up. With 2 epochs TopK at 0.001 cannot be said to (1.08): the mean gap is 0.11, but five seeds scatter too
-much. RandK never does: with 4 epochs it is 3 points behind at 0.01 and 40 points at 0.001. These are 356 steps, in
-which an entry is drawn 3.6 times on average at 0.01 and 0.36 times at 0.001, where 70 % of the entries are never drawn.
-TopK sends as many entries and chooses them.
-
 The bounds cover the scatter between seeds, not that between sets of 360 digits, of which one is 0.28 points.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import platform
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import pandas as pd
 import torch
 from scipy.stats import t as student_t
 
-import lightning_sparse
+from benchmarks.harness import results
+from benchmarks.harness.results import RESULTS, Row
 from examples.train import quiet, train
-
-RESULTS = Path(__file__).parent / "results"
-VERSIONS = {
-    "lightning_sparse": lightning_sparse.__version__,
-    "torch": torch.__version__,
-    "pytorch_lightning": version("pytorch-lightning"),
-    "python": platform.python_version(),
-}
+from lightning_sparse import SparseDDPStrategy
 
 
 class Case(NamedTuple):
@@ -76,6 +58,7 @@ class Rate(NamedTuple):
     momentum: float
 
 
+KEY = ["method", "density", "warmup", "epochs"]
 WORKERS = 2
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 1437 // WORKERS // BATCH_SIZE
@@ -117,31 +100,16 @@ SEEDS = {DENSE_EPOCHS: range(5), EPOCHS_ON_AVERAGE: range(5)}
 """The seeds of the comparison, by number of epochs."""
 
 
-def run(case: Case, rate: Rate, epochs: int, seed: int, fold: int) -> dict[str, Any]:
-    """Train once, in two forked processes, and return one row: what was run and what came out."""
-    strategy: str | lightning_sparse.SparseDDPStrategy = "ddp_fork"
+def run(case: Case, rate: Rate, epochs: int, seed: int, fold: int) -> Row:
+    """Train once, in two forked processes, and return one row: the options and the accuracy."""
+    strategy: str | SparseDDPStrategy = "ddp_fork"
     if case != DENSE:
-        strategy = lightning_sparse.SparseDDPStrategy(
-            case.method,
-            case.density,
-            warmup=case.warmup,
-            warmup_steps=STEPS_PER_EPOCH // 4 if case.warmup else None,
-            start_method="fork",
-        )
-    result = train(
-        strategy,
-        devices=WORKERS,
-        epochs=epochs,
-        batch_size=BATCH_SIZE,
-        max_lr=rate.max_lr,
-        momentum=rate.momentum,
-        seed=seed,
-        fold=fold,
-    )
-    accuracy, loss = 100 * result["val/accuracy"], result["val/loss"]
-    print(
-        f"{case!s:<28} {epochs} epochs, rate {rate.max_lr:g}, momentum {rate.momentum:g}, seed {seed}: {accuracy:.2f} %"
-    )
+        quarter = STEPS_PER_EPOCH // 4 if case.warmup else None
+        options = {"warmup": case.warmup, "warmup_steps": quarter, "start_method": "fork"}
+        strategy = SparseDDPStrategy(case.method, case.density, **options)
+    training = {**rate._asdict(), "seed": seed, "fold": fold}
+    result = train(strategy, devices=WORKERS, epochs=epochs, batch_size=BATCH_SIZE, **training)
+    print(f"{case!s:<28} {epochs} epochs, {training}: {result['val/accuracy']:.2%}", flush=True)
     return {
         "method": case.method,
         "density": case.density or 1.0,
@@ -149,54 +117,37 @@ def run(case: Case, rate: Rate, epochs: int, seed: int, fold: int) -> dict[str, 
         "epochs": epochs,
         "batch_size_per_worker": BATCH_SIZE,
         "workers": WORKERS,
-        "max_lr": rate.max_lr,
-        "momentum": rate.momentum,
-        "seed": seed,
-        "fold": fold,
-        "val_accuracy_percent": round(accuracy, 3),
-        "val_loss": round(loss, 4),
+        **training,
+        "val_accuracy_percent": round(100 * result["val/accuracy"], 3),
+        "val_loss": round(result["val/loss"], 4),
         "bytes_per_step_last_epoch": round(result["step/bytes"]),
-        **VERSIONS,
+        **results.origin("pytorch-lightning"),
     }
-
-
-def write(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows to a CSV file among the results."""
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / name).open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def find_epochs() -> None:
     """Train dense for 1, 2, 3 ... epochs, until every seed ends at 98 % or more."""
-    rows = []
+    rows: list[Row] = []
     for epochs in itertools.count(1):
         found = [run(DENSE, TUNED[DENSE], epochs, seed, fold=0) for seed in DENSE_TUNING_SEEDS]
         rows += found
         if min(row["val_accuracy_percent"] for row in found) >= 98:
             break
-    write("convergence_epochs.csv", rows)
+    results.save(RESULTS / "convergence_epochs.csv", rows)
     print(f"Dense needs {epochs} epochs.")
 
 
 def tune() -> None:
     """Try the grid for each case, and print the rate with the best mean accuracy; lower loss decides between equals."""
-    rows = []
+    rows: list[Row] = []
     for case in TUNED:
         seeds = DENSE_TUNING_SEEDS if case == DENSE else TUNING_SEEDS
-        scores = {}
-        for rate in GRID:
-            found = [run(case, rate, TUNING_EPOCHS, seed, TUNING_FOLD) for seed in seeds]
-            rows += found
-            scores[rate] = (
-                statistics.mean(row["val_accuracy_percent"] for row in found),
-                -statistics.mean(row["val_loss"] for row in found),
-            )
-        best = max(scores, key=scores.__getitem__)
-        print(f"{case}: {best}, {scores[best][0]:.2f} %")
-        write("convergence_tuning.csv", rows)
+        found = [run(case, rate, TUNING_EPOCHS, seed, TUNING_FOLD) for rate in GRID for seed in seeds]
+        rows += found
+        results.save(RESULTS / "convergence_tuning.csv", rows)
+        means = pd.DataFrame(found).groupby(["max_lr", "momentum"])[["val_accuracy_percent", "val_loss"]].mean()
+        best = means.sort_values(["val_accuracy_percent", "val_loss"], ascending=[False, True]).iloc[0]
+        print(f"{case}: {Rate(*best.name)}, {best['val_accuracy_percent']:.2f} %")
 
 
 def compare() -> None:
@@ -207,51 +158,36 @@ def compare() -> None:
         for case, rate in RATES.items()
         for seed in seeds
     ]
-    write("convergence_runs.csv", rows)
-    summary = list(summarize(rows))
-    write("convergence.csv", summary)
-    for row in summary:
-        print(
-            f"{row['method']:<10} {row['density']:<6g} {'warm-up' if row['warmup'] else '':<8} {row['epochs']} epochs: "
-            f"{row['mean_accuracy_percent']:.2f} %, gap {row['gap_points']:+.2f}, "
-            f"upper bound {row['gap_upper_95_points']:+.2f}, "
-            f"below one point: {row['below_one_point']}"
-        )
+    results.save(RESULTS / "convergence_runs.csv", rows)
+    summary = summarize(pd.DataFrame(rows))
+    results.save(RESULTS / "convergence.csv", summary.to_dict("records"))
+    print(summary[[*KEY, *summary.columns[-5:]]].to_string(index=False))
 
 
-def summarize(rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Yield one row per case: mean accuracy over the seeds, and the gap to dense with its upper bound."""
-    key = ("method", "density", "warmup", "epochs")
-    dense: dict[int, dict[int, float]] = {}  # accuracy by epochs and seed
-    for _, group in itertools.groupby(rows, lambda row: [row[name] for name in key]):
-        runs = list(group)
-        first = runs[0]
-        accuracy = {row["seed"]: row["val_accuracy_percent"] for row in runs}
-        if first["method"] == DENSE.method:
-            dense[first["epochs"]] = accuracy
-        gaps = [dense[first["epochs"]][seed] - reached for seed, reached in accuracy.items()]
-        mean = statistics.mean(gaps)
-        upper = mean + student_t.ppf(0.95, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
-        steps = first["epochs"] * STEPS_PER_EPOCH
-        yield {
-            **{
-                name: first[name]
-                for name in first
-                if name not in ("seed", "val_accuracy_percent", "val_loss", *VERSIONS)
-            },
-            "optimizer": "SGD, Nesterov if momentum > 0, weight decay 5e-4, one-cycle",
-            "steps": steps,
-            # How often an entry of the gradient is sent in the whole training, on average. Below 1, most of what a
-            # method that chooses without looking keeps back has not been sent when the training ends.
-            "sends_per_entry": round(steps * first["density"], 2),
-            "seeds": len(runs),
-            "mean_accuracy_percent": round(statistics.mean(accuracy.values()), 3),
-            "gap_points": round(mean, 3),
-            "gap_stdev_points": round(statistics.stdev(gaps), 3),
-            "gap_upper_95_points": round(upper, 3),
-            "below_one_point": bool(upper < 1),
-            **VERSIONS,
-        }
+def summarize(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per case: mean accuracy over the seeds, and the gap to dense with its upper bound."""
+    runs = runs.fillna({"warmup": ""})
+    dense = runs[runs["method"] == DENSE.method].set_index(["epochs", "seed"])["val_accuracy_percent"].rename("dense")
+    runs = runs.join(dense, on=["epochs", "seed"])
+    runs["gap"] = runs["dense"] - runs["val_accuracy_percent"]
+    cases = runs.groupby(KEY, sort=False)
+    table = cases.first().reset_index().drop(columns=["seed", "val_accuracy_percent", "val_loss", "dense", "gap"])
+    mean, stdev, seeds = (column.to_numpy() for column in (cases["gap"].mean(), cases["gap"].std(), cases.size()))
+    upper = mean + student_t.ppf(0.95, seeds - 1) * stdev / seeds**0.5
+    steps = table["epochs"] * STEPS_PER_EPOCH
+    return table.assign(
+        optimizer="SGD, Nesterov if momentum > 0, weight decay 5e-4, one-cycle",
+        steps=steps,
+        # How often an entry of the gradient is sent in the whole training, on average. Below 1, most of the residual
+        # of a method that chooses without looking has not been sent when the training ends.
+        sends_per_entry=(steps * table["density"]).round(2),
+        seeds=seeds,
+        mean_accuracy_percent=cases["val_accuracy_percent"].mean().to_numpy().round(3),
+        gap_points=mean.round(3),
+        gap_stdev_points=stdev.round(3),
+        gap_upper_95_points=upper.round(3),
+        below_one_point=upper < 1,
+    )
 
 
 def main() -> None:

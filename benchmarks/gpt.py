@@ -3,8 +3,8 @@
 A world of one, so that nothing travels: but each gradient is added to the residual, the entries are selected, encoded,
 decoded and written back, as among many. Plain DDP and `attach` with each method train the same model on random tokens,
 in turn, a few steps in a row each; times are by CUDA events, the median of all turns between their 20th and 80th
-percentiles. Before a method is timed, one step shows that nothing is lost: what is handed out and what is kept make up
-the gradient, bit for bit.
+percentiles. Before a method is timed, one step shows that nothing is lost: the average and the residual add up to the
+gradient, bit for bit.
 
     python -m benchmarks.gpt            # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
     python -m benchmarks.gpt --small    # a rehearsal on the CPU, over gloo; nothing is written
@@ -18,25 +18,22 @@ limit is 1.6 floors and a millisecond.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.selection import EVICTION, Row, device_and_versions, device_times
+from benchmarks.harness import results
+from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.timing import cold, elapsed_ms, eviction, quantiles, spread
 from examples.models import GPT
 from lightning_sparse import attach
 
-RESULT = Path(__file__).parent / "results" / "gpt_cuda.csv"
 PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 """Name to dtype of parameters and gradients; calculated is in bf16."""
 METHODS = ("topk", "gaussiank", "randk")
@@ -46,31 +43,19 @@ GPT2 = {"context": 1024, "width": 768, "layers": 12, "heads": 12, "vocabulary": 
 
 
 class Contestant:
-    """One model, and how its gradients are averaged.
-
-    Args:
-        method: a method's name, or "ddp" for plain DDP.
-        shape: of the model, arguments of `GPT`.
-        precision: a name in `PRECISIONS`.
-        batch: sequences in a step.
-        device: "cuda" or "cpu".
-    """
+    """A GPT of some shape, and a method to average its gradients, or "ddp" for plain DDP."""
 
     def __init__(self, method: str, shape: dict[str, int], precision: str, batch: int, device: str) -> None:
         torch.manual_seed(0)
         self.method, self.device, self.mixed = method, device, precision == "bf16-mixed"
         self.model = GPT(**shape).to(device, PRECISIONS[precision])
+        self.params = sum(param.numel() for param in self.model.parameters())
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=25, gradient_as_bucket_view=True)
         self.reducer = None if method == "ddp" else attach(self.ddp, method, density=0.001)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
         size = (batch, shape["context"] + 1)
         tokens = torch.randint(shape["vocabulary"], size, device=device)
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
-
-    @property
-    def params(self) -> int:
-        """The number of parameters."""
-        return sum(param.numel() for param in self.model.parameters())
 
     def backward(self) -> None:
         """Go forward and backward."""
@@ -109,23 +94,6 @@ class Contestant:
         self.optimizer.zero_grad()
 
 
-def milliseconds(run: Callable[[], None], count: int, device: str) -> float:
-    """Return what one of several runs in a row takes, after one that is not counted."""
-    run()
-    if device == "cpu":
-        started = time.perf_counter()
-        for _ in range(count):
-            run()
-        return 1e3 * (time.perf_counter() - started) / count
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / count
-
-
 def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: str) -> Iterator[Row]:
     """Check and time all contestants; to be called in a world of one."""
     for precision, dtype in PRECISIONS.items():
@@ -135,51 +103,28 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
             contestant.check()
         params = contestants[0].params
         x = torch.randn(params, device=device)
-        other = torch.empty(2 * EVICTION if device == "cuda" else 1, device=device)
-        copied = device_times(functools.partial(torch.empty_like(x).copy_, x), 15, other)
-        rate = 8 * params / float(str(copied["ms"]))  # bytes a millisecond; a copy reads and writes
+        other = eviction(device) if device == "cuda" else torch.empty(1)
+        copied = cold(functools.partial(torch.empty_like(x).copy_, x), 15, other)
+        rate = 8 * params / copied["ms"]  # bytes a millisecond; a copy reads and writes
         counted = 8 + 2 * dtype.itemsize
         floor = counted * params / rate
         del x, other
         for turn in range(turns + 1):
             for contestant in contestants:
-                ms = milliseconds(contestant.step, steps, device)
+                contestant.step()
+                ms = elapsed_ms(lambda run=contestant.step: [run() for _ in range(steps)], device)
                 if turn:  # the first one compiles and warms up
-                    times[contestant.method].append(ms)
-        plain = statistics.median(times["ddp"])
+                    times[contestant.method].append(ms / steps)
+        plain, _, _ = quantiles(times["ddp"])
         for name, values in times.items():
-            p20, _, _, p80 = statistics.quantiles(values, n=5, method="inclusive")
-            ms = statistics.median(values)
-            row: Row = {"precision": precision, "contestant": name, "ms": ms, "ms_p20": p20, "ms_p80": p80}
+            row: Row = {"precision": precision, "contestant": name, **spread(values)}
             row |= {"params": params, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
             row |= {"copy_bytes_per_s": 1e3 * rate, "counted_bytes": counted, "floor_ms": floor}
             if name != "ddp":
-                limit = FLOORS * floor + CONSTANT_MS
-                row |= {"added_ms": ms - plain, "limit_ms": limit, "within": ms - plain <= limit}
+                added, limit = row["ms"] - plain, FLOORS * floor + CONSTANT_MS
+                row |= {"added_ms": added, "limit_ms": limit, "within": added <= limit}
             yield row
         del contestants
-
-
-def report(rows: Iterator[Row], out: Path | None) -> None:
-    """Print rows as they come, and write them if that is wanted."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
-    surroundings = device_and_versions() | {"nccl": nccl, "python": platform.python_version()}
-    print(", ".join(f"{key} {value}" for key, value in surroundings.items() if value))
-    done = []
-    for row in rows:
-        text = "{precision:12}{contestant:12}{ms:10.3f} ms ({ms_p20:.3f} to {ms_p80:.3f})".format(**row)
-        if "added_ms" in row:
-            verdict = "within" if row["within"] else "above"
-            text += "  adds {added_ms:.3f} ms, {} the limit of {limit_ms:.3f}, floor {floor_ms:.3f}".format(
-                verdict, **row
-            )
-        print(text, flush=True)
-        done.append({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in row.items()})
-    if out is not None:
-        with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*done[-1], *surroundings], restval="")
-            writer.writeheader()
-            writer.writerows(row | surroundings for row in done)
 
 
 def main() -> None:
@@ -197,8 +142,13 @@ def main() -> None:
     where = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if device == "cuda" else {"backend": "gloo"}
     dist.init_process_group(**where, store=store, rank=0, world_size=1)
     shape = SMALL if arguments.small else GPT2
-    rows = measured(shape, arguments.batch, arguments.turns, arguments.steps, device)
-    report(rows, RESULT if device == "cuda" and not arguments.small else None)
+    rows = list(measured(shape, arguments.batch, arguments.turns, arguments.steps, device))
+    surroundings = results.device()
+    print(surroundings)
+    columns = ["precision", "contestant", "ms", "ms_p20", "ms_p80", "added_ms", "limit_ms", "floor_ms", "within"]
+    print(pd.DataFrame(rows)[columns].to_string(index=False, na_rep=""))
+    if device == "cuda" and not arguments.small:
+        results.save(RESULTS / "gpt_cuda.csv", [row | surroundings for row in rows], digits=5)
     dist.destroy_process_group()
 
 

@@ -5,17 +5,15 @@ of 128 bytes per worker and step, density 0.01, a linear warm-up of the rate ove
 to zero. With one seed, all contestants start from the same weights and see the same batches in the same order.
 
 The contestants are stock DDP, a bf16 hook, torch's PowerSGD hook of rank 4, and the sparse methods. All of them train
-under AdamW, which is what people train GPTs with; under SGD, to save time, only DDP and two sparse methods do.
+under AdamW; under SGD, to save time, only DDP and two sparse methods do.
 
     python -m benchmarks.language               # what is missing of everything below
     python -m benchmarks.language --tune        # the grid of rates, for every optimizer and method
     python -m benchmarks.language --final       # longer, with the best rate of each, on other seeds
-    python -m benchmarks.language --variant     # other beta2, clipping or momentum under sparse gradients
     sudo python -m benchmarks.language --seconds  # step times over shaped links, all contestants in turn
     python -m benchmarks.language --figure      # draw, and print a table
 
-A part trains only what `language.csv` does not have yet. `--list` prints those runs without training, and
-`--only adamw:topk:0.002` trains one of them.
+A part trains only the runs that `language.csv` does not have yet; `--list` prints them without training.
 
 Rates. The grid is 1, 2, 5 in every decade. Four rates per optimizer and method are tried, and more at the end where the
 best one lies, until it has a neighbour on each side; the final loss on held-out text decides. The seed is not among
@@ -34,30 +32,22 @@ comparison, `language_seconds.csv` has what left the network interface too, head
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import math
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.links import missing as no_links
-from benchmarks.network import ENVIRONMENT, FOREIGN_LOAD, end, hosts, last_line, load
+import pandas as pd
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.harness import results
+from benchmarks.harness.launch import hosts, launch
+from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.shaped_links import missing
+from benchmarks.harness.timing import FOREIGN_LOAD
+
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", *SPARSE], "sgd": ["ddp", "topk", "gaussiank"]}
 DENSITY = 0.01
-RANK = 4
-"""Of PowerSGD's factors."""
-WARMUP = (0.25, 0.0625)
 WORKERS = 2
 BATCH_SIZE = 8
 LENGTH = 128
@@ -65,8 +55,8 @@ VAL_SEQUENCES = 256
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
 
 GRID = {"adamw": (0.0005, 0.001, 0.002, 0.005), "sgd": (0.05, 0.1, 0.2, 0.5)}
-STEPS = {"tune": 250, "retune": 500, "variant": 500, "final": 1000}
-EVERY = {"tune": 125, "retune": 125, "variant": 125, "final": 50}
+STEPS = {"tune": 250, "retune": 500, "final": 1000}
+EVERY = {"tune": 125, "retune": 125, "final": 50}
 """Steps between two evaluations."""
 LONGER = {
     ("adamw", "bf16"): [0.002],
@@ -92,22 +82,16 @@ RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 """Of the links, where step times are measured."""
 ROUNDS, TIMED_STEPS = 5, 8
 
-Row = dict[str, Any]
-
 
 class Run(NamedTuple):
     """One training.
 
     Attributes:
-        part: "tune", "variant" or "final".
+        part: "tune", "retune" or "final".
         optimizer: "adamw" or "sgd".
         method: "ddp" for stock DDP, "bf16" or "powersgd" for DDP with that hook, or one of `lightning_sparse`.
         lr: the learning rate between warm-up and cosine.
         seed: of the initial weights and of the order of the data.
-        beta2: of AdamW.
-        momentum: of SGD.
-        clip_norm: largest 2-norm of a worker's own gradient before compression; 0 clips nothing.
-        warmup_steps: steps at each of the densities `WARMUP`, before `DENSITY`.
     """
 
     part: str
@@ -115,29 +99,10 @@ class Run(NamedTuple):
     method: str
     lr: float
     seed: int
-    beta2: float = 0.999
-    momentum: float = 0.9
-    clip_norm: float = 0.0
-    warmup_steps: int = 0
-
-    def __str__(self) -> str:
-        """Return what `--only` takes."""
-        default = Run(*self[:5])
-        changes = [
-            f"{name}={getattr(self, name):g}"
-            for name in self._fields[5:]
-            if self._asdict()[name] != getattr(default, name)
-        ]
-        return ":".join([self.optimizer, self.method, f"{self.lr:g}", *changes, f"seed={self.seed}"])
 
 
-VARIANTS = [
-    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, warmup_steps=50),
-    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, beta2=0.95),
-    Run("variant", "adamw", "topk", 0.002, TUNING_SEED, clip_norm=1.0),
-    Run("variant", "sgd", "topk", 0.05, TUNING_SEED, warmup_steps=50),
-    Run("variant", "sgd", "topk", 0.5, TUNING_SEED, momentum=0.0),
-]
+FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
+"""Options of all runs: AdamW's, SGD's, and of the sparse methods."""
 
 
 def neighbour(lr: float, step: int) -> float:
@@ -152,7 +117,7 @@ def neighbour(lr: float, step: int) -> float:
     return float(f"{series[place % 3]}e{place // 3}")
 
 
-def untried(losses: Mapping[float, float], grid: Sequence[float]) -> list[float]:
+def missing_rates(losses: Mapping[float, float], grid: Sequence[float]) -> list[float]:
     """Return the rates to try next: the rest of the grid, then what lies beyond the best one, if that is the last."""
     rest = [lr for lr in grid if lr not in losses]
     if rest:
@@ -165,137 +130,92 @@ def best(losses: Mapping[float, float]) -> float:
     return min(losses, key=losses.__getitem__)
 
 
-# What starts the ranks and keeps the results.
-
-
-def launch(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list[Row], Row, list[Row]]:
-    """Run two ranks over links of a rate.
+def run_ranks(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list[Any], list[Any]]:
+    """Run two ranks of `benchmarks.language_rank` over links of a rate.
 
     Returns:
-        The rows of rank 0, the columns that say where they come from, and the rows of the links' calibration.
+        The rows of rank 0 and those of the links' calibration.
 
     Raises:
         SystemExit: a rank failed.
     """
-    with hosts(WORKERS, link) as (start, env, calibration, _), tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "rows")
-        job = json.dumps({"what": what, "runs": runs, "out": str(out)})
-        argv = [sys.executable, "-m", "benchmarks.language_rank", job]
-        logs = [Path(folder, f"rank{number}") for number in range(WORKERS)]
-        processes = [
-            start(
-                number, argv, {**ENVIRONMENT, **os.environ, **env, "RANK": str(number), "WORLD_SIZE": str(WORKERS)}, log
-            )
-            for number, log in enumerate(logs)
-        ]
-        try:
-            wait(processes)
-        finally:
-            end(processes)
-        if any(process.returncode for process in processes):
-            raise SystemExit("\n".join(f"rank {number}: {last_line(log)}" for number, log in enumerate(logs)))
-        answer = json.loads(out.read_text())
-        return answer["rows"], answer["origin"], calibration
-
-
-def wait(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Wait until all processes have ended, or two seconds longer than the first that failed."""
-    while None in (states := [process.poll() for process in processes]):
-        if any(states):
-            time.sleep(2)
-            return
-        time.sleep(0.1)
+    with hosts(WORKERS, link) as where:
+        records, reason = launch("benchmarks.language_rank", {"what": what, "runs": runs}, where, WORKERS)
+    if reason:
+        raise SystemExit(f"The ranks ended early: {reason}")
+    return records[0]["rows"], where.calibration
 
 
 def train(run: Run) -> None:
     """Train once and add the curve to `language.csv`.
 
     Raises:
-        SystemExit: the training does not start where others of its seed do, so they cannot be compared.
+        SystemExit: the first loss differs from that of other trainings with this seed, so they cannot be compared.
     """
-    points, origin, _ = launch("curve", [run])
-    started = {
-        row["val_loss"] for row in load(RESULTS / "language.csv") if row["step"] == "0" and row["seed"] == str(run.seed)
+    points, _ = run_ranks("curve", [run])
+    table = curves()
+    if not table.empty:
+        started = set(table[(table["step"] == 0) & (table["seed"] == run.seed)]["val_loss"])
+        if started - {round(points[0]["val_loss"], 6)}:
+            raise SystemExit(f"{run} starts at a loss of {points[0]['val_loss']:.6f}, others of its seed at {started}.")
+    common = {
+        **run._asdict(),
+        **FIXED,
+        "density": DENSITY if run.method in SPARSE else 1.0,
+        "workers": WORKERS,
+        "batch_size_per_worker": BATCH_SIZE,
+        "steps": STEPS[run.part],
     }
-    if started - {f"{points[0]['val_loss']:.6f}"}:
-        raise SystemExit(f"{run} starts at a loss of {points[0]['val_loss']:.6f}, others of its seed at {started}.")
     rows = [
         {
-            **run._asdict(),
-            "density": DENSITY if run.method in SPARSE else 1.0,
-            "workers": WORKERS,
-            "batch_size_per_worker": BATCH_SIZE,
-            "steps": STEPS[run.part],
+            **common,
             "step": point["step"],
             "val_loss": f"{point['val_loss']:.6f}",
             "val_bits_per_byte": f"{point['val_loss'] / math.log(2):.5f}",
             "sent_bytes_per_worker": point["sent_bytes"],
-            **origin,
+            "threads_per_rank": 1,
+            **results.origin(),
         }
         for point in points
     ]
-    append(RESULTS / "language.csv", rows)
+    results.save(RESULTS / "language.csv", rows, Run._fields)
     print(f"{run.part} {run}: {points[-1]['val_loss']:.4f} nats per byte", flush=True)
 
 
-def append(path: Path, rows: Sequence[Row]) -> None:
-    """Add rows to a CSV file."""
-    path.parent.mkdir(exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+def curves() -> pd.DataFrame:
+    """Return `language.csv`, with the run of each row."""
+    table = results.load(RESULTS / "language.csv")
+    if not table.empty:
+        table["run"] = [Run(*row) for row in table[list(Run._fields)].itertuples(index=False, name=None)]
+    return table
 
 
-def results() -> dict[Run, list[Row]]:
-    """Return the curves of `language.csv`."""
-    found: dict[Run, list[Row]] = {}
-    for row in load(RESULTS / "language.csv"):
-        texts = [row[name] for name in Run._fields]
-        run = Run(*texts[:3], float(texts[3]), int(texts[4]), *map(float, texts[5:8]), int(texts[8]))
-        found.setdefault(run, []).append(row)
-    return found
+def final_losses(table: pd.DataFrame) -> dict[Run, float]:
+    """Return the last loss of every run."""
+    return {} if table.empty else dict(table.groupby("run", sort=False)["val_loss"].last())
 
 
-def final_loss(rows: Sequence[Row]) -> float:
-    """Return the last loss of a curve."""
-    return float(rows[-1]["val_loss"])
-
-
-def tuned(found: Mapping[Run, Sequence[Row]], part: str, optimizer: str, method: str) -> dict[float, float]:
+def tuned(losses: Mapping[Run, float], part: str, optimizer: str, method: str) -> dict[float, float]:
     """Return the final loss of every rate tried."""
-    return {run.lr: final_loss(rows) for run, rows in found.items() if run[:3] == (part, optimizer, method)}
+    return {run.lr: loss for run, loss in losses.items() if run[:3] == (part, optimizer, method)}
 
 
-def todo(part: str) -> list[Run]:
-    """Return the runs of a part that are missing."""
-    found = results()
-    if part == "variant":
-        return [run for run in VARIANTS if run not in found]
+def missing_runs(part: str) -> list[Run]:
+    """Return the runs of a part that `language.csv` does not have."""
+    found = final_losses(curves())
     runs = []
     for optimizer, methods in METHODS.items():
         for method in methods:
-            first = tuned(found, "tune", optimizer, method)
-            second = tuned(found, "retune", optimizer, method)
+            first, second = (tuned(found, name, optimizer, method) for name in ("tune", "retune"))
             if part == "tune" and (optimizer, method) not in LONGER:
-                runs += [Run(part, optimizer, method, lr, TUNING_SEED) for lr in untried(first, GRID[optimizer])]
+                runs += [Run(part, optimizer, method, lr, TUNING_SEED) for lr in missing_rates(first, GRID[optimizer])]
             elif part == "retune" and first and (optimizer, method) not in LONGER:
                 near = [neighbour(best(first), step) for step in (-1, 0, 1)]
-                runs += [Run(part, optimizer, method, lr, TUNING_SEED) for lr in untried(second, near)]
+                runs += [Run(part, optimizer, method, lr, TUNING_SEED) for lr in missing_rates(second, near)]
             elif part == "final":
                 rates = LONGER.get((optimizer, method), [best(second)] if second else [])
                 runs += [Run(part, optimizer, method, lr, seed) for lr in rates for seed in SEEDS]
     return sorted((run for run in runs if run not in found), key=lambda run: run.seed)
-
-
-def train_missing(part: str, only: str | None) -> None:
-    """Train what is missing of a part, or the one run of it that is wanted."""
-    while runs := [run for run in todo(part) if only in (None, str(run))]:
-        train(runs[0])
-        if only:
-            return
 
 
 def measure_seconds() -> None:
@@ -304,7 +224,7 @@ def measure_seconds() -> None:
     Raises:
         SystemExit: the machine cannot shape links.
     """
-    if reason := no_links():
+    if reason := missing():
         raise SystemExit(f"No links can be made here: {reason}.")
     runs = [
         Run("tune", optimizer, method, GRID[optimizer][0], 0)
@@ -313,41 +233,15 @@ def measure_seconds() -> None:
     ]
     rows = []
     for link in RATES:
-        timed, origin, calibration = launch("step_times", runs, link)
-        off = max(abs(probe["ratio_to_expected"] - 1) for probe in calibration)
-        for row in timed:
-            rows.append({"rate": link, **row, "largest_calibration_error": round(off, 3), **origin})
-            print(
-                f"{link:8}{row['optimizer']:6}{row['method']:10}{row['median_ms']:7.1f} ms "
-                f"[{row['p20_ms']:.1f}, {row['p80_ms']:.1f}], {row['sent_bytes_per_step']:,} bytes"
-            )
-            if row["foreign_load"] > FOREIGN_LOAD:
-                print(f"  other programs used {row['foreign_load']:.0%} of the processors; repeat it")
-    path = RESULTS / "language_seconds.csv"
-    path.unlink(missing_ok=True)
-    append(path, rows)
-
-
-def finals(found: Mapping[Run, Sequence[Row]], optimizer: str, method: str) -> list[Run]:
-    """Return the final runs of a contestant with the best of the rates that were tried at full length."""
-    losses: dict[float, list[float]] = {}
-    for run, rows in found.items():
-        if run[:3] == ("final", optimizer, method):
-            losses.setdefault(run.lr, []).append(final_loss(rows))
-    lr = best({lr: statistics.mean(values) for lr, values in losses.items()}) if losses else None
-    return [run for run in found if run[:3] == ("final", optimizer, method) and run.lr == lr]
-
-
-LINES = {  # Okabe & Ito, grey for their yellow
-    "ddp": ("#000000", "-"),
-    "bf16": ("#7F7F7F", "--"),
-    "powersgd": ("#CC79A7", "-"),
-    "topk": ("#0072B2", "--"),
-    "gaussiank": ("#D55E00", ":"),
-    "gtopk": ("#009E73", "-"),
-    "oktopk": ("#E69F00", "--"),
-    "scalecom": ("#56B4E9", "-."),
-}
+        timed, calibration = run_ranks("step_times", runs, link)
+        off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
+        common = {"largest_calibration_error": off, "threads_per_rank": 1, **results.origin()}
+        rows += [{"rate": link, **row, **common} for row in timed]
+        print(f"{link}, links up to {off:.1%} off")
+        print(pd.DataFrame(timed).to_string())
+        if max(row["foreign_load"] for row in timed) > FOREIGN_LOAD:
+            print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
+    results.save(RESULTS / "language_seconds.csv", rows)
 
 
 def steps_to(target: float, rows: Sequence[Row]) -> float:
@@ -366,82 +260,78 @@ def steps_to(target: float, rows: Sequence[Row]) -> float:
 
 def draw() -> None:
     """Print a table of the best rates, and draw their curves into `language.png`."""
-    import matplotlib as mpl
+    from benchmarks.harness import plots
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    found = results()
-    ms = {
-        (row["rate"], row["optimizer"], row["method"]): float(row["median_ms"])
-        for row in load(RESULTS / "language_seconds.csv")
-    }
-    print(
-        "| | rate | loss at the end | kB per step |",
-        f"steps to {TARGET:g} |",
-        *(f"s, {rate} |" for rate in RATES.values()),
-    )
-    print("|---" * (5 + len(RATES)) + "|")
-    figure, panels = plt.subplots(len(METHODS), 2 + len(RATES), figsize=(14, 7.5), sharey=True, layout="constrained")
-    for line, (optimizer, methods) in zip(panels, METHODS.items(), strict=True):
+    table, losses = curves(), final_losses(curves())
+    timed = results.load(RESULTS / "language_seconds.csv").set_index(["rate", "optimizer", "method"])["median_ms"]
+    lines = []
+    figure, panels = plots.panels(len(METHODS), 2 + len(RATES), (14, 7.5), sharey=True)
+    for row, (optimizer, methods) in zip(panels, METHODS.items(), strict=True):
         for method in methods:
-            for run in finals(found, optimizer, method):
-                rows = found[run][1:]
-                steps = [int(row["step"]) for row in rows]
-                sent = [int(row["sent_bytes_per_worker"]) for row in rows]
-                per_step = [ms.get((rate, optimizer, method), math.nan) / 1e3 for rate in RATES]
-                places = [steps, [x / 1e6 for x in sent], *([s * step for step in steps] for s in per_step)]
-                color, style = LINES[method]
-                for panel, x in zip(line, places, strict=True):
-                    losses = [float(row["val_loss"]) for row in rows]
-                    panel.plot(x, losses, style, color=color, label=f"{method}, rate {run.lr:g}")
-                needed = steps_to(TARGET, found[run])
-                print(
-                    f"| {method}, {TITLES[optimizer]} | {run.lr:g} | {final_loss(rows):.2f} | "
-                    f"{sent[-1] / steps[-1] / 1e3:,.1f} | {needed:.0f} |",
-                    *(f"{needed * s:.0f} |" for s in per_step),
+            means: dict[float, list[float]] = {}
+            for run, loss in losses.items():
+                if run[:3] == ("final", optimizer, method):
+                    means.setdefault(run.lr, []).append(loss)
+            if not means:
+                continue
+            lr = best({lr: sum(values) / len(values) for lr, values in means.items()})
+            seconds = [timed.get((rate, optimizer, method), math.nan) / 1e3 for rate in RATES]
+            for run in (run for run in losses if run[:4] == ("final", optimizer, method, lr)):
+                whole = table[table["run"] == run]
+                curve = whole[whole["step"] > 0]
+                sent = curve["sent_bytes_per_worker"]
+                for panel, x in zip(
+                    row, [curve["step"], sent / 1e6, *(s * curve["step"] for s in seconds)], strict=True
+                ):
+                    panel.plot(x, curve["val_loss"], **plots.line(method), label=f"{method}, rate {lr:g}")
+                needed = steps_to(TARGET, whole.to_dict("records"))
+                lines.append(
+                    {
+                        "": f"{method}, {TITLES[optimizer]}",
+                        "rate": lr,
+                        "loss at the end": f"{losses[run]:.2f}",
+                        "kB per step": f"{sent.iloc[-1] / curve['step'].iloc[-1] / 1e3:,.1f}",
+                        f"steps to {TARGET:g}": f"{needed:.0f}",
+                        **{f"s, {name}": f"{needed * s:.0f}" for name, s in zip(RATES.values(), seconds, strict=True)},
+                    }
                 )
-        line[0].set(ylabel=f"{TITLES[optimizer]}\nvalidation loss, nats per byte", xlabel="steps")
-        line[1].set(xscale="log", xlabel="sent per worker, MB")
-        for panel, rate in zip(line[2:], RATES.values(), strict=True):
+        row[0].set(ylabel=f"{TITLES[optimizer]}\nvalidation loss, nats per byte", xlabel="steps")
+        row[1].set(xscale="log", xlabel="sent per worker, MB")
+        for panel, rate in zip(row[2:], RATES.values(), strict=True):
             panel.set(xlabel=f"seconds at {rate}")
-        line[0].legend(fontsize=8)
-        for panel in line:
-            panel.grid(alpha=0.3)
+        row[0].legend()
+        for panel in row:
             panel.axhline(TARGET, color="black", linewidth=0.6)
-    figure.savefig(RESULTS / "language.png", dpi=150)
+    print(pd.DataFrame(lines).to_string(index=False))
+    plots.write(figure, RESULTS / "language.png")
 
 
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.language",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.language", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = {
         "tune": "try the grid of rates",
         "retune": "try the best rates for longer",
         "final": "compare with the rates found, still longer",
-        "variant": "try other options under sparse gradients",
     }
-    for name, what in parts.items():
-        parser.add_argument(f"--{name}", action="store_true", help=what)
+    for name, help_ in parts.items():
+        parser.add_argument(f"--{name}", action="store_true", help=help_)
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
     parser.add_argument("--figure", action="store_true", help="draw the results and print a table")
-    parser.add_argument("--only", metavar="RUN", help="train only this run of the part, as --list writes it")
     parser.add_argument("--list", action="store_true", help="print the missing runs of the part, train none")
     args = parser.parse_args()
     everything = not any([*(getattr(args, part) for part in parts), args.seconds, args.figure])
-    for part in parts:
-        if getattr(args, part) or everything:
-            if args.list:
-                print(*todo(part), sep="\n")
-            else:
-                train_missing(part, args.only)
-    if args.seconds or everything:
+    for part in (part for part in parts if getattr(args, part) or everything):
+        if args.list:
+            print(*missing_runs(part), sep="\n")
+        else:
+            while runs := missing_runs(part):
+                train(runs[0])
+    if args.seconds or (everything and not args.list):
         measure_seconds()
-    if args.figure or everything:
+    if args.figure or (everything and not args.list):
         draw()
 
 

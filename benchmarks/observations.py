@@ -7,10 +7,11 @@ behind than the bound 1 − k/d, even less than (1 − k/d)². Here two networks
 trainings have the same initial weights and the same order of the data.
 
     python -m benchmarks.observations
+    python -m benchmarks.observations --figure    # draws the CSV file, trains nothing
 
-What is looked at is worker 0's own u, before any exchange; in dense training that is its own gradient. Nothing is
-written unless, at every step looked at, u is the gradient plus the residual, the residual afterwards is u without its
-largest entries as chosen anew here, and 1 − k/d bounds what was left of every layer.
+All figures are of rank 0's own u, before any exchange; in dense training that is its own gradient. Nothing is written
+unless, at every step observed, u is the gradient plus the residual, the residual afterwards is u without its largest
+entries as chosen anew here, and 1 − k/d bounds the contraction of every layer.
 
 Bell-shaped. Their theorem needs one peak, at zero, and a fall on both sides: then the sorted magnitudes form a convex
 curve. A histogram of u with bins of a quarter of a standard deviation shows that, here called "one peak", if
@@ -23,12 +24,6 @@ A spike in a wide desert passes too, and is no bell. So "bell-shaped" asks in ad
 of at most 0.1 to the normal distribution of the same mean and standard deviation (Laplace's has 0.06, a Student's with
 three degrees of freedom 0.09), and for an excess kurtosis above −1, which a uniform distribution does not have.
 
-What came out, with torch 2.13 on CPU: u of ResNet-20 is bell-shaped from the start. That of the LSTM is a spike in a
-wide desert at first and becomes a bell as the residual adds up many gradients; not that of the byte embedding, most of
-whose rows belong to bytes that hardly occur. u is wider than dense's gradient in every layer and step but the first,
-where it is that gradient. Top-k leaves less than (1 − k/d)² everywhere, and at density 0.001 far less only at first:
-what sticks out is sent, so u loses its tails, and top-k ends up leaving more than it would of normal numbers.
-
 Written: `results/observations.csv`, where "distribution" is a row per layer and shown step, "contraction" one per
 density, layer and step (layers only of the shown steps; the verdict counts all); and `results/observations.png`.
 """
@@ -36,37 +31,32 @@ density, layer and step (layers only of the shown steps; the verdict counts all)
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytorch_lightning as pl
 import torch
 from numpy.typing import NDArray
-from scipy import special
+from scipy import special, stats
 from sklearn.isotonic import isotonic_regression
 from torch import Tensor
 
-from benchmarks.language_rank import origin
+from benchmarks.harness import results
+from benchmarks.harness.results import RESULTS, Row
 from examples.data import Digits, StandardLibrary
 from examples.models import LSTM, LanguageModel, OneCycleClassifier, ResNet20
 from examples.train import quiet
 from lightning_sparse import SparseDDPStrategy
-from lightning_sparse.callbacks.gradient_distribution import Distribution, Summary
-from lightning_sparse.callbacks.shared import sum_of_squares
 from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
-from lightning_sparse.layout import Segment
 from lightning_sparse.observer import Observer
 
-RESULTS = Path(__file__).parent / "results"
 WORKERS, SEED = 2, 0
 STEPS, EVERY = 300, 10
 SHOWN = (1, 10, 50, 150, 300)
@@ -82,8 +72,6 @@ COLUMNS = 7
 COLORS = ("0.75", "C1", "C2", "C0", "k")  # early steps light, the last one black
 TICKS = (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 
-Row = dict[str, Any]
-
 
 class OneCycleLanguageModel(LanguageModel):
     """A language model trained as the classifier of the digits is, at a higher rate."""
@@ -92,60 +80,45 @@ class OneCycleLanguageModel(LanguageModel):
     configure_optimizers = OneCycleClassifier.configure_optimizers
 
 
-def digits() -> tuple[pl.LightningModule, pl.LightningDataModule]:
-    """Return ResNet-20 and handwritten digits."""
-    return OneCycleClassifier(ResNet20(in_channels=1)), Digits(16)
-
-
-def text() -> tuple[pl.LightningModule, pl.LightningDataModule]:
-    """Return an LSTM and the bytes of the standard library."""
-    return OneCycleLanguageModel(LSTM()), StandardLibrary(length=128, batch_size=8)
-
-
-WORKLOADS = {"digits, ResNet-20": digits, "source text, LSTM": text}
-
-
-# One training, and what rank 0 keeps of it.
+WORKLOADS: dict[str, Callable[[], tuple[pl.LightningModule, pl.LightningDataModule]]] = {
+    "digits, ResNet-20": lambda: (OneCycleClassifier(ResNet20(in_channels=1)), Digits(16)),
+    "source text, LSTM": lambda: (OneCycleLanguageModel(LSTM()), StandardLibrary(length=128, batch_size=8)),
+}
 
 
 class Look(Observer):
     """Copies u of one step, and makes sure that it is the gradient plus the residual."""
 
-    def gradients(self, segment: Segment, grads: list[Tensor], ctx: Context) -> None:
-        self.segment, self.gradient = segment, torch.cat(grads)
+    def gradients(self, grads: list[Tensor], ctx: Context) -> None:
+        self.segment, self.gradient = ctx.segment, torch.cat(grads)
         self.u = self.gradient + ctx.state.get("residual", 0.0)
 
-    def compensated(self, segment: Segment, u: Tensor, ctx: Context) -> None:
+    def compensated(self, u: Tensor, ctx: Context) -> None:
         if not torch.equal(u, self.u):
             raise RuntimeError(f"Step {ctx.step}: u is not the gradient plus the residual.")
 
 
 class Recorder(pl.Callback):
-    """Keeps rank 0's u of some steps and writes it to a file.
+    """Records rank 0's u at some steps, counted from 1, and writes a file.
 
-    Args:
-        steps: which, counted from 1.
-        path: of the file, with "layers", name to (start, stop), "u", step to tensor, "gradient" likewise for the steps
-            in `SHOWN`, and "loss", of every step.
+    The file holds "layers", name to (start, stop); "u", step to tensor; "gradient" likewise for the steps in `SHOWN`;
+    and "loss" of every step.
     """
 
     def __init__(self, steps: Sequence[int], path: Path) -> None:
         self.steps, self.path = set(steps), path
         self.look: Look | None = None
-        self.layers: dict[str, tuple[int, int]] = {}
-        self.u: dict[int, Tensor] = {}
-        self.gradient: dict[int, Tensor] = {}
-        self.losses: list[float] = []
+        self.recorded: dict[str, Any] = {"layers": {}, "u": {}, "gradient": {}, "loss": []}
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Begin to look, before the step's gradients come."""
+        """Attach the observer, before the step's gradients come."""
         if trainer.is_global_zero and trainer.global_step + 1 in self.steps:
             self.look = Look()
             trainer.strategy.reducer.observers.append(self.look)
 
     def on_train_batch_end(self, trainer: Any, _: Any, outputs: Mapping[str, Tensor], *batch: Any) -> None:
-        """Compare with what the reducer has kept, and keep u."""
-        self.losses.append(float(outputs["loss"]))
+        """Compare u with the new residual, and record u."""
+        self.recorded["loss"].append(float(outputs["loss"]))
         if self.look is None:
             return
         reducer, segment, u = trainer.strategy.reducer, self.look.segment, self.look.u
@@ -155,17 +128,17 @@ class Recorder(pl.Callback):
             if not torch.equal(reducer.states[0]["residual"], rest):
                 raise RuntimeError(f"Step {trainer.global_step}: the residual is not u without its largest entries.")
         names = [name.removeprefix("module.").removeprefix("network.") for name in segment.names]
-        self.layers = dict(zip(names, zip(segment.bounds, segment.bounds[1:], strict=False), strict=True))
-        self.u[trainer.global_step] = u
+        places = zip(segment.bounds, segment.bounds[1:], strict=False)
+        self.recorded["layers"] = dict(zip(names, places, strict=True))
+        self.recorded["u"][trainer.global_step] = u
         if trainer.global_step in SHOWN:
-            self.gradient[trainer.global_step] = self.look.gradient
+            self.recorded["gradient"][trainer.global_step] = self.look.gradient
         self.look = None
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         """Write the file."""
         if trainer.is_global_zero:
-            recorded = {"layers": self.layers, "u": self.u, "gradient": self.gradient, "loss": self.losses}
-            torch.save(recorded, self.path)
+            torch.save(self.recorded, self.path)
 
 
 def train(workload: str, method: str, looks: Sequence[int], path: Path) -> dict[str, Any]:
@@ -194,30 +167,41 @@ def train(workload: str, method: str, looks: Sequence[int], path: Path) -> dict[
     return recorded
 
 
-# What the recorded numbers say.
+def summarize(x: Tensor) -> dict[str, float]:
+    """Return the statistics of a 1-D tensor, in fp64; all but "mean" and "std" are NaN if all elements are equal.
+
+    "ks_distance" is the Kolmogorov-Smirnov distance to the normal distribution of this mean and standard deviation.
+    """
+    values = np.sort(x.double().numpy())
+    mean, std = float(values.mean()), float(values.std())
+    if not math.isfinite(std):
+        raise RuntimeError("Numbers that are not finite were recorded.")
+    skewness = kurtosis = distance = math.nan
+    if std > 0:
+        normal, steps = special.ndtr((values - mean) / std), np.arange(len(values) + 1) / len(values)
+        distance = max((normal - steps[:-1]).max(), (steps[1:] - normal).max())
+        skewness, kurtosis = float(stats.skew(values)), float(stats.kurtosis(values))
+    moments = {"mean": mean, "std": std, "skewness": skewness, "excess_kurtosis": kurtosis}
+    return moments | {"ks_distance": float(distance)}
 
 
-def judge(x: Tensor, summary: Summary) -> Row:
+def judge(x: Tensor, summary: Mapping[str, float]) -> Row:
     """Return a histogram of a 1-D tensor that is not constant, and whether it fulfils the criteria above.
 
     "histogram" is the part of all entries in each bin, from −REACH to REACH standard deviations about the mean, "moved"
     the part that would have to change its bin for one peak, and "peak" where that is then, in standard deviations.
     """
-    mean, std = summary.mean, summary.std
+    mean, std = summary["mean"], summary["std"]
     share = torch.histc((x.double() - mean) / std, BINS, -REACH, REACH).numpy() / x.numel()
     best = min((unimodal(share, peak) for peak in range(1, BINS)), key=lambda fit: float(np.abs(fit - share).sum()))
     moved, peak = float(np.abs(best - share).sum()) / 2, float(MIDDLES[best.argmax()]) + mean / std
-    one_peak = moved <= 0.03 and abs(peak) <= 0.5 and abs(summary.skewness) < 1
-    bell = one_peak and summary.ks_distance <= 0.1 and summary.excess_kurtosis > -1
+    one_peak = moved <= 0.03 and abs(peak) <= 0.5 and abs(summary["skewness"]) < 1
+    bell = one_peak and summary["ks_distance"] <= 0.1 and summary["excess_kurtosis"] > -1
     return {"moved": moved, "peak": peak, "one_peak": one_peak, "bell_shaped": bell, "histogram": share}
 
 
 def unimodal(share: NDArray[np.float64], peak: int) -> NDArray[np.float64]:
-    """Return the nearest shares, in squares, that rise before bin `peak`, not the first, and fall from there on.
-
-    >>> unimodal(np.array([1.0, 3.0, 1.0, 3.0, 0.0]), 2).tolist()
-    [1.0, 3.0, 2.0, 2.0, 0.0]
-    """
+    """Return the nearest shares, in squares, that rise before bin `peak`, not the first, and fall from there on."""
     parts = [isotonic_regression(part, increasing=up) for part, up in ((share[:peak], True), (share[peak:], False))]
     return np.concatenate(parts)
 
@@ -226,7 +210,7 @@ def contraction(u: Tensor, density: float) -> tuple[int, float]:
     """Return k, and ‖u − Top_k(u)‖² / ‖u‖² of a 1-D tensor that is not all zero."""
     chosen = TopK(density).select(u)
     rest = u.index_fill(0, chosen, 0.0)
-    return len(chosen), float(sum_of_squares([rest]) / sum_of_squares([u]))
+    return len(chosen), float(rest.double().square().sum() / u.double().square().sum())
 
 
 def parts(recorded: Mapping[str, Any], what: str, step: int) -> Iterator[tuple[str, Tensor]]:
@@ -243,24 +227,13 @@ def distribution_rows(sparse: Mapping[str, Any], dense: Mapping[str, Any]) -> It
         trio = (parts(sparse, "u", step), parts(sparse, "gradient", step), parts(dense, "gradient", step))
         for (name, u), (_, own), (_, other) in zip(*trio, strict=True):
             summary = summarize(u)
-            row = {"kind": "distribution", "step": step, "layer": name, "numel": u.numel()}
-            row |= {key: getattr(summary, key) for key in ("mean", "std", "skewness", "excess_kurtosis", "ks_distance")}
+            row = {"kind": "distribution", "step": step, "layer": name, "numel": u.numel(), **summary}
             for key, gradient in (("dense", other), ("own", own)):
-                std = summarize(gradient).std
-                row |= {f"{key}_gradient_std": std, f"times_{key}_std": summary.std / std if std else math.nan}
-            if u.numel() >= LEAST and summary.std > 0:
+                std = summarize(gradient)["std"]
+                row |= {f"{key}_gradient_std": std, f"times_{key}_std": summary["std"] / std if std else math.nan}
+            if u.numel() >= LEAST and summary["std"] > 0:
                 row |= judge(u, summary)
             yield row
-
-
-def summarize(x: Tensor) -> Summary:
-    """Return the statistics of a 1-D tensor."""
-    distribution = Distribution()
-    distribution.add([x])
-    summary = distribution.summary()
-    if summary is None:
-        raise RuntimeError("Numbers that are not finite were recorded.")
-    return summary
 
 
 def contraction_rows(sparse: Mapping[str, Any]) -> Iterator[Row]:
@@ -283,121 +256,81 @@ def contraction_rows(sparse: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def of_normal(density: float) -> float:
-    """Return the contraction of the top k of many normal numbers with mean 0.
-
-    >>> round(of_normal(0.001), 4), of_normal(1.0)
-    (0.9873, 0.0)
-    """
+    """Return the contraction of the top k of many normal numbers with mean 0."""
     z = float(special.ndtri(1 - density / 2))
     return 1 - density - 2 * z * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
 
 def verdict(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what held in one workload, and where it did not, in lines of text."""
-    shapes = [row for row in rows if row["kind"] == "distribution"]
-    layers = [row for row in shapes if row["layer"] != WHOLE]
-    judged = [row for row in layers if "bell_shaped" in row]
-    yield f"u has one peak, at zero: {tally(judged, 'one_peak')}"
-    yield f"u is bell-shaped: {tally(judged, 'bell_shaped')}"
-    for step in SHOWN:
-        now = [row for row in judged if row["step"] == step]
-        distances, kurtoses = ([row[key] for row in now] for key in ("ks_distance", "excess_kurtosis"))
-        whole = next(row for row in shapes if row["layer"] == WHOLE and row["step"] == step)
-        yield (
-            f"  step {step}: bell-shaped {sum(row['bell_shaped'] for row in now)} of {len(now)} layers; distance to "
-            f"normal {min(distances):.2f} to {max(distances):.2f}, excess kurtosis {min(kurtoses):.1f} to "
-            f"{max(kurtoses):.1f}; whole model {whole['times_dense_std']:.3g} times as wide as dense's gradient, "
-            f"{whole['times_own_std']:.3g} times as its own"
-        )
-    later = [{**row, "wider": row["times_dense_std"] > 1} for row in layers if row["step"] > 1]
-    yield f"u is wider than dense's gradient, after step 1: {tally(later, 'wider')}"
-    for density in DENSITIES:
-        left = [row for row in rows if row["kind"] == "contraction" and row["density"] == density]
-        whole = [row for row in left if row["layer"] == WHOLE]
-        ratios = [row["contraction"] for row in whole]
-        takes = [(1 - row["contraction"]) / (1 - row["bound"]) for row in whole]
-        yield (
-            f"top k at density {density:g} leave {min(ratios):.4f} to {max(ratios):.4f} of the whole model's ‖u‖², at "
-            f"the last step {ratios[-1]:.4f}, of normal numbers {of_normal(density):.4f}; 1 - k/d is "
-            f"{whole[0]['bound']:.4f}, its square {whole[0]['bound_squared']:.4f}; the k largest hold "
-            f"{min(takes):.1f} to {max(takes):.1f} times k/d"
-        )
-        for name in ("bound", "bound_squared"):
-            seen = [{**row, "below": row["contraction"] < row[name]} for row in left]
-            inner = [row for row in seen if row["layer"] != WHOLE]
-            yield (
-                f"  below {'1 - k/d' if name == 'bound' else 'its square'}: {tally(inner, 'below')}; whole model in "
-                f"{sum(row['below'] for row in seen) - sum(row['below'] for row in inner)} of {len(whole)} steps"
-            )
+    """Yield which observations held in one workload, and for which layers they did not, as text."""
+    table = pd.DataFrame(rows)
+    shapes, left = (table[table["kind"] == kind] for kind in ("distribution", "contraction"))
+    layers = shapes[shapes["layer"] != WHOLE]
+    judged, later = layers[layers["bell_shaped"].notna()], layers[layers["step"] > 1]
+    yield f"u has one peak, at zero: {tally(judged['layer'], judged['one_peak'])}"
+    yield f"u is bell-shaped: {tally(judged['layer'], judged['bell_shaped'])}"
+    yield f"u is wider than dense's gradient, after step 1: {tally(later['layer'], later['times_dense_std'] > 1)}"
+    by_step = judged.groupby("step")[["bell_shaped", "ks_distance", "excess_kurtosis"]].agg(["min", "max", "sum"])
+    whole = shapes[shapes["layer"] == WHOLE].set_index("step")[["times_dense_std", "times_own_std"]]
+    yield f"Layers:\n{by_step.to_string()}\nWhole model:\n{whole.to_string()}"
+    for density, mine in left.groupby("density"):
+        yield f"Top k at density {density:g}, of normal numbers {of_normal(density):.4f}; whole model:"
+        yield mine[mine["layer"] == WHOLE][["contraction", "bound", "bound_squared"]].describe().to_string()
+        for column, name in (("bound", "1 - k/d"), ("bound_squared", "its square")):
+            yield f"  below {name}: {tally(mine['layer'], mine['contraction'] < mine[column])}"
 
 
-def tally(rows: Sequence[Row], key: str) -> str:
-    """Say for how many layers and steps something is true, and for which layers it is not.
-
-    >>> tally([{"layer": "a", "held": True}, {"layer": "b", "held": False}, {"layer": "b", "held": False}], "held")
-    '1 of 3 layers x steps (not: b 2)'
-    """
-    failed = Counter(row["layer"] for row in rows if not row[key])
-    names = ", ".join(f"{name} {count}" for name, count in failed.most_common())
-    return f"{len(rows) - failed.total()} of {len(rows)} layers x steps" + (f" (not: {names})" if failed else "")
-
-
-# What is written.
+def tally(layers: pd.Series, held: pd.Series) -> str:
+    """Say for how many layers and steps something is true, and for which layers it is not."""
+    held = held.astype(bool)
+    names = ", ".join(f"{name} {count}" for name, count in layers[~held].value_counts().items())
+    return f"{held.sum()} of {len(held)} layers x steps" + (f" (not: {names})" if names else "")
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Write rows to a CSV file, without layers' contractions at steps that are not shown."""
     rows = [row for row in rows if row["layer"] == WHOLE or row["step"] in SHOWN]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            row = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-            if "histogram" in row:
-                row["histogram"] = " ".join(f"{share:.4g}" for share in row["histogram"])
-            writer.writerow(row)
+    for row in rows:
+        if "histogram" in row:
+            row["histogram"] = " ".join(f"{share:.4g}" for share in row["histogram"])
+    results.save(path, rows, digits=6)
 
 
-def draw(workloads: Mapping[str, Sequence[Row]], path: Path) -> None:
+def draw(table: pd.DataFrame, path: Path) -> None:
     """Draw for each workload the layers' histograms, and below them contraction and width over the steps."""
-    import matplotlib as mpl
+    from benchmarks.harness import plots
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    counts = [len({row["layer"] for row in rows if "bell_shaped" in row}) for rows in workloads.values()]
+    workloads = list(table.groupby("workload", sort=False))
+    counts = [rows[rows["histogram"] != ""]["layer"].nunique() for _, rows in workloads]
     lines = [math.ceil((count + 1) / COLUMNS) for count in counts]  # with a place for the legend
     heights = [part for count in lines for part in (1.8 * count + 0.5, 3.2)]
-    figure = plt.figure(figsize=(15, sum(heights)), layout="constrained")
+    figure = plots.plt.figure(figsize=(15, sum(heights)))
     areas = figure.subfigures(len(heights), 1, height_ratios=heights)
-    for (name, rows), above, below, count in zip(workloads.items(), areas[::2], areas[1::2], lines, strict=True):
+    for (name, rows), above, below, count in zip(workloads, areas[::2], areas[1::2], lines, strict=True):
         above.suptitle(f"{name}: how u = gradient + residual is distributed, layer by layer", fontweight="bold")
         below.suptitle(f"{name}: what the k largest entries leave behind, and how wide u is", fontweight="bold")
-        draw_shapes(above.subplots(count, COLUMNS, sharex=True, sharey=True).ravel(), rows)
+        draw_shapes(above.subplots(count, COLUMNS, sharex=True, sharey=True).ravel(), rows[rows["histogram"] != ""])
         draw_contraction(below.subplots(1, len(DENSITIES) + 1), rows)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    plots.write(figure, path)
 
 
-def draw_shapes(panels: Sequence[Any], rows: Sequence[Row]) -> None:
+def draw_shapes(panels: Sequence[Any], rows: pd.DataFrame) -> None:
     """Draw each layer's histograms in one panel, and a legend in the last one."""
-    layers: dict[str, list[Row]] = {}
-    for row in rows:
-        if "bell_shaped" in row:
-            layers.setdefault(row["layer"], []).append(row)
     normal = np.exp(-(MIDDLES**2) / 2) / math.sqrt(2 * math.pi) * 2 * REACH / BINS
-    for panel, (name, found) in zip(panels, layers.items(), strict=False):
-        for color, row in zip(COLORS, found, strict=True):
-            share = np.where(row["histogram"] > 0, row["histogram"], np.nan)
-            panel.step(MIDDLES, share, where="mid", color=color, lw=1, label=f"step {row['step']}")
+    layers = list(rows.groupby("layer", sort=False))
+    for panel, (name, found) in zip(panels, layers, strict=False):
+        bells = found["bell_shaped"].astype(str) == "True"
+        for color, step, text in zip(COLORS, found["step"], found["histogram"], strict=True):
+            share = np.array(text.split(), dtype=float)
+            panel.step(
+                MIDDLES, np.where(share > 0, share, np.nan), where="mid", color=color, lw=1, label=f"step {step}"
+            )
         panel.plot(MIDDLES, normal, "C3--", lw=1, label="normal distribution")
         panel.set(yscale="log", ylim=(1e-5, 1), xlim=(-REACH, REACH))
-        misses = ", ".join(str(row["step"]) for row in found if not row["bell_shaped"])
-        text = f"no bell at step {misses}" if misses else "bell-shaped"
-        if not any(row["bell_shaped"] for row in found):
-            text = "no bell at any step"
-        text = f"{name} ({found[0]['numel']:,})\n{text}; {found[-1]['times_dense_std']:.0f} × as wide"
-        panel.set_title(text, fontsize=7, color="C3" if misses else "k")
+        misses = ", ".join(map(str, found["step"][~bells]))
+        text = ("no bell at any step" if not bells.any() else f"no bell at step {misses}") if misses else "bell-shaped"
+        title = f"{name} ({found['numel'].iloc[0]:,})\n{text}; {found['times_dense_std'].iloc[-1]:.0f} × as wide"
+        panel.set_title(title, fontsize=7, color="C3" if misses else "k")
         panel.tick_params(labelsize=7)
     for panel in panels[len(layers) :]:
         panel.axis("off")
@@ -405,69 +338,68 @@ def draw_shapes(panels: Sequence[Any], rows: Sequence[Row]) -> None:
     panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", fontsize=7, title=title, title_fontsize=7)
 
 
-def draw_contraction(panels: Sequence[Any], rows: Sequence[Row]) -> None:
+def draw_contraction(panels: Sequence[Any], rows: pd.DataFrame) -> None:
     """Draw the contraction at each density over the steps, with both bounds, and how wide u is."""
+    contraction, shapes = (rows[rows["kind"] == kind] for kind in ("contraction", "distribution"))
     for panel, density in zip(panels, DENSITIES, strict=False):
-        found = [row for row in rows if row["kind"] == "contraction" and row["density"] == density]
-        whole = [row for row in found if row["layer"] == WHOLE]
-        steps = [row["step"] for row in whole]
-        large = [row for row in found if row["numel"] >= LEAST]
-        layers = [[row["contraction"] for row in large if row["step"] == step] for step in steps]
-        lowest, highest = list(map(min, layers)), list(map(max, layers))
-        panel.axhline(whole[0]["bound"], color="k", label="1 − k/d, for any u")
-        panel.axhline(whole[0]["bound_squared"], color="C3", ls="--", label="(1 − k/d)², for a bell-shaped u")
+        found = contraction[contraction["density"] == density]
+        whole = found[found["layer"] == WHOLE]
+        # The file has the layers at the shown steps only.
+        layers = found[found["step"].isin(SHOWN) & (found["numel"] >= LEAST)].groupby("step")["contraction"]
+        lowest, highest = layers.min(), layers.max()
+        panel.axhline(whole["bound"].iloc[0], color="k", label="1 − k/d, for any u")
+        panel.axhline(whole["bound_squared"].iloc[0], color="C3", ls="--", label="(1 − k/d)², for a bell-shaped u")
         panel.axhline(of_normal(density), color="0.5", ls=":", label="of a normal u")
-        panel.fill_between(steps, lowest, highest, color="C0", alpha=0.2, label=f"layers of {LEAST:,} entries or more")
-        panel.plot(steps, [row["contraction"] for row in whole], "C0.-", label="whole model")
+        label = f"layers of {LEAST:,} entries or more"
+        panel.fill_between(lowest.index, lowest, highest, color="C0", alpha=0.2, label=label)
+        panel.plot(whole["step"], whole["contraction"], "C0.-", label="whole model")
         # Stretches both ends, so that 0.998 and 0.999 are told apart.
         panel.set(yscale="logit", xlabel="step", title=f"k/d = {density:g}", ylabel="‖u − top k‖² / ‖u‖²")
         panel.set_yticks(TICKS, map(str, TICKS), fontsize=7)
         panel.set_yticks([], minor=True)
-        panel.set_ylim(0.9 * min(lowest), 1 - 0.8 * density)
+        panel.set_ylim(0.9 * lowest.min(), 1 - 0.8 * density)
     panels[0].legend(fontsize=7)
-    shapes = [row for row in rows if row["kind"] == "distribution"]
-    for name in dict.fromkeys(row["layer"] for row in reversed(shapes)):
-        curve = [row["times_dense_std"] for row in shapes if row["layer"] == name]
+    for name in dict.fromkeys(reversed(shapes["layer"].tolist())):
+        curve = shapes[shapes["layer"] == name]
         style = {"color": "C0", "lw": 2, "label": WHOLE} if name == WHOLE else {"color": "0.8", "lw": 0.5}
-        panels[-1].plot(SHOWN, curve, **style)
-    own = [row["times_own_std"] for row in shapes if row["layer"] == WHOLE]
-    panels[-1].plot(SHOWN, own, "C1--", label="by its own gradient's")
+        panels[-1].plot(curve["step"], curve["times_dense_std"], **style)
+    own = shapes[shapes["layer"] == WHOLE]
+    panels[-1].plot(own["step"], own["times_own_std"], "C1--", label="by its own gradient's")
     panels[-1].axhline(1, color="k")
     panels[-1].set(xscale="log", yscale="log", xlabel="step", title="std of u by that of dense's gradient")
     panels[-1].legend(fontsize=7, title="grey: every layer", title_fontsize=7)
 
 
-def main() -> None:
-    """Train, check, write and say what held."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    quiet()
-    torch.set_num_threads(1)
+def observe(workload: str) -> list[Row]:
+    """Train one workload with top-k and dense, print the verdict and return all rows."""
     looks = sorted({*SHOWN, *range(EVERY, STEPS + 1, EVERY)})
-    columns = {"method": "topk", "training_density": DENSITY, "workers": WORKERS, "seed": SEED}
-    columns |= {**origin(), "pytorch_lightning": pl.__version__}
-    workloads: dict[str, list[Row]] = {}
-    written: list[Row] = []
-    for name in WORKLOADS:
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            sparse = train(name, "topk", looks, Path(folder) / "topk")
-            dense = train(name, "dense", SHOWN, Path(folder) / "dense")
-        if not torch.equal(sparse["gradient"][1], dense["gradient"][1]):
-            raise RuntimeError(f"{name}: the two trainings did not start from the same weights and data.")
-        rows = workloads[name] = [*distribution_rows(sparse, dense), *contraction_rows(sparse)]
-        losses = {
-            "topk_loss": statistics.mean(sparse["loss"][-20:]),
-            "dense_loss": statistics.mean(dense["loss"][-20:]),
-        }
-        written += [{"workload": name, **row, **losses, **columns} for row in rows]
-        seconds = time.perf_counter() - started
-        print(
-            f"\n{name}, {seconds:.0f} s, losses at the end {losses['topk_loss']:.3g}, dense {losses['dense_loss']:.3g}"
-        )
-        print(*verdict(rows), sep="\n")
-    RESULTS.mkdir(exist_ok=True)
-    write(RESULTS / "observations.csv", written)
-    draw(workloads, RESULTS / "observations.png")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        sparse = train(workload, "topk", looks, Path(folder) / "topk")
+        dense = train(workload, "dense", SHOWN, Path(folder) / "dense")
+    if not torch.equal(sparse["gradient"][1], dense["gradient"][1]):
+        raise RuntimeError(f"{workload}: the two trainings did not start from the same weights and data.")
+    rows = [*distribution_rows(sparse, dense), *contraction_rows(sparse)]
+    losses = {f"{name}_loss": float(np.mean(run["loss"][-20:])) for name, run in (("topk", sparse), ("dense", dense))}
+    seconds = time.perf_counter() - started
+    print(f"\n{workload}, {seconds:.0f} s, at the end {losses}", *verdict(rows), sep="\n", flush=True)
+    columns = {"method": "topk", "training_density": DENSITY, "workers": WORKERS, "seed": SEED, "threads_per_rank": 1}
+    columns |= results.origin("pytorch-lightning")
+    return [{"workload": workload, **row, **losses, **columns} for row in rows]
+
+
+def main() -> None:
+    """Train, check, write and say what held; or only draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default: benchmarks/results")
+    parser.add_argument("--figure", action="store_true", help="only draw")
+    args = parser.parse_args()
+    path = args.out / "observations.csv"
+    if not args.figure:
+        quiet()
+        torch.set_num_threads(1)
+        write(path, [row for name in WORKLOADS for row in observe(name)])
+    draw(results.load(path), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

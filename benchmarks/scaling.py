@@ -10,19 +10,20 @@ off it is. Efficiency is the time of a step without communication over that of a
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import least_squares
 
-from benchmarks.links import PAYLOAD_SHARE, bits_per_second
-from benchmarks.network import BUSY, RESULTS, load
-from benchmarks.shapes import COMPUTE_SECONDS, shapes
+from benchmarks.harness import results
+from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
+from benchmarks.harness.shapes import COMPUTE_SECONDS, shapes
+from benchmarks.network import BUSY
 from lightning_sparse import method
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.layout import Layout
@@ -70,7 +71,7 @@ def chosen(name: str) -> Method:
     return DENSE if name == "ddp" else method(name)
 
 
-def exposed(run: dict[str, Any], values: Any) -> float:
+def exposed(run: Row, values: Any) -> float:
     """Return the seconds that the model says a measured run's step takes longer than one without communication."""
     fitted = dict(zip(NAMES, values, strict=True))
     share = run["share"]
@@ -79,39 +80,33 @@ def exposed(run: dict[str, Any], values: Any) -> float:
     return step(chosen(run["contestant"]), workload(run["workload"]), run["workers"], link, costs).exposed
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the measured runs, seconds beside the time without communication."""
-    rows = [row for row in load(path) if row["kind"] == "step"]
-    alone = {
-        (row["workload"], row["workers"], row["rate"]): float(row["median_ms"]) / 1e3
-        for row in rows
-        if row["contestant"] == "none"
-    }
-    return [
-        {
-            "workload": row["workload"],
-            "workers": int(row["workers"]),
-            "contestant": row["contestant"],
-            "seconds": float(row["median_ms"]) / 1e3,
-            "none": alone[row["workload"], row["workers"], row["rate"]],
-            "bandwidth": bits_per_second(row["rate"]) / 8 * PAYLOAD_SHARE,
-            "dilate": float(row["dilate"]),
-            # Ranks share the cores, and where time is slowed down, what they do counts for less.
-            "share": max(1, int(row["workers"]) / int(row["cores"])) / float(row["dilate"]),
-            "busy": float(row["busy"]),
-        }
-        for row in rows
-        if row["contestant"] in METHODS
-    ]
+def read(path: Path) -> list[Row]:
+    """Return the measured runs of `METHODS`, seconds beside the time without communication."""
+    table = results.load(path).query("kind == 'step'")
+    table["seconds"] = table["median_ms"] / 1e3
+    case = ["workload", "workers", "rate"]
+    alone = table[table["contestant"] == "none"].set_index(case)["seconds"].rename("none")
+    table = table[table["contestant"].isin(METHODS)].join(alone, on=case)
+    table["bandwidth"] = table["rate"].map(bits_per_second) / 8 * PAYLOAD_SHARE
+    # Ranks share the cores, and where time is slowed down, their work counts for less.
+    table["share"] = (table["workers"] / table["cores"]).clip(lower=1) / table["dilate"]
+    columns = [*case, "contestant", "seconds", "none", "bandwidth", "dilate", "share", "busy"]
+    return table[columns].to_dict("records")
 
 
-def fit(runs: list[dict[str, Any]]) -> Any:
+def fit(runs: list[Row]) -> Any:
     """Return the constants that make the model's steps most alike to measured ones, relative to each."""
 
     def off(scaled: Any) -> list[float]:
         return [(run["none"] + exposed(run, scaled * SCALES)) / run["seconds"] - 1 for run in runs]
 
     return least_squares(off, np.ones(len(NAMES)), bounds=(0, np.inf), x_scale="jac", diff_step=1e-3).x * SCALES
+
+
+def published(name: str, workers: int, contestant: str) -> float | str:
+    """Return the published efficiency, empty if there is none."""
+    known = dict(zip(("ddp", "topk", "gtopk"), PUBLISHED.get((name, workers), ()), strict=False))
+    return round(known[contestant] / 100, 4) if contestant in known else ""
 
 
 def main() -> None:
@@ -127,30 +122,22 @@ def main() -> None:
         raise SystemExit(f"{folder / 'network_paced.csv'} holds no run of {FITTED_TO}: measure these first.")
     values = fit(fitted)
     print("Fitted: " + ", ".join(f"{name} {value:.3g} s" for name, value in zip(NAMES, values, strict=True)))
-    rows: list[dict[str, Any]] = []
-    errors: dict[bool, list[float]] = {True: [], False: []}
+    rows: list[Row] = []
+
+    def add(run: Row, source: str, seconds: float, modelled: float) -> None:
+        model, workers, contestant = run["workload"], run["workers"], run["contestant"]
+        row = {"model": model, "workers": workers, "method": contestant, "source": source}
+        row |= {"efficiency": round(run["none"] / seconds, 4), "by_cost_model": round(run["none"] / modelled, 4)}
+        rows.append(row | {"published": published(model, workers, contestant)})
+
     for run in runs:
-        said = run["none"] + exposed(run, values)
-        seen = (run["workload"], run["workers"]) in FITTED_TO
-        errors[seen].append(abs(said / run["seconds"] - 1))
-        print(
-            f"  {run['workload']:10} P={run['workers']}  {run['contestant']:10}{1e3 * run['seconds']:9.1f} ms, model "
-            f"{1e3 * said:9.1f}, off by {said / run['seconds'] - 1:+6.1%}{'' if seen else '  (not fitted to)'}"
-        )
-        rows.append(
-            {
-                "model": run["workload"],
-                "workers": run["workers"],
-                "method": run["contestant"],
-                "source": "measured",
-                "efficiency": round(run["none"] / run["seconds"], 4),
-                "by_cost_model": round(run["none"] / said, 4),
-                "published": published(run["workload"], run["workers"], run["contestant"]),
-            }
-        )
-    for seen, label in ((True, "fitted to"), (False, "held out")):
-        if errors[seen]:
-            print(f"{label}: median error {statistics.median(errors[seen]):.1%}, largest {max(errors[seen]):.1%}")
+        run["modelled"] = run["none"] + exposed(run, values)
+        run["off"] = run["modelled"] / run["seconds"] - 1
+        run["fitted"] = run in fitted
+        add(run, "measured", run["seconds"], run["modelled"])
+    table = pd.DataFrame(runs)
+    print(table[["workload", "workers", "contestant", "seconds", "modelled", "off", "fitted"]].to_string(index=False))
+    print(table["off"].abs().groupby(table["fitted"]).agg(["median", "max"]))
 
     measured = {(row["model"], row["workers"], row["method"]) for row in rows}
     for name, workers, contestant in itertools.product(MODELS, EXTRAPOLATED, METHODS):
@@ -158,71 +145,40 @@ def main() -> None:
             continue
         # Everything as with four workers, but their number.
         alike = next(run for run in runs if (run["workload"], run["workers"]) == (name, 4))
-        said = exposed({**alike, "workers": workers, "contestant": contestant}, values)
-        efficiency = round(alike["none"] / (alike["none"] + said), 4)
-        rows.append(
-            {
-                "model": name,
-                "workers": workers,
-                "method": contestant,
-                "source": "extrapolated",
-                "efficiency": efficiency,
-                "by_cost_model": efficiency,
-                "published": published(name, workers, contestant),
-            }
-        )
-    with (folder / "scaling.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    draw(rows, folder / "scaling.png")
+        run = {**alike, "workers": workers, "contestant": contestant}
+        modelled = run["none"] + exposed(run, values)
+        add(run, "extrapolated", modelled, modelled)
+    results.save(folder / "scaling.csv", rows)
+    draw(results.load(folder / "scaling.csv"), folder / "scaling.png")
 
 
-def published(name: str, workers: int, contestant: str) -> float | str:
-    """Return the published efficiency, empty where there is none."""
-    known = dict(zip(("ddp", "topk", "gtopk"), PUBLISHED.get((name, workers), ()), strict=False))
-    return round(known[contestant] / 100, 4) if contestant in known else ""
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(table: pd.DataFrame, path: Path) -> None:
     """Draw efficiency against the number of workers, a panel for each model."""
-    import matplotlib as mpl
+    from benchmarks.harness import plots
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(2, 3, figsize=(12, 6.4), layout="constrained", sharey=True)
+    figure, panels = plots.panels(2, 3, (12, 6.4), sharey=True)
     for panel, name in zip(panels.flat, MODELS, strict=True):
-        for number, contestant in enumerate(METHODS):
-            mine = sorted(
-                (row for row in rows if (row["model"], row["method"]) == (name, contestant)),
-                key=lambda row: row["workers"],
-            )
-            color = f"C{number}"
-            panel.plot(
-                [row["workers"] for row in mine], [100 * row["efficiency"] for row in mine], "-", color=color, lw=1
-            )
+        for contestant in METHODS:
+            mine = table[(table["model"] == name) & (table["method"] == contestant)].sort_values("workers")
+            color = plots.line(contestant)["color"]
+            panel.plot(mine["workers"], 100 * mine["efficiency"], "-", color=color, lw=1)
             for source, marker in (("measured", "o"), ("extrapolated", "x")):
-                part = [row for row in mine if row["source"] == source]
-                panel.plot(
-                    [row["workers"] for row in part], [100 * row["efficiency"] for row in part], marker, color=color
-                )
-            told = [row for row in mine if row["published"] != ""]
-            panel.plot([r["workers"] for r in told], [100 * r["published"] for r in told], "_", color=color, ms=14)
+                part = mine[mine["source"] == source]
+                panel.plot(part["workers"], 100 * part["efficiency"], marker, color=color)
+            panel.plot(mine["workers"], 100 * mine["published"], "_", color=color, ms=14)
         size = sum(math.prod(shape) for shape in shapes(name))
         panel.set(title=f"{name}: {size / 1e6:.1f} M, {1e3 * COMPUTE_SECONDS[name]:g} ms", xscale="log", ylim=(0, 102))
         panel.set_xticks([4, 8, 16, 32], labels=["4", "8", "16", "32"])
         panel.minorticks_off()
-        panel.grid(alpha=0.3)
     for panel in panels[1]:
         panel.set_xlabel("workers")
     for panel in panels[:, 0]:
         panel.set_ylabel("scaling efficiency, %")
-    handles = [mpl.lines.Line2D([], [], color=f"C{number}", label=name) for number, name in enumerate(METHODS)]
+    handles = [panel.plot([], [], color=plots.line(name)["color"], label=name)[0] for name in METHODS]
     for marker, label in (("o", "measured"), ("x", "cost model"), ("_", "published, other hardware")):
-        handles.append(mpl.lines.Line2D([], [], color="0.3", ls="", marker=marker, label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=9, fontsize=8)
-    figure.savefig(path, dpi=130)
+        handles += panel.plot([], [], color="0.3", ls="", marker=marker, label=label)
+    figure.legend(handles=handles, loc="outside lower center", ncols=9)
+    plots.write(figure, path)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How many bytes does a worker send in a step, from 2 to 64 workers?
 
-Ranks are threads here, and `Comm` counts what they put on the wire, headers included; nothing is timed. Before a number
-is written, the result is compared on all ranks, and what went in with what came out and what was kept.
+Ranks are threads here, and `Comm` counts the bytes that each puts on the wire, headers included; nothing is timed.
+Before a number is written, the averages of all ranks are compared with each other, and their sum, with all residuals,
+with the gradients.
 
     python -m benchmarks.volume                    # 1 M elements, density 0.001
     python -m benchmarks.volume --figure           # only draws what was measured
@@ -9,7 +10,8 @@ is written, the result is compared on all ranks, and what went in with what came
 Written: `results/volume.csv`, a row for each method, index format and number of ranks, and `results/volume.png`.
 Beside the bytes of the busiest and of the average rank are
 
-- `announced_bytes`: what the method says it sends on average, with our encodings, without headers (`Reducer.nbytes`);
+- `announced_bytes`: bytes by the method's own formula, on average, with our encodings, without headers
+  (`Reducer.nbytes`);
 - `published_words`: the papers' formula for it, in words of 4 bytes. `index_format` "int32" with fp32 values is the
   encoding that they count with.
 
@@ -19,7 +21,6 @@ The step is the first, the most expensive: OkTopK agrees on its regions in one o
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -28,18 +29,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse import METHODS, Method, Reducer, method, simulate
+from benchmarks.harness import results
+from benchmarks.harness.results import RESULTS, Row
+from lightning_sparse import METHODS, Comm, Method, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoLevel
-from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PER_NODE = 8
 FORMATS = ("int32", "compact")
 DENSITY = 0.001
-
-Row = dict[str, object]
 
 
 class Published(NamedTuple):
@@ -94,10 +93,10 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
         kept = reducer.states[0].get("residual")
         return grads["w"], kept, comm.sent_bytes, reducer.nbytes(None)
 
-    results = simulate(ranks, step)
-    agreed = results[0][0]
+    answers = simulate(ranks, step)
+    agreed = answers[0][0]
     lost, largest = -ranks * agreed.double(), 0.0
-    for rank, (result, kept, _, _) in enumerate(results):
+    for rank, (result, kept, _, _) in enumerate(answers):
         if not torch.equal(result, agreed):
             raise RuntimeError(f"{name}: ranks 0 and {rank} of {ranks} differ in the result.")
         given = gradient(rank)
@@ -106,7 +105,7 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
     # Values up to `largest` are divided, added up P times and subtracted again: each rounds by 2⁻²⁴ of it at most.
     if lost.abs().max() > (ranks + 2) * ranks * largest * 2**-24:
         raise RuntimeError(f"{name}: {lost.abs().max():g} of an entry is lost among {ranks} ranks.")
-    sent = [result[2] for result in results]
+    sent = [result[2] for result in answers]
     k = round(density * numel)
     return {
         "method": name,
@@ -116,53 +115,43 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
         "k": k,
         "busiest_bytes": max(sent),
         "mean_bytes": f"{sum(sent) / ranks:.1f}",
-        "announced_bytes": f"{results[0][3]:.1f}",
+        "announced_bytes": f"{answers[0][3]:.1f}",
         "published_words": f"{PUBLISHED[name].words(numel, k, ranks):.1f}",
     }
 
 
 def draw(folder: Path) -> None:
     """Draw `volume.csv`, beside it."""
-    import matplotlib as mpl
+    from benchmarks.harness import plots
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    with (folder / "volume.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    numel, k = int(rows[0]["elements"]), int(rows[0]["k"])
-    figure, panels = plt.subplots(1, 2, figsize=(13, 6), layout="constrained")
+    # Within one node nothing leaves it.
+    table = results.load(folder / "volume.csv").query("published_words > 0")
+    numel, k = table["elements"].iloc[0], table["k"].iloc[0]
+    figure, (panels,) = plots.panels(1, 2, (13, 6))
     for panel, form in zip(panels, FORMATS, strict=True):
         unit = 4 * k if form == "int32" else 1000
-        for number, (name, published) in enumerate(PUBLISHED.items()):
-            mine = [row for row in rows if row["method"] == name and row["index_format"] in ("", form)]
-            # Within one node nothing leaves it.
-            mine = [row for row in mine if float(row["published_words"]) > 0]
-            if not mine:
+        for name, published in PUBLISHED.items():
+            mine = table[(table["method"] == name) & table["index_format"].isin(["", form])]
+            if mine.empty:
                 continue
-            ps = [int(row["ranks"]) for row in mine]
-            color, label = f"C{number}", name
+            color, ranks, label = plots.line(name)["color"], mine["ranks"], name
             if form == "int32":
-                label += f": {published.formula}"
-                lines = [4 * float(row["published_words"]) / unit for row in mine]
+                label, line = f"{name}: {published.formula}", 4 * mine["published_words"]
             else:
-                lines = [float(row["announced_bytes"]) / unit for row in mine]
+                line = mine["announced_bytes"]
             hidden = form == "int32" and name == "gaussiank"  # the line of topk
-            panel.plot(ps, lines, color=color, linewidth=0 if hidden else 1.2, alpha=0.8)
+            panel.plot(ranks, line / unit, color=color, linewidth=0 if hidden else 1.2, alpha=0.8)
             for column, fill in (("mean_bytes", "none"), ("busiest_bytes", color)):
-                points = [float(row[column]) / unit for row in mine]
-                panel.plot(ps, points, "o", color=color, markerfacecolor=fill, markersize=5)
+                panel.plot(ranks, mine[column] / unit, "o", color=color, markerfacecolor=fill, markersize=5)
             # Where lines end close together, one label goes up and the other down.
             shift = {"gaussiank": 4, "topk": -4, "scalecom": 3, "randk": 2}.get(name, 0 if name in METHODS else -8)
-            end = (ps[-1], float(mine[-1]["busiest_bytes"]) / unit)
+            end = (ranks.iloc[-1], mine["busiest_bytes"].iloc[-1] / unit)
             panel.annotate(label, end, (8, shift), textcoords="offset points", va="center", color=color, fontsize=8)
         panel.set(xscale="log", yscale="log", xlabel="workers P", xticks=RANKS, xticklabels=map(str, RANKS))
         panel.set_xlim(1.8, 64 * 5.5 if form == "int32" else 64 * 3)
         panel.minorticks_off()
-        panel.grid(alpha=0.25)
     panels[0].set(
-        ylabel="words of 4 bytes, divided by k",
-        title="int32 indices, fp32 values\nlines: the papers' formulas",
+        ylabel="words of 4 bytes, divided by k", title="int32 indices, fp32 values\nlines: the papers' formulas"
     )
     panels[1].set(
         ylabel="kB",
@@ -170,7 +159,7 @@ def draw(folder: Path) -> None:
     )
     figure.suptitle(f"Sent by a worker in a step: {numel:,} elements, k = {k:,}")
     figure.supxlabel(
-        "Filled: the busiest worker; open: the average one, where it sends less. What points lie above their lines is "
+        "Filled: the busiest worker; open: the average one, where it sends less. Points lie above their lines by their "
         "headers: about 16 bytes to each other worker.\n"
         "gaussiank has room for 4k/3 entries. The line of gtopk is a tree and a broadcast; pairwise swaps need half of "
         "it, and two rounds more where P is no power of 2.\n"
@@ -178,7 +167,7 @@ def draw(folder: Path) -> None:
         "workers.",
         fontsize=8,
     )
-    figure.savefig(folder / "volume.png", dpi=150)
+    plots.write(figure, folder / "volume.png")
 
 
 def main() -> None:
@@ -193,7 +182,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # the ranks are threads
     if not args.figure:
-        args.out.mkdir(parents=True, exist_ok=True)
         rows = [
             measure(name, ranks, args.numel, DENSITY, form)
             for ranks in args.ranks
@@ -201,10 +189,7 @@ def main() -> None:
             for form in (FORMATS if has_indices(name) else FORMATS[:1])
             if name in METHODS or ranks % PER_NODE == 0
         ]
-        with (args.out / "volume.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        results.save(args.out / "volume.csv", rows)
     draw(args.out)
 
 

@@ -1,47 +1,274 @@
-"""Train the digits with stock DDP and with GaussianK, two processes each, and compare. This is what `make demo` runs.
+"""Train over a slow link with stock DDP and with GaussianK, and compare the seconds. This is what `make demo` runs.
 
 python examples/demo.py
+
+Two workers train a convolutional network of 2.1 million parameters on handwritten digits, first with
+strategy="gaussiank_ddp", then with strategy="ddp", each until the test loss is below 0.2 or a minute of training has
+passed. The link between them has 100 Mbit/s: with root on Linux each worker runs in a network namespace of its own,
+and `tc` shapes the link; without, after each backward pass a worker waits for as long as its bytes would take.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
+import shutil
+import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.train import make_strategy, quiet, say, train
+try:
+    from benchmarks.harness import plots
+    from benchmarks.harness.launch import hosts, launch
+    from benchmarks.harness.ranks import write
+    from benchmarks.harness.shaped_links import bits_per_second, missing
+except ImportError as error:
+    raise SystemExit(
+        f"The demo needs benchmarks/harness beside examples/, and the extra `examples`: run it from a checkout of the "
+        f"repository, by `make demo`. ({error})"
+    ) from error
+
+RATE, TARGET, DENSITY, WORKERS = "100mbit", 0.2, 0.01, 2
+LIMIT = 60.0
+"""Seconds of training after which a run ends without having reached `TARGET`."""
+PATIENCE = 600.0
+"""Seconds without a new point after which the workers count as hung; a busy machine starts them slowly."""
+EVERY = 5
+"""Steps between two tests."""
+BATCH, LEARNING_RATE = 32, 0.2
+"""Examples per worker and step, and the rate that both strategies like best: see
+benchmarks/results/network_tuning.csv."""
+STRATEGIES = ("gaussiank_ddp", "ddp")
+
+Curve = list[dict[str, float]]
+
+
+# One worker. Lightning is imported here only, so that the program that shows the curves starts at once.
+
+
+def train(job: dict[str, Any]) -> None:
+    """Train as one worker with the strategy that the job names, and report the test loss over time."""
+    import pytorch_lightning as pl
+    import torch
+    from pytorch_lightning.loggers import TensorBoardLogger
+    from torch import Tensor
+    from torch.nn import functional
+
+    from benchmarks.harness.workloads import convnet, digits
+    from examples.train import make_strategy, quiet, sent_bytes
+
+    class Digits(pl.LightningModule):
+        """The network and its optimizer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = convnet()
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), LEARNING_RATE, momentum=0.9)
+
+    class Clock(pl.Callback):
+        """Counts the seconds of training, without those of tests, and ends it when the loss is low enough."""
+
+        seconds = 0.0
+
+        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            self.test(trainer, module)
+            trainer.strategy.barrier()
+            self.started, self.sent = time.perf_counter(), sent_bytes(trainer)
+
+        def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            if job["emulated"]:
+                sent = sent_bytes(trainer) - self.sent
+                if trainer.strategy.__class__.__name__ == "DDPStrategy":
+                    gradient = sum(4 * param.numel() for param in module.parameters())
+                    sent = 2 * (trainer.world_size - 1) * gradient // trainer.world_size  # ring all-reduce
+                time.sleep(8 * sent / bits_per_second(RATE))
+                self.sent = sent_bytes(trainer)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            if trainer.global_step % EVERY:
+                return
+            self.seconds += time.perf_counter() - self.started
+            loss = self.test(trainer, module)
+            # All workers have the same weights, but clocks of their own.
+            late = trainer.strategy.broadcast(self.seconds > LIMIT)
+            trainer.should_stop = loss < TARGET or late or not math.isfinite(loss)
+            trainer.strategy.barrier()
+            self.started = time.perf_counter()
+
+        @torch.no_grad()
+        def test(self, trainer: pl.Trainer, module: pl.LightningModule) -> float:
+            loss = float(functional.cross_entropy(module.network(test_set.images), test_set.labels))
+            if trainer.is_global_zero:
+                point = {"step": trainer.global_step, "seconds": self.seconds, "loss": loss}
+                write(job["out"], **point)
+                trainer.logger.log_metrics({"test/loss": loss, "seconds": self.seconds}, trainer.global_step)
+            return loss
+
+    quiet()
+    torch.set_num_threads(1)
+    # As torchrun does it, with one worker on each node.
+    os.environ |= {"TORCHELASTIC_RUN_ID": "demo", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"GROUP_RANK": os.environ["RANK"], "NODE_RANK": os.environ["RANK"]}
+    pl.seed_everything(0, verbose=False)
+    train_set, test_set = digits()
+    strategy = make_strategy(job["strategy"], DENSITY if job["strategy"] != "ddp" else None)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=WORKERS,
+        strategy=strategy,
+        max_epochs=-1,
+        callbacks=Clock(),
+        logger=TensorBoardLogger(job["log_dir"], name=job["strategy"], version=""),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.utils.data.TensorDataset(*train_set)
+    trainer.fit(Digits(), torch.utils.data.DataLoader(data, BATCH, shuffle=True, drop_last=True))
+
+
+# The program that starts the workers and shows their curves.
+
+
+class View:
+    """Shows test loss against seconds as it comes: a chart in a terminal, otherwise a line per test."""
+
+    ROWS = 14
+
+    def __init__(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.drawn = 0
+
+    def add(self, strategy: str, point: dict[str, float]) -> None:
+        """Show one more point."""
+        self.curves.setdefault(strategy, []).append(point)
+        if sys.stdout.isatty():
+            if self.drawn:
+                print(f"\x1b[{self.drawn}A", end="")
+            lines = self.chart(min(100, shutil.get_terminal_size().columns) - 12)
+            print(*(f"\x1b[2K{line}" for line in lines), sep="\n", flush=True)
+            self.drawn = len(lines)
+        else:
+            text = "{:>14} {seconds:7.1f} s   step {step:3d}   test loss {loss:.3f}"
+            print(text.format(strategy, **point), flush=True)
+
+    def chart(self, width: int) -> list[str]:
+        """Return the chart's lines: loss from 3 down to 0.1, logarithmic, and seconds."""
+        end = max(10.0, *(point["seconds"] for curve in self.curves.values() for point in curve))
+        grid = [[" "] * width for _ in range(self.ROWS)]
+        for strategy, curve in self.curves.items():
+            for point in curve:
+                height = math.log(3 / min(3, max(0.1, point["loss"]))) / math.log(30)
+                grid[round(height * (self.ROWS - 1))][round(point["seconds"] / end * (width - 1))] = strategy[0].upper()
+        target = round(math.log(3 / TARGET) / math.log(30) * (self.ROWS - 1))
+        lines = []
+        for number, row in enumerate(grid):
+            text = "".join(row)
+            label = {0: "loss  3", self.ROWS - 1: "0.1", target: f"{TARGET:g}"}.get(number, "")
+            lines.append(f"{label:>7} |{text.replace(' ', '·') if number == target else text}")
+        lines.append(" " * 8 + "+" + "-" * width)
+        lines.append(" " * 9 + "0 s" + f"{end:.0f} s".rjust(width - 3))
+        lasts = [f"{name[0].upper()} = {name}, {curve[-1]['loss']:.3f}" for name, curve in self.curves.items()]
+        return [*lines, " " * 9 + "   ".join(lasts)]
+
+
+def reached(curve: Curve) -> float | None:
+    """Return the seconds at which a curve fell below the target, None if it did not."""
+    return next((point["seconds"] for point in curve if point["loss"] < TARGET), None)
+
+
+def verdict(curves: dict[str, Curve], emulated: bool) -> str:
+    """Return in one sentence what was gained."""
+    ours, stock = (reached(curves[name]) for name in STRATEGIES)
+    link = f"over {'an emulated' if emulated else 'a'} {bits_per_second(RATE) / 1e6:.0f} Mbit/s link"
+    if ours is None and stock is None:
+        return f"Neither strategy reached test loss {TARGET:g} within {LIMIT:.0f} s {link}: nothing was gained."
+    if ours is None:
+        return (
+            f"Stock ddp reached test loss {TARGET:g} in {stock:.1f} s {link}, gaussiank_ddp not within {LIMIT:.0f} s."
+        )
+    text = f"gaussiank_ddp reached test loss {TARGET:g} in {ours:.1f} s, stock ddp "
+    if stock is None:
+        last = curves["ddp"][-1]
+        return text + f"was at {last['loss']:.2f} after {last['seconds']:.0f} s, {link}."
+    if ours < stock:
+        return text + f"in {stock:.1f} s: {stock / ours:.1f} times faster {link}."
+    return text + f"in {stock:.1f} s: {ours / stock:.1f} times slower {link}."
+
+
+def draw(curves: dict[str, Curve], emulated: bool, path: Path) -> None:
+    """Draw test loss against seconds."""
+    figure, ((axes,),) = plots.panels(1, 1, (8, 4.5))
+    for name, curve in curves.items():
+        seconds, losses = [point["seconds"] for point in curve], [point["loss"] for point in curve]
+        style = {**plots.line(name.removesuffix("_ddp")), "linestyle": "-"}
+        axes.plot(seconds, losses, marker="o", markersize=3, label=f'strategy="{name}"', **style)
+        if (at := reached(curve)) is not None:
+            axes.annotate(f"{at:.1f} s", (at, TARGET), (4, 6), textcoords="offset points", color=style["color"])
+    axes.axhline(TARGET, color="black", linewidth=0.6)
+    axes.set(yscale="log", xlabel="seconds of training", ylabel="test loss", xlim=(0, None))
+    axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+    axes.minorticks_off()
+    how = "emulated" if emulated else "network namespaces, tc tbf"
+    axes.set_title(f"2.1 M parameters, {WORKERS} workers, {bits_per_second(RATE) / 1e6:.0f} Mbit/s ({how})")
+    axes.legend()
+    plots.write(figure, path)
+
+
+def stop(number: int, frame: Any) -> None:
+    """Unwind on SIGTERM, so that workers and namespaces are removed."""
+    raise SystemExit(128 + number)
 
 
 def main() -> None:
-    """Train twice and print a table."""
+    """Train twice, live, and say what was gained."""
+    if sys.argv[1:] and sys.argv[1].startswith("{"):  # started by `launch`
+        train(json.loads(sys.argv[1]))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--density", type=float, default=0.01, help="fraction that GaussianK sends, default 0.01")
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the data, default 6")
-    parser.add_argument("--log-dir", default="runs/demo", help="folder for the metrics, default runs/demo")
+    parser.add_argument("--log-dir", type=Path, default=Path("runs/demo"), help="folder for metrics and the figure")
+    parser.add_argument("--emulate", action="store_true", help="emulate the link even where one can be shaped")
     args = parser.parse_args()
-    quiet()
-    results = {}
-    for name, density in (("ddp", None), ("gaussiank_ddp", args.density)):
-        say(f"Training with strategy={name!r}: two processes, {args.epochs} epochs ...")
-        # Lightning starts the second process in the first fit by running this script again; both then go through
-        # this loop in step.
-        results[name] = train(make_strategy(name, density), epochs=args.epochs, log_dir=f"{args.log_dir}/{name}")
-
-    say(f"\n{'strategy':<16}{'accuracy':>10}{'bytes sent per step and worker':>34}{'step time':>12}")
-    for name, result in results.items():
-        say(
-            f"{name:<16}{result['val/accuracy']:>10.2%}{result['step/bytes']:>34,.0f}"
-            f"{1e3 * result['step/seconds']:>9.1f} ms"
+    signal.signal(signal.SIGTERM, stop)
+    reason = "asked for by --emulate" if args.emulate else missing()
+    print(f"2.1 million parameters, {WORKERS} workers, {bits_per_second(RATE) / 1e6:.0f} Mbit/s between them.")
+    if reason:
+        print(
+            f"The link is EMULATED ({reason}): after each backward pass a worker waits for as long as the bytes\n"
+            f"that it sends in this step would take on such a link, with either strategy."
         )
-    saving = results["ddp"]["step/bytes"] / results["gaussiank_ddp"]["step/bytes"]
-    say(
-        f"\nResNet-20 on 1,437 handwritten digits, validated on 360 others; GaussianK at density {args.density:g} sent "
-        f"{saving:.0f} times less.\nBoth processes share this machine, so sending costs next to nothing here: the "
-        f"step time shows what\ncompression costs, not what it saves on a network. Metrics of every epoch are in "
-        f"{args.log_dir}."
-    )
+    view = View()
+    for old in (file for name in STRATEGIES for file in (args.log_dir / name).glob("events.out.tfevents.*")):
+        old.unlink()  # TensorBoard would join this run's curves with the last one's
+    try:
+        with hosts(WORKERS, "loopback" if reason else RATE, calibrate=False) as where:
+            for name in STRATEGIES:
+                job = {"strategy": name, "emulated": bool(reason), "log_dir": str(args.log_dir.resolve())}
+                if not sys.stdout.isatty():
+                    print(f'strategy="{name}": the workers start ...', flush=True)
+                _, failed = launch(
+                    "examples.demo", job, where, WORKERS, PATIENCE, lambda point, name=name: view.add(name, point)
+                )
+                if failed or not view.curves.get(name):
+                    raise SystemExit(f"strategy={name!r} failed: {failed}")
+    except KeyboardInterrupt:
+        raise SystemExit("\nStopped; workers and links are removed.") from None
+    print("\n" + verdict(view.curves, bool(reason)))
+    print("Seconds count training only, not the start of the workers and not the tests.")
+    draw(view.curves, bool(reason), args.log_dir / "demo.png")
+    print(f"tensorboard --logdir {args.log_dir}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Without torch's cache each tensor is an allocation of its own, so that nobody re
 
 import torch
 
-from benchmarks.selection import DeviceStep, sparsifiers
+from benchmarks.selection import Step, sparsifiers
 from lightning_sparse import METHODS, Comm, Reducer, method, simulate
 from lightning_sparse.kernels import block_stats
 
@@ -18,7 +18,7 @@ def select(device: str) -> None:
     for numel in (4096, 70_001):
         for density in (0.001, 0.01, 0.1):
             for name, sparsifier in sparsifiers(density).items():
-                step = DeviceStep(torch.randn(numel, device=device), density, sparsifier)
+                step = Step(torch.randn(numel, device=device), density, sparsifier)
                 for _ in range(2):
                     step.check(name)
 

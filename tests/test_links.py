@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.links import PAYLOAD_SHARE, PREFIX, Links, Probe, bits_per_second, burst, missing, stale
+from benchmarks.harness.shaped_links import (
+    PAYLOAD_SHARE,
+    PREFIX,
+    Probe,
+    ShapedLinks,
+    bits_per_second,
+    burst,
+    missing,
+    stale,
+)
 
 REASON = missing()
 needs_links = pytest.mark.skipif(REASON is not None, reason=f"no imitated links here: {REASON}")
@@ -40,7 +49,7 @@ def test_links_slow_every_transfer_down_and_disappear_after_an_error() -> None:
     started = []
 
     def fail() -> None:
-        with Links(3, "500mbit") as links:
+        with ShapedLinks(3, "500mbit") as links:
             # Other load on the machine may slow transfers down further, but nothing may exceed the rate.
             assert all(0.2 < probe.ratio < 1.2 for probe in links.calibrate())
             started.append(links.popen(1, ["sleep", "100"]))
@@ -57,8 +66,8 @@ def test_links_slow_every_transfer_down_and_disappear_after_an_error() -> None:
 def test_links_disappear_when_their_program_is_told_to_stop(number: signal.Signals) -> None:
     script = """
         import time
-        from benchmarks.links import Links
-        with Links(2, "1gbit") as links:
+        from benchmarks.harness.shaped_links import ShapedLinks
+        with ShapedLinks(2, "1gbit") as links:
             print(links.popen(0, ["sleep", "100"]).pid, flush=True)
             time.sleep(100)
     """
@@ -87,6 +96,6 @@ def test_links_remove_what_a_killed_program_left_behind() -> None:
     subprocess.run(["ip", "netns", "add", name], check=True)
     sleeper = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "100"])
     assert name in stale()
-    with Links(2, "1gbit"):
+    with ShapedLinks(2, "1gbit"):
         assert sleeper.wait(timeout=10) == -signal.SIGTERM
         assert namespaces(dead.pid) == []

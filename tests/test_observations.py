@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -88,7 +89,7 @@ def test_rows_and_verdict():
     lines = list(verdict(rows))
     assert "u is bell-shaped: 10 of 10 layers x steps" in lines
     assert "u is wider than dense's gradient, after step 1: 8 of 8 layers x steps" in lines
-    assert lines.count("  below its square: 10 of 10 layers x steps; whole model in 5 of 5 steps") == 3
+    assert lines.count("  below its square: 15 of 15 layers x steps") == 3
 
 
 def test_layers_without_a_gradient_have_no_contraction():
@@ -101,10 +102,10 @@ def test_numbers_that_are_not_finite_are_refused():
         summarize(torch.tensor([1.0, math.nan]))
 
 
-def test_tally_names_what_failed():
-    assert tally([{"layer": "a", "held": True}], "held") == "1 of 1 layers x steps"
-    rows = [{"layer": name, "held": name == "a"} for name in "abcb"]
-    assert tally(rows, "held") == "1 of 4 layers x steps (not: b 2, c 1)"
+def test_tally_names_the_layers_that_failed():
+    assert tally(pd.Series(["a"]), pd.Series([True])) == "1 of 1 layers x steps"
+    layers = pd.Series(list("abcb"))
+    assert tally(layers, layers == "a") == "1 of 4 layers x steps (not: b 2, c 1)"
 
 
 @pytest.mark.parametrize("name", ["topk", "dense"])

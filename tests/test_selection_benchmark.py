@@ -54,7 +54,7 @@ def test_a_step_that_keeps_the_wrong_rest_gets_no_times():
             return u.zero_()
 
     with pytest.raises(SystemExit, match="keeps the wrong rest"):
-        selection.DeviceStep(torch.randn(1000), 0.01, Forgetful(0.01)).check("TopK")
+        selection.Step(torch.randn(1000), 0.01, Forgetful(0.01)).check("TopK")
 
 
 def test_what_runs_under_the_sanitizer_checks_its_results(monkeypatch):
@@ -63,7 +63,7 @@ def test_what_runs_under_the_sanitizer_checks_its_results(monkeypatch):
 
 
 def test_who_does_not_fit_is_left_out(capsys):
-    with selection.no_room("torch.sort"):
+    with selection.skipped_if_out_of_memory("torch.sort"):
         raise torch.OutOfMemoryError
     assert "torch.sort: not enough memory" in capsys.readouterr().out
 
@@ -78,5 +78,5 @@ def test_the_figure_shows_time_against_length(tmp_path):
             for part, name in (("copy", "copy_"), ("selection", "TopK"), ("step", "TopK")):
                 case = {"numel": numel, "density": 0.001, "ms": numel / 1e6, "device": "a GPU"}
                 writer.writerow({"part": part, "contestant": name} | case)
-    selection.figure(result)
+    selection.draw(result)
     assert result.with_suffix(".png").stat().st_size > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.links import INTERFACE, Links, missing
+from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, missing
 
 REASON = missing()
 PATIENCE = 200.0  # for what takes some ten seconds on an idle machine
@@ -65,7 +65,7 @@ def test_two_hosts(two_level, tmp_path):
         "GLOO_SOCKET_IFNAME": INTERFACE,
     }
     # Leaving the block ends what runs on the hosts and removes them, whatever has happened.
-    with Links(2, "1gbit") as links:
+    with ShapedLinks(2, "1gbit") as links:
         agents = []
         for host in range(2):
             arguments = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.links import INTERFACE, Links, missing
+from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, missing
 
 REASON = missing()
 HOSTS = 3
@@ -75,7 +75,7 @@ def test_sent_bytes_are_those_of_the_interface(tmp_path):
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": INTERFACE,
     }
-    with Links(HOSTS, "1gbit") as links:
+    with ShapedLinks(HOSTS, "1gbit") as links:
         ranks = [
             links.popen(
                 host,

@@ -1,6 +1,6 @@
 """Several hosts with slow links on one machine, out of Linux network namespaces.
 
-    with Links(hosts=4, rate="1gbit") as links:
+    with ShapedLinks(hosts=4, rate="1gbit") as links:
         for probe in links.calibrate():
             print(probe.name, probe.ratio)              # payload rate over the rate that the link should give
         worker = links.popen(0, [sys.executable, "train.py"])
@@ -11,15 +11,15 @@ deleting the namespaces deletes everything. A token bucket (`tc … tbf`) shapes
 would leave the sum of what several hosts send to one of them unlimited.
 
 Needs root, `ip` and `tc`. This module imports nothing but the standard library, because it is also the program that
-calibration runs inside the namespaces: `python links.py receive …` and `python links.py send …`.
+calibration runs inside the namespaces: `python shaped_links.py receive …` and `python shaped_links.py send …`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -32,8 +32,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import IO, Any, final
+from types import FrameType
+from typing import Any, final
 
 INTERFACE = "eth0"
 PREFIX = "sparse"
@@ -81,7 +81,7 @@ def missing() -> str | None:
     made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
     if made.returncode:
         return f"`ip netns add` failed: {made.stderr.strip()}"
-    _run("ip", "netns", "del", name)
+    _run(f"ip netns del {name}")
     return None
 
 
@@ -116,9 +116,19 @@ class Probe:
         """Whether the ratio is within 10 % of 1."""
         return abs(self.ratio - 1) <= TOLERANCE
 
+    def row(self) -> dict[str, str | float]:
+        """Return the columns of a table."""
+        return {
+            "probe": self.name,
+            "payload_bytes": self.payload_bytes,
+            "seconds": round(self.seconds, 5),
+            "payload_mbit_per_s": round(self.goodput / 1e6, 1),
+            "ratio_to_expected": round(self.ratio, 3),
+        }
+
 
 @final
-class Links:
+class ShapedLinks:
     """A context manager that makes the hosts and removes them again.
 
     Removal happens also after an exception, SIGINT, SIGTERM or SIGHUP, and ends every process in the hosts, by its
@@ -142,10 +152,10 @@ class Links:
         self._processes: list[subprocess.Popen[Any]] = []
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Links:
+    def __enter__(self) -> ShapedLinks:
         reason = missing()
         if reason:
-            raise RuntimeError(f"Links(hosts={self.hosts}, rate={self.rate!r}): {reason}.")
+            raise RuntimeError(f"ShapedLinks(hosts={self.hosts}, rate={self.rate!r}): {reason}.")
         for name in stale():
             _remove(name)
         # SIGINT raises KeyboardInterrupt already; the others would end Python without unwinding.
@@ -158,9 +168,7 @@ class Links:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._clean_up()
 
     def address(self, host: int) -> str:
@@ -171,28 +179,14 @@ class Links:
     def congestion_control(self) -> str:
         """TCP's congestion control, which the hosts inherit from the machine."""
         path = "/proc/sys/net/ipv4/tcp_congestion_control"
-        return _run("ip", "netns", "exec", self._namespaces[0], "cat", path).strip()
+        return _run(f"ip netns exec {self._namespaces[0]} cat {path}").strip()
 
-    def popen(
-        self,
-        host: int,
-        argv: Sequence[str],
-        *,
-        env: dict[str, str] | None = None,
-        stdout: int | IO[Any] | None = None,
-        stderr: int | IO[Any] | None = None,
-    ) -> subprocess.Popen[str]:
-        """Start a process on a host. It is ended when the links are removed, if it has not ended by then."""
+    def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a process on a host, with options of `subprocess.Popen`. Removing the links ends the process."""
         # `ip netns exec` becomes the program, so the process id is the program's own. A session of its own keeps the
         # terminal's Ctrl-C for us alone.
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespaces[host], *argv],
-            env=env,
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
+        command = ["ip", "netns", "exec", self._namespaces[host], *argv]
+        process = subprocess.Popen(command, text=True, start_new_session=True, **options)
         self._processes.append(process)
         return process
 
@@ -200,81 +194,47 @@ class Links:
         """Measure the links: single transfers, a stream of small messages, and all hosts sending to one.
 
         Returns:
-            600 KB (the median of nine), 20 MB, a stream of 50 KB messages, each written only when the one before has
-            been taken by the socket, and 20 MB in equal parts from all other hosts to host 0.
+            600 KB (the median of nine), 20 MB, a stream of 50 KB messages, each written only when the socket has taken
+            the one before, and 20 MB in equal parts from all other hosts to host 0.
         """
         # A stream long enough that the part sent at full speed, one burst, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
         share = 20_000_000 // (self.hosts - 1)
-        receiver = self.popen(
-            0,
-            [sys.executable, "-S", __file__, "receive", self.address(0), str(_PORT), str(self.hosts)],
-            stdout=subprocess.PIPE,
-        )
+        receiver = self._end("receive", 0, self.hosts)
         assert receiver.stdout is not None
         receiver.stdout.readline()
-        seconds = {
-            "600 KB": statistics.median(self._send(1, 600_000, 1, repeat=9)),
-            "20 MB": self._send(1, 20_000_000, 1)[0],
-            "50 KB messages": self._send(1, 50_000, stream)[0],
-        }
-        start = time.monotonic() + 0.5
-        senders = [self._sender(host, share, 1, start=start) for host in range(1, self.hosts)]
-        seconds["all to one, 20 MB"] = max(self._answer(sender)[0] for sender in senders)
+        rate, now = self.rate, 0
+        probes = [
+            Probe("600 KB", rate, 600_000, statistics.median(_seconds(self._end("send", 1, 600_000, 1, 9, now)))),
+            Probe("20 MB", rate, 20_000_000, *_seconds(self._end("send", 1, 20_000_000, 1, 1, now))),
+            Probe("50 KB messages", rate, 50_000 * stream, *_seconds(self._end("send", 1, 50_000, stream, 1, now))),
+        ]
+        start = math.ceil(time.monotonic() + 0.5)
+        senders = [self._end("send", host, share, 1, 1, start) for host in range(1, self.hosts)]
+        slowest = max(max(_seconds(sender)) for sender in senders)
         receiver.terminate()
         receiver.communicate()
-        sizes = {
-            "600 KB": 600_000,
-            "20 MB": 20_000_000,
-            "50 KB messages": 50_000 * stream,
-            "all to one, 20 MB": share * (self.hosts - 1),
-        }
-        return [Probe(name, self.rate, sizes[name], seconds[name]) for name in sizes]
+        return [*probes, Probe("all to one, 20 MB", rate, share * (self.hosts - 1), slowest)]
 
-    def _send(self, host: int, size: int, count: int, repeat: int = 1) -> list[float]:
-        return self._answer(self._sender(host, size, count, repeat=repeat))
-
-    def _sender(self, host: int, size: int, count: int, *, repeat: int = 1, start: float = 0) -> subprocess.Popen[str]:
-        numbers = [str(number) for number in (_PORT, size, count, repeat, start)]
-        return self.popen(
-            host, [sys.executable, "-S", __file__, "send", self.address(0), *numbers], stdout=subprocess.PIPE
-        )
-
-    def _answer(self, sender: subprocess.Popen[str]) -> list[float]:
-        out, _ = sender.communicate(timeout=120)
-        if sender.returncode:
-            raise RuntimeError(f"A calibration sender ended with status {sender.returncode}.")
-        return list(json.loads(out))
+    def _end(self, end: str, host: int, *numbers: int) -> subprocess.Popen[str]:
+        script = [sys.executable, "-S", __file__, end, self.address(0), *map(str, numbers)]
+        return self.popen(host, script, stdout=subprocess.PIPE)
 
     def _make(self) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
-        shape = ["root", "tbf", "rate", self.rate, "burst", self.burst, "latency", "100ms"]
+        switch, shape = self._switch, f"root tbf rate {self.rate} burst {self.burst} latency 100ms"
+        _run(f"ip netns add {switch}")
+        _run(f"ip -n {switch} link add bridge type bridge")
+        _run(f"ip -n {switch} link set bridge up")
         for host, name in enumerate(self._namespaces):
             port = f"host{host}"
-            _run("ip", "netns", "add", name)
-            _run(
-                "ip",
-                "link",
-                "add",
-                INTERFACE,
-                "netns",
-                name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                self._switch,
-            )
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *shape)
-            _run("tc", "-n", self._switch, "qdisc", "add", "dev", port, *shape)
+            _run(f"ip netns add {name}")
+            _run(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
+            _run(f"ip -n {switch} link set {port} master bridge up")
+            _run(f"ip -n {name} addr add {self.address(host)}/24 dev {INTERFACE}")
+            _run(f"ip -n {name} link set {INTERFACE} up")
+            _run(f"ip -n {name} link set lo up")
+            _run(f"tc -n {name} qdisc add dev {INTERFACE} {shape}")
+            _run(f"tc -n {switch} qdisc add dev {port} {shape}")
 
     def _clean_up(self) -> None:
         # A second Ctrl-C must not stop what the first one started.
@@ -300,7 +260,7 @@ class Links:
 
 
 def stale() -> list[str]:
-    """Return the namespaces that runs which exist no more left behind."""
+    """Return the namespaces of programs that have ended without removing them."""
     found = []
     for name in _namespaces():
         match = re.fullmatch(PREFIX + r"(\d+)-\d+-\w+", name)
@@ -310,33 +270,40 @@ def stale() -> list[str]:
 
 
 def _namespaces() -> list[str]:
-    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
+    return [line.split()[0] for line in _run("ip netns list").splitlines()]
 
 
 def _remove(name: str) -> None:
     # A namespace lives as long as a process in it, whatever becomes of its name.
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + 3
-        for pid in _run("ip", "netns", "pids", name).split():
+        for pid in _run(f"ip netns pids {name}").split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), number)
-        while _run("ip", "netns", "pids", name).split() and time.monotonic() < deadline:
+        while _run(f"ip netns pids {name}").split() and time.monotonic() < deadline:
             time.sleep(0.05)
-    _run("ip", "netns", "del", name)
+    _run(f"ip netns del {name}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _run(*argv: str) -> str:
-    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+def _run(command: str) -> str:
+    done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"`{' '.join(argv)}` failed: {done.stderr.strip()}")
+        raise RuntimeError(f"`{command}` failed: {done.stderr.strip()}")
     return done.stdout
 
 
-def _receive(address: str, port: int, backlog: int) -> None:
+def _seconds(sender: subprocess.Popen[str]) -> list[float]:
+    out, _ = sender.communicate(timeout=120)
+    if sender.returncode:
+        raise RuntimeError(f"A calibration sender ended with status {sender.returncode}.")
+    return list(json.loads(out))
+
+
+def _receive(address: str, backlog: int) -> None:
     """Serve connections for ever: read as many bytes as announced in eight, answer with one."""
 
     def serve(connection: socket.socket) -> None:
@@ -347,18 +314,18 @@ def _receive(address: str, port: int, backlog: int) -> None:
                 left -= connection.recv_into(buffer, min(left, len(buffer)))
             connection.sendall(b"!")
 
-    with socket.create_server((address, port), backlog=backlog) as server:
+    with socket.create_server((address, _PORT), backlog=backlog) as server:
         print("ready", flush=True)
         while True:
             connection, _ = server.accept()
             threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
 
-def _send(address: str, port: int, size: int, count: int, repeat: int, start: float) -> None:
+def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:
     """Send `count` messages of `size` bytes, `repeat` times, and print the seconds that each time took."""
     message = bytes(size)
     seconds = []
-    with socket.create_connection((address, port)) as connection:
+    with socket.create_connection((address, _PORT)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         time.sleep(max(0, start - time.monotonic()))
         for _ in range(repeat):
@@ -373,19 +340,5 @@ def _send(address: str, port: int, size: int, count: int, repeat: int, start: fl
     print(json.dumps(seconds))
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(description="The two ends of a calibration transfer.")
-    parser.add_argument("end", choices=["receive", "send"])
-    parser.add_argument("address")
-    parser.add_argument("port", type=int)
-    parser.add_argument("numbers", nargs="*", type=float)
-    args = parser.parse_args()
-    if args.end == "receive":
-        _receive(args.address, args.port, int(args.numbers[0]))
-    else:
-        size, count, repeat, start = args.numbers
-        _send(args.address, args.port, int(size), int(count), int(repeat), start)
-
-
 if __name__ == "__main__":
-    _main()
+    {"receive": _receive, "send": _send}[sys.argv[1]](sys.argv[2], *map(int, sys.argv[3:]))

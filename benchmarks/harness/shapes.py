@@ -1,6 +1,6 @@
 """Parameter shapes of the models in the gTopK paper (arXiv 1901.04359) and of others; and how long a step takes.
 
-Only shapes: `benchmarks.rank` moves gradients of these shapes and sleeps where a model would compute.
+Only shapes: `workloads.Paced` yields gradients of these shapes and sleeps for the time of the computation.
 """
 
 from __future__ import annotations

@@ -1,0 +1,255 @@
+"""Ways to average gradients: stock DDP, its hooks, the usual top-k, seldom averaging, and our methods.
+
+`CONTESTANTS["topk"].wrap(model, Options())` makes a model ready for one of them, on every rank of a gloo process group.
+Importing this module does not import Lightning; wrapping a model for one of our methods does.
+"""
+
+# No `from __future__ import annotations` here: DDP looks at a hook's annotations and refuses strings.
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from lightning_sparse import Reducer
+
+RANK = 4
+"""Rank of the factors that PowerSGD sends."""
+
+Bucket = dist.GradBucket  # type: ignore[attr-defined]
+Averaged = torch.futures.Future[Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What contestants need to know beside the model.
+
+    Attributes:
+        density: fraction of the gradient's entries that sparse methods send.
+        bucket_cap_mb: size of DDP's buckets for our methods.
+        ranks_per_host: how many ranks share a link.
+    """
+
+    density: float = 0.001
+    bucket_cap_mb: float = 25
+    ranks_per_host: int = 1
+
+
+@dataclass
+class Wrapped:
+    """A model made ready for one contestant's kind of communication.
+
+    Attributes:
+        module: the model to call in the training loop.
+        residuals: returns this rank's residual of each parameter, by its name; empty without error feedback.
+        reducer: of our methods.
+        all_reduced: returns how many bytes went into all-reduces in a number of steps; dense baselines only.
+        every: number of steps from one exchange to the next.
+        averages: exchanges weights, not gradients.
+    """
+
+    module: nn.Module
+    residuals: Callable[[], dict[str, Tensor]] = dict
+    reducer: "Reducer | None" = None
+    all_reduced: Callable[[int], int] | None = None
+    every: int = 1
+    averages: bool = False
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes that our reducer has put on the wire so far; 0 for others."""
+        return self.reducer.comm.sent_bytes if self.reducer else 0
+
+    def sent_bytes(self, steps: int) -> int:
+        """Return the bytes that this rank has put on the wire in its first steps, by ring all-reduce if dense."""
+        if self.reducer or not self.all_reduced:
+            return self.counted_bytes
+        return 2 * (dist.get_world_size() - 1) * self.all_reduced(steps) // dist.get_world_size()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time that our reducer has spent in each phase; "wire" is part of "aggregate"."""
+        return {**self.reducer.seconds, "wire": self.reducer.comm.seconds} if self.reducer else {}
+
+
+Wrap = Callable[[nn.Module, Options], Wrapped]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to communicate.
+
+    Attributes:
+        wrap: makes a model ready.
+        tolerance: distance allowed from the single-process reference, relative to the reference's step; None if the
+            contestant is not dense.
+        check_steps: steps over which gradients must balance; they are the warm-up too.
+        sparse: whether few entries are handed out: at most P·⌈4k/3⌉.
+        alone: ranks do not communicate at all.
+    """
+
+    wrap: Wrap
+    tolerance: float | None = None
+    check_steps: int = 1
+    sparse: bool = False
+    alone: bool = False
+
+
+def size(model: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(param.numel() for param in model.parameters())
+
+
+def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Return DDP around a model that is equal on all ranks, so that nothing has to be sent for that."""
+    return DistributedDataParallel(model, init_sync=False, **options)
+
+
+def _idle_hook(model: nn.Module, options: Options) -> Wrapped:
+    """DDP with a hook that returns every bucket unchanged: the cost of buckets without communication."""
+    ddp = data_parallel(model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=True)
+
+    def hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
+        future = Averaged()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    return Wrapped(ddp)
+
+
+def bf16_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
+    """Torch's bf16_compress_hook, which refuses to run without NCCL, although gloo can add up bf16."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer.to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
+    future: Averaged = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    return future
+
+
+def _half(hook: Any) -> Wrap:
+    def wrap(model: nn.Module, options: Options) -> Wrapped:
+        ddp = data_parallel(model)
+        ddp.register_comm_hook(None, hook)
+        return Wrapped(ddp, all_reduced=lambda steps: 2 * size(model) * steps)
+
+    return wrap
+
+
+def _powersgd(model: nn.Module, options: Options) -> Wrapped:
+    # One bucket: with several, the hook's callbacks wait for each other on gloo's threads and never end. The hook asks
+    # for two dense steps at first.
+    ddp = data_parallel(model, bucket_cap_mb=100_000)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+    names = {id(param): name for name, param in model.named_parameters()}
+    order: list[Tensor] = []
+
+    def hook(state: powerSGD_hook.PowerSGDState, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
+        order[:] = bucket.parameters()
+        return powerSGD_hook.powerSGD_hook(state, bucket)
+
+    ddp.register_comm_hook(state, hook)
+
+    def residuals() -> dict[str, Tensor]:
+        parts = state.error_dict[0].split([param.numel() for param in order])
+        return {names[id(param)]: part for param, part in zip(order, parts, strict=True)}
+
+    # The hook counts elements, and only after its dense steps.
+    return Wrapped(
+        ddp, residuals, all_reduced=lambda steps: 4 * (size(model) * min(steps, 2) + state.compression_stats()[2])
+    )
+
+
+def _naive_topk(model: nn.Module, options: Options) -> Wrapped:
+    """Top-k as it is usually written: torch.topk over each bucket, and two all-gathers within the hook."""
+    ddp = data_parallel(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    kept = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+
+    def hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
+        u = bucket.buffer()
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            grad.add_(kept[names[id(param)]])
+        _, indices = torch.topk(u.abs(), max(1, int(options.density * u.numel())))
+        values = u[indices]
+        u[indices] = 0
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            kept[names[id(param)]].copy_(grad)
+        ranks = dist.get_world_size()
+        all_indices = [torch.empty_like(indices) for _ in range(ranks)]
+        all_values = [torch.empty_like(values) for _ in range(ranks)]
+        dist.all_gather(all_indices, indices)
+        dist.all_gather(all_values, values)
+        u.zero_()
+        for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
+            u.index_add_(0, rank_indices, rank_values / ranks)
+        future = Averaged()
+        future.set_result(u)
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    return Wrapped(ddp, lambda: kept)
+
+
+def _ours(name: str, two_level: bool = False) -> Wrap:
+    def wrap(model: nn.Module, options: Options) -> Wrapped:
+        # Here, so that the other contestants run without waiting for Lightning's import on every rank.
+        from lightning_sparse import attach, method
+        from lightning_sparse.aggregators import TwoLevel
+
+        chosen = method(name, density=options.density)
+        if two_level:
+            chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
+        # As our strategies do it.
+        ddp = data_parallel(model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=True)
+        reducer = attach(ddp, chosen)
+        return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
+
+    return wrap
+
+
+def _seldom(averages: bool) -> Wrap:
+    """Dense, but so seldom that as many bytes are sent as by top-k: gradients added up, or weights averaged."""
+
+    def wrap(model: nn.Module, options: Options) -> Wrapped:
+        from lightning_sparse import ProcessGroupComm, Reducer, method
+
+        reducer = Reducer(method("topk", density=options.density), ProcessGroupComm())
+        reducer.setup(dict(model.named_parameters()))
+        every = round(reducer.dense_nbytes / reducer.nbytes(None))
+        return Wrapped(model if averages else data_parallel(model), every=every, averages=averages)
+
+    return wrap
+
+
+CONTESTANTS = {
+    "none": Contestant(lambda model, options: Wrapped(model), alone=True),
+    "idle_hook": Contestant(_idle_hook, alone=True),
+    "ddp": Contestant(
+        lambda model, options: Wrapped(data_parallel(model), all_reduced=lambda steps: 4 * size(model) * steps),
+        tolerance=1e-4,
+    ),
+    "fp16": Contestant(_half(default_hooks.fp16_compress_hook), tolerance=1e-2),
+    "bf16": Contestant(_half(bf16_hook), tolerance=5e-2),
+    "powersgd": Contestant(_powersgd, check_steps=4),
+    "naive_topk": Contestant(_naive_topk, check_steps=2, sparse=True),
+    **{
+        name: Contestant(_ours(name), check_steps=2, sparse=True)
+        for name in ("topk", "gaussiank", "gtopk", "oktopk", "scalecom", "randk")
+    },
+    "ddp_accumulated": Contestant(_seldom(averages=False)),
+    "local_sgd": Contestant(_seldom(averages=True)),
+    "topk_two_level": Contestant(_ours("topk", two_level=True), check_steps=2, sparse=True),
+}
+
+
+def along(direction: list[Tensor], tensors: "list[Tensor] | tuple[Tensor, ...]") -> float:
+    """Return the scalar product of two lists of tensors, in double precision."""
+    return math.fsum(
+        torch.dot(a.view(-1).double(), b.reshape(-1).double()).item() for a, b in zip(direction, tensors, strict=True)
+    )

@@ -1,0 +1,171 @@
+"""A process for each rank, on hosts behind shaped links or on loopback, and the records that rank 0 writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, bits_per_second
+
+# One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
+# process: by default glibc hands large blocks back to the kernel or not depending on what ran before, and the page
+# faults that follow make the same step 60 to 90 ms long on one core.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
+
+ROOT = Path(__file__).parents[2]
+
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where ranks run.
+
+    Attributes:
+        start: starts the process of a rank: its number, arguments, environment, and a file for its stderr.
+        env: environment by which the ranks find each other.
+        calibration: a row per measurement of the links; empty on loopback.
+        links: what the links are, for a table.
+    """
+
+    start: Callable[[int, list[str], dict[str, str], Path], subprocess.Popen[str]]
+    env: dict[str, str]
+    calibration: list[Record]
+    links: str
+
+
+@contextlib.contextmanager
+def hosts(
+    workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1, calibrate: bool = True
+) -> Iterator[Hosts]:
+    """Make hosts for a number of ranks.
+
+    Args:
+        workers: number of ranks.
+        rate: of the links, as tc writes it, or "loopback": one host, unshaped.
+        ranks_per_host: how many ranks share a link.
+        dilate: the links have this part of the rate.
+        calibrate: measure the links first.
+
+    Raises:
+        SystemExit: a link is more than 10 % off its rate.
+    """
+    if rate == "loopback":
+        with contextlib.ExitStack() as stack:
+
+            def start_here(rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
+                with log.open("w") as file:
+                    process = subprocess.Popen(argv, env=env, stderr=file, text=True)
+                stack.callback(end, [process])
+                return process
+
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": LOOPBACK}
+            yield Hosts(start_here, address, [], "none")
+        return
+    slowed = f"{bits_per_second(rate) / dilate / 1e3:g}kbit" if dilate != 1 else rate
+    with ShapedLinks(workers // ranks_per_host, slowed) as links:
+        rows = []
+        for probe in links.calibrate() if calibrate else ():
+            print(f"  {probe.name}: {probe.goodput / 1e6:.0f} Mbit/s of payload, {probe.ratio:.3f} of expected")
+            if not probe.ok:
+                raise SystemExit(
+                    f"The {slowed} links carry {probe.ratio:.2f} times what they should ({probe.name}): more than 10 % "
+                    f"off, so nothing is measured. Is there another load on the machine, or is the rate beyond what "
+                    f"its processors move?"
+                )
+            rows.append({"rate": slowed, "burst": links.burst, **probe.row()})
+
+        def start_there(rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
+            with log.open("w") as file:
+                return links.popen(rank // ranks_per_host, argv, env=env, stderr=file)
+
+        address = {"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE}
+        yield Hosts(start_there, address, rows, f"tbf {links.burst}, {links.congestion_control}")
+
+
+def launch(
+    module: str,
+    job: Record,
+    where: Hosts,
+    workers: int,
+    patience: float = 3600,
+    on_record: Callable[[Record], None] = lambda record: None,
+) -> tuple[list[Record], str | None]:
+    """Run `python -m module <job as JSON>` on every rank.
+
+    Args:
+        module: its ranks append records to the file `job["out"]`, see `ranks.write`.
+        job: what they are asked to do.
+        where: they run.
+        workers: number of ranks.
+        patience: seconds without a new record after which the ranks count as hung.
+        on_record: called with each record as it comes.
+
+    Returns:
+        The records, and why the ranks ended early; None if they did not.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "records")
+        out.touch()
+        argv = [sys.executable, "-m", module, json.dumps({**job, "out": str(out)})]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+        env = {**ENVIRONMENT, **os.environ, **where.env, "PYTHONPATH": path, "WORLD_SIZE": str(workers)}
+        logs = [Path(folder, f"rank{rank}") for rank in range(workers)]
+        processes = [where.start(rank, argv, {**env, "RANK": str(rank)}, log) for rank, log in enumerate(logs)]
+        records: list[Record] = []
+        reason, news, running = None, time.monotonic(), True
+        while running and reason is None:
+            time.sleep(0.1)
+            states = [process.poll() for process in processes]
+            running = None in states and not any(states)
+            for line in out.read_text().splitlines()[len(records) :]:
+                records.append(json.loads(line))
+                on_record(records[-1])
+                news = time.monotonic()
+            if any(states):
+                # One rank knows the reason and the others only miss it, in whatever order they end: show all.
+                time.sleep(2)
+                reason = "".join(
+                    f"\n    rank {rank} (status {process.poll()}): {last_line(logs[rank])}"
+                    for rank, process in enumerate(processes)
+                )
+            elif running and time.monotonic() - news > patience:
+                reason = f"no news for {patience:g} s"
+        end(processes)
+        return records, reason
+
+
+def end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """End processes, by force after three seconds."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that a rank wrote."""
+    return ([line.strip() for line in log.read_text().splitlines() if line.strip()] or ["no message"])[-1]
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,54 @@
+"""What the processes that `launch` started do together."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class WrongResult(RuntimeError):
+    """A contestant computes something else than it should, so its time means nothing."""
+
+
+def join(argument: str) -> dict[str, Any]:
+    """Start the process group with one thread per rank, and return the job that `launch` passed as an argument."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    job: dict[str, Any] = json.loads(argument)
+    return job
+
+
+def leave() -> None:
+    """Wait for all ranks, one of which hosts the store, and end the process group."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def write(out: str, **record: Any) -> None:
+    """Append a record to the results of the job; rank 0 only."""
+    if dist.get_rank() == 0:
+        with Path(out).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every rank's `value`."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raise unless all ranks have the same weights, bit by bit."""
+    checksum = 0
+    for param in model.parameters():
+        checksum = zlib.crc32(param.detach().numpy().data, checksum)
+    checksums = gather(checksum)
+    if len(set(checksums)) > 1:
+        raise WrongResult(f"the ranks' weights differ: checksums {checksums}")

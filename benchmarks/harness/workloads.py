@@ -1,0 +1,126 @@
+"""Models and data of the benchmarks over links: a large one to time, small ones to train, and paced ones."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.harness.shapes import shapes
+from examples.models.resnet import ResNet20
+
+TRAININGS = {"real": "convolutional network, 2.1 M", "real_resnet20": "ResNet-20, 0.27 M"}
+"""Workloads that train on the digits."""
+
+
+def mlp() -> nn.Module:
+    """Return the timing model: 2048 inputs, six hidden layers of 2048, 200 classes; 25.6 million parameters."""
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(2048, 2048), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(2048, 200))
+
+
+def convnet() -> nn.Module:
+    """Return the model for 8 × 8 digits; 2.1 million parameters, nearly all in one layer."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(64 * 64, 512), nn.ReLU(), nn.Linear(512, 10)),
+    )
+
+
+class Split(NamedTuple):
+    """Images, fp32 (n, 1, 8, 8) from 0 to 1, and labels, int64 (n)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def digits(seed: int | None = 0) -> tuple[Split, Split]:
+    """Return scikit-learn's handwritten digits, 1,500 to train and 297 to test, shuffled unless the seed is None."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+    if seed is not None:
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        images, labels = images[order], labels[order]
+    return Split(images[:1500], labels[:1500]), Split(images[1500:], labels[1500:])
+
+
+def build(workload: str, compute: float, rank: int) -> nn.Module:
+    """Return the model of a workload: "mlp", one of `TRAININGS`, or a paced one of `shapes`."""
+    torch.manual_seed(0)
+    made: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "real": convnet}
+    made["real_resnet20"] = lambda: ResNet20(in_channels=1)
+    return made[workload]() if workload in made else Paced(shapes(workload), compute, real_gradients(rank))
+
+
+class Paced(nn.Module):
+    """Gradients of given shapes, after a given time: a model as communication sees it, with idle processors.
+
+    Forward sleeps for a third of the time, and backward for the rest, the same share for each matrix. The values are
+    gradients of a small convolutional network on the digits, put end to end; in every other step those of another
+    batch. So large ones are in the same places on all ranks and in all steps, as in a real model.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], compute: float, values: list[Tensor]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        self.forward_seconds = compute / 3
+        matrices = sum(len(shape) > 1 for shape in shapes)
+        self.seconds = [2 / 3 * compute / matrices if len(shape) > 1 else 0.0 for shape in shapes]
+        # Long enough for the largest parameter, from wherever it starts. A function, so that copies share it.
+        longest = max(param.numel() for param in self.params)
+        period = values[0].numel()
+        sources = [batch.repeat(2 + longest // period) for batch in values]
+        starts = torch.randint(period, (len(shapes),), generator=torch.Generator().manual_seed(0)).tolist()
+        self.gradient: Callable[[int, int, torch.Size], Tensor] = lambda step, number, shape: sources[step % 2][
+            starts[number] :
+        ][: math.prod(shape)].view(shape)
+
+    def forward(self, step: Tensor) -> Tensor:
+        """Return a loss, 0. `step` chooses the gradients, 0 to 7."""
+        time.sleep(self.forward_seconds)
+        x = torch.zeros((), requires_grad=True)
+        for number, (param, seconds) in enumerate(zip(self.params, self.seconds, strict=True)):
+            x = _Pace.apply(x, param, self.gradient(int(step), number, param.shape), seconds)  # type: ignore[no-untyped-call]
+        return x
+
+
+class _Pace(torch.autograd.Function):
+    """Passes a prepared gradient to a parameter, after some seconds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Tensor, gradient: Tensor, seconds: float) -> Tensor:
+        ctx.gradient, ctx.seconds = gradient, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], ctx.gradient, None, None
+
+
+def real_gradients(rank: int) -> list[Tensor]:
+    """Return two of the convolutional network's gradients on this rank's digits, after some steps that all share."""
+    images, labels = (torch.cat(parts) for parts in zip(*digits(seed=None), strict=True))
+    torch.manual_seed(0)
+    model = convnet()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    def gradients(seed: int) -> tuple[Tensor, ...]:
+        picked = torch.randint(len(labels), (32,), generator=torch.Generator().manual_seed(seed))
+        return torch.autograd.grad(functional.cross_entropy(model(images[picked]), labels[picked]), params)
+
+    for seed in range(20):
+        for param, grad in zip(params, gradients(seed), strict=True):
+            param.grad = grad
+        optimizer.step()
+    return [torch.cat([grad.view(-1) for grad in gradients(seed + rank)]) for seed in (1000, 2000)]
