@@ -131,14 +131,7 @@ def best(losses: Mapping[float, float]) -> float:
 
 
 def run_ranks(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list[Any], list[Any]]:
-    """Run two ranks of `benchmarks.language_rank` over links of a rate.
-
-    Returns:
-        The rows of rank 0 and those of the links' calibration.
-
-    Raises:
-        SystemExit: a rank failed.
-    """
+    """Run two ranks of `benchmarks.language_rank`; return the rows of rank 0 and those of the links' calibration."""
     with hosts(WORKERS, link) as where:
         records, reason = launch("benchmarks.language_rank", {"what": what, "runs": runs}, where, WORKERS)
     if reason:
@@ -153,22 +146,16 @@ def train(run: Run) -> None:
         SystemExit: the first loss differs from that of other trainings with this seed, so they cannot be compared.
     """
     points, _ = run_ranks("curve", [run])
-    table = curves()
-    if not table.empty:
-        started = set(table[(table["step"] == 0) & (table["seed"] == run.seed)]["val_loss"])
-        if started - {round(points[0]["val_loss"], 6)}:
-            raise SystemExit(f"{run} starts at a loss of {points[0]['val_loss']:.6f}, others of its seed at {started}.")
-    common = {
-        **run._asdict(),
-        **FIXED,
-        "density": DENSITY if run.method in SPARSE else 1.0,
-        "workers": WORKERS,
-        "batch_size_per_worker": BATCH_SIZE,
-        "steps": STEPS[run.part],
-    }
+    table, first = results.load(RESULTS / "language.csv"), round(points[0]["val_loss"], 6)
+    started = set() if table.empty else set(table.query("step == 0 and seed == @run.seed")["val_loss"])
+    if started - {first}:
+        raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
+    density = DENSITY if run.method in SPARSE else 1.0
+    common = {**run._asdict(), **FIXED, "density": density, "workers": WORKERS, "batch_size_per_worker": BATCH_SIZE}
     rows = [
         {
             **common,
+            "steps": STEPS[run.part],
             "step": point["step"],
             "val_loss": f"{point['val_loss']:.6f}",
             "val_bits_per_byte": f"{point['val_loss'] / math.log(2):.5f}",
@@ -179,57 +166,43 @@ def train(run: Run) -> None:
         for point in points
     ]
     results.save(RESULTS / "language.csv", rows, Run._fields)
-    print(f"{run.part} {run}: {points[-1]['val_loss']:.4f} nats per byte", flush=True)
+    print(f"{run}: {points[-1]['val_loss']:.4f} nats per byte", flush=True)
 
 
-def curves() -> pd.DataFrame:
-    """Return `language.csv`, with the run of each row."""
+def final_losses() -> dict[Run, float]:
+    """Return the last loss of every run in `language.csv`."""
     table = results.load(RESULTS / "language.csv")
-    if not table.empty:
-        table["run"] = [Run(*row) for row in table[list(Run._fields)].itertuples(index=False, name=None)]
-    return table
-
-
-def final_losses(table: pd.DataFrame) -> dict[Run, float]:
-    """Return the last loss of every run."""
-    return {} if table.empty else dict(table.groupby("run", sort=False)["val_loss"].last())
-
-
-def tuned(losses: Mapping[Run, float], part: str, optimizer: str, method: str) -> dict[float, float]:
-    """Return the final loss of every rate tried."""
-    return {run.lr: loss for run, loss in losses.items() if run[:3] == (part, optimizer, method)}
+    if table.empty:
+        return {}
+    return {Run(*run): loss for run, loss in table.groupby(list(Run._fields), sort=False)["val_loss"].last().items()}
 
 
 def missing_runs(part: str) -> list[Run]:
     """Return the runs of a part that `language.csv` does not have."""
-    found = final_losses(curves())
-    runs = []
-    for optimizer, methods in METHODS.items():
-        for method in methods:
-            first, second = (tuned(found, name, optimizer, method) for name in ("tune", "retune"))
-            if part == "tune" and (optimizer, method) not in LONGER:
-                runs += [Run(part, optimizer, method, lr, TUNING_SEED) for lr in missing_rates(first, GRID[optimizer])]
-            elif part == "retune" and first and (optimizer, method) not in LONGER:
-                near = [neighbour(best(first), step) for step in (-1, 0, 1)]
-                runs += [Run(part, optimizer, method, lr, TUNING_SEED) for lr in missing_rates(second, near)]
-            elif part == "final":
-                rates = LONGER.get((optimizer, method), [best(second)] if second else [])
-                runs += [Run(part, optimizer, method, lr, seed) for lr in rates for seed in SEEDS]
+    found, runs = final_losses(), []
+    for optimizer, method in [(name, method) for name, methods in METHODS.items() for method in methods]:
+        first, second = (
+            {run.lr: loss for run, loss in found.items() if run[:3] == (name, optimizer, method)}
+            for name in ("tune", "retune")
+        )
+        rates: list[float] = []
+        if part == "final":
+            rates = LONGER.get((optimizer, method), [best(second)] if second else [])
+        elif (optimizer, method) not in LONGER and part == "tune":
+            rates = missing_rates(first, GRID[optimizer])
+        elif (optimizer, method) not in LONGER and first:
+            rates = missing_rates(second, [neighbour(best(first), step) for step in (-1, 0, 1)])
+        seeds = SEEDS if part == "final" else [TUNING_SEED]
+        runs += [Run(part, optimizer, method, lr, seed) for lr in rates for seed in seeds]
     return sorted((run for run in runs if run not in found), key=lambda run: run.seed)
 
 
 def measure_seconds() -> None:
-    """Time the steps of all contestants over shaped links, and write `language_seconds.csv`.
-
-    Raises:
-        SystemExit: the machine cannot shape links.
-    """
+    """Time the steps of all contestants over shaped links, and write `language_seconds.csv`."""
     if reason := missing():
         raise SystemExit(f"No links can be made here: {reason}.")
     runs = [
-        Run("tune", optimizer, method, GRID[optimizer][0], 0)
-        for optimizer, methods in METHODS.items()
-        for method in methods
+        Run("tune", optimizer, method, GRID[optimizer][0], 0) for optimizer in METHODS for method in METHODS[optimizer]
     ]
     rows = []
     for link in RATES:
@@ -237,8 +210,7 @@ def measure_seconds() -> None:
         off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
         common = {"largest_calibration_error": off, "threads_per_rank": 1, **results.origin()}
         rows += [{"rate": link, **row, **common} for row in timed]
-        print(f"{link}, links up to {off:.1%} off")
-        print(pd.DataFrame(timed).to_string())
+        print(f"{link}, links up to {off:.1%} off\n{pd.DataFrame(timed).to_string()}")
         if max(row["foreign_load"] for row in timed) > FOREIGN_LOAD:
             print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
     results.save(RESULTS / "language_seconds.csv", rows)
@@ -262,39 +234,29 @@ def draw() -> None:
     """Print a table of the best rates, and draw their curves into `language.png`."""
     from benchmarks.harness import plots
 
-    table, losses = curves(), final_losses(curves())
+    table = results.load(RESULTS / "language.csv").query("part == 'final'")
     timed = results.load(RESULTS / "language_seconds.csv").set_index(["rate", "optimizer", "method"])["median_ms"]
+    losses = table.groupby(["optimizer", "method", "lr", "seed"])["val_loss"].last()
+    means = losses.groupby(["optimizer", "method", "lr"]).mean()
     lines = []
     figure, panels = plots.panels(len(METHODS), 2 + len(RATES), (14, 7.5), sharey=True)
-    for row, (optimizer, methods) in zip(panels, METHODS.items(), strict=True):
-        for method in methods:
-            means: dict[float, list[float]] = {}
-            for run, loss in losses.items():
-                if run[:3] == ("final", optimizer, method):
-                    means.setdefault(run.lr, []).append(loss)
-            if not means:
-                continue
-            lr = best({lr: sum(values) / len(values) for lr, values in means.items()})
+    for row, optimizer in zip(panels, METHODS, strict=True):
+        for method in METHODS[optimizer]:
+            lr = means[optimizer, method].idxmin()
             seconds = [timed.get((rate, optimizer, method), math.nan) / 1e3 for rate in RATES]
-            for run in (run for run in losses if run[:4] == ("final", optimizer, method, lr)):
-                whole = table[table["run"] == run]
+            mine = table.query("optimizer == @optimizer and method == @method and lr == @lr")
+            for seed, whole in mine.groupby("seed"):
                 curve = whole[whole["step"] > 0]
-                sent = curve["sent_bytes_per_worker"]
-                for panel, x in zip(
-                    row, [curve["step"], sent / 1e6, *(s * curve["step"] for s in seconds)], strict=True
-                ):
+                sent, steps = curve["sent_bytes_per_worker"], curve["step"]
+                for panel, x in zip(row, [steps, sent / 1e6, *(s * steps for s in seconds)], strict=True):
                     panel.plot(x, curve["val_loss"], **plots.line(method), label=f"{method}, rate {lr:g}")
                 needed = steps_to(TARGET, whole.to_dict("records"))
-                lines.append(
-                    {
-                        "": f"{method}, {TITLES[optimizer]}",
-                        "rate": lr,
-                        "loss at the end": f"{losses[run]:.2f}",
-                        "kB per step": f"{sent.iloc[-1] / curve['step'].iloc[-1] / 1e3:,.1f}",
-                        f"steps to {TARGET:g}": f"{needed:.0f}",
-                        **{f"s, {name}": f"{needed * s:.0f}" for name, s in zip(RATES.values(), seconds, strict=True)},
-                    }
-                )
+                line = {"": f"{method}, {TITLES[optimizer]}", "rate": f"{lr:g}"}
+                line["loss at the end"] = f"{losses[optimizer, method, lr, seed]:.2f}"
+                line["kB per step"] = f"{sent.iloc[-1] / steps.iloc[-1] / 1e3:,.1f}"
+                line[f"steps to {TARGET:g}"] = f"{needed:.0f}"
+                line |= {f"s, {name}": f"{needed * s:.0f}" for name, s in zip(RATES.values(), seconds, strict=True)}
+                lines.append(line)
         row[0].set(ylabel=f"{TITLES[optimizer]}\nvalidation loss, nats per byte", xlabel="steps")
         row[1].set(xscale="log", xlabel="sent per worker, MB")
         for panel, rate in zip(row[2:], RATES.values(), strict=True):
@@ -311,19 +273,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.language", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {
-        "tune": "try the grid of rates",
-        "retune": "try the best rates for longer",
-        "final": "compare with the rates found, still longer",
-    }
-    for name, help_ in parts.items():
-        parser.add_argument(f"--{name}", action="store_true", help=help_)
+    parser.add_argument("--tune", action="store_true", help="try the grid of rates")
+    parser.add_argument("--retune", action="store_true", help="try the best rates for longer")
+    parser.add_argument("--final", action="store_true", help="compare with the rates found, still longer")
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
     parser.add_argument("--figure", action="store_true", help="draw the results and print a table")
     parser.add_argument("--list", action="store_true", help="print the missing runs of the part, train none")
     args = parser.parse_args()
-    everything = not any([*(getattr(args, part) for part in parts), args.seconds, args.figure])
-    for part in (part for part in parts if getattr(args, part) or everything):
+    everything = not any([args.tune, args.retune, args.final, args.seconds, args.figure])
+    for part in (part for part in ("tune", "retune", "final") if getattr(args, part) or everything):
         if args.list:
             print(*missing_runs(part), sep="\n")
         else:

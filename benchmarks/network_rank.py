@@ -75,16 +75,6 @@ class Rank:
         if not off <= tolerance:
             raise WrongResult(f"one step is off by {off:.2g} of its length; {tolerance:g} is allowed")
 
-    def check_conservation(
-        self, gradients: float, handed_out: float, residual: float, norm: float, tolerance: float
-    ) -> None:
-        """Raise unless the gradients of all ranks equal the averages plus the residuals, along one direction."""
-        both = torch.tensor([gradients - handed_out - residual, norm], dtype=torch.float64)
-        dist.all_reduce(both)
-        error, length = abs(both[0].item()), math.sqrt(both[1].item())
-        if not error <= tolerance * length:
-            raise WrongResult(f"gradients and residuals do not add up: {error / length:.2g} is missing")
-
     def measure(self, name: str) -> dict[str, Any]:
         """Check a contestant in its first steps, then time it."""
         contestant = CONTESTANTS[name]
@@ -125,7 +115,11 @@ class Rank:
         if not contestant.alone:
             residuals = wrapped.residuals()
             kept = along(direction, [residuals[key] for key, _ in model.named_parameters()]) if residuals else 0.0
-            self.check_conservation(gradients, handed_out, kept, norm, contestant.tolerance or 1e-4)
+            # The gradients of all ranks equal the averages plus the residuals.
+            missing, norms = zip(*gather((gradients - handed_out - kept, norm)), strict=True)
+            error, length = abs(sum(missing)), math.sqrt(sum(norms))
+            if not error <= (contestant.tolerance or 1e-4) * length:
+                raise WrongResult(f"gradients and residuals do not add up: {error / length:.2g} is missing")
         del direction
         # Buffers are allocated and DDP forms its buckets anew in the second step; a slow step drowns both.
         for number in range(2 if gather(seconds)[0] < 3 else 0):

@@ -74,7 +74,7 @@ TICKS = (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.9
 
 
 class OneCycleLanguageModel(LanguageModel):
-    """A language model trained as the classifier of the digits is, at a higher rate."""
+    """A language model with the optimizer of the digits' classifier, at a higher rate."""
 
     max_lr, momentum, weight_decay = 2.0, 0.9, 0.0
     configure_optimizers = OneCycleClassifier.configure_optimizers

@@ -29,9 +29,8 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import multiprocessing
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -204,13 +203,14 @@ def memory(name: str, numel: int, density: float) -> int:
     return status("VmHWM") - before
 
 
-def memories(numel: int, density: float) -> Iterator[Row]:
+def memories(numel: int, density: float) -> list[Row]:
     """Measure the memory of each selection in a process of its own."""
+    rows = []
     for name in ON_CPU:
-        command = [sys.executable, "-m", "benchmarks.selection", "--peak", name]
-        command += ["--numel", str(numel), "--density", str(density)]
-        peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        yield {"contestant": name, "extra_bytes": peak, "extra_share": peak / (4 * numel)}
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            peak = process.apply(memory, (name, numel, density))
+        rows.append({"contestant": name, "extra_bytes": peak, "extra_share": peak / (4 * numel)})
+    return rows
 
 
 def on_cpu(arguments: argparse.Namespace) -> None:
@@ -221,7 +221,7 @@ def on_cpu(arguments: argparse.Namespace) -> None:
             if (part == "hostile") == (name == "Gaussian"):
                 continue
             if part == "memory":
-                rows = list(memories(numel, density))
+                rows = memories(numel, density)
             elif part == "step":
                 rows = steps(INPUTS[name](numel), density, repetitions)
             else:
@@ -298,7 +298,7 @@ def on_device(numel: int, density: float, repetitions: int, device: str) -> list
 
 @contextlib.contextmanager
 def skipped_if_out_of_memory(name: str) -> Iterator[None]:
-    """Go on without a contestant for which there is not enough memory."""
+    """Leave out a contestant for which there is not enough memory."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -372,14 +372,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default: benchmarks/results")
     parser.add_argument("--figure", action="store_true", help="only draw")
-    parser.add_argument("--peak", choices=SELECTIONS, help="only print the extra memory of one selection, in bytes")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    if arguments.peak:
-        print(memory(arguments.peak, arguments.numel[0], arguments.density[0]))
-    elif arguments.figure:
+    if arguments.figure:
         for name in (CPU.name, CUDA.name):
             if (arguments.out / name).exists():
                 draw(arguments.out / name)

@@ -39,10 +39,15 @@ RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PER_NODE = 8
 FORMATS = ("int32", "compact")
 DENSITY = 0.001
+CAPTION = """Filled: the busiest worker; open: the average one, where it sends less. Points lie above their lines by \
+their headers: about 16 bytes to each other worker.
+gaussiank has room for 4k/3 entries. The line of gtopk is a tree and a broadcast; pairwise swaps need half of it, and \
+two rounds more where P is no power of 2.
+scalecom: the leader of the step is the busiest. 8 a node: what leaves the node, by each of its workers."""
 
 
 class Published(NamedTuple):
-    """What a paper says a rank sends: how it is written, and in words of 4 bytes, of d, k and P."""
+    """Words of 4 bytes that a rank sends according to a paper: the formula as text, and as a function of d, k and P."""
 
     formula: str
     words: Callable[[float, float, float], float]
@@ -56,9 +61,7 @@ PUBLISHED = {
     "gtopk": Published("4k log₂P", lambda d, k, p: 4 * k * math.log2(p)),
     "oktopk": Published("6k(P − 1)/P", lambda d, k, p: 6 * k * (p - 1) / p),
     "scalecom": Published("k + 2k(P − 1)/P", lambda d, k, p: k + 2 * k * (p - 1) / p),
-    f"topk, {PER_NODE} a node": Published(
-        f"2(k/{PER_NODE})(P/{PER_NODE} − 1)", lambda d, k, p: 2 * k / PER_NODE * (p / PER_NODE - 1)
-    ),
+    "topk, 8 a node": Published("2(k/8)(P/8 − 1)", lambda d, k, p: 2 * k / 8 * (p / 8 - 1)),
 }
 
 
@@ -77,11 +80,7 @@ def has_indices(name: str) -> bool:
 
 
 def measure(name: str, ranks: int, numel: int, density: float, index_format: str) -> Row:
-    """Let ranks take a step, check what comes out, and return a row.
-
-    Raises:
-        RuntimeError: the ranks differ in the result, or something is lost.
-    """
+    """Let ranks take a step, check their averages and residuals, and return a row."""
 
     def gradient(rank: int) -> Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
@@ -150,23 +149,14 @@ def draw(folder: Path) -> None:
         panel.set(xscale="log", yscale="log", xlabel="workers P", xticks=RANKS, xticklabels=map(str, RANKS))
         panel.set_xlim(1.8, 64 * 5.5 if form == "int32" else 64 * 3)
         panel.minorticks_off()
-    panels[0].set(
-        ylabel="words of 4 bytes, divided by k", title="int32 indices, fp32 values\nlines: the papers' formulas"
-    )
-    panels[1].set(
-        ylabel="kB",
-        title="as sent by default: compact indices, fp32 values\nlines: what the methods announce, without headers",
+    panels[0].set(ylabel="words of 4 bytes, divided by k")
+    panels[0].set_title("int32 indices, fp32 values\nlines: the papers' formulas")
+    panels[1].set(ylabel="kB")
+    panels[1].set_title(
+        "as sent by default: compact indices, fp32 values\nlines: what the methods announce, without headers"
     )
     figure.suptitle(f"Sent by a worker in a step: {numel:,} elements, k = {k:,}")
-    figure.supxlabel(
-        "Filled: the busiest worker; open: the average one, where it sends less. Points lie above their lines by their "
-        "headers: about 16 bytes to each other worker.\n"
-        "gaussiank has room for 4k/3 entries. The line of gtopk is a tree and a broadcast; pairwise swaps need half of "
-        "it, and two rounds more where P is no power of 2.\n"
-        f"scalecom: the leader of the step is the busiest. {PER_NODE} a node: what leaves the node, by each of its "
-        "workers.",
-        fontsize=8,
-    )
+    figure.supxlabel(CAPTION, fontsize=8)
     plots.write(figure, folder / "volume.png")
 
 

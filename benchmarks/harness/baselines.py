@@ -6,10 +6,9 @@ Importing this module does not import Lightning; wrapping a model for one of our
 
 # No `from __future__ import annotations` here: DDP looks at a hook's annotations and refuses strings.
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,8 @@ Bucket = dist.GradBucket  # type: ignore[attr-defined]
 Averaged = torch.futures.Future[Tensor]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What contestants need to know beside the model.
-
-    Attributes:
-        density: fraction of the gradient's entries that sparse methods send.
-        bucket_cap_mb: size of DDP's buckets for our methods.
-        ranks_per_host: how many ranks share a link.
-    """
+class Options(NamedTuple):
+    """The sparse contestants' density, the size of DDP's buckets for our methods, and how many ranks share a link."""
 
     density: float = 0.001
     bucket_cap_mb: float = 25
@@ -69,7 +61,7 @@ class Wrapped:
 
     def sent_bytes(self, steps: int) -> int:
         """Return the bytes that this rank has put on the wire in its first steps, by ring all-reduce if dense."""
-        if self.reducer or not self.all_reduced:
+        if not self.all_reduced:
             return self.counted_bytes
         return 2 * (dist.get_world_size() - 1) * self.all_reduced(steps) // dist.get_world_size()
 
@@ -111,14 +103,19 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, init_sync=False, **options)
 
 
+def completed(result: Tensor) -> Averaged:
+    """Return a future that is done."""
+    future = Averaged()
+    future.set_result(result)
+    return future
+
+
 def _idle_hook(model: nn.Module, options: Options) -> Wrapped:
     """DDP with a hook that returns every bucket unchanged: the cost of buckets without communication."""
     ddp = data_parallel(model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=True)
 
     def hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
-        future = Averaged()
-        future.set_result(bucket.buffer())
-        return future
+        return completed(bucket.buffer())
 
     ddp.register_comm_hook(None, hook)
     return Wrapped(ddp)
@@ -172,25 +169,24 @@ def _naive_topk(model: nn.Module, options: Options) -> Wrapped:
     kept = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
 
     def hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
-        u = bucket.buffer()
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            grad.add_(kept[names[id(param)]])
-        _, indices = torch.topk(u.abs(), max(1, int(options.density * u.numel())))
+        u, ranks = bucket.buffer(), dist.get_world_size()
+        parts = [
+            (kept[names[id(param)]], grad) for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        ]
+        for residual, grad in parts:
+            grad.add_(residual)
+        indices = u.abs().topk(max(1, int(options.density * u.numel()))).indices
         values = u[indices]
         u[indices] = 0
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            kept[names[id(param)]].copy_(grad)
-        ranks = dist.get_world_size()
-        all_indices = [torch.empty_like(indices) for _ in range(ranks)]
-        all_values = [torch.empty_like(values) for _ in range(ranks)]
+        for residual, grad in parts:
+            residual.copy_(grad)
+        all_indices, all_values = ([torch.empty_like(part) for _ in range(ranks)] for part in (indices, values))
         dist.all_gather(all_indices, indices)
         dist.all_gather(all_values, values)
         u.zero_()
         for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
             u.index_add_(0, rank_indices, rank_values / ranks)
-        future = Averaged()
-        future.set_result(u)
-        return future
+        return completed(u)
 
     ddp.register_comm_hook(None, hook)
     return Wrapped(ddp, lambda: kept)
@@ -248,8 +244,6 @@ CONTESTANTS = {
 }
 
 
-def along(direction: list[Tensor], tensors: "list[Tensor] | tuple[Tensor, ...]") -> float:
+def along(direction: list[Tensor], tensors: Iterable[Tensor]) -> float:
     """Return the scalar product of two lists of tensors, in double precision."""
-    return math.fsum(
-        torch.dot(a.view(-1).double(), b.reshape(-1).double()).item() for a, b in zip(direction, tensors, strict=True)
-    )
+    return sum(float(a.double().flatten().dot(b.double().flatten())) for a, b in zip(direction, tensors, strict=True))

@@ -11,9 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, bits_per_second
 
@@ -29,15 +28,14 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Hosts:
+class Hosts(NamedTuple):
     """Where ranks run.
 
     Attributes:
         start: starts the process of a rank: its number, arguments, environment, and a file for its stderr.
         env: environment by which the ranks find each other.
         calibration: a row per measurement of the links; empty on loopback.
-        links: what the links are, for a table.
+        links: description of the links, for a table.
     """
 
     start: Callable[[int, list[str], dict[str, str], Path], subprocess.Popen[str]]

@@ -80,30 +80,19 @@ def in_turns(contestants: Mapping[str, Callable[[], object]], repetitions: int) 
 
 
 class Meter:
-    """Measures, while it is entered, this process and the machine.
-
-    Attributes:
-        seconds: on the wall.
-        own: processor seconds of this process.
-        machine: processor seconds of all programs of the machine, and of others on the same hardware.
-        transmitted: bytes that this rank's network interface sent; 0 if the ranks share one.
-    """
+    """Measures, while it is entered: seconds, `own` and the machine's processor seconds, and transmitted bytes."""
 
     def __enter__(self) -> Meter:
         self._before = self._now()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.seconds, self.own, self.machine, self.transmitted = (
             after - before for before, after in zip(self._before, self._now(), strict=True)
         )
 
     def foreign_load(self, own: Sequence[float]) -> float:
-        """Return the share of the processors that other programs used.
-
-        Args:
-            own: `own` of every rank.
-        """
+        """Return the share of the processors that other programs used, given `own` of every rank."""
         return max(0.0, self.machine - sum(own)) / (self.seconds * (os.cpu_count() or 1))
 
     @staticmethod
