@@ -6,11 +6,12 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import pytorch_lightning as pl
 import torch
 
-from benchmarks.convergence import DENSE, RATES, STEPS_PER_EPOCH, VERSIONS, summarize
+from benchmarks.convergence import DENSE, RATES, STEPS_PER_EPOCH, summarize
 from examples.data import CIFAR10, Digits, StandardLibrary, TextFolder
 from examples.data.cifar10 import crop_and_flip
 from examples.elastic import newest
@@ -133,10 +134,11 @@ def test_density_goes_with_sparse_strategies_only():
 
 def test_convergence_bound_is_the_paired_one():
     def rows(method, density, accuracies):
-        fixed = {"method": method, "density": density, "warmup": "", "epochs": 3, **VERSIONS}
+        fixed = {"method": method, "density": density, "warmup": "", "epochs": 3}
         return [{**fixed, "seed": i, "val_accuracy_percent": a, "val_loss": 0.0} for i, a in enumerate(accuracies)]
 
-    dense, sparse = summarize(rows("ddp", 1.0, [98.0, 99.0, 97.0]) + rows("topk", 0.01, [97.0, 97.0, 97.0]))
+    runs = rows("ddp", 1.0, [98.0, 99.0, 97.0]) + rows("topk", 0.01, [97.0, 97.0, 97.0])
+    dense, sparse = summarize(pd.DataFrame(runs)).to_dict("records")
     assert dense["gap_points"] == dense["gap_upper_95_points"] == 0
     assert sparse["gap_points"] == 1  # gaps 1, 2, 0: mean 1, standard deviation 1
     assert sparse["gap_upper_95_points"] == pytest.approx(1 + 2.920 / 3**0.5, abs=1e-3)  # t, 2 degrees of freedom
