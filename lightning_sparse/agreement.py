@@ -1,103 +1,228 @@
-"""What all ranks must agree on before they exchange anything: compared through the process group's store.
+"""Comparison of all ranks' settings through the process group's store, before the first collective.
 
-Where settings differ, no collective would line up, so none can be used to find out.
+Ranks with different settings would call collectives that do not match, so collectives cannot be used to find out. The
+first rank of the group leads:
+
+1. The leader writes its settings, then a call: a new nonce and a digest of the settings.
+2. Every other rank answers the call with a nonce of its own, under a key that contains the leader's. Only if its digest
+   differs does it read the leader's settings and object, naming the setting.
+3. The leader writes a verdict: the nonces of all answers, and the first objection.
+
+Processes that torchrun restarts may find the store as their predecessors left it. An answer to a nonce that the leader
+has just drawn cannot be stale, and neither can a verdict that repeats a rank's own nonce.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_sparse.comm import RankFailure
+from lightning_sparse.comm import POLL, RankFailure, lost_store, rank_list
 
 log = logging.getLogger(__name__)
-SUSPECT_SECONDS = 20.0
-BELIEVE_SECONDS = 2.0
-"""How long a rank's word that it cannot attach has to stand: one of an earlier attempt is soon replaced."""
+WARN_AFTER_SECONDS = 5.0
+"""Seconds after which a rank that has not attached is named in a warning. DDP's constructor has just synchronised."""
+STALE_AFTER_SECONDS = 2.0
+"""Seconds an error entry must remain unchanged before it is trusted: a previous attempt's is overwritten sooner."""
 
 
-@contextlib.contextmanager
-def agreement(group: str, ranks: Sequence[int], timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Compare settings with all ranks, before any collective could be out of step.
-
-    Yields a dictionary to fill in with what must be equal on all ranks, name to value. An exception in the meantime
-    is told to the others. In the end it holds one thing more, "session": a name that all ranks have in common, and that
-    nobody has had before.
+class Handshake:
+    """One rank's part in the comparison.
 
     Args:
-        group: name of the process group.
-        ranks: its members.
-        timeout: how long to wait for the slowest.
-
-    Raises:
-        RankFailure: the settings differ, or a rank cannot attach, or does not come.
+        store: the process group's store; a clone, whose waits block nobody else.
+        group: the process group's name, equal on all its ranks.
+        rank: this rank.
+        ranks: all ranks of the group; the first one leads.
+        timeout: time to wait for the slowest rank.
+        has_ended: tells whether a rank's process has ended; None if that cannot be seen.
     """
-    rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    place = f"lightning_sparse/{group}/attach"
-    # torchrun keeps one store for all its attempts, so what is there may be of processes that exist no more. A rank
-    # that has seen this number, which is new each time, is of the present.
-    number = secrets.token_hex(8)
-    described: dict[str, Any] = {}
-    try:
-        yield described
-    except Exception as error:
-        reason = f"Rank {rank} cannot attach: {type(error).__name__}: {error}"
-        store.set(f"{place}/{rank}", json.dumps({"number": number, "error": reason}))
-        raise
-    store.set(f"{place}/{rank}", json.dumps({"number": number, **described}))
-    deadline = time.monotonic() + timeout.total_seconds()
-    numbers = {rank: number}
-    try:
-        for other in ranks:
-            if other != rank:
-                theirs = _met(store, place, rank, number, other, deadline, described["method"])
-                numbers[other] = theirs["number"]
-                for setting, mine in described.items():
-                    if theirs.get(setting, mine) != mine:
-                        raise RankFailure(
-                            f"Ranks differ in {setting}: rank {rank} has {mine}, rank {other} has {theirs[setting]}. "
-                            f"Give all ranks the same settings."
-                        )
-                if "error" in theirs:
-                    raise RankFailure(theirs["error"])
-    except RankFailure as failure:
-        store.set(f"{place}/{rank}", json.dumps({"number": number, **described, "error": str(failure)}))
-        raise
-    described["session"] = numbers[ranks[0]]
 
+    def __init__(
+        self,
+        store: Store,
+        group: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        has_ended: Callable[[int], bool | None] = lambda rank: None,
+    ) -> None:
+        self._store, self._rank, self._leader = store, rank, ranks[0]
+        self._others = [other for other in ranks if other != rank]
+        self._timeout, self._has_ended = timeout.total_seconds(), has_ended
+        self._prefix = f"lightning_sparse/{group}/handshake"
+        self._nonce = secrets.token_hex(8)
+        self._method = ""
+        self._refusal = "", 0.0  # the last entry that was seen, and since when
 
-def _met(store: Any, place: str, rank: int, number: str, other: int, deadline: float, method: str) -> dict[str, Any]:
-    """Return what another rank says about itself, as soon as it is known to be of the present."""
-    theirs: dict[str, Any] = {}
-    warn_at = time.monotonic() + SUSPECT_SECONDS
-    while True:
-        present = _content(store, f"{place}/{rank} as seen by {other}") == number
-        found = json.loads(_content(store, f"{place}/{other}") or "{}")
-        if found != theirs:
-            theirs, changed = found, time.monotonic()
-            store.set(f"{place}/{other} as seen by {rank}", theirs["number"])
-        if present or ("error" in theirs and time.monotonic() > changed + BELIEVE_SECONDS):
-            return theirs
-        suspicion = (
-            f"Rank {rank} waits for rank {other} to attach {method}. If it is running already, it uses another "
-            f"strategy, such as stock 'ddp': give all ranks the same one."
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot attach."""
+        reason = f"Rank {self._rank} cannot attach: {type(error).__name__}: {error}"
+        self._set("refused", json.dumps([self._rank, self._nonce, reason]))
+        if self._rank != self._leader and (call := self._get("call")):
+            self._object(call.split()[0], reason)
+
+    def agree(self, settings: Mapping[str, Any]) -> str:
+        """Compare settings (name to value) with all ranks.
+
+        Returns:
+            A name for what the ranks begin together, equal on all of them and new each time.
+
+        Raises:
+            RankFailure: the settings differ, or a rank cannot attach, has ended, or does not come.
+        """
+        try:
+            return self._agree(settings)
+        except dist.DistError as error:
+            raise RankFailure(lost_store(self._rank, error)) from error
+
+    def _agree(self, settings: Mapping[str, Any]) -> str:
+        text = json.dumps(settings, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self._method = str(settings.get("method", ""))
+        if (refused := self._get("refused")) and json.loads(refused)[0] == self._rank:
+            self._set("refused", "")  # by this rank's predecessor
+        return self._lead(text, digest) if self._rank == self._leader else self._follow(settings, digest)
+
+    def _lead(self, text: str, digest: str) -> str:
+        session = self._nonce
+        self._set(f"{session}/settings", text)
+        self._set("call", f"{session} {digest}")
+        try:
+            self._await_answers(session)
+            error = self._get(f"{session}/objection")
+        except RankFailure as failure:
+            error = str(failure)
+        nonces = [answer for other in self._others if (answer := self._get(f"{session}/{other}"))]
+        self._set(f"{session}/verdict", json.dumps({"nonces": nonces, "error": error}))
+        if error:
+            raise RankFailure(error)
+        return session
+
+    def _await_answers(self, session: str) -> None:
+        """Wait until all ranks have answered, or one of them objects."""
+        start, warned = time.monotonic(), False
+        for i, other in enumerate(self._others):
+            while not self._wait(f"{session}/{other}"):
+                if self._get(f"{session}/objection"):
+                    return
+                missing = [rank for rank in self._others[i:] if not self._get(f"{session}/{rank}")]
+                self._raise_if_refused()
+                self._raise_if_ended(missing)
+                waited = time.monotonic() - start
+                if missing and waited > min(WARN_AFTER_SECONDS, self._timeout) and not warned:
+                    warned = True
+                    self._set(f"{session}/missing", json.dumps(missing))
+                    log.warning(self._still_missing(missing, waited))
+                if missing and waited > self._timeout:
+                    raise RankFailure(self._still_missing(missing, waited))
+
+    def _follow(self, settings: Mapping[str, Any], digest: str) -> str:
+        session = ""
+        start, warned = time.monotonic(), False
+        while True:
+            call = self._get("call")
+            if call and call.split()[0] != session:
+                session, leaders_digest = call.split()
+                start = time.monotonic()
+                if digest != leaders_digest:
+                    self._compare(session, settings)
+                self._set(f"{session}/{self._rank}", self._nonce)
+            if self._wait(f"{session}/verdict" if session else "call") and session:
+                verdict = json.loads(self._get(f"{session}/verdict"))
+                if self._nonce in verdict["nonces"] or (
+                    # The leader need not have waited for this rank's answer before it failed.
+                    verdict["error"] and time.monotonic() > start + STALE_AFTER_SECONDS
+                ):
+                    if verdict["error"]:
+                        raise RankFailure(verdict["error"])
+                    return session
+                time.sleep(POLL.total_seconds())
+            self._raise_if_refused()
+            self._raise_if_ended([self._leader])
+            waited = time.monotonic() - start
+            missing = json.loads((session and self._get(f"{session}/missing")) or "[]")
+            # The leader warns of other ranks itself, a moment earlier.
+            if not missing and waited > WARN_AFTER_SECONDS + 2 * POLL.total_seconds() and not warned:
+                warned = True
+                log.warning(self._still_missing([self._leader], waited))
+            if waited > self._timeout + 2 * POLL.total_seconds():
+                raise RankFailure(self._still_missing(missing or [self._leader], waited))
+
+    def _compare(self, session: str, settings: Mapping[str, Any]) -> None:
+        """Object, naming the first setting in which this rank and the leader differ."""
+        theirs = json.loads(self._get(f"{session}/settings"))
+        for name in [*theirs, *(name for name in settings if name not in theirs)]:
+            if settings.get(name) != theirs.get(name):
+                self._object(
+                    session,
+                    f"Ranks differ in {name}: rank {self._leader} has {theirs.get(name)}, rank {self._rank} has "
+                    f"{settings.get(name)}. Give all ranks the same settings.",
+                )
+                return
+
+    def _object(self, session: str, reason: str) -> None:
+        self._store.compare_set(f"{self._prefix}/{session}/objection", "", _encodable(reason))
+
+    def _raise_if_refused(self) -> None:
+        entry = self._get("refused")
+        if entry != self._refusal[0]:
+            self._refusal = entry, time.monotonic()
+        if entry and time.monotonic() > self._refusal[1] + STALE_AFTER_SECONDS:
+            raise RankFailure(json.loads(entry)[2])
+
+    def _raise_if_ended(self, missing: Sequence[int]) -> None:
+        for rank in missing:
+            if self._has_ended(rank):
+                entry = self._get("refused")
+                if entry and json.loads(entry)[0] == rank:
+                    raise RankFailure(json.loads(entry)[2])
+                raise RankFailure(
+                    f"Rank {rank} has ended before it attached {self._method}: its connections are closed. It was "
+                    f"killed, failed, or never called attach; look at the end of its output."
+                )
+
+    def _still_missing(self, missing: Sequence[int], seconds: float) -> str:
+        several = len(missing) > 1
+        if all(self._has_ended(rank) is False for rank in missing):
+            seen = "There is no sign that a process has ended" if several else "There is no sign that its process ended"
+            causes = "loading, frozen"
+        else:
+            seen, causes = "The process group does not show whether a process has ended", "loading, ended, frozen"
+        return (
+            f"Rank {self._rank} waits for {rank_list(missing)} to attach {self._method}, for {seconds:.0f} s so far. "
+            f"{seen}: {'they may be' if several else 'it may be'} {causes}, or using another strategy, such as stock "
+            f"'ddp'. All ranks need the same one."
         )
-        if time.monotonic() > deadline:
-            raise RankFailure(suspicion)
-        if time.monotonic() > warn_at:
-            log.warning(suspicion)
-            warn_at = float("inf")
-        time.sleep(0.02)
+
+    def _get(self, key: str) -> str:
+        """Return the value of a key, "" if there is none."""
+        key = f"{self._prefix}/{key}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _set(self, key: str, value: str) -> None:
+        self._store.set(f"{self._prefix}/{key}", _encodable(value))
+
+    def _wait(self, key: str) -> bool:
+        """Wait for a key, POLL at most, and return whether it is set."""
+        # Not by `store.wait`: when its time is up, torch prints a warning.
+        deadline, pause = time.monotonic() + POLL.total_seconds(), 0.002
+        while not self._store.check([f"{self._prefix}/{key}"]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return True
 
 
-def _content(store: Any, key: str) -> str | None:
-    return store.get(key).decode() if store.check([key]) else None
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

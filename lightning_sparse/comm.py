@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 Op = Literal["sum", "max"]
@@ -29,6 +32,11 @@ POLL = timedelta(seconds=0.5)
 """How long a rank waits for the wire before it looks whether another rank has failed."""
 ANSWER_SECONDS = 1.5
 """How long a rank that has failed waits for a word of the others, which look for its question every POLL."""
+
+
+CONNECT_SECONDS = 20.0
+_NEVER_SENT = 0x6C737061
+"""Tag of `has_ended`."""
 
 
 class RankFailure(RuntimeError):
@@ -219,110 +227,253 @@ class _SubComm(Comm):
         x.copy_(self._swap(flat.repeat(self.size) if self.rank == src else flat[:0], send, receive).view(x.shape))
 
 
+def default_store() -> Store:
+    """Return the default process group's store, over a connection of its own: no client waits while another does.
+
+    Raises:
+        RankFailure: the process that hosts the store has ended.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + CONNECT_SECONDS
+
+    def give_up() -> None:
+        world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        if (dist.get_rank() != 0 and has_ended(world, 0)) or time.monotonic() > deadline:
+            raise dist.DistNetworkError("cannot connect")
+
+    try:
+        store.check([""])  # fails at once if the host has ended, whereas a clone tries to connect until the timeout
+        return call_in_thread(store.clone, give_up)  # type: ignore[no-any-return]
+    except dist.DistError as error:
+        raise RankFailure(lost_store(dist.get_rank(), error)) from error
+
+
+def call_in_thread(fn: Callable[[], T], poll: Callable[[], None], discard: Callable[[T], object] = id) -> T:
+    """Return `fn()`, which another thread calls because it may wait for peers that have ended.
+
+    Args:
+        fn: the function.
+        poll: called every POLL in the meantime; it may raise to give up.
+        discard: called with a result that comes after that.
+    """
+    result: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(fn())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=call, name="lightning_sparse connecting", daemon=True).start()
+    try:
+        while not wait([result], POLL.total_seconds()).done:
+            poll()
+    except BaseException:
+        result.add_done_callback(lambda late: late.exception() or discard(late.result()))
+        raise
+    return result.result()
+
+
+def open_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group with the ranks and the backend of another one. Only those ranks call this, all of them.
+
+    `torch.distributed.new_group` names a group by the number of groups that a rank has made before; if ranks differ in
+    that, they wait for each other under different names until the timeout.
+    """
+    c10d: Any = dist.distributed_c10d
+    ranks = dist.get_process_group_ranks(parent)
+    world = dist.group.WORLD
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        dist.get_rank(parent),
+        ranks,
+        dist.get_backend(parent),
+        c10d._get_default_store(),
+        name,
+        timeout=timeout,
+        device_id=getattr(world, "bound_device_id", None),
+        group_desc="lightning_sparse",
+    )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group  # type: ignore[no-any-return]
+
+
+def has_ended(group: dist.ProcessGroup, peer: int) -> bool | None:
+    """Return whether the process of a member has ended, as gloo's connection to it shows; None without gloo.
+
+    Args:
+        group: a process group whose connections have been made.
+        peer: the member's rank within the group.
+    """
+    try:
+        if group._get_backend(torch.device("cpu")).name() != "gloo":
+            return None
+    except RuntimeError:
+        return None
+    try:
+        # Gloo refuses to begin to receive over a connection that the peer's end has closed. Nobody sends under this
+        # tag, and an open receive that nobody waits for takes part in nothing.
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-class ProcessGroupComm(Comm):
-    """A `Comm` over a torch.distributed process group.
+class Peers:
+    """The ranks of a process group, seen through the store: which have failed, finished, or do not respond.
 
-    Every wait looks twice a second at two keys in the store, under which a rank leaves word when it fails (`report`) or
-    has no more to exchange (`leave`). A peer that waits for it then raises the same reason at once, instead of waiting
-    for the group's timeout.
+    Only the process that made it communicates: a forked child, such as a worker of a DataLoader, has copies of this
+    object and of the store's connection, and would speak for the rank.
 
     Args:
-        group: the process group; None is the default one.
-        session: sets the keys apart from those of earlier processes, where the store outlives them; equal on all ranks.
+        store: a client that nobody else waits with, see `default_store`.
+        group: the process group's name, which the keys in the store contain.
+        rank: this rank within the group.
+        ranks: global rank numbers of the group's members, for error messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, session: str = "") -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "ProcessGroupComm needs torch.distributed: call torch.distributed.init_process_group first, or use "
-                "simulate(size, fn) to run ranks as threads."
-            )
-        self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
-        super().__init__(dist.get_rank(self.group), dist.get_world_size(self.group))
-        # A store's client is locked while it waits; a clone has a connection of its own, so looking never blocks.
-        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        place = f"lightning_sparse/{self.group.group_name}/{session}"
-        self._failed, self._left, self._warned, self._roll = (
-            f"{place}/{key}" for key in ("failed", "left", "warned", "roll")
+    def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._pid = os.getpid()
+        self._failed, self._done, self._terminating, self._poll = (
+            f"lightning_sparse/{group}/{key}" for key in ("failed", "done", "terminating", "poll")
         )
 
-    def report(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot go on. The first reason stays."""
-        self._tell(self._failed, reason)
+    def mark_failed(self, reason: str) -> None:
+        """Record that this rank cannot go on. The first reason stays."""
+        self._put(self._failed, reason)
 
-    def leave(self, reason: str) -> None:
-        """Tell the other ranks that this one makes no further calls. Those that still wait for it will fail."""
-        self._tell(self._left, f"{self._calls} {reason}")
+    def mark_done(self, calls: int, reason: str) -> None:
+        """Record that this rank makes no collective calls after its first `calls`. Peers that make more will fail."""
+        self._put(self._done, f"{calls} {reason}")
 
-    def warn(self, reason: str) -> None:
-        """Tell the other ranks what may be the end of this one. Nobody fails for it; it serves as an explanation."""
-        self._tell(self._warned, reason)
+    def mark_terminating(self, reason: str) -> None:
+        """Record that this rank is being terminated. Peers do not fail; `diagnose` names it as the likely cause."""
+        self._put(self._terminating, reason)
 
-    def explain(self) -> str:
-        """Return what is known about why an exchange broke off: what a rank has told, or which of them is missing."""
+    def raise_if_failed(self, calls: int) -> None:
+        """Raise RankFailure if a rank has failed, or is done with fewer collective calls than this one has begun."""
         try:
-            self.check()
-            if self._store.check([self._warned]):
-                return str(self._store.get(self._warned).decode())
-            silent, absent = self._roll_call()
+            if self._store.check([self._failed]):
+                raise RankFailure(self._store.get(self._failed).decode())
+            if self._store.check([self._done]):
+                made, reason = self._store.get(self._done).decode().split(" ", 1)
+                if int(made) < calls:
+                    raise RankFailure(reason)
+        except dist.DistError as error:
+            raise RankFailure(lost_store(self._ranks[self._rank], error)) from error
+
+    def diagnose(self, calls: int) -> str:
+        """Return why a collective broke off: the reason a rank has recorded, or which ranks do not respond."""
+        try:
+            self.raise_if_failed(calls)
+            if self._store.check([self._terminating]):
+                return str(self._store.get(self._terminating).decode())
+            silent, absent = self._poll_peers()
         except RankFailure as failure:
             return str(failure)
         except dist.DistError:
             return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
         if silent:
             return (
-                f"No answer from {_ranks(silent)}: killed, ended, or frozen, or still before the first backward pass. "
-                f"Look at the end of the output there."
+                f"No answer from {rank_list(silent)}: killed, ended, or frozen, or still before the first backward "
+                f"pass. Look at the end of the output there."
             )
         if absent:
-            return f"Still running, but not taking part: {_ranks(absent)}. It hangs, or needs longer than the timeout."
+            return (
+                f"Still running, but not taking part: {rank_list(absent)}. It hangs, or needs longer than the timeout."
+            )
         return "All ranks have come to this error: look for an interruption of the network."
 
-    def answer(self) -> None:
-        """Say that this rank is running, if another one has failed and asks."""
+    def respond(self) -> None:
+        """Respond if a failed rank polls its peers."""
         with contextlib.suppress(Exception):
-            if self._store.check([self._roll]):
-                self._tell(f"{self._roll}/{self.rank}", "running")
+            if os.getpid() == self._pid and self._store.check([self._poll]):
+                self._put(f"{self._poll}/{self._rank}", "running")
 
-    def _roll_call(self) -> tuple[list[int], list[int]]:
-        """Ask who is there; return the ranks that say nothing, and those that run but have not failed as this one."""
-        keys = {rank: f"{self._roll}/{rank}" for rank in range(self.size)}
-        self._store.set(self._roll, "")
-        self._store.set(keys[self.rank], "failed")
+    def _poll_peers(self) -> tuple[list[int], list[int]]:
+        """Poll all ranks. Returns those that do not respond, and those that respond but are not in this collective."""
+        keys = [f"{self._poll}/{rank}" for rank in range(len(self._ranks))]
+        self._store.set(self._poll, "")
+        self._store.set(keys[self._rank], "failed")
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            silent = [rank for rank, key in keys.items() if not self._store.check([key])]
-            absent = [rank for rank in keys if rank not in silent and self._store.get(keys[rank]) != b"failed"]
+            silent, absent = [], []
+            for rank, key in zip(self._ranks, keys, strict=True):
+                if not self._store.check([key]):
+                    silent.append(rank)
+                elif self._store.get(key) != b"failed":
+                    absent.append(rank)
             if not silent + absent or time.monotonic() > deadline:
                 return silent, absent
             time.sleep(0.02)
 
-    def _tell(self, key: str, text: str) -> None:
-        # Without the store its host is gone, and the others lose their connections anyway. Nothing may go wrong here.
+    def _put(self, key: str, text: str) -> None:
+        """Set a key, unless it is set."""
+        if os.getpid() != self._pid:
+            return
+        # Without the store its host is gone, and the peers lose their connections anyway. Nothing may go wrong here.
         with contextlib.suppress(Exception):
             self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
 
+
+class ProcessGroupComm(Comm):
+    """A `Comm` over a torch.distributed process group.
+
+    Every wait checks twice a second whether a rank has failed (`report`) or makes no more calls (`leave`), and raises
+    that rank's reason instead of waiting for the group's timeout.
+
+    Args:
+        group: the process group; None is the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "ProcessGroupComm needs torch.distributed: call torch.distributed.init_process_group first, or use "
+                "simulate(size, fn) to run ranks as threads."
+            )
+        group = dist.group.WORLD if group is None else group
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.store = default_store()
+        self.use(group)  # type: ignore[arg-type]
+
+    def use(self, group: dist.ProcessGroup) -> None:
+        """Communicate over another process group of the same ranks from now on."""
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.peers = Peers(self.store, group.group_name, self.rank, self.ranks)
+
+    def report(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot go on. The first reason stays."""
+        self.peers.mark_failed(reason)
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that this one makes no further calls. Those that still wait for it will fail."""
+        self.peers.mark_done(self._calls, reason)
+
+    def warn(self, reason: str) -> None:
+        """Record that this rank is being terminated (SIGTERM). Its peers do not fail; `explain` names it as a cause."""
+        self.peers.mark_terminating(reason)
+
+    def explain(self) -> str:
+        """Return why a collective broke off, as far as that is known."""
+        return self.peers.diagnose(self._begun)
+
+    def answer(self) -> None:
+        """Reply to a rank that has failed and asks whether this one is running."""
+        self.peers.respond()
+
     def check(self) -> None:
         """Raise RankFailure if a rank has failed, or has left before a collective that this one has begun."""
-        try:
-            if self._store.check([self._failed]):
-                raise RankFailure(self._store.get(self._failed).decode())
-            if self._store.check([self._left]):
-                calls, reason = self._store.get(self._left).decode().split(" ", 1)
-                if int(calls) < self._begun:
-                    raise RankFailure(reason)
-        except dist.DistError as error:
-            raise RankFailure(
-                f"Rank {self.rank} lost the store of the process group: the process that hosts it, usually rank 0, "
-                f"has ended. ({first_line(error)})"
-            ) from error
+        self.peers.raise_if_failed(self._begun)
 
     def look(self) -> None:
-        """Raise RankFailure if another rank is known to have failed, and answer one that asks."""
+        """Raise RankFailure if another rank is known to have failed, and reply to one that asks."""
         self.check()
         self.answer()
 
@@ -362,8 +513,9 @@ class ProcessGroupComm(Comm):
         except RuntimeError as error:
             self.check()  # a reason that a rank has left says more
             failure = RankFailure(
-                f"Rank {self.rank} lost its peers in an exchange of gradients: {first_line(error)}. {self.explain()} "
-                f"If it is running: check that all ranks use the same strategy and see the same number of batches."
+                f"Rank {self.ranks[self.rank]} lost its peers in an exchange of gradients: {first_line(error)}. "
+                f"{self.explain()} If it is running: check that all ranks use the same strategy and see the same "
+                f"number of batches."
             )
             # In a ring only its neighbours notice that a rank has died; the others would wait for the timeout.
             self.report(str(failure))
@@ -400,7 +552,16 @@ class ProcessGroupComm(Comm):
         return received
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def lost_store(rank: int, error: BaseException) -> str:
+    """Return the error message for a store that does not respond any more."""
+    return (
+        f"Rank {rank} lost the store of the process group: the process that hosts it, usually rank 0, has ended. "
+        f"({first_line(error)})"
+    )
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2", for error messages."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -19,10 +19,9 @@ of backward.
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and refuses strings.
 import contextlib
-import ctypes
 import logging
+import os
 import queue
-import re
 import threading
 import time
 import weakref
@@ -37,17 +36,14 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.agreement import agreement
-from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure, first_line
+from lightning_sparse.comm import POLL
 from lightning_sparse.layout import Granularity, Segment
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
 from lightning_sparse.reducer import OnNonFinite, Reducer
+from lightning_sparse.session import JOIN_SECONDS, Session
 
 log = logging.getLogger(__name__)
-JOIN_SECONDS = 5.0
-_BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
-"""What torch says when a collective of its own, or of Lightning's, broke off. There is no class for that."""
 
 
 def attach(
@@ -148,26 +144,36 @@ class CommThread:
             raise TypeError(
                 f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."
             )
-        # All ranks of DDP's group, which need not be the whole world.
-        ranks = dist.get_process_group_ranks(ddp.process_group)
-        timeout = timeout or ddp.process_group._get_backend(ddp.device).options._timeout
-        bucket_cap_mb = ddp.bucket_bytes_cap / 2**20
-        with agreement(ddp.process_group.group_name, ranks, timeout) as described:
-            params = trainable_parameters(ddp)
-            described.update(
-                method=repr(method),
-                **{name: "given" if callable(value) else repr(value) for name, value in options.items()},
-                bucket_cap_mb=bucket_cap_mb,
-                model=", ".join(f"{name}{list(param.shape)}" for name, param in params.items()),
-            )
-        # A part of the world has to make its group without the others. Such a group is named after its ranks, and its
-        # name cannot be used again, so it is left open at the end; others are numbered.
-        self._part_of_world = len(ranks) < dist.get_world_size()
-        self._group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=self._part_of_world)
-        self.comm = ProcessGroupComm(self._group, described["session"])
-        self.reducer = Reducer(method, self.comm, bucket_cap_mb=bucket_cap_mb, **options)
-        self.reducer.setup(params)
+
+        def parameters() -> dict[str, Tensor]:
+            check_no_hook(ddp)
+            return trainable_parameters(ddp)
+
+        self._pid = os.getpid()
+        self._closed = self._closed_by_thread = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._watches: list[Any] = []
+        self.session = Session(
+            parameters,
+            method,
+            group=ddp.process_group,  # need not be all the ranks
+            device=ddp.device,
+            timeout=timeout,
+            bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
+            **options,
+        )
+        self.comm, self.reducer = self.session.comm, self.session.reducer
+        try:
+            self._start(ddp)
+        except BaseException as error:
+            self.session.fail(error)
+            self.close()
+            raise
+
+    def _start(self, ddp: DistributedDataParallel) -> None:
         assert self.reducer.layout is not None
+        params = trainable_parameters(ddp)
         self._segment_of = {name: segment for segment in self.reducer.layout.segments for name in segment.names}
         self._name_of = {id(param): name for name, param in params.items()}
         self._params = list(params.values())  # keeps the ids valid
@@ -177,50 +183,24 @@ class CommThread:
             if not param.requires_grad and name not in ddp.parameters_to_ignore
         }
         self._queue: queue.Queue[_Bucket | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
         self._device = ddp.device
-        self._stream = torch.cuda.Stream(ddp.device) if ddp.device.type == "cuda" else None
-        self._error: BaseException | None = None
+        self._stream = self.session.stream
         # Of the present step, and the thread's own:
         self._buckets: list[_Bucket] = []
         self._arrived: dict[str, _Bucket] = {}
         self._missing: dict[int, int] = {}  # parameters per segment
         self._in_backward = False
-        self._closed = False
         # DDP hands over parameters that took no part as well, with whatever their .grad holds; only autograd knows.
         self._watches_use = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._used: set[str] = set()
-        self._watches = (
-            [param.register_post_accumulate_grad_hook(self._mark_used) for param in self._params]
-            if self._watches_use
-            else []
-        )
+        if self._watches_use:
+            self._watches = [param.register_post_accumulate_grad_hook(self._mark_used) for param in self._params]
         if self._stream is not None:
-            self.rehearse(params)
+            self.session.dry_run(params)
         ddp.register_comm_hook(self, _on_bucket)
         weakref.finalize(ddp, self.close)  # when the model goes, or the interpreter
 
     # In the training thread:
-
-    def rehearse(self, params: dict[str, Tensor]) -> None:
-        """Go through a step of zeros, and forget it.
-
-        Kernels are loaded, and a group's connections made, when they are first used, and both may wait for the device.
-        Within backward that can be for ever: the device may itself wait for this rank, in a collective of DDP's own.
-        """
-        assert self.reducer.layout is not None
-        try:
-            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                for segment in self.reducer.layout.segments:
-                    own = [params[name] for name in segment.names]
-                    self.reducer.reduce_segment_(segment, [param.new_zeros(param.numel()) for param in own])
-                self.reducer.catch_up()
-        except Exception as error:
-            self.fail(error)
-            raise
-        self.reducer.reset()
-        self.reducer.seconds = dict.fromkeys(self.reducer.seconds, 0.0)
-        self.comm.sent_bytes, self.comm.seconds = 0, 0.0
 
     def _mark_used(self, param: Tensor) -> None:
         self._used.add(self._name_of[id(param)])
@@ -319,17 +299,8 @@ class CommThread:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that training has failed here, outside the thread.
-
-        Where it was a connection that broke, the error's text gets what is known about the cause in front.
-        """
-        if self._closed:
-            return
-        if isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and _BROKEN.search(str(error)):
-            # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
-            with contextlib.suppress(Exception):
-                error.args = (f"{self.comm.explain()} ({first_line(error)})",)
-        self.comm.report(self.reducer.described(error))
+        """Tell the other ranks that training has failed here, outside the thread."""
+        self.session.fail(error)
 
     @property
     def whole(self) -> bool:
@@ -348,48 +319,30 @@ class CommThread:
 
     def close(self) -> None:
         """End the thread and leave the group. May be called twice, and after a failure."""
-        if self._closed:
+        # A forked child that collects its copy of the model has no thread, and its parent goes on.
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self.comm.leave(
-            f"Rank {self.comm.rank} has ended training after {self.reducer.step} steps, while other ranks go on. Look "
-            f"for an error in its output, or give all ranks the same number of batches."
-        )
-
+        self.session.finish()
         for watch in self._watches:
             watch.remove()
         if self._thread is not None:
             self._queue.put(None)
+            if self._thread is threading.current_thread():
+                self._closed_by_thread = True  # which has collected the model, and closes the session when it ends
+                return
             self._thread.join(JOIN_SECONDS)
-        alive = (self._thread is not None and self._thread.is_alive()) or not self._device_done()
+        self._close_session(alive=self._thread is not None and self._thread.is_alive())
+
+    def _close_session(self, *, alive: bool) -> None:
+        alive = alive or not self.session.device_done()
         if self._error is None and not alive:
             try:
                 self.reducer.catch_up()
             except Exception as error:  # of the last step; backward does not come to raise it
                 self._error = error
                 log.error(f"{error}")
-        pending = self._error is not None or alive
-        if pending:
-            # An exchange may be pending for ever. The group's destructor would wait for its timeout, with the
-            # interpreter locked, whenever garbage is collected: so it must not run.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            self._free_device()
-        if dist.is_initialized() and not self._part_of_world:
-            # What an aborted group has to say must not hide the error that led here.
-            with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
-                dist.destroy_process_group(self._group)
-
-    def _device_done(self) -> bool:
-        """Wait for the device, but not for ever: it may be waiting for a rank that is no more."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        try:
-            while self._stream is not None and not self._stream.query():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(1e-3)
-        except RuntimeError:  # an error on the device
-            return False
-        return True
+        self.session.close(pending=self._error is not None or alive)
 
     # In the communication thread:
 
@@ -411,6 +364,8 @@ class CommThread:
                     _complete(bucket)
                 self._queue.task_done()
             del bucket
+        if self._closed_by_thread:
+            self._close_session(alive=False)
 
     def _next(self) -> _Bucket | None:
         while True:
@@ -432,13 +387,7 @@ class CommThread:
             # worth nothing, and the next backward raises the reason.
             self._fail(error)
             log.error(self.reducer.described(error))
-            self._free_device()
-
-    def _free_device(self) -> None:
-        """End collectives that wait on the device for ranks that do not come, as NCCL's do until a timeout."""
-        if self._stream is not None and self._group._get_backend(self._device).name() == "nccl":
-            with contextlib.suppress(Exception):
-                self._group.abort()
+            self.session.free_device()
 
     def _process(self, bucket: _Bucket) -> None:
         self._buckets.append(bucket)
@@ -496,6 +445,20 @@ def _complete(bucket: _Bucket) -> None:
     with contextlib.suppress(RuntimeError):
         if not bucket.future.done():
             bucket.future.set_result(bucket.buffer)
+
+
+def check_no_hook(ddp: DistributedDataParallel) -> None:
+    """Raise ValueError if the model has a communication hook: DDP takes one, and never another one."""
+    if any(isinstance(state, CommThread) for _, state in ddp._comm_hooks):
+        raise ValueError(
+            "attach was called on this DistributedDataParallel before, and DDP takes one communication hook in its "
+            "life: wrap the model in a new DistributedDataParallel to attach with other settings."
+        )
+    if hook := ddp._get_ddp_logging_data().get("comm_hook"):
+        raise ValueError(
+            f"This DistributedDataParallel has the communication hook {hook} already, and takes only one: leave its "
+            f"register_comm_hook out, or do not attach."
+        )
 
 
 def _on_bucket(state: CommThread, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -20,7 +20,8 @@ ALLOWED = {
     "observer": {"layout", "context", "compressors"},
     "reducer": {"observer", "layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
     "agreement": {"comm"},
-    "hook": {"agreement", "layout", "comm", "methods", "reducer"},
+    "session": {"agreement", "comm", "methods", "reducer"},
+    "hook": {"layout", "comm", "methods", "reducer", "session"},
     "checkpoint": {"reducer"},
     "strategies": {"aggregators", "checkpoint", "layout", "hook", "methods", "reducer"},
     "callbacks": {"observer", "layout", "context", "compressors", "reducer", "strategies"},
@@ -30,7 +31,7 @@ ALLOWED = {
     "__main__": {"advise", "cli"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
-DISTRIBUTED = {"agreement", "comm", "hook", "strategies"}
+DISTRIBUTED = {"agreement", "comm", "hook", "session", "strategies"}
 
 
 def part(file: Path) -> str:

@@ -61,7 +61,7 @@ def by_hook(rank: int, name: str | None, density: float, granularity: str, optio
     if name is not None:
         if rehearsal:
             thread = CommThread(ddp, make(name, density), granularity=granularity)
-            thread.rehearse(trainable_parameters(ddp))
+            thread.session.dry_run(trainable_parameters(ddp))
             reducer = thread.reducer
             assert (reducer.step, reducer.comm.sent_bytes, reducer.comm.seconds) == (0, 0, 0.0)
         else:
