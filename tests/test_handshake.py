@@ -116,6 +116,6 @@ def test_what_a_rank_sends_and_receives_at_the_start():
     _, clients = shake([{"method": "topk", "model": MODEL}] * 32, late=2.0)
     leader, *followers = (client.bytes for client in clients)
     assert leader < len(MODEL) + 20_000
-    assert max(followers[:-1]) < 3_000
+    assert max(followers[:-1]) < 8_000
     _, clients = shake([{"method": "topk", "model": MODEL + "x" * (rank == 5)} for rank in range(8)])
     assert sum(client.bytes > 2 * len(MODEL) for client in clients[1:]) <= 1  # the one that differs reads and objects
