@@ -44,7 +44,7 @@ class Handshake:
         rank: this rank.
         ranks: all ranks of the group; the first one leads.
         timeout: time to wait for the slowest rank.
-        has_ended: tells whether a rank's process has ended; None if that cannot be seen.
+        has_ended: tells whether a rank's connections are closed; None if that cannot be seen.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Handshake:
                 if self._get(f"{session}/objection"):
                     return
                 missing = [rank for rank in self._others[i:] if not self._get(f"{session}/{rank}")]
-                self._raise_if_refused()
-                self._raise_if_ended(missing)
                 waited = time.monotonic() - start
+                self._raise_if_refused()
+                self._raise_if_ended(missing, waited)
                 if missing and waited > min(WARN_AFTER_SECONDS, self._timeout) and not warned:
                     warned = True
                     self._set(f"{session}/missing", json.dumps(missing))
@@ -147,9 +147,9 @@ class Handshake:
                         raise RankFailure(verdict["error"])
                     return session
                 time.sleep(POLL.total_seconds())
-            self._raise_if_refused()
-            self._raise_if_ended([self._leader])
             waited = time.monotonic() - start
+            self._raise_if_refused()
+            self._raise_if_ended([self._leader], waited)
             missing = json.loads((session and self._get(f"{session}/missing")) or "[]")
             # The leader warns of other ranks itself, a moment earlier.
             if not missing and waited > WARN_AFTER_SECONDS + 2 * POLL.total_seconds() and not warned:
@@ -180,7 +180,9 @@ class Handshake:
         if entry and time.monotonic() > self._refusal[1] + STALE_AFTER_SECONDS:
             raise RankFailure(json.loads(entry)[2])
 
-    def _raise_if_ended(self, missing: Sequence[int]) -> None:
+    def _raise_if_ended(self, missing: Sequence[int], waited: float) -> None:
+        if waited > 0.9 * self._timeout:
+            return  # by now a collective of stock DDP's has timed out as well, and that closes connections too
         for rank in missing:
             if self._has_ended(rank):
                 entry = self._get("refused")
