@@ -194,7 +194,7 @@ class Reducer:
                     if result.data_ptr() != grads[name].data_ptr():
                         grads[name].copy_(result.view_as(grads[name]))
         except Exception as error:
-            self.comm.report(self.described(error))
+            self.comm.mark_failed(self.described(error))
             raise
         self.finish_step()
 
@@ -225,14 +225,14 @@ class Reducer:
         names = [name for name in self.layout.names if name not in unused]
         # In fp32: norms of 16-bit gradients would be rounded to 16 bit, and in fp16 overflow early.
         norms = torch._foreach_norm([grads[name] for name in names], 2, torch.float32) if names else ()
-        norm = math.hypot(*self.comm.fetch(torch.stack(norms))()) if norms else 0.0
+        norm = math.hypot(*self.comm.to_host_async(torch.stack(norms))()) if norms else 0.0
         wrong: str | None = None
         if not math.isfinite(norm):
             # The norm of finite numbers may overflow, so it only raises the suspicion.
             wrong = next((name for name in names if not grads[name].isfinite().all()), None)
             norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
         word = torch.tensor([0 if wrong is None else 1 + self.layout.names.index(wrong), self.step])
-        words = self.comm.fetch(torch.stack(self.comm.all_gather(word.to(self._device))))()
+        words = self.comm.to_host_async(torch.stack(self.comm.all_gather(word.to(self._device))))()
         for rank, (_, step) in enumerate(words):
             if step != self.step:
                 raise RankFailure(f"Ranks are out of step: rank {rank} is at step {step}, this one at {self.step}.")

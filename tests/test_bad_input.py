@@ -78,7 +78,7 @@ def calls(name: str, size: int) -> int:
 def on_call(comm: Comm, number: int, change) -> Comm:
     """Let `change(collective, x, *args)` make one of this rank's collectives, the others as always."""
     calls = itertools.count()
-    inners = {name: getattr(comm, name) for name in ("_all_reduce", "_all_gather", "_broadcast", "_swap")}
+    inners = {name: getattr(comm, name) for name in ("_all_reduce", "_all_gather", "_broadcast", "_all_to_all_v")}
     for name, inner in inners.items():
 
         def collective(x, *args, inner=inner):
@@ -93,7 +93,7 @@ def disappears(*_):
 
 
 def truncated(inner, x, *args):
-    if inner.__name__ != "_swap":
+    if inner.__name__ != "_all_to_all_v":
         return inner(x[:-1], *args)
     send, receive = args
     last = max(rank for rank, size in enumerate(send) if size)

@@ -1,5 +1,6 @@
 """The comparison of settings, among ranks that are threads, and what it costs the store."""
 
+import json
 import threading
 import time
 from datetime import timedelta
@@ -7,10 +8,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_sparse.agreement import Handshake
 from lightning_sparse.comm import RankFailure
+from lightning_sparse.comm.handshake import Handshake
 
-MODEL = ", ".join(f"layers.{i}.attention.weight[768, 768] float32" for i in range(576))
+MODEL = [f"layers.{i}.attention.weight[768, 768] float32" for i in range(576)]
+NBYTES = len(json.dumps(MODEL))
 
 
 class CountingStore:
@@ -115,7 +117,15 @@ def test_what_a_rank_sends_and_receives_at_the_start():
     """32 ranks and 576 parameters, one rank late: no description is read, and waiting costs little."""
     _, clients = shake([{"method": "topk", "model": MODEL}] * 32, late=2.0)
     leader, *followers = (client.bytes for client in clients)
-    assert leader < len(MODEL) + 20_000
+    assert leader < NBYTES + 20_000
     assert max(followers[:-1]) < 8_000
-    _, clients = shake([{"method": "topk", "model": MODEL + "x" * (rank == 5)} for rank in range(8)])
-    assert sum(client.bytes > 2 * len(MODEL) for client in clients[1:]) <= 1  # the one that differs reads and objects
+
+
+def test_only_a_rank_that_differs_reads_the_leaders_settings():
+    other = [*MODEL[:300], "head[768, 10] float32", *MODEL[301:]]
+    outcomes, clients = shake([{"method": "topk", "model": other if rank == 5 else MODEL} for rank in range(8)])
+    assert {str(outcome) for outcome in outcomes} == {
+        "Ranks differ in model: rank 0 has layers.300.attention.weight[768, 768] float32, rank 5 has head[768, 10] "
+        "float32. Give all ranks the same settings."
+    }
+    assert [rank for rank, client in enumerate(clients) if client.bytes > NBYTES] == [0, 5]

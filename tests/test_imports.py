@@ -19,11 +19,9 @@ ALLOWED = {
     "methods": {"compressors", "memory", "aggregators"},
     "observer": {"layout", "context", "compressors"},
     "reducer": {"observer", "layout", "context", "comm", "kernels", "compressors", "memory", "aggregators", "methods"},
-    "agreement": {"comm"},
-    "session": {"agreement", "comm", "methods", "reducer"},
-    "hook": {"layout", "comm", "methods", "reducer", "session"},
+    "hooks": {"layout", "comm", "methods", "reducer"},
     "checkpoint": {"reducer"},
-    "strategies": {"aggregators", "checkpoint", "layout", "hook", "methods", "reducer"},
+    "strategies": {"aggregators", "checkpoint", "layout", "hooks", "methods", "reducer"},
     "callbacks": {"observer", "layout", "context", "compressors", "reducer", "strategies"},
     "cli": {"methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "methods"},
@@ -31,7 +29,7 @@ ALLOWED = {
     "__main__": {"advise", "cli"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
-DISTRIBUTED = {"agreement", "comm", "hook", "session", "strategies"}
+DISTRIBUTED = {"comm", "hooks", "strategies"}
 
 
 def part(file: Path) -> str:

@@ -86,7 +86,7 @@ def look(words: Tensor, judge: Callable[[Any], None], comm: Comm, ctx: Context, 
         judge: takes them as `Tensor.tolist` returns them.
         at_once: whether to wait, because what comes next depends on it.
     """
-    fetched = comm.fetch(words)
+    fetched = comm.to_host_async(words)
     if at_once or not uses_triton(words):
         judge(fetched())
         return

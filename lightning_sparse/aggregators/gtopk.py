@@ -62,7 +62,7 @@ class GlobalTopK(Aggregator):
                 returned.append(Entries(result.indices, result.values - rounded.values))
             result = rounded
             parts = (torch.stack([fingerprint, blame]), *payload)
-            message = comm.exchange(packed(parts), peer)
+            message = comm.sendrecv(packed(parts), peer)
             (theirs, their_blame), *their_payload = unpacked(message, parts)
 
             def judge(heard: list[int]) -> None:

@@ -105,7 +105,7 @@ class OkTopK(Aggregator):
         if not ctx.settled:
             # They may come from a checkpoint. A rank may have none, or others', for want of its side file.
             known = None if known is None or known.numel() != comm.size - 1 else known
-            mark = -1 if known is None else zlib.crc32(repr(comm.fetch(known)()).encode())
+            mark = -1 if known is None else zlib.crc32(repr(comm.to_host_async(known)()).encode())
         words = torch.cat([header(payload, u, segment, ctx), torch.full((1,), mark, device=u.device)])
         rows = torch.stack(comm.all_gather(words))
         check_headers(rows[:, :2], segment, comm, ctx, at_once=not ctx.settled)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import lightning_sparse.checkpoint as side_files
-from lightning_sparse.hook import CommThread
+from lightning_sparse.hooks import CommThread
 from lightning_sparse.reducer import Reducer
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Checkpointing(DDPStrategy):
             # Saved by a callback on an exception, which may be this rank's alone: the others would wait in backward.
             thread.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
         if thread is not None:
-            self._whole = thread.settle()
+            self._whole = thread.drain()
         ranks: list[Any] = [(secrets.token_hex(8), self._reducer.step, self._whole)]
         try:
             ranks = self._gathered(ranks[0])

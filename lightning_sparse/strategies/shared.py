@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.aggregators import TwoLevel
-from lightning_sparse.hook import CommThread, method_of
+from lightning_sparse.hooks import CommThread, resolve_method, start_comm_thread
 from lightning_sparse.layout import check_partition
 from lightning_sparse.methods import METHODS, Method
 from lightning_sparse.reducer import OnNonFinite, Reducer, check_foresight, check_warmup
@@ -92,7 +92,7 @@ class SparseDDP(Checkpointing):
         # Otherwise DDP copies every bucket back into the gradients when backward has ended, and nothing hides that.
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
-        self._method = method_of(method, density)
+        self._method = resolve_method(method, density)
         self._two_level = two_level
         if two_level:
             self._method = replace(self._method, aggregator=TwoLevel(self._method.aggregator))
@@ -136,7 +136,7 @@ class SparseDDP(Checkpointing):
             self._method = replace(self._method, aggregator=TwoLevel(between, self.num_processes))
         self._reducer = None  # of an earlier fit: it would double the residuals in memory
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
-        self._comm_thread = CommThread(
+        self._comm_thread = start_comm_thread(
             self.model,  # type: ignore[arg-type]
             self._method,
             lr=self._learning_rate,
@@ -174,7 +174,7 @@ class SparseDDP(Checkpointing):
 
             def tell(number: int, frame: Any) -> None:
                 if self._comm_thread is not None:
-                    self._comm_thread.comm.warn(f"Rank {self.global_rank} was told to end (SIGTERM).")
+                    self._comm_thread.comm.mark_terminating(f"Rank {self.global_rank} was told to end (SIGTERM).")
                 lightnings(number, frame)
 
             signal.signal(signal.SIGTERM, tell)  # until Lightning puts back what was there before
@@ -224,7 +224,7 @@ class SparseDDP(Checkpointing):
         # May come after an exception, and before any setup.
         if self._comm_thread is not None:
             self._comm_thread.close()
-            self._whole = self._comm_thread.whole
+            self._whole = self._comm_thread.is_consistent
             self._comm_thread = None
         try:
             super().teardown()

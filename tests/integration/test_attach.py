@@ -163,12 +163,12 @@ def test_a_killed_rank_that_hosted_the_store_is_named_within_seconds():
 
 def frozen_before_attach(rank: int, wakes: bool) -> tuple[tuple[str, str, float], str]:
     """A sibling process continues rank 1 after a while, or once rank 0 has given up."""
-    from lightning_sparse import agreement
+    from lightning_sparse.comm import handshake
 
     ddp = DistributedDataParallel(nn.Linear(50, 50))
     dist.barrier()
     warnings: list[str] = []
-    agreement.log.warning = lambda text: warnings.append(f"{time.monotonic() - started:.1f} s: {text}")
+    handshake.log.warning = lambda text: warnings.append(f"{time.monotonic() - started:.1f} s: {text}")
     started = time.monotonic()
     if rank == 1:
         parent = os.getpid()
@@ -222,7 +222,7 @@ def test_running_out_of_memory_for_residuals_is_told_to_all_ranks(victim):
 
 
 def lost_while_connecting(rank: int, how: str) -> tuple[str, str, float]:
-    from lightning_sparse import session
+    from lightning_sparse.hooks import session
 
     ddp = DistributedDataParallel(nn.Linear(50, 50))
     if rank == 1:
@@ -326,14 +326,14 @@ def collected_in_its_own_thread(rank: int) -> tuple[list[str], int]:
     step(models[0])
     errors: list[str] = []
     threading.excepthook = lambda args: errors.append(repr(args))
-    answer = reducer.comm.answer
+    answer = reducer.comm.respond
 
     def collect() -> None:  # the thread calls this while it waits for work
         models.clear()
         gc.collect()
         answer()
 
-    reducer.comm.answer = collect
+    reducer.comm.respond = collect
     sys.unraisablehook = threading.excepthook
     deadline = time.monotonic() + SOON
     while "lightning_sparse" in threads() and time.monotonic() < deadline:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, hook, simulate
+from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, simulate
 from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.hooks import comm_thread
 from lightning_sparse.kernels import launch
 from lightning_sparse.observer import Observer
 from tests.processes import free_port, run_ranks
@@ -261,7 +262,7 @@ def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str
     late = caught(lambda: step(ddp))
     # In the last step nothing comes after it.
     errors: list[str] = []
-    hook.log.error = errors.append
+    comm_thread.log.error = errors.append
     last = DistributedDataParallel(nn.Linear(50, 50))
     attach(last, "topk")
     step(last, float("nan") if rank == 1 else 1.0)

@@ -23,16 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.agreement import Handshake
-from lightning_sparse.comm import (
-    Peers,
-    ProcessGroupComm,
-    RankFailure,
-    call_in_thread,
-    first_line,
-    has_ended,
-    open_group,
-)
+from lightning_sparse.comm import ProcessGroupComm, RankFailure
+from lightning_sparse.comm.handshake import Handshake
+from lightning_sparse.comm.peers import Peers, first_line
+from lightning_sparse.comm.process_group import call_in_thread, has_ended, open_group
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import Reducer
 
@@ -103,10 +97,10 @@ class Session:
             {
                 "method": repr(method),
                 **{name: "given" if callable(value) else repr(value) for name, value in options.items()},
-                "model": ", ".join(
+                "model": [
                     f"{name}{list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
                     for name, param in params.items()
-                ),
+                ],
             }
         )
         self.comm.use(self._open_group(f"lightning_sparse_{name}", timeout))
@@ -167,12 +161,12 @@ class Session:
         if isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and _BROKEN.search(str(error)):
             # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
             with contextlib.suppress(Exception):
-                error.args = (f"{self.comm.explain()} ({first_line(error)})",)
-        self.comm.report(self.reducer.described(error))
+                error.args = (f"{self.comm.diagnose()} ({first_line(error)})",)
+        self.comm.mark_failed(self.reducer.described(error))
 
-    def finish(self) -> None:
+    def mark_done(self) -> None:
         """Tell the other ranks that this one makes no further calls: those that still wait for it will fail."""
-        self.comm.leave(
+        self.comm.mark_done(
             f"Rank {self.comm.ranks[self.comm.rank]} has ended training after {self.reducer.step} steps, while other "
             f"ranks go on. Look for an error in its output, or give all ranks the same number of batches."
         )

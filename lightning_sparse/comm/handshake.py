@@ -21,12 +21,14 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_sparse.comm import POLL, RankFailure, lost_store, rank_list
+from lightning_sparse.comm.base import POLL, RankFailure
+from lightning_sparse.comm.peers import lost_store, rank_list
 
 log = logging.getLogger(__name__)
 WARN_AFTER_SECONDS = 5.0
@@ -72,7 +74,7 @@ class Handshake:
             self._object(call.split()[0], reason)
 
     def agree(self, settings: Mapping[str, Any]) -> str:
-        """Compare settings (name to value) with all ranks.
+        """Compare settings (name to value, or to a list of which an error shows what differs) with all ranks.
 
         Returns:
             A name for what the ranks begin together, equal on all of them and new each time.
@@ -162,11 +164,17 @@ class Handshake:
         """Object, naming the first setting in which this rank and the leader differ."""
         theirs = json.loads(self._get(f"{session}/settings"))
         for name in [*theirs, *(name for name in settings if name not in theirs)]:
-            if settings.get(name) != theirs.get(name):
+            here, there = settings.get(name), theirs.get(name)
+            if isinstance(here, list) and isinstance(there, list):
+                here, there = next(
+                    ((mine, its) for mine, its in zip_longest(here, there, fillvalue="no more") if mine != its),
+                    (None, None),
+                )
+            if here != there:
                 self._object(
                     session,
-                    f"Ranks differ in {name}: rank {self._leader} has {theirs.get(name)}, rank {self._rank} has "
-                    f"{settings.get(name)}. Give all ranks the same settings.",
+                    f"Ranks differ in {name}: rank {self._leader} has {there}, rank {self._rank} has {here}. Give all "
+                    f"ranks the same settings.",
                 )
                 return
 
