@@ -21,9 +21,36 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 
 
 def default_store() -> Any:
-    """Return a connection of its own to the store of the default process group. Private in torch 2.8 to 2.15."""
-    # A store's client is locked while it waits; so what looks at the store meanwhile needs another.
-    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    """Return the store of the default process group. Private in torch 2.8 to 2.15."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+
+
+def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group of a parent's ranks under a name of our own. Private in torch 2.8 to 2.15.
+
+    `torch.distributed.new_group` names a group by the number of groups that a rank has made before; if ranks differ in
+    that, they wait for each other under different names until the timeout.
+    """
+    c10d: Any = dist.distributed_c10d
+    ranks = dist.get_process_group_ranks(parent)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        dist.get_rank(parent),
+        ranks,
+        dist.get_backend(parent),
+        default_store(),
+        name,
+        timeout=timeout,
+        device_id=getattr(dist.group.WORLD, "bound_device_id", None),
+        group_desc="lightning_sparse",
+    )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group  # type: ignore[no-any-return]
+
+
+def is_open(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group has not been destroyed. Private in torch 2.8 to 2.15."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map  # type: ignore[attr-defined]
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

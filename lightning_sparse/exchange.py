@@ -136,7 +136,7 @@ class Exchange:
         """
         rows = self.all_gather(payload)
         if not uses_triton(self._senders) or (strict and not self.in_sync):
-            worst: Any = self.comm.fetch(self._root._worst - OK)()
+            worst: Any = self.comm.to_host_async(self._root._worst - OK)()
             self._raise(worst)
         return rows
 
@@ -155,7 +155,7 @@ class Exchange:
 
     def sendrecv(self, payload: Payload, peer: int) -> Payload:
         """Swap payloads with a peer; a rank without one names itself."""
-        message = self.comm.exchange(self._frame(payload), peer)
+        message = self.comm.sendrecv(self._frame(payload), peer)
         return tuple(rows[0] for rows in self._receive(message[None], payload, self._senders[peer]))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
-        worst: Callable[[], Any] = self.comm.fetch(self._root._worst - OK)
+        worst: Callable[[], Any] = self.comm.to_host_async(self._root._worst - OK)
         if not uses_triton(self._senders):
             self._raise(worst())
             return

@@ -71,7 +71,7 @@ class GradientCheck:
         names = [name for name in layout.names if name not in unused]
         # In fp32: norms of 16-bit gradients would be rounded to 16 bit, and in fp16 overflow early.
         norms = torch._foreach_norm([grads[name] for name in names], 2, torch.float32) if names else ()
-        norm = math.hypot(*comm.fetch(torch.stack(norms))()) if norms else 0.0
+        norm = math.hypot(*comm.to_host_async(torch.stack(norms))()) if norms else 0.0
         nonfinite: str | None = None
         if not math.isfinite(norm):
             # The norm of finite numbers may overflow, so it only raises the suspicion.
@@ -79,7 +79,7 @@ class GradientCheck:
             norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
         word = torch.tensor([0 if nonfinite is None else 1 + layout.names.index(nonfinite), step])
         device = next(iter(grads.values())).device
-        words = comm.fetch(torch.stack(comm.all_gather(word.to(device))))()
+        words = comm.to_host_async(torch.stack(comm.all_gather(word.to(device))))()
         for rank, (_, their_step) in enumerate(words):
             if their_step != step:
                 raise RankFailure(f"Ranks are out of step: rank {rank} is at step {their_step}, this one at {step}.")

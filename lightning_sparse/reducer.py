@@ -194,7 +194,7 @@ class Reducer:
                     if result.data_ptr() != grads[name].data_ptr():
                         grads[name].copy_(result.view_as(grads[name]))
         except Exception as error:
-            self.comm.report(self.error_message(error))
+            self.comm.mark_failed(self.error_message(error))
             raise
         self.finish_step()
 

@@ -73,7 +73,7 @@ def calls(name: str, size: int) -> int:
 def on_call(comm: Comm, number: int, change) -> Comm:
     """Let `change(collective, x, *args)` make one of this rank's collectives, the others as always."""
     calls = itertools.count()
-    inners = {name: getattr(comm, name) for name in ("_all_reduce", "_all_gather", "_broadcast", "_swap")}
+    inners = {name: getattr(comm, name) for name in ("_all_reduce", "_all_gather", "_broadcast", "_all_to_all_v")}
     for name, inner in inners.items():
 
         def collective(x, *args, inner=inner):
@@ -88,7 +88,7 @@ def disappears(*_):
 
 
 def truncated(inner, x, *args):
-    if inner.__name__ != "_swap":
+    if inner.__name__ != "_all_to_all_v":
         return inner(x[:-1], *args)
     send, receive = args
     last = max(rank for rank, size in enumerate(send) if size)
@@ -290,14 +290,14 @@ def test_every_corrupt_message_is_an_error_on_all_ranks(corruption, name):
     def corrupted(comm: Comm, target: int) -> Comm:
         """Change the target-th message of this rank, or its first chunk for another rank; sums are no messages."""
         earlier, sent = [], itertools.count()
-        for collective in ("_all_gather", "_broadcast", "_swap"):
+        for collective in ("_all_gather", "_broadcast", "_all_to_all_v"):
             inner = getattr(comm, collective)
 
             def call(x, *args, inner=inner):
                 if x.dtype != torch.uint8 or (inner.__name__ == "_broadcast" and args[0] != comm.rank):
                     return inner(x, *args)
                 # A chunk to another rank, where there is one; the others as they are.
-                sizes = args[0] if inner.__name__ == "_swap" else [x.numel()]
+                sizes = args[0] if inner.__name__ == "_all_to_all_v" else [x.numel()]
                 chunks = list(x.split(list(sizes)))
                 place = next((r for r, size in enumerate(sizes) if size and r != comm.rank), 0)
                 if len(sizes) == 1:

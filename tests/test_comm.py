@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from lightning_sparse.comm import ANSWER_SECONDS, Comm, ProcessGroupComm, RankFailure, simulate
+from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
+from lightning_sparse.comm.peers import ANSWER_SECONDS
 from tests.processes import run_ranks
 
 
@@ -19,7 +20,7 @@ def all_collectives(comm: Comm) -> list[object]:
         [part.tolist() for part in comm.all_gather(torch.tensor([rank], dtype=torch.uint8))],
         [part.tolist() for part in comm.all_to_all([torch.tensor([rank, other]) for other in range(size)])],
         comm.broadcast(x.clone(), size - 1).tolist(),
-        comm.exchange(x, rank ^ 1 if rank ^ 1 < size else rank).tolist(),
+        comm.sendrecv(x, rank ^ 1 if rank ^ 1 < size else rank).tolist(),
     ]
     return [*results, comm.sent_bytes]
 
@@ -52,7 +53,7 @@ def test_processes(size):
 
 def by_host(rank: int) -> list[object]:
     comm = ProcessGroupComm()
-    comm._by_host = lambda x: True  # as for CUDA tensors over gloo
+    comm._via_host = lambda x: True  # as for CUDA tensors over gloo
     return all_collectives(comm)
 
 
@@ -129,9 +130,9 @@ def failing(rank: int, how: str) -> tuple[str, float]:
     comm.all_reduce(torch.ones(1))
     if rank == 1:
         if how == "report":
-            comm.report("rank 1 has had enough")
+            comm.mark_failed("rank 1 has had enough")
         else:
-            comm.leave("rank 1 has gone home")
+            comm.mark_done("rank 1 has gone home")
         # It stays connected until all have answered: nothing but its word frees the others.
         return "", 0.0
     started = time.monotonic()
@@ -153,7 +154,7 @@ def test_word_of_a_failure_reaches_ranks_that_wait(how, word):
 def late_exchange(rank: int) -> float:
     comm = ProcessGroupComm()
     time.sleep(1.2 * rank)  # longer than a slice of waiting
-    return comm.exchange(torch.tensor([float(rank)]), 1 - rank).item()
+    return comm.sendrecv(torch.tensor([float(rank)]), 1 - rank).item()
 
 
 def test_exchange_with_a_peer_that_is_late():
@@ -211,7 +212,7 @@ def test_a_rank_that_does_not_answer_may_not_have_begun():
         comm = ProcessGroupComm()
         if rank == 1:
             time.sleep(ANSWER_SECONDS + 1)
-        text = comm.explain() if rank == 0 else ""
+        text = comm.diagnose() if rank == 0 else ""
         comm.all_reduce(torch.ones(1))
         return text
 

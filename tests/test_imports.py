@@ -28,10 +28,9 @@ ALLOWED = {
         *("observer", "options", "layout", "context", "comm", "kernels", "compressors", "aggregators"),
         *("exchange", "methods", "overflow", "state"),
     },
-    "agreement": {"_compat", "comm"},
-    "hook": {"_compat", "agreement", "layout", "comm", "methods", "options", "reducer"},
+    "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer"},
     "checkpoint": {"state"},
-    "strategies": {"_lightning", "aggregators", "checkpoint", "compressors", "hook", "methods", "options", "reducer"},
+    "strategies": {"_lightning", "aggregators", "checkpoint", "compressors", "hooks", "methods", "options", "reducer"},
     "callbacks": {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },
@@ -41,7 +40,7 @@ ALLOWED = {
     "__main__": {"advise", "cli"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
-DISTRIBUTED = {"_compat", "agreement", "comm", "hook", "strategies"}
+DISTRIBUTED = {"_compat", "comm", "hooks", "strategies"}
 
 
 def part(file: Path) -> str:

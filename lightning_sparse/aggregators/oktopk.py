@@ -80,7 +80,9 @@ class OkTopK(Aggregator[Sparsifier]):
         if not exchange.in_sync:
             # They may come from a checkpoint. A rank may have none, or other ones, if its sidecar file was missing.
             valid = known is not None and known.numel() == size - 1
-            digest = zlib.crc32(repr(exchange.comm.fetch(known)()).encode()) if known is not None and valid else -1
+            digest = (
+                zlib.crc32(repr(exchange.comm.to_host_async(known)()).encode()) if known is not None and valid else -1
+            )
         (digests,) = exchange.agree((torch.full((1,), digest, device=device),), strict=True)
         refresh = ctx.step % self.refresh == 0
         if not exchange.in_sync:

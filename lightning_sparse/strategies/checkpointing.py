@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.hook import CommThread
+from lightning_sparse.hooks import CommThread
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.saves import Saves, writes_at_once
 
@@ -117,7 +117,7 @@ class Checkpointing(DDPStrategy):
             # A callback may save on an exception of this rank alone: the other ranks would wait for it in backward.
             thread.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
         if thread is not None:
-            self._whole = thread.settle()
+            self._whole = thread.drain()
         own = (sidecars.absolute(filepath), secrets.token_hex(8)), (self._reducer.step, self._whole)
         try:
             ranks = self._gather(own)

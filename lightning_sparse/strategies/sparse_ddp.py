@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
-from lightning_sparse.hook import CommThread, method_of
+from lightning_sparse.hooks import CommThread, resolve_method, start_comm_thread
 from lightning_sparse.methods import METHODS, Method
 from lightning_sparse.options import (
     Granularity,
@@ -124,7 +124,7 @@ class SparseDDP(Checkpointing):
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
         self._ddp_kwargs["bucket_cap_mb"] = check_partition(granularity, self._ddp_kwargs["bucket_cap_mb"])
-        self._method = method_of(method, density)
+        self._method = resolve_method(method, density)
         self._compresses = not isinstance(self._method.compressor, Identity)
         self._two_level = check("two_level", two_level)
         if two_level:
@@ -162,7 +162,7 @@ class SparseDDP(Checkpointing):
             self._method = replace(self._method, aggregator=TwoLevel(between, self.num_processes))
         self._reducer = None  # free the residuals of an earlier fit before new ones are allocated
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
-        self._comm_thread = CommThread(
+        self._comm_thread = start_comm_thread(
             self.model,  # type: ignore[arg-type]
             self._method,
             lr=self._learning_rate,
@@ -234,7 +234,7 @@ class SparseDDP(Checkpointing):
 
     def _announce_sigterm(self) -> None:
         if self._comm_thread is not None:
-            self._comm_thread.comm.warn(f"Rank {self.global_rank} was told to end (SIGTERM).")
+            self._comm_thread.comm.mark_terminating(f"Rank {self.global_rank} was told to end (SIGTERM).")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -290,7 +290,7 @@ class SparseDDP(Checkpointing):
         loss_scale.unwatch(self._on_scaled_loss)
         if self._comm_thread is not None:
             self._comm_thread.close()
-            self._whole = self._comm_thread.whole
+            self._whole = self._comm_thread.is_consistent
             self._comm_thread = None
         super().teardown()
 

@@ -25,7 +25,7 @@ from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context
-from lightning_sparse.hook import CommThread
+from lightning_sparse.hooks import start_comm_thread
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.layout import Segment
@@ -284,7 +284,7 @@ class BusyStream:
 
 def waiting_on_the_device(rank: int, device: str) -> tuple[str, float]:
     ddp = DistributedDataParallel(layers(device))
-    thread = CommThread(ddp, method("topk", density=0.01))
+    thread = start_comm_thread(ddp, method("topk", density=0.01))
     ddp(batches(rank)[0]).sum().backward()
     loss = ddp(batches(rank)[1]).sum()  # while there are two: DDP itself talks there
     if rank == 1:
@@ -292,7 +292,7 @@ def waiting_on_the_device(rank: int, device: str) -> tuple[str, float]:
         return "", 0.0
     thread._stream = BusyStream()
     started = time.monotonic()
-    while thread.whole and time.monotonic() < started + 10:
+    while thread.is_consistent and time.monotonic() < started + 10:
         time.sleep(0.01)
     seconds, thread._stream = time.monotonic() - started, None
     try:
@@ -363,7 +363,7 @@ def each_collective(rank: int, device: str) -> list[Any]:
         comm._timed(0, comm._all_reduce, top, "max")
         comm._timed(0, comm._broadcast, told, 0)
         gathered = comm._timed(0, comm._all_gather, x.view(2, 3))
-        return [total, top, told, *gathered, comm._timed(0, comm._swap, x, [6], [6])]
+        return [total, top, told, *gathered, comm._timed(0, comm._all_to_all_v, x, [6], [6])]
 
     talk()  # connects
     busy = True

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, hook, simulate
+from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, simulate
 from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.hooks import comm_thread
 from lightning_sparse.kernels import launch
 from lightning_sparse.observer import Observer
 from tests.processes import free_port, run_ranks
@@ -75,11 +76,15 @@ def test_one_of_three_ranks_with_different_settings():
 def attach_after_another_attempt(rank: int) -> tuple[str, str, float]:
     """With what killed processes have left in a store that outlives them, as torchrun's does."""
     store, group = dist.distributed_c10d._get_default_store(), dist.group.WORLD.group_name
-    stale = [{"number": "0", "error": "ValueError: stale"}, {"number": "1", "method": "stale"}][rank]
-    store.set(f"lightning_sparse/{group}/attach/{rank}", json.dumps(stale))
-    for key in ("failed", "left", "warned"):
-        for session in ("", "0", "1"):
-            store.set(f"lightning_sparse/{group}/{session}/{key}", "0 stale")
+    prefix = f"lightning_sparse/{group}/handshake"
+    if rank == 0:
+        store.set(f"{prefix}/call", "0123 4567")
+        store.set(f"{prefix}/0123/settings", "{}")
+        store.set(f"{prefix}/0123/1", "89ab")
+        store.set(f"{prefix}/0123/verdict", json.dumps({"nonces": ["89ab"], "error": "stale"}))
+        store.set(f"{prefix}/refused", json.dumps([1, "89ab", "stale"]))
+        for key in ("failed", "done", "terminating"):
+            store.set(f"lightning_sparse/{group}/{key}", "0 stale")
     dist.barrier()
     if rank == 0:
         time.sleep(0.5)  # meanwhile rank 1 sees only what is old
@@ -257,7 +262,7 @@ def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str
     late = caught(lambda: step(ddp))
     # In the last step nothing comes after it.
     errors: list[str] = []
-    hook.log.error = errors.append
+    comm_thread.log.error = errors.append
     last = DistributedDataParallel(nn.Linear(50, 50))
     attach(last, "topk")
     step(last, float("nan") if rank == 1 else 1.0)

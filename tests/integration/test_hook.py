@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
-from lightning_sparse.hook import CommThread, trainable_parameters
+from lightning_sparse.hooks.ddp import start_comm_thread, trainable_parameters
 from tests.processes import run_ranks
 
 STEPS = 5
@@ -60,8 +60,8 @@ def by_hook(rank: int, name: str | None, density: float, granularity: str, optio
     ddp = DistributedDataParallel(net, **options)
     if name is not None:
         if rehearsal:
-            thread = CommThread(ddp, make(name, density), granularity=granularity)
-            thread.rehearse(trainable_parameters(ddp))
+            thread = start_comm_thread(ddp, make(name, density), granularity=granularity)
+            thread._session.dry_run(trainable_parameters(ddp))
             reducer = thread.reducer
             assert (reducer.step, reducer.comm.sent_bytes, reducer.comm.seconds) == (0, 0, 0.0)
         else:

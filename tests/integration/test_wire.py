@@ -49,7 +49,7 @@ SCRIPT = """
         "all_gather": lambda: comm.all_gather(x),
         "all_reduce": lambda: comm.all_reduce(x),
         "all_to_all": lambda: comm.all_to_all([x] * size),
-        "exchange": lambda: comm.exchange(x, peer),
+        "exchange": lambda: comm.sendrecv(x, peer),
         "reduce_scatter": lambda: comm.reduce_scatter(x),
     }.items():
         call()  # makes the connections

@@ -1,0 +1,7 @@
+"""Communication between ranks: `ProcessGroupComm` over torch.distributed, `simulate` over threads."""
+
+from lightning_sparse.comm.base import POLL, Comm, RankFailure
+from lightning_sparse.comm.process_group import ProcessGroupComm
+from lightning_sparse.comm.simulate import simulate
+
+__all__ = ["POLL", "Comm", "ProcessGroupComm", "RankFailure", "simulate"]

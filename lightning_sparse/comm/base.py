@@ -1,0 +1,217 @@
+"""One rank's wire: the only place where collectives are called, bytes are counted and time on the wire is measured."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Op = Literal["sum", "max"]
+POLL = timedelta(seconds=0.5)
+"""Time between two checks, while a rank waits, whether one of its peers has failed."""
+
+
+class RankFailure(RuntimeError):
+    """Another rank cannot go on, so this one cannot either."""
+
+
+class Comm(abc.ABC):
+    """One rank's connection to the others. Every rank makes the same calls in the same order.
+
+    Attributes:
+        rank: this rank, 0 ≤ rank < size.
+        size: number of ranks.
+        ranks: global rank numbers, for error messages; a sub-communicator uses its parent's.
+        sent_bytes: bytes that this rank has put on the wire so far, protocol overhead not counted. All-gather counts
+            (P − 1) times its input, all-reduce 2(P − 1)/P times, as the ring algorithms do; broadcast (source only)
+            and sendrecv their input, all-to-all the chunks for others.
+        seconds: time spent inside collectives so far, waiting for slower ranks included. Over NCCL only what the host
+            takes to start them: it does not wait for the device.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.ranks: Sequence[int] = range(size)
+        self.sent_bytes = 0
+        self.seconds = 0.0
+        self._begun = self._calls = 0  # collectives begun, and those that the host has completed
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
+        """Replace `x` by the sum or the maximum over all ranks, in place, and return it.
+
+        For the maximum NaN counts as infinity: gloo itself keeps or drops a NaN, depending on the rank.
+        """
+        if op == "max" and x.is_floating_point():
+            x.masked_fill_(x.isnan(), torch.inf)
+        if self.size > 1:
+            self._timed(2 * (self.size - 1) * _nbytes(x) // self.size, self._all_reduce, x, op)
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Return every rank's `x`, in rank order. Shape and dtype must agree on all ranks."""
+        if self.size == 1:
+            return [x.clone()]
+        return self._timed((self.size - 1) * _nbytes(x), self._all_gather, x.contiguous())
+
+    def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        """Send chunk i to rank i and return what each rank sent here, in rank order. All shapes must agree."""
+        if len(chunks) != self.size:
+            raise ValueError(f"all_to_all got {len(chunks)} chunks for {self.size} ranks; give one for each rank.")
+        if self.size == 1:
+            return [chunks[0].clone()]
+        sizes = [chunk.numel() for chunk in chunks]
+        received = self._timed_all_to_all_v(torch.cat([chunk.reshape(-1) for chunk in chunks]), sizes, sizes)
+        return [part.view(chunks[0].shape) for part in received.split(sizes)]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of this rank's part of `x` (1-D), which is `x.tensor_split(size)[rank]`.
+
+        The parts are added in rank order. Takes a buffer of about the size of `x`.
+        """
+        if self.size == 1:
+            return x.clone()
+        send = [part.numel() for part in x.tensor_split(self.size)]
+        receive = [send[self.rank]] * self.size
+        first, *others = torch.split(self._timed_all_to_all_v(x.contiguous(), send, receive), receive)
+        for part in others:
+            first.add_(part)
+        return first
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Replace `x` by rank `src`'s, in place, and return it."""
+        if self.size > 1:
+            self._timed(_nbytes(x) if self.rank == src else 0, self._broadcast, x, src)
+        return x
+
+    def sendrecv(self, x: Tensor, peer: int) -> Tensor:
+        """Send `x` to rank `peer`, and return that rank's `x`; `peer` must name this rank as its peer.
+
+        All ranks call it, as any collective; a rank without a peer names itself.
+        """
+        if self.size == 1:
+            return x.clone()
+        sizes = [x.numel() if rank == peer else 0 for rank in range(self.size)]
+        return self._timed_all_to_all_v(x.reshape(-1), sizes, sizes).view(x.shape)
+
+    def sub(self, ranks: Sequence[int], *, counted: bool = True) -> Comm:
+        """Return a `Comm` for some of the ranks, this one among them.
+
+        All ranks make one, in groups that do not overlap and have equal sizes, and all make the same calls in the same
+        order: each call is a collective of all ranks.
+
+        Args:
+            ranks: the group; its members are counted in ascending order.
+            counted: whether `sent_bytes` here includes its bytes; False for ranks of one host.
+        """
+        return _SubComm(self, sorted(ranks), counted)
+
+    def to_host_async(self, x: Tensor) -> Callable[[], list[Any]]:
+        """Start to copy a tensor to the host; return a function that waits for the copy and returns it as a list."""
+        if not x.is_cuda:
+            return x.clone().tolist
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(x.device))
+
+        def wait() -> list[Any]:
+            polled = time.monotonic()
+            while not copied.query():
+                if time.monotonic() > polled + POLL.total_seconds():
+                    self.poll()
+                    polled = time.monotonic()
+                time.sleep(1e-4)
+            return host.tolist()  # type: ignore[no-any-return]
+
+        return wait
+
+    def mark_failed(self, reason: str) -> None:  # noqa: B027
+        """Record that this rank cannot go on, so that its peers fail instead of waiting."""
+
+    def poll(self) -> None:  # noqa: B027
+        """Raise RankFailure if another rank has failed. Called while this rank waits."""
+
+    def _timed_all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        nbytes = (sum(send) - send[self.rank]) * x.element_size()
+        return self._timed(nbytes, self._all_to_all_v, x, send, receive)
+
+    def _timed(self, nbytes: int, collective: Callable[..., T], *args: Any) -> T:
+        self._begun += 1
+        start = time.perf_counter()
+        result = collective(*args)
+        self.seconds += time.perf_counter() - start
+        self.sent_bytes += nbytes
+        self._calls += 1
+        return result
+
+    @abc.abstractmethod
+    def _all_reduce(self, x: Tensor, op: Op) -> None: ...
+
+    @abc.abstractmethod
+    def _all_gather(self, x: Tensor) -> list[Tensor]: ...
+
+    @abc.abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> None: ...
+
+    @abc.abstractmethod
+    def _all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send `send[r]` elements of `x` (1-D) to rank r, one part after the other; receive `receive[r]` from it."""
+
+
+class _SubComm(Comm):
+    """Some ranks of another `Comm`.
+
+    Implemented as an all-to-all of the parent in which non-members exchange empty chunks. So it needs no process group
+    of its own, and the failure of any rank ends it.
+    """
+
+    def __init__(self, parent: Comm, ranks: Sequence[int], counted: bool) -> None:
+        super().__init__(ranks.index(parent.rank), len(ranks))
+        self._parent, self._ranks, self._counted = parent, ranks, counted
+        self.ranks = [parent.ranks[rank] for rank in ranks]
+        self.to_host_async = parent.to_host_async  # type: ignore[method-assign]
+
+    def _all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        to, by = dict(zip(self._ranks, send, strict=True)), dict(zip(self._ranks, receive, strict=True))
+        everyone = range(self._parent.size)
+        before = self._parent.sent_bytes
+        received = self._parent._timed_all_to_all_v(
+            x, [to.get(rank, 0) for rank in everyone], [by.get(rank, 0) for rank in everyone]
+        )
+        if not self._counted:
+            self._parent.sent_bytes = before
+        return received
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        sizes = [x.numel()] * self.size
+        return [
+            part.view(x.shape)
+            for part in self._all_to_all_v(x.reshape(-1).repeat(self.size), sizes, sizes).split(sizes)
+        ]
+
+    def _all_reduce(self, x: Tensor, op: Op) -> None:
+        flat = x.reshape(-1)
+        parts = flat.new_zeros(self.size * -(-flat.numel() // self.size))
+        parts[: flat.numel()] = flat
+        sizes = [parts.numel() // self.size] * self.size
+        stacked = self._all_to_all_v(parts, sizes, sizes).view(self.size, -1)
+        mine = stacked.sum(0) if op == "sum" else stacked.amax(0)
+        x.copy_(torch.cat(self._all_gather(mine))[: flat.numel()].view(x.shape))
+
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        send = [x.numel() if self.rank == src else 0] * self.size
+        receive = [x.numel() if rank == src else 0 for rank in range(self.size)]
+        flat = x.reshape(-1)
+        x.copy_(
+            self._all_to_all_v(flat.repeat(self.size) if self.rank == src else flat[:0], send, receive).view(x.shape)
+        )
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,238 @@
+"""Comparison of all ranks' settings through the process group's store, before the first collective.
+
+Ranks with different settings would call collectives that do not match, so collectives cannot be used to find out. The
+first rank of the group leads:
+
+1. The leader writes its settings, then a call: a new nonce and a digest of the settings.
+2. Every other rank answers the call with a nonce of its own, under a key that contains the leader's. Only if its digest
+   differs does it read the leader's settings and object, naming the setting.
+3. The leader writes a verdict: the nonces of all answers, and the first objection.
+
+Processes that torchrun restarts may find the store as their predecessors left it. An answer to a nonce that the leader
+has just drawn cannot be stale, and neither can a verdict that repeats a rank's own nonce.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_sparse.comm.base import POLL, RankFailure
+from lightning_sparse.comm.peers import lost_store, rank_list
+
+log = logging.getLogger(__name__)
+WARN_AFTER_SECONDS = 5.0
+"""Seconds after which a rank that has not attached is named in a warning. DDP's constructor has just synchronised."""
+STALE_AFTER_SECONDS = 2.0
+"""Seconds an error entry must remain unchanged before it is trusted: a previous attempt's is overwritten sooner."""
+
+
+class Handshake:
+    """One rank's part in the comparison.
+
+    Args:
+        store: the process group's store; a clone, whose waits block nobody else.
+        group: the process group's name, equal on all its ranks.
+        rank: this rank.
+        ranks: all ranks of the group; the first one leads.
+        timeout: time to wait for the slowest rank.
+        has_ended: tells whether a rank's connections are closed; None if that cannot be seen.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        group: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        has_ended: Callable[[int], bool | None] = lambda rank: None,
+    ) -> None:
+        self._store, self._rank, self._leader = store, rank, ranks[0]
+        self._others = [other for other in ranks if other != rank]
+        self._timeout, self._has_ended = timeout.total_seconds(), has_ended
+        self._prefix = f"lightning_sparse/{group}/handshake"
+        self._nonce = secrets.token_hex(8)
+        self._method = ""
+        self._refusal = "", 0.0  # the last entry that was seen, and since when
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot attach."""
+        reason = f"Rank {self._rank} cannot attach: {type(error).__name__}: {error}"
+        self._set("refused", json.dumps([self._rank, self._nonce, reason]))
+        if self._rank != self._leader and (call := self._get("call")):
+            self._object(call.split()[0], reason)
+
+    def agree(self, settings: Mapping[str, Any]) -> str:
+        """Compare settings (name to value, or to a list of which an error shows what differs) with all ranks.
+
+        Returns:
+            A name for what the ranks begin together, equal on all of them and new each time.
+
+        Raises:
+            RankFailure: the settings differ, or a rank cannot attach, has ended, or does not come.
+        """
+        try:
+            return self._agree(settings)
+        except dist.DistError as error:
+            raise RankFailure(lost_store(self._rank, error)) from error
+
+    def _agree(self, settings: Mapping[str, Any]) -> str:
+        text = json.dumps(settings, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self._method = str(settings.get("method", ""))
+        if (refused := self._get("refused")) and json.loads(refused)[0] == self._rank:
+            self._set("refused", "")  # by this rank's predecessor
+        return self._lead(text, digest) if self._rank == self._leader else self._follow(settings, digest)
+
+    def _lead(self, text: str, digest: str) -> str:
+        session = self._nonce
+        self._set(f"{session}/settings", text)
+        self._set("call", f"{session} {digest}")
+        try:
+            self._await_answers(session)
+            error = self._get(f"{session}/objection")
+        except RankFailure as failure:
+            error = str(failure)
+        nonces = [answer for other in self._others if (answer := self._get(f"{session}/{other}"))]
+        self._set(f"{session}/verdict", json.dumps({"nonces": nonces, "error": error}))
+        if error:
+            raise RankFailure(error)
+        return session
+
+    def _await_answers(self, session: str) -> None:
+        """Wait until all ranks have answered, or one of them objects."""
+        start, warned = time.monotonic(), False
+        for i, other in enumerate(self._others):
+            while not self._wait(f"{session}/{other}"):
+                if self._get(f"{session}/objection"):
+                    return
+                missing = [rank for rank in self._others[i:] if not self._get(f"{session}/{rank}")]
+                waited = time.monotonic() - start
+                self._raise_if_refused()
+                self._raise_if_ended(missing, waited)
+                if missing and waited > min(WARN_AFTER_SECONDS, self._timeout) and not warned:
+                    warned = True
+                    self._set(f"{session}/missing", json.dumps(missing))
+                    log.warning(self._still_missing(missing, waited))
+                if missing and waited > self._timeout:
+                    raise RankFailure(self._still_missing(missing, waited))
+
+    def _follow(self, settings: Mapping[str, Any], digest: str) -> str:
+        session = ""
+        start, warned = time.monotonic(), False
+        while True:
+            call = self._get("call")
+            if call and call.split()[0] != session:
+                session, leaders_digest = call.split()
+                start = time.monotonic()
+                if digest != leaders_digest:
+                    self._compare(session, settings)
+                self._set(f"{session}/{self._rank}", self._nonce)
+            if self._wait(f"{session}/verdict" if session else "call") and session:
+                verdict = json.loads(self._get(f"{session}/verdict"))
+                if self._nonce in verdict["nonces"] or (
+                    # The leader need not have waited for this rank's answer before it failed.
+                    verdict["error"] and time.monotonic() > start + STALE_AFTER_SECONDS
+                ):
+                    if verdict["error"]:
+                        raise RankFailure(verdict["error"])
+                    return session
+                time.sleep(POLL.total_seconds())
+            waited = time.monotonic() - start
+            self._raise_if_refused()
+            self._raise_if_ended([self._leader], waited)
+            missing = json.loads((session and self._get(f"{session}/missing")) or "[]")
+            # The leader warns of other ranks itself, a moment earlier.
+            if not missing and waited > WARN_AFTER_SECONDS + 2 * POLL.total_seconds() and not warned:
+                warned = True
+                log.warning(self._still_missing([self._leader], waited))
+            if waited > self._timeout + 2 * POLL.total_seconds():
+                raise RankFailure(self._still_missing(missing or [self._leader], waited))
+
+    def _compare(self, session: str, settings: Mapping[str, Any]) -> None:
+        """Object, naming the first setting in which this rank and the leader differ."""
+        theirs = json.loads(self._get(f"{session}/settings"))
+        for name in [*theirs, *(name for name in settings if name not in theirs)]:
+            here, there = settings.get(name), theirs.get(name)
+            if isinstance(here, list) and isinstance(there, list):
+                here, there = next(
+                    ((mine, its) for mine, its in zip_longest(here, there, fillvalue="no more") if mine != its),
+                    (None, None),
+                )
+            if here != there:
+                self._object(
+                    session,
+                    f"Ranks differ in {name}: rank {self._leader} has {there}, rank {self._rank} has {here}. Give all "
+                    f"ranks the same settings.",
+                )
+                return
+
+    def _object(self, session: str, reason: str) -> None:
+        self._store.compare_set(f"{self._prefix}/{session}/objection", "", _encodable(reason))
+
+    def _raise_if_refused(self) -> None:
+        entry = self._get("refused")
+        if entry != self._refusal[0]:
+            self._refusal = entry, time.monotonic()
+        if entry and time.monotonic() > self._refusal[1] + STALE_AFTER_SECONDS:
+            raise RankFailure(json.loads(entry)[2])
+
+    def _raise_if_ended(self, missing: Sequence[int], waited: float) -> None:
+        if waited > 0.9 * self._timeout:
+            return  # by now a collective of stock DDP's has timed out as well, and that closes connections too
+        for rank in missing:
+            if self._has_ended(rank):
+                entry = self._get("refused")
+                if entry and json.loads(entry)[0] == rank:
+                    raise RankFailure(json.loads(entry)[2])
+                raise RankFailure(
+                    f"Rank {rank} has ended before it attached {self._method}: its connections are closed. It was "
+                    f"killed, failed, or never called attach; look at the end of its output."
+                )
+
+    def _still_missing(self, missing: Sequence[int], seconds: float) -> str:
+        several = len(missing) > 1
+        if all(self._has_ended(rank) is False for rank in missing):
+            seen = "There is no sign that a process has ended" if several else "There is no sign that its process ended"
+            causes = "loading, frozen"
+        else:
+            seen, causes = "The process group does not show whether a process has ended", "loading, ended, frozen"
+        return (
+            f"Rank {self._rank} waits for {rank_list(missing)} to attach {self._method}, for {seconds:.0f} s so far. "
+            f"{seen}: {'they may be' if several else 'it may be'} {causes}, or using another strategy, such as stock "
+            f"'ddp'. All ranks need the same one."
+        )
+
+    def _get(self, key: str) -> str:
+        """Return the value of a key, "" if there is none."""
+        key = f"{self._prefix}/{key}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _set(self, key: str, value: str) -> None:
+        self._store.set(f"{self._prefix}/{key}", _encodable(value))
+
+    def _wait(self, key: str) -> bool:
+        """Wait for a key, POLL at most, and return whether it is set."""
+        # Not by `store.wait`: when its time is up, torch prints a warning.
+        deadline, pause = time.monotonic() + POLL.total_seconds(), 0.002
+        while not self._store.check([f"{self._prefix}/{key}"]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return True
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,132 @@
+"""The ranks of a process group, seen through the store: which have failed, finished, or do not respond."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_sparse.comm.base import RankFailure
+
+ANSWER_SECONDS = 1.5
+"""Seconds a failed rank waits for replies; its peers check for the request every POLL."""
+
+
+class Peers:
+    """The ranks of a process group, seen through the store: which have failed, finished, or do not respond.
+
+    Only the process that made it communicates: a forked child, such as a worker of a DataLoader, has copies of this
+    object and of the store's connection, and would speak for the rank.
+
+    Args:
+        store: a client that nobody else waits with, see `default_store`.
+        group: the process group's name, which the keys in the store contain.
+        rank: this rank within the group.
+        ranks: global rank numbers of the group's members, for error messages.
+    """
+
+    def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._pid = os.getpid()
+        self._failed, self._done, self._terminating, self._request = (
+            f"lightning_sparse/{group}/{key}" for key in ("failed", "done", "terminating", "poll")
+        )
+
+    def mark_failed(self, reason: str) -> None:
+        """Record that this rank cannot go on. The first reason stays."""
+        self._put(self._failed, reason)
+
+    def mark_done(self, calls: int, reason: str) -> None:
+        """Record that this rank makes no collective calls after its first `calls`. Peers that make more will fail."""
+        self._put(self._done, f"{calls} {reason}")
+
+    def mark_terminating(self, reason: str) -> None:
+        """Record that this rank is being terminated. Peers do not fail; `diagnose` names it as the likely cause."""
+        self._put(self._terminating, reason)
+
+    def raise_if_failed(self, calls: int) -> None:
+        """Raise RankFailure if a rank has failed, or is done with fewer collective calls than this one has begun."""
+        try:
+            if self._store.check([self._failed]):
+                raise RankFailure(self._store.get(self._failed).decode())
+            if self._store.check([self._done]):
+                made, reason = self._store.get(self._done).decode().split(" ", 1)
+                if int(made) < calls:
+                    raise RankFailure(reason)
+        except dist.DistError as error:
+            raise RankFailure(lost_store(self._ranks[self._rank], error)) from error
+
+    def diagnose(self, calls: int) -> str:
+        """Return why a collective broke off: the reason a rank has recorded, or which ranks do not respond."""
+        try:
+            self.raise_if_failed(calls)
+            if self._store.check([self._terminating]):
+                return str(self._store.get(self._terminating).decode())
+            silent, absent = self._poll_peers()
+        except RankFailure as failure:
+            return str(failure)
+        except dist.DistError:
+            return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
+        if silent:
+            return (
+                f"No answer from {rank_list(silent)}: killed, ended, or frozen, or still before the first backward "
+                f"pass. Look at the end of the output there."
+            )
+        if absent:
+            return (
+                f"Still running, but not taking part: {rank_list(absent)}. It hangs, or needs longer than the timeout."
+            )
+        return "All ranks have come to this error: look for an interruption of the network."
+
+    def respond(self) -> None:
+        """Respond if a failed rank polls its peers."""
+        with contextlib.suppress(Exception):
+            if os.getpid() == self._pid and self._store.check([self._request]):
+                self._put(f"{self._request}/{self._rank}", "running")
+
+    def _poll_peers(self) -> tuple[list[int], list[int]]:
+        """Poll all ranks. Returns those that do not respond, and those that respond but are not in this collective."""
+        keys = [f"{self._request}/{rank}" for rank in range(len(self._ranks))]
+        self._store.set(self._request, "")
+        self._store.set(keys[self._rank], "failed")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            silent, absent = [], []
+            for rank, key in zip(self._ranks, keys, strict=True):
+                if not self._store.check([key]):
+                    silent.append(rank)
+                elif self._store.get(key) != b"failed":
+                    absent.append(rank)
+            if not silent + absent or time.monotonic() > deadline:
+                return silent, absent
+            time.sleep(0.02)
+
+    def _put(self, key: str, text: str) -> None:
+        """Set a key, unless it is set."""
+        if os.getpid() != self._pid:
+            return
+        # Without the store its host is gone, and the peers lose their connections anyway. Nothing may go wrong here.
+        with contextlib.suppress(Exception):
+            self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
+
+
+def lost_store(rank: int, error: BaseException) -> str:
+    """Return the error message for a store that does not respond any more."""
+    return (
+        f"Rank {rank} lost the store of the process group: the process that hosts it, usually rank 0, has ended. "
+        f"({first_line(error)})"
+    )
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2", for error messages."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its kind where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,178 @@
+"""Compressed averaging for DistributedDataParallel.
+
+ddp = DistributedDataParallel(model)
+attach(ddp, "gaussiank", density=0.001)
+"""
+
+# No `from __future__ import annotations` here: DDP looks at the hook's annotations and refuses strings.
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse._compat import delayed_parameters, exchanged_parameters
+from lightning_sparse.hooks.comm_thread import CommThread
+from lightning_sparse.hooks.session import Session
+from lightning_sparse.layout import Granularity
+from lightning_sparse.methods import Method
+from lightning_sparse.methods import method as make_method
+from lightning_sparse.options import OnNonFinite
+from lightning_sparse.reducer import Reducer
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    method: str | Method = "topk",
+    *,
+    density: float | None = None,
+    granularity: Granularity = "bucket",
+    lr: float | Callable[[], float] | None = None,
+    seed: int = 0,
+    warmup: Sequence[float] = (),
+    warmup_steps: int | None = None,
+    loss_scale: Callable[[], float] | None = None,
+    on_nonfinite: OnNonFinite = "raise",
+    clip_norm: float | None = None,
+    timeout: timedelta | None = None,
+) -> Reducer:
+    """Replace the gradient all-reduce of `ddp` by a compressed exchange. All ranks call it, before the first backward.
+
+    Args:
+        ddp: the wrapped model; its communication hook is set.
+        method: a name in `METHODS`, or a `Method` made of own parts.
+        density: fraction of entries to send, in (0, 1]; None keeps the method's own. Only beside a name.
+        granularity: what is compressed together: "layer", "bucket" (of the size of DDP's own buckets) or "model".
+        lr: the learning rate, or a function that returns the present one, for methods that need it.
+        seed: of all random choices; equal on all ranks.
+        warmup: densities to use in turn before `density`, `warmup_steps` steps each.
+        warmup_steps: number of steps for each density of `warmup`.
+        loss_scale: the `get_scale` of a GradScaler, where one is used. Where a gradient overflows on any rank, all
+            ranks get NaN, so that all scalers leave the step out, and no residual changes.
+        on_nonfinite: without a loss scale, what a gradient with a NaN or an infinity means: "raise" NonFiniteGradient
+            on all ranks, or "skip": all ranks get NaN gradients, no residual changes, and it is yours to leave the
+            optimizer step out.
+        clip_norm: largest 2-norm of a rank's own gradient, before compression. Clipping afterwards would destroy what
+            has already left the residuals.
+        timeout: how long to wait for other ranks; None takes the default process group's.
+
+    Returns:
+        The reducer at work: its `comm` counts bytes, its `state_dict` holds what a checkpoint needs.
+
+    Raises:
+        TypeError, ValueError: an option, a parameter or a feature of DDP that cannot be used; the message says which.
+        RankFailure: other ranks use other settings, or do not attach.
+    """
+    if warmup and warmup_steps is None:
+        raise ValueError(
+            f"warmup={tuple(warmup)!r} without epochs: say how many steps each density lasts, warmup_steps."
+        )
+    return start_comm_thread(
+        ddp,
+        resolve_method(method, density),
+        granularity=granularity,
+        lr=lr,
+        seed=seed,
+        warmup=warmup,
+        warmup_steps=warmup_steps,
+        loss_scale=loss_scale,
+        on_nonfinite=on_nonfinite,
+        clip_norm=clip_norm,
+        timeout=timeout,
+    ).reducer
+
+
+def start_comm_thread(
+    ddp: DistributedDataParallel, method: Method, *, timeout: timedelta | None = None, **options: Any
+) -> CommThread:
+    """Do what `attach` does, and return the communication thread; `options` are the reducer's."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."
+        )
+
+    def parameters() -> dict[str, Tensor]:
+        check_no_hook(ddp)
+        return trainable_parameters(ddp)
+
+    session = Session(
+        parameters,
+        method,
+        group=ddp.process_group,  # need not be all the ranks
+        device=ddp.device,
+        timeout=timeout,
+        bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
+        **options,
+    )
+    thread = CommThread(session, ddp, parameters())
+    try:
+        if session.stream is not None:
+            session.dry_run(parameters())
+        ddp.register_comm_hook(thread, on_bucket)
+    except BaseException as error:
+        thread.fail(error)
+        thread.close()
+        raise
+    weakref.finalize(ddp, thread.close)  # when the model is collected, or the interpreter exits
+    return thread
+
+
+def on_bucket(state: CommThread, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """DDP's communication hook."""
+    future: torch.futures.Future[torch.Tensor] = state.enqueue(bucket)
+    return future
+
+
+def resolve_method(method: str | Method, density: float | None) -> Method:
+    """Return the method that a user's pair of options means."""
+    if isinstance(method, str):
+        return make_method(method, density=density)
+    if not isinstance(method, Method):
+        raise TypeError(f"method={method!r}: give a method's name, or a Method.")
+    if density is not None:
+        raise ValueError(f"density={density!r} beside method={method!r}: set the density of its compressor instead.")
+    return method
+
+
+def check_no_hook(ddp: DistributedDataParallel) -> None:
+    """Raise ValueError if the model has a communication hook: DDP takes one, and never another one."""
+    if any(isinstance(state, CommThread) for _, state in ddp._comm_hooks):
+        raise ValueError(
+            "attach was called on this DistributedDataParallel before, and DDP takes one communication hook in its "
+            "life: wrap the model in a new DistributedDataParallel to attach with other settings."
+        )
+    if hook := ddp._get_ddp_logging_data().get("comm_hook"):
+        raise ValueError(
+            f"This DistributedDataParallel has the communication hook {hook} already, and takes only one: leave its "
+            f"register_comm_hook out, or do not attach."
+        )
+
+
+def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters that DDP reduces, by name, in registration order.
+
+    Raises:
+        TypeError, ValueError: the model or DDP uses something that cannot be combined with compression.
+    """
+    for option, given in (
+        ("skip_all_reduce_unused_params", getattr(ddp, "skip_all_reduce_unused_params", False)),
+        ("delay_all_reduce_named_params", delayed_parameters(ddp)),
+    ):
+        if given:
+            raise ValueError(f"DistributedDataParallel({option}=...) bypasses the exchange of gradients: leave it out.")
+    for name, module in ddp.module.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise TypeError(
+                f"{name or 'The model'!r} is a {type(module).__name__} with sparse=True: sparse gradients cannot be "
+                f"compressed. Set sparse=False, or train with strategy='ddp'."
+            )
+    reduced = {id(param) for param in exchanged_parameters(ddp)}
+    return {
+        name.replace("_orig_mod.", ""): param  # torch.compile's prefix
+        for name, param in ddp.module.named_parameters()
+        if param.requires_grad and id(param) in reduced
+    }

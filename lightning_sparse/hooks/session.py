@@ -1,0 +1,213 @@
+"""All that ranks share while they train together: equal settings, a process group, and word of failures.
+
+    session = Session(parameters, "topk", group=dist.group.WORLD, device=device)
+    session.reducer.reduce_(grads)
+    session.close()
+
+It knows nothing of DistributedDataParallel, so that other ways to exchange gradients or updates can use it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse._compat import backend_name, group_timeout, is_open, new_named_group
+from lightning_sparse.comm import ProcessGroupComm, RankFailure
+from lightning_sparse.comm.handshake import Handshake
+from lightning_sparse.comm.peers import Peers, first_line
+from lightning_sparse.comm.process_group import call_in_thread, has_ended
+from lightning_sparse.methods import Method
+from lightning_sparse.reducer import Reducer
+
+log = logging.getLogger(__name__)
+JOIN_SECONDS = 5.0
+_BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
+"""Matches torch's errors for a broken collective of its own or of Lightning's, which have no class."""
+
+
+class Session:
+    """One rank's part in a training.
+
+    All ranks of the group make it together. What can fail on one rank alone, such as allocating residuals, is done
+    before they agree to begin, so that the others get its error instead of waiting.
+
+    Args:
+        parameters: returns the parameters to exchange gradients of, by name, in registration order; an error in it
+            reaches the other ranks too.
+        method: the compression method.
+        group: whose ranks take part; the session makes a process group of its own for them.
+        device: where the parameters are.
+        timeout: time to wait for other ranks; None takes the group's.
+        options: of the `Reducer`.
+
+    Attributes:
+        reducer: compresses and exchanges; its state is what a checkpoint needs.
+        comm: the reducer's wire.
+        stream: on CUDA the stream to exchange in.
+
+    Raises:
+        RankFailure: other ranks use other settings, cannot take part, have ended, or do not come.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Mapping[str, Tensor]],
+        method: Method,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        self._pid = os.getpid()
+        self._parent = group
+        self._device = device
+        self._closed = False
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        timeout = timeout or group_timeout(group, device)
+        self.comm = ProcessGroupComm(group)
+        ranks = dist.get_process_group_ranks(group)
+        handshake = Handshake(
+            self.comm.store,
+            group.group_name,
+            dist.get_rank(),
+            ranks,
+            timeout,
+            lambda rank: has_ended(group, ranks.index(rank)),
+        )
+        try:
+            params = parameters()
+            self.reducer = Reducer(method, self.comm, **options)
+            self.reducer.setup(params)
+        except BaseException as error:
+            handshake.refuse(error)
+            raise
+        name = handshake.agree(
+            {
+                "method": repr(method),
+                **{name: "given" if callable(value) else repr(value) for name, value in options.items()},
+                "model": [
+                    f"{name}{list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
+                    for name, param in params.items()
+                ],
+            }
+        )
+        self.comm.use(self._open_group(f"lightning_sparse_{name}", timeout))
+
+    def _open_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
+        """Make the session's process group; RankFailure if another rank has ended or failed to do so."""
+        peers = Peers(self.comm.store, name, self.comm.rank, self.comm.ranks)
+
+        def connect() -> dist.ProcessGroup:
+            if self.stream is not None:
+                torch.cuda.set_device(self._device)
+            return new_named_group(self._parent, name, timeout)
+
+        def raise_if_peer_failed() -> None:
+            peers.raise_if_failed(0)
+            for rank in range(self.comm.size):
+                if rank != self.comm.rank and has_ended(self._parent, rank):
+                    raise RankFailure(
+                        f"Rank {self.comm.ranks[rank]} has ended while the ranks connected: killed, or failed. Look at "
+                        f"the end of its output."
+                    )
+
+        try:
+            return call_in_thread(connect, raise_if_peer_failed, discard=dist.destroy_process_group)
+        except BaseException as error:
+            if not isinstance(error, RankFailure):
+                raise_if_peer_failed()  # the cause
+            peers.mark_failed(self.reducer.error_message(error))
+            raise
+
+    def dry_run(self, params: Mapping[str, Tensor]) -> None:
+        """Go through a step of zeros, and forget it.
+
+        Kernels are loaded, and a group's connections made, when they are first used, and both may wait for the device.
+        Within backward that can be for ever: the device may itself wait for this rank, in a collective of DDP's own.
+        """
+        assert self.reducer.layout is not None
+        try:
+            with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                for segment in self.reducer.layout.segments:
+                    own = [params[name] for name in segment.names]
+                    self.reducer.reduce_segment_(segment, [param.new_zeros(param.numel()) for param in own])
+                self.reducer.raise_deferred()
+        except Exception as error:
+            self.fail(error)
+            raise
+        self.reducer.reset()
+        self.reducer.seconds = dict.fromkeys(self.reducer.seconds, 0.0)
+        self.comm.sent_bytes, self.comm.seconds = 0, 0.0
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that training has failed on this one.
+
+        If a connection broke, what is known about the cause is put in front of the error's text.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        if isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and _BROKEN.search(str(error)):
+            # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
+            with contextlib.suppress(Exception):
+                error.args = (f"{self.comm.diagnose()} ({first_line(error)})",)
+        self.comm.mark_failed(self.reducer.error_message(error))
+
+    def mark_done(self) -> None:
+        """Tell the other ranks that this one makes no further calls: those that still wait for it will fail."""
+        self.comm.mark_done(
+            f"Rank {self.comm.ranks[self.comm.rank]} has ended training after {self.reducer.step} steps, while other "
+            f"ranks go on. Look for an error in its output, or give all ranks the same number of batches."
+        )
+
+    def close(self, *, pending: bool = False) -> None:
+        """Leave the process group, without a word if that has been done already.
+
+        Args:
+            pending: whether a collective may still be waiting for other ranks.
+        """
+        # A forked child has a copy of the group, whose threads and connections are its parent's.
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        group = self.comm.group
+        if pending:
+            # The group's destructor would wait for the timeout, with the interpreter locked, whenever garbage is
+            # collected: so it must not run.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            self.free_device()
+        # Not if the default process group was destroyed meanwhile, and all others with it.
+        if is_open(group):
+            # What an aborted group has to say must not hide the error that led here.
+            with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
+                dist.destroy_process_group(group)
+
+    def device_done(self) -> bool:
+        """Wait for the device, but not for ever: it may be waiting for a rank that is no more."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        try:
+            while self.stream is not None and not self.stream.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-3)
+        except RuntimeError:  # an error on the device
+            return False
+        return True
+
+    def free_device(self) -> None:
+        """End collectives that wait on the device for ranks that do not come, as NCCL's do until a timeout."""
+        if self.stream is not None and backend_name(self.comm.group, self._device) == "nccl":
+            with contextlib.suppress(Exception):
+                self.comm.group.abort()

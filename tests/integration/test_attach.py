@@ -1,0 +1,360 @@
+"""`attach` under adverse conditions: every rank gets the cause within seconds, and nothing is left open."""
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import Reducer, attach
+from tests.integration.test_failures import SOON, caught, step
+from tests.processes import run_ranks
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+
+
+def on_part_of_the_world(rank: int) -> tuple[str, str, float]:
+    first, _ = dist.new_group([0, 1]), dist.new_group([0, 2])  # rank 0 is a member of one group more than rank 1
+    if rank == 2:
+        return "no error", "", 0.0
+
+    def train() -> None:
+        ddp = DistributedDataParallel(nn.Linear(50, 50), process_group=first)
+        attach(ddp, "topk")
+        step(ddp)
+        step(ddp)
+
+    return caught(train)
+
+
+def test_a_group_whose_ranks_differ_in_their_other_groups():
+    for kind, text, seconds in run_ranks(3, on_part_of_the_world, timeout=8):
+        assert (kind, text) == ("no error", "")
+        assert seconds < SOON
+
+
+def one_after_the_other_on_a_part(rank: int) -> list[int]:
+    part = dist.new_group([0, 1])
+    counts = [groups()]
+    for _ in range(2 if rank < 2 else 0):
+        ddp = DistributedDataParallel(nn.Linear(50, 50), process_group=part)
+        attach(ddp, "topk")
+        step(ddp)
+        counts.append(groups())
+        del ddp
+        gc.collect()
+        counts.append(groups())
+    return counts
+
+
+def test_the_process_group_of_a_part_of_the_world_is_destroyed_with_the_model():
+    *members, _ = run_ranks(3, one_after_the_other_on_a_part)
+    assert members == [[2, 3, 2, 3, 2]] * 2
+
+
+def forked(rank: int, how: str) -> tuple[str, str, float]:
+    """Rank 0's child collects its copy of the model, or ends like a script, between two steps."""
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    attach(ddp, "topk")
+    step(ddp)
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            if how == "collected":
+                del ddp
+                gc.collect()
+            else:
+                import atexit
+
+                atexit._run_exitfuncs()
+            os._exit(0)
+        deadline = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                return "the child hangs", "", 0.0
+            time.sleep(0.01)
+
+    def train() -> None:
+        for i in range(3):
+            if rank == 0:
+                time.sleep(1.2 * (i == 0))  # so that rank 1 looks for failures while it waits
+            step(ddp)
+
+    return caught(train)
+
+
+@pytest.mark.parametrize("how", ["collected", "at exit"])
+def test_a_forked_child_does_not_end_its_parents_training(how):
+    assert [outcome[:2] for outcome in run_ranks(2, forked, how)] == [("no error", "")] * 2
+
+
+class Collects(torch.utils.data.Dataset):
+    def __init__(self, models: list[nn.Module]) -> None:
+        self.models = models
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.models.clear()
+        gc.collect()
+        return torch.ones(50)
+
+
+def fed_by_workers(rank: int) -> tuple[str, str, float]:
+    ddp = [DistributedDataParallel(nn.Linear(50, 50))]
+    attach(ddp[0], "topk")
+    step(ddp[0])
+
+    def train() -> None:
+        loader = torch.utils.data.DataLoader(Collects(ddp), num_workers=1, multiprocessing_context="fork")
+        for x in loader:
+            time.sleep(0.6 * (1 - rank))
+            ddp[0](x).sum().backward()
+
+    return caught(train)
+
+
+def test_a_worker_that_collects_the_model_does_not_end_training():
+    assert [outcome[:2] for outcome in run_ranks(2, fed_by_workers)] == [("no error", "")] * 2
+
+
+def lost_before_attach(rank: int, size: int, victim: int, sign: int) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), sign)
+    return caught(lambda: attach(ddp, "topk"))
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 1), (3, 2)])
+def test_a_rank_that_is_killed_before_it_attaches_is_named_within_seconds(size, victim):
+    results = run_ranks(size, lost_before_attach, size, victim, signal.SIGKILL)
+    assert results.pop(victim) is None
+    for kind, text, seconds in results:
+        assert kind == "RankFailure"
+        assert f"Rank {victim} has ended before it attached" in text
+        assert "strategy" not in text
+        assert seconds < SOON
+
+
+def test_a_killed_rank_that_hosted_the_store_is_named_within_seconds():
+    _, *others = run_ranks(3, lost_before_attach, 3, 0, signal.SIGKILL)
+    for kind, text, seconds in others:
+        assert kind == "RankFailure"
+        assert "the process that hosts it, usually rank 0, has ended" in text or "Rank 0 has ended before" in text
+        assert seconds < SOON
+
+
+def frozen_before_attach(rank: int, wakes: bool) -> tuple[tuple[str, str, float], str]:
+    """A sibling process continues rank 1 after a while, or once rank 0 has given up."""
+    from lightning_sparse.comm import handshake
+
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    dist.barrier()
+    warnings: list[str] = []
+    handshake.log.warning = lambda text: warnings.append(f"{time.monotonic() - started:.1f} s: {text}")
+    started = time.monotonic()
+    if rank == 1:
+        parent = os.getpid()
+        if os.fork() == 0:
+            time.sleep(8 if wakes else 14)
+            os.kill(parent, signal.SIGCONT)
+            os._exit(0)
+        os.kill(parent, signal.SIGSTOP)
+
+    def train() -> None:
+        attach(ddp, "topk")
+        step(ddp)
+
+    return caught(train), "\n".join(warnings)
+
+
+def test_a_frozen_rank_is_named_within_seconds_and_may_go_on():
+    (first, warning), (second, _) = run_ranks(2, frozen_before_attach, True)
+    assert first[:2] == second[:2] == ("no error", "")
+    assert float(warning.split(" s")[0]) < SOON
+    assert "waits for rank 1 to attach" in warning
+    assert "There is no sign that its process ended: it may be loading, frozen, or using another strategy" in warning
+
+
+def test_a_rank_that_stays_frozen_is_an_error_after_the_timeout():
+    (first, _), _ = run_ranks(2, frozen_before_attach, False, timeout=8)
+    assert first[0] == "RankFailure"
+    assert "waits for rank 1 to attach" in first[1]
+    assert "it may be loading, frozen, or using another strategy" in first[1]
+    assert first[2] < 11
+
+
+def runs_out_of_memory(rank: int, victim: int) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    if rank == victim:
+
+        def setup(self: Reducer, params: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        Reducer.setup = setup
+    return caught(lambda: (attach(ddp, "topk"), step(ddp)))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_running_out_of_memory_for_residuals_is_told_to_all_ranks(victim):
+    for rank, (kind, text, seconds) in enumerate(run_ranks(3, runs_out_of_memory, victim)):
+        assert kind == ("OutOfMemoryError" if rank == victim else "RankFailure")
+        assert "CUDA out of memory. Tried to allocate 2.00 GiB." in text
+        assert rank == victim or text.startswith(f"Rank {victim} cannot attach: OutOfMemoryError")
+        assert seconds < SOON
+
+
+def lost_while_connecting(rank: int, how: str) -> tuple[str, str, float]:
+    from lightning_sparse.hooks import session
+
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    if rank == 1:
+
+        def open_group(*_: Any) -> None:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("no network interface")
+
+        session.open_group = open_group
+    return caught(lambda: attach(ddp, "topk"))
+
+
+@pytest.mark.parametrize("how", ["killed", "error"])
+def test_a_rank_lost_while_the_ranks_connect_is_named_within_seconds(how):
+    first, second, third = run_ranks(3, lost_while_connecting, how)
+    assert second is None if how == "killed" else "no network interface" in second[1]
+    for kind, text, seconds in (first, third):
+        assert kind == "RankFailure"
+        assert ("Rank 1 has ended" if how == "killed" else "no network interface") in text
+        assert seconds < SOON
+
+
+def default_group_made_anew(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    attach(ddp, "topk")
+    step(ddp)
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+    errors: list[str] = []
+    sys.unraisablehook = lambda args: errors.append(repr(args))
+    del ddp
+    gc.collect()
+    again = DistributedDataParallel(nn.Linear(50, 50))
+    attach(again, "topk")
+    step(again)
+    return errors
+
+
+def test_a_model_of_a_destroyed_process_group_goes_silently():
+    assert run_ranks(2, default_group_made_anew) == [[], []]
+
+
+def attached_twice(rank: int, hook: str) -> tuple[tuple[str, str, float], list[Any]]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    if hook == "attach":
+        attach(ddp, "topk")
+    elif hook == "builtin":
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    else:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    before = [groups(), threads()]
+    outcome = caught(lambda: attach(ddp, "topk"))
+    after = [groups(), threads()]
+    step(ddp)
+    return outcome, [before == after]
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("attach", "attach was called on this DistributedDataParallel before"),
+        ("builtin", "has the communication hook BuiltinCommHookType.FP16_COMPRESS already"),
+        ("torch's", "has the communication hook fp16_compress_hook already"),
+    ],
+)
+def test_a_model_takes_one_hook_and_attach_says_so(hook, message):
+    for (kind, text, _), rest in run_ranks(2, attached_twice, hook):
+        assert kind == "ValueError"
+        assert message in text
+        assert rest == [True]
+
+
+def fails_at_last(rank: int) -> list[Any]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50), find_unused_parameters=True)
+    before = [groups(), threads()]
+
+    def register_comm_hook(*_: Any) -> None:
+        raise RuntimeError("no hooks today")
+
+    ddp.register_comm_hook = register_comm_hook
+    outcome = caught(lambda: attach(ddp, "topk"))
+    return [
+        outcome[:2],
+        before == [groups(), threads()],
+        [p._post_accumulate_grad_hooks or {} for p in ddp.parameters()],
+    ]
+
+
+def test_an_attach_that_fails_leaves_nothing_open():
+    assert run_ranks(2, fails_at_last) == [[("RuntimeError", "no hooks today"), True, [{}, {}]]] * 2
+
+
+def collected_in_its_own_thread(rank: int) -> tuple[list[str], int]:
+    models = [DistributedDataParallel(nn.Linear(50, 50))]
+    reducer = attach(models[0], "topk")
+    step(models[0])
+    errors: list[str] = []
+    threading.excepthook = lambda args: errors.append(repr(args))
+    answer = reducer.comm.respond
+
+    def collect() -> None:  # the thread calls this while it waits for work
+        models.clear()
+        gc.collect()
+        answer()
+
+    reducer.comm.respond = collect
+    sys.unraisablehook = threading.excepthook
+    deadline = time.monotonic() + SOON
+    while "lightning_sparse" in threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return errors + threads(), groups()
+
+
+def test_a_model_that_its_own_communication_thread_collects():
+    assert run_ranks(2, collected_in_its_own_thread) == [([], 1)] * 2
+
+
+def with_dtype(rank: int) -> tuple[str, str, float]:
+    net = nn.Linear(50, 50)
+    if rank == 1:
+        net.bias.data = net.bias.data.bfloat16()
+    return caught(lambda: attach(DistributedDataParallel(net, init_sync=False), "topk"))
+
+
+def test_ranks_with_different_dtypes():
+    for kind, text, seconds in run_ranks(2, with_dtype):
+        assert kind == "RankFailure"
+        assert "Ranks differ in model: rank 0 has" in text
+        assert "bias[50] bfloat16" in text
+        assert seconds < SOON
