@@ -7,6 +7,7 @@ the oldest and the newest versions that are supported.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -81,9 +82,35 @@ def exchanged_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     return list(ddp._module_parameters)
 
 
+def hook_states(ddp: DistributedDataParallel) -> list[Any]:
+    """Return the states of the communication hooks that Python registered on a model. Private in torch 2.8 to 2.15."""
+    return [state for _, state in ddp._comm_hooks]
+
+
+def hook_name(ddp: DistributedDataParallel) -> str | None:
+    """Return the name of a model's communication hook, Python's or torch's own. Private in torch 2.8 to 2.15."""
+    name: str | None = ddp._get_ddp_logging_data().get("comm_hook")
+    return name
+
+
 def delayed_parameters(ddp: DistributedDataParallel) -> Any:
     """Return the parameters that DDP reduces without its hook, if any. Private in torch 2.8 to 2.15, and may go."""
     return getattr(ddp, "_delay_all_reduce_params", None)
+
+
+def ddp_options(strategy: Any) -> dict[str, Any]:
+    """Return what a DDPStrategy passes on to DistributedDataParallel. Private in Lightning 2.5 and 2.6."""
+    options: dict[str, Any] = strategy._ddp_kwargs
+    return options
+
+
+def pending_error(io: Any) -> Future[BaseException | None] | None:
+    """Return a future of AsyncCheckpointIO's error, set once its saves so far have ended; None if there are none.
+
+    Its executor has one thread, so jobs end in the order of submission. Private in Lightning 2.5 and 2.6.
+    """
+    executor = getattr(io, "_executor", None)
+    return None if executor is None else executor.submit(lambda: io._error)
 
 
 def steps_taken(trainer: Any) -> int:

@@ -1,6 +1,7 @@
 """What `_compat` promises about torch and Lightning holds for the versions installed; `make matrix` has others."""
 
 import ast
+import contextlib
 import inspect
 import threading
 from datetime import timedelta
@@ -10,8 +11,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse
@@ -56,11 +59,11 @@ def test_the_process_group_says_its_backend_its_timeout_and_its_store():
 def answered_while_waiting(rank: int) -> bool:
     if rank == 1:
         dist.barrier()
-        _compat.default_store().set("awaited", "")
+        _compat.default_store().clone().set("awaited", "")
         return True
-    waiting = threading.Thread(target=_compat.default_store().get, args=("awaited",))
+    waiting = threading.Thread(target=_compat.default_store().clone().get, args=("awaited",))
     waiting.start()
-    asked = not _compat.default_store().check(["never set"])
+    asked = not _compat.default_store().clone().check(["never set"])
     dist.barrier()
     waiting.join()
     return asked
@@ -180,6 +183,51 @@ def test_foreach_functions_take_what_they_are_given():
     assert [x.tolist() for x in xs] == [[10.0, 10.0], [8.0]]
     torch._foreach_zero_(xs)
     assert not any(x.any() for x in xs)
+
+
+def named_group(rank: int) -> tuple[str, list[int], bool, bool]:
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)  # one group more than the other rank
+    group = _compat.new_named_group(dist.group.WORLD, "a name of ours", timedelta(seconds=30))
+    x = torch.tensor([rank + 1])
+    dist.all_reduce(x, group=group)
+    open_before = _compat.is_open(group)
+    dist.destroy_process_group(group)
+    return group.group_name, x.tolist(), open_before, _compat.is_open(group)
+
+
+def test_a_group_has_the_name_it_is_given_whatever_groups_a_rank_has_made():
+    assert run_ranks(2, named_group) == [("a name of ours", [3], True, False)] * 2
+
+
+def hooks(rank: int) -> tuple[list[str], str | None, str | None]:
+    bare, hooked = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
+    hooked.register_comm_hook("a state", default_hooks.allreduce_hook)
+    return _compat.hook_states(hooked), _compat.hook_name(bare), _compat.hook_name(hooked)
+
+
+def test_a_models_communication_hook_is_known():
+    states, bare, hooked = run_ranks(1, hooks)[0]
+    assert (states, bare) == (["a state"], None)
+    assert "allreduce_hook" in hooked
+
+
+def test_a_strategys_options_for_ddp_can_be_changed():
+    strategy = DDPStrategy(bucket_cap_mb=3)
+    _compat.ddp_options(strategy)["bucket_cap_mb"] = 4
+    assert strategy._ddp_kwargs == {"bucket_cap_mb": 4}
+
+
+def test_the_error_of_asynchronous_saves_is_known_when_they_have_ended(tmp_path):
+    class Failing(TorchCheckpointIO):
+        def save_checkpoint(self, *args, **kwargs):
+            raise OSError("disk full")
+
+    io = AsyncCheckpointIO(Failing())
+    assert _compat.pending_error(TorchCheckpointIO()) is None
+    with contextlib.suppress(OSError):  # raised here already if the writing thread was fast
+        io.save_checkpoint({}, tmp_path / "last.ckpt")
+    assert str(_compat.pending_error(io).result()) == "disk full"
 
 
 def test_private_names_of_others_stand_in_compat_alone():

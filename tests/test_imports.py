@@ -30,7 +30,17 @@ ALLOWED = {
     },
     "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer"},
     "checkpoint": {"state"},
-    "strategies": {"_lightning", "aggregators", "checkpoint", "compressors", "hooks", "methods", "options", "reducer"},
+    "strategies": {
+        "_compat",
+        "_lightning",
+        "aggregators",
+        "checkpoint",
+        "compressors",
+        "hooks",
+        "methods",
+        "options",
+        "reducer",
+    },
     "callbacks": {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },

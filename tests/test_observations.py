@@ -24,6 +24,7 @@ from benchmarks.observations import (
     verdict,
 )
 from lightning_sparse import Reducer, method, simulate
+from lightning_sparse.context import Context
 
 
 def laplace(numel):
@@ -136,6 +137,6 @@ def test_look_notices_another_u():
         reducer.observers = [look]
         reducer.reduce_({"w": torch.randn(50)})
         with pytest.raises(RuntimeError, match="Step 0: u is not"):
-            look.compensated(look.segment, look.u + 1, type("Context", (), {"step": 0}))
+            look.compensated(look.u + 1, Context(look.segment))
 
     simulate(1, rank)

@@ -50,8 +50,9 @@ def test_steps_leave_a_trace_of_every_contestant():
 
 def test_a_step_that_keeps_the_wrong_rest_gets_no_times():
     class Forgetful(TopK):
-        def remove_(self, u, payload, segment, ctx):
-            return u.zero_()
+        def compress(self, u, ctx):
+            payload, _ = super().compress(u, ctx)
+            return payload, u
 
     with pytest.raises(SystemExit, match="keeps the wrong rest"):
         selection.Step(torch.randn(1000), 0.01, Forgetful(0.01)).check("TopK")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse._compat import delayed_parameters, exchanged_parameters
+from lightning_sparse._compat import delayed_parameters, exchanged_parameters, hook_name, hook_states
 from lightning_sparse.hooks.comm_thread import CommThread
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
@@ -140,12 +140,12 @@ def resolve_method(method: str | Method, density: float | None) -> Method:
 
 def check_no_hook(ddp: DistributedDataParallel) -> None:
     """Raise ValueError if the model has a communication hook: DDP takes one, and never another one."""
-    if any(isinstance(state, CommThread) for _, state in ddp._comm_hooks):
+    if any(isinstance(state, CommThread) for state in hook_states(ddp)):
         raise ValueError(
             "attach was called on this DistributedDataParallel before, and DDP takes one communication hook in its "
             "life: wrap the model in a new DistributedDataParallel to attach with other settings."
         )
-    if hook := ddp._get_ddp_logging_data().get("comm_hook"):
+    if hook := hook_name(ddp):
         raise ValueError(
             f"This DistributedDataParallel has the communication hook {hook} already, and takes only one: leave its "
             f"register_comm_hook out, or do not attach."

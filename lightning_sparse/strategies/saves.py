@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sparse import checkpoint as sidecars
+from lightning_sparse._compat import pending_error
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +114,7 @@ def writes_at_once(io: Any) -> bool:
 def _executor_error(io: Any) -> Future[BaseException | None] | None:
     """Return a future of the error of AsyncCheckpointIO, set once all its saves so far have ended; None for others."""
     asynchronous = [layer for layer in _layers(io) if any(map(_is_async, type(layer).__mro__))]
-    if len(asynchronous) != 1 or getattr(asynchronous[0], "_executor", None) is None:
-        return None
-    # Its executor has one thread, so jobs end in the order of submission.
-    future: Future[BaseException | None] = asynchronous[0]._executor.submit(lambda: asynchronous[0]._error)
-    return future
+    return pending_error(asynchronous[0]) if len(asynchronous) == 1 else None
 
 
 def _layers(io: Any) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
 from lightning_sparse.hooks import CommThread, resolve_method, start_comm_thread
@@ -123,7 +124,8 @@ class SparseDDP(Checkpointing):
         # Otherwise DDP copies every bucket into the gradients after backward, where nothing overlaps with the copy.
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
-        self._ddp_kwargs["bucket_cap_mb"] = check_partition(granularity, self._ddp_kwargs["bucket_cap_mb"])
+        ours = ddp_options(self)
+        ours["bucket_cap_mb"] = check_partition(granularity, ours["bucket_cap_mb"])
         self._method = resolve_method(method, density)
         self._compresses = not isinstance(self._method.compressor, Identity)
         self._two_level = check("two_level", two_level)
