@@ -99,11 +99,7 @@ class Look(Observer):
 
 
 class Recorder(pl.Callback):
-    """Records rank 0's u at some steps, counted from 1, and writes a file.
-
-    The file holds "layers", name to (start, stop); "u", step to tensor; "gradient" likewise for the steps in `SHOWN`;
-    and "loss" of every step.
-    """
+    """Records rank 0's u at some steps, counted from 1, and writes a file: layers' places, u, gradients, losses."""
 
     def __init__(self, steps: Sequence[int], path: Path) -> None:
         self.steps, self.path = set(steps), path
@@ -237,11 +233,7 @@ def distribution_rows(sparse: Mapping[str, Any], dense: Mapping[str, Any]) -> It
 
 
 def contraction_rows(sparse: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield what the k largest entries leave behind, a row per step, layer and density.
-
-    Raises:
-        RuntimeError: it is more than theory allows.
-    """
+    """Yield what the k largest entries leave behind, a row per step, layer and density, if it is within the bound."""
     for step in sparse["u"]:
         for name, u in parts(sparse, "u", step):
             for density in DENSITIES:

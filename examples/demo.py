@@ -44,6 +44,8 @@ EVERY = 5
 BATCH, LEARNING_RATE = 32, 0.2
 """Examples per worker and step, and the rate that both strategies like best: see
 benchmarks/results/network_tuning.csv."""
+SEED = 4
+"""Of the seeds 0 to 4 one at which both strategies take about their median number of steps."""
 STRATEGIES = ("gaussiank_ddp", "ddp")
 
 Curve = list[dict[str, float]]
@@ -120,7 +122,7 @@ def train(job: dict[str, Any]) -> None:
     # As torchrun does it, with one worker on each node.
     os.environ |= {"TORCHELASTIC_RUN_ID": "demo", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"GROUP_RANK": os.environ["RANK"], "NODE_RANK": os.environ["RANK"]}
-    pl.seed_everything(0, verbose=False)
+    pl.seed_everything(SEED, verbose=False)
     train_set, test_set = digits()
     strategy = make_strategy(job["strategy"], DENSITY if job["strategy"] != "ddp" else None)
     trainer = pl.Trainer(
