@@ -352,8 +352,9 @@ def test_every_method_over_processes(size):
         for _, total, _ in outcomes:
             assert torch.equal(total, outcomes[0][1])
         given, total, kept = (sum(part) for part in zip(*outcomes, strict=True))
-        # Sums of some 30 numbers of about 3, each rounded to 2⁻²⁴ of it.
-        torch.testing.assert_close(total + kept, given, rtol=0, atol=2e-5)
+        if name not in METHODS or METHODS[name].traits.conserves:
+            # Sums of some 30 numbers of about 3, each rounded to 2⁻²⁴ of it.
+            torch.testing.assert_close(total + kept, given, rtol=0, atol=2e-5)
         if "gaussiank" not in name:  # which asks for moments, and these are rounded differently
             for rank in ranks:
                 for mine, reference in zip(rank[name, "triton"], rank[name, "torch"], strict=True):
@@ -617,7 +618,7 @@ def test_the_benchmark_refuses_wrong_results():
     u = torch.randn(1000)
     with pytest.raises(SystemExit, match="selects wrongly"):
         selection.check("TopK", u, u.abs().topk(10, largest=False).indices, 0.01)
-    step = selection.DeviceStep(u, 0.01, lambda u, density: topk_indices(u, 10))
+    step = selection.Step(u, 0.01, lambda u, density: topk_indices(u, 10))
     step.residual = torch.ones(500).repeat_interleave(2)
     step.check("TopK")
     step.select = lambda u, density: torch.arange(10)
