@@ -82,8 +82,10 @@ class GradientCheck:
         words = comm.to_host_async(torch.stack(comm.all_gather(word.to(device))))()
         for rank, (_, their_step) in enumerate(words):
             if their_step != step:
-                raise RankFailure(f"Ranks are out of step: rank {rank} is at step {their_step}, this one at {step}.")
-        found = {rank: layout.names[index - 1] for rank, (index, _) in enumerate(words) if index}
+                raise RankFailure(
+                    f"Ranks are out of step: rank {comm.ranks[rank]} is at step {their_step}, this one at {step}."
+                )
+        found = {comm.ranks[rank]: layout.names[index - 1] for rank, (index, _) in enumerate(words) if index}
         if not found:
             clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm * self.loss_scale / max(norm, 1e-30))
             self.scale = clip / self.loss_scale

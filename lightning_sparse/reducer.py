@@ -202,7 +202,7 @@ class Reducer:
         """Return the text that other ranks raise for an error on this one."""
         if isinstance(error, RankFailure):
             return str(error)  # another rank's error, or one of all ranks
-        return f"Rank {self.comm.rank} failed at step {self.step}: {type(error).__name__}: {error}"
+        return f"Rank {self.comm.ranks[self.comm.rank]} failed at step {self.step}: {type(error).__name__}: {error}"
 
     def check_gradients(self, grads: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
         """Agree on whether a step is taken, before anything is added. To be called first if `needs_all_gradients`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -44,13 +45,13 @@ from lightning_sparse.strategies.summary import run_summary
 log = logging.getLogger(__name__)
 
 
-def _destroy_process_group() -> None:
-    """Destroy the process groups before the interpreter ends, as Lightning does for NCCL.
+def _destroy_process_group(pid: int) -> None:
+    """Destroy the process groups before the interpreter of process `pid` ends, as Lightning does for NCCL.
 
     Otherwise gloo's threads free Python objects during the interpreter's exit, which sometimes aborts the process
-    (pytorch issue 179291).
+    (pytorch issue 179291). The groups in a forked child are its parent's.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()
 
 
@@ -150,7 +151,7 @@ class SparseDDP(Checkpointing):
     def setup_distributed(self) -> None:
         super().setup_distributed()
         if dist.get_backend() == "gloo":
-            atexit.register(_destroy_process_group)
+            atexit.register(_destroy_process_group, os.getpid())
 
     def _register_ddp_hooks(self) -> None:
         scaler = self._lightnings_scaler
