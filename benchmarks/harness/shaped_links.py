@@ -341,4 +341,7 @@ def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:
 
 
 if __name__ == "__main__":
-    {"receive": _receive, "send": _send}[sys.argv[1]](sys.argv[2], *map(int, sys.argv[3:]))
+    if sys.argv[1] == "receive":
+        _receive(sys.argv[2], int(sys.argv[3]))
+    else:
+        _send(sys.argv[2], *map(int, sys.argv[3:]))
