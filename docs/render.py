@@ -1,4 +1,4 @@
-"""Fill the tables in README and docs/ from the CSV files that the benchmarks have written.
+"""Fill the tables in README and docs/ from the CSV files that the benchmarks have written, and from `METHODS`.
 
     python docs/render.py          # write the tables
     python docs/render.py --check  # write nothing; fail if a page is out of date
@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import lightning_sparse  # noqa: E402
+
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-\d.,%/ ]*|not in \d+")
 NAMES = {
@@ -40,6 +46,18 @@ NAMES = {
 }
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "loopback": "no limit (loopback)"}
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
+SENDS = {
+    "topk": ("the k entries of largest magnitude, exactly", "2k(P − 1)"),
+    "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),
+    "gtopk": ("the k largest of the sum, merged pair by pair", "2k log₂ P, and 4k more if P is no power of two"),
+    "oktopk": ("the k/P largest sums of each of P regions", "about 6k(P − 1)/P"),
+    "scalecom": ("its values at the k indices of one rank, which lead in turn", "at most 3k"),
+    "randk": ("k entries drawn at random, the same on all ranks", "2k(P − 1)/P"),
+    "qsgd": ("each value rounded at random to one of 31 levels, in a byte", "about d(P − 1)/4"),
+    "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent", "d(P − 1)/32"),
+    "dense": ("everything, by all-reduce: what `ddp` does", "2d(P − 1)/P"),
+}
+"""Method to what a worker sends, and the words per step; a method without an entry gets its compressor's first line."""
 
 
 def read(name: str) -> pd.DataFrame:
@@ -280,6 +298,39 @@ def callbacks() -> str:
     )
 
 
+def methods(suffix: str = "") -> str:
+    """What each method sends and keeps, and who published it."""
+    rows = []
+    for name in [*SENDS, *(name for name in lightning_sparse.METHODS if name not in SENDS)]:
+        spec = lightning_sparse.METHODS[name]
+        sends, words = SENDS.get(name, ((spec.make.__doc__ or "").partition("\n")[0].rstrip("."), ""))
+        keeps = "nothing" if not spec.memory.error_feedback else "the rest"
+        keeps += ", and what merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
+        rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0]])
+    return table(
+        ["strategy" if suffix else "method", "sends", "words per step and worker", "keeps", "source"],
+        rows,
+    )
+
+
+def traits() -> str:
+    """What holds for each method, as its row in `METHODS` says."""
+    rows = []
+    for name, spec in lightning_sparse.METHODS.items():
+        exact = spec.traits.exact
+        options = None if exact is None else ", ".join(f"`{key}={value}`" for key, value in exact.items())
+        rows.append(
+            [
+                f"`{name}`",
+                f"`{lightning_sparse.method(name)}`",
+                "yes" if spec.averages else "no",
+                "yes" if spec.traits.conserves else "no",
+                "never" if options is None else options or "always",
+            ]
+        )
+    return table(["method", "parts", "averages", "loses nothing", "equals the mean with"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "network": network,
     "network-workers": network_workers,
@@ -291,11 +342,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "volume": volume,
     "selection": selection,
     "callbacks": callbacks,
+    "strategies": partial(methods, "_ddp"),
+    "methods": methods,
+    "traits": traits,
 }
 
 
 def filled(text: str) -> str:
-    """Return a page with its tables as the CSV files have them."""
+    """Return a page with its tables as the CSV files and `METHODS` have them."""
     return BLOCK.sub(lambda block: block[1] + TABLES[block[2]]() + block[3], text)
 
 

@@ -87,7 +87,7 @@ def results(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("configs")
     write_cifar10(folder, "python")
     write_cifar10(folder, "binary")
-    mine, others = run_ranks(2, run_all, folder, patience=240)
+    mine, others = run_ranks(2, run_all, folder, patience=600, timeout=120)
     for name, result in mine.items():
         assert isinstance(result, dict), f"{name}: {result}"
         assert result["method"] == others[name]["method"]
