@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
@@ -49,6 +50,11 @@ OPTIONS = {
         object,
         callable,
         "must be a function that returns the present loss scale, such as GradScaler.get_scale, or None.",
+    ),
+    "timeout": Option(
+        timedelta,
+        lambda x: x > timedelta(0),
+        "must be a datetime.timedelta above 0, such as timedelta(minutes=5), or None.",
     ),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
 }
@@ -101,6 +107,11 @@ def check_seed(seed: Any) -> int:
     """Return the seed of a method's random choices."""
     value: int = check("seed", seed)
     return value
+
+
+def check_timeout(timeout: Any) -> timedelta | None:
+    """Return how long to wait for other ranks, None for what the process group has."""
+    return None if timeout is None else check("timeout", timeout)
 
 
 class _HasDensity(Protocol):

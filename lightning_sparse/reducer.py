@@ -331,6 +331,11 @@ class Reducer:
         assert self.layout is not None
         return sum(map(self._dense_nbytes, self.layout.segments))
 
+    def dense_segments(self, density: float | None) -> list[Segment]:
+        """Return the segments of which dense gradients are sent, as the method would send no less at this density."""
+        assert self.layout is not None
+        return [segment for segment in self.layout.segments if not self._pays(density, segment)]
+
     def _dense_nbytes(self, segment: Segment) -> float:
         return DENSE[1].nbytes(DENSE[0], segment, None, self.comm.size) / self.method.aggregator.ranks_per_link
 
@@ -354,8 +359,8 @@ class Reducer:
         if density not in self._logged:
             self._logged.add(density)
             assert self.layout is not None
-            dense = [s for s in self.layout.segments if not self._pays(density, s)]
             if self.comm.rank == 0 and self.method.density is not None:
+                dense = self.dense_segments(density)
                 log.info(
                     f"{compressor!r} at density {density:g} would send no less than dense gradients do among "
                     f"{self.comm.size} ranks: {sum(s.numel for s in dense):,} of {self.layout.numel:,} elements go "

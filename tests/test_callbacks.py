@@ -497,6 +497,25 @@ def test_the_first_line_and_what_it_counts():
     )
 
 
+@pytest.mark.parametrize(("density", "dense"), [(0.001, 2), (0.125, 2), (1.0, 1002)])
+def test_the_first_line_says_how_many_elements_go_dense(density, dense):
+    def rank(comm):
+        reducer = Reducer(method("topk", density=density), comm, granularity="layer")
+        reducer.setup({"weight": torch.zeros(1000), "scale": torch.zeros(1), "bias": torch.zeros(1)})
+        return run_summary(reducer, SimpleNamespace(loggers=[]))
+
+    assert f"; 1,002 parameters in 3 segments; {dense:,} of them go dense, as TopK would" in simulate(2, rank)[0]
+
+
+def test_the_first_line_of_a_dense_method_and_of_one_rank_says_nothing_of_dense_elements():
+    def rank(comm):
+        reducer = Reducer(method("topk" if comm.size == 1 else "dense"), comm)
+        reducer.setup({"bias": torch.zeros(2)})
+        return run_summary(reducer, SimpleNamespace(loggers=[]))
+
+    assert all("go dense" not in simulate(size, rank)[0] for size in (1, 2))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_can_be_watched(name, tmp_path):
     fit(

@@ -21,7 +21,7 @@ from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
-from lightning_sparse.options import OnNonFinite
+from lightning_sparse.options import OnNonFinite, check_warmup
 from lightning_sparse.reducer import Reducer
 
 
@@ -67,13 +67,13 @@ def attach(
         TypeError, ValueError: an option, a parameter or a feature of DDP that cannot be used; the message says which.
         RankFailure: other ranks use other settings, or do not attach.
     """
+    method = resolve_method(method, density)
+    warmup, warmup_steps = check_warmup(method, warmup, warmup_steps)
     if warmup and warmup_steps is None:
-        raise ValueError(
-            f"warmup={tuple(warmup)!r} without epochs: say how many steps each density lasts, warmup_steps."
-        )
+        raise ValueError(f"warmup={warmup!r} without epochs: say how many steps each density lasts, warmup_steps.")
     return start_comm_thread(
         ddp,
-        resolve_method(method, density),
+        method,
         granularity=granularity,
         lr=lr,
         seed=seed,

@@ -29,6 +29,7 @@ from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.peers import Peers, first_line
 from lightning_sparse.comm.process_group import call_in_thread, has_ended
 from lightning_sparse.methods import Method
+from lightning_sparse.options import check_timeout
 from lightning_sparse.reducer import Reducer
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Session:
         stream: on CUDA the stream to exchange in.
 
     Raises:
+        ValueError: a timeout that is no length of time; other options are the reducer's.
         RankFailure: other ranks use other settings, cannot take part, have ended, or do not come.
     """
 
@@ -76,7 +78,7 @@ class Session:
         self._device = device
         self._closed = False
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        timeout = timeout or group_timeout(group, device)
+        timeout = check_timeout(timeout) or group_timeout(group, device)
         self.comm = ProcessGroupComm(group)
         ranks = dist.get_process_group_ranks(group)
         handshake = Handshake(

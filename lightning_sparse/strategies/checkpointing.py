@@ -33,9 +33,12 @@ class Checkpointing(DDPStrategy):
     as ranks may hold different paths for one checkpoint.
     """
 
+    _namespace: str
+    """Lightning's name in this strategy."""
+
     _reducer: Reducer | None
     _comm_thread: CommThread | None
-    _whole: bool
+    _consistent: bool
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -48,6 +51,11 @@ class Checkpointing(DDPStrategy):
         if self._reducer is None:
             raise RuntimeError("The strategy has a reducer only from the start of fit.")
         return self._reducer
+
+    def _inform(self, text: str) -> None:
+        """Log at INFO: through Lightning's logger, which shows it, unless the program has set up logging itself."""
+        lightnings = logging.getLogger(self._namespace)
+        (log if lightnings.propagate else lightnings).info(text)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         # A checkpoint of weights alone is not made to resume from.
@@ -117,8 +125,8 @@ class Checkpointing(DDPStrategy):
             # A callback may save on an exception of this rank alone: the other ranks would wait for it in backward.
             thread.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
         if thread is not None:
-            self._whole = thread.drain()
-        own = (sidecars.absolute(filepath), secrets.token_hex(8)), (self._reducer.step, self._whole)
+            self._consistent = thread.drain()
+        own = (sidecars.absolute(filepath), secrets.token_hex(8)), (self._reducer.step, self._consistent)
         try:
             ranks = self._gather(own)
         except Exception:
@@ -126,7 +134,7 @@ class Checkpointing(DDPStrategy):
                 raise
             ranks = [own, None]  # a rank has ended
         (path, tag), moment = ranks[0]
-        if self._whole and all(rank is not None and rank[1] == moment for rank in ranks):
+        if self._consistent and all(rank is not None and rank[1] == moment for rank in ranks):
             return str(path), str(tag)
         if self.global_rank == 0:
             log.warning(
@@ -183,7 +191,7 @@ class Checkpointing(DDPStrategy):
         self.reducer.reset()
         if info is None:
             if self.global_rank == 0:
-                log.info(f"{str(self._loaded_from)!r} holds no residuals: they start at 0.")
+                self._inform(f"{str(self._loaded_from)!r} holds no residuals: they start at 0.")
             return
         error: str | None = None
         missing: list[int] = []

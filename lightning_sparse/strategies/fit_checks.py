@@ -43,8 +43,8 @@ def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer]) -> None:
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: a GPT needed 4 to 6 "
             f"times as many steps with them as with dense ones, and a rate of a quarter to a half. With SGD and "
-            f"momentum it needed no more. Compare with stock 'ddp' before you rely on it; see the README, 'Learning "
-            f"rate and optimizer'."
+            f"momentum it needed no more. Compare with stock 'ddp' before you rely on it; see "
+            f"docs/learning-rate.md."
         )
 
 

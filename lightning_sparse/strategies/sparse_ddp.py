@@ -97,9 +97,6 @@ class SparseDDP(Checkpointing):
         reducer: the algorithm and its state; there from the start of `fit`.
     """
 
-    _namespace: str
-    """Lightning's name in this strategy."""
-
     def __init__(
         self,
         method: str | Method = "topk",
@@ -145,7 +142,7 @@ class SparseDDP(Checkpointing):
         self._comm_thread: CommThread | None = None
         # The reducer outlives fit, so that a checkpoint can be written afterwards.
         self._reducer: Reducer | None = None
-        self._whole = True  # whether the reducer's state belongs to a complete step
+        self._consistent = True  # whether the reducer's state belongs to a complete step
         self._reductions = 0  # steps reduced before the present backward
 
     def setup_distributed(self) -> None:
@@ -173,7 +170,7 @@ class SparseDDP(Checkpointing):
             loss_scale=scaler and scaler.get_scale,
             **self._options,
         )
-        self._reducer, self._whole = self._comm_thread.reducer, True
+        self._reducer, self._consistent = self._comm_thread.reducer, True
         self._own_scaler = None
         if isinstance(self._method.aggregator, TwoLevel):
             nodes: list[Any] = [None] * self.world_size
@@ -212,11 +209,6 @@ class SparseDDP(Checkpointing):
                 f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own: residuals are "
                 f"kept unscaled, and where a gradient overflows on any rank, all ranks leave the step out."
             )
-
-    def _inform(self, text: str) -> None:
-        """Log at INFO: through Lightning's logger, which shows it, unless the program has set up logging itself."""
-        lightnings = logging.getLogger(self._namespace)
-        (log if lightnings.propagate else lightnings).info(text)
 
     def _failed(self, text: str) -> RuntimeError:
         """Report to the other ranks what has failed on this one, and return it as an error to raise."""
@@ -293,7 +285,7 @@ class SparseDDP(Checkpointing):
         loss_scale.unwatch(self._on_scaled_loss)
         if self._comm_thread is not None:
             self._comm_thread.close()
-            self._whole = self._comm_thread.is_consistent
+            self._consistent = self._comm_thread.is_consistent
             self._comm_thread = None
         super().teardown()
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -358,4 +359,29 @@ def test_ranks_with_different_dtypes():
         assert kind == "RankFailure"
         assert "Ranks differ in model: rank 0 has" in text
         assert "bias[50] bfloat16" in text
+        assert seconds < SOON
+
+
+def with_bad_options(rank: int, options: dict[str, Any]) -> tuple[str, str, float]:
+    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    return caught(lambda: attach(ddp, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout": 5}, "ValueError: timeout=5 must be a datetime.timedelta above 0"),
+        ({"timeout": timedelta(0)}, "ValueError: timeout=datetime.timedelta(0) must be a datetime.timedelta above 0"),
+        ({"clip_norm": "1"}, "ValueError: clip_norm='1' must be the largest 2-norm"),
+        ({"loss_scale": 1024.0}, "ValueError: loss_scale=1024.0 must be a function"),
+        ({"warmup": [0.5]}, "ValueError: warmup=(0.5,) without epochs"),
+        ({"warmup": 0.5, "warmup_steps": 3}, "ValueError: warmup=0.5 must be a list of densities"),
+        ({"warmup": 0.5}, "ValueError: warmup=0.5 must be a list of densities"),
+        ({"method": "qsgd", "density": 0.1}, "TypeError: Method 'qsgd' has no option 'density'"),
+    ],
+    ids=str,
+)
+def test_an_option_that_makes_no_sense_is_an_error_on_each_rank_before_any_rank_waits(options, message):
+    for kind, text, seconds in run_ranks(2, with_bad_options, options):
+        assert f"{kind}: {text}".startswith(message)
         assert seconds < SOON

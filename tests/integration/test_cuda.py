@@ -217,7 +217,7 @@ def train(
     warnings.simplefilter("ignore")
     net = layers(device).to(device, dtype)
     ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
-    density = None if name == "dense" else 0.01
+    density = 0.01 if "density" in METHODS[name].options else None
     reducer = attach(ddp, name, density=density, granularity=granularity)
     if late == "thread":
         reduce_segment_ = reducer.reduce_segment_

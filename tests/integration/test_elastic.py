@@ -88,11 +88,11 @@ class Saboteur(pl.Callback):
             return
         if self.case == "disk is full":
             self.strike(trainer)
-        if self.case == "killed in a checkpoint, side file":
+        if self.case == "killed in a checkpoint, sidecar file":
             fs = fsspec.filesystem("file")
             # Between writing it and giving it its name.
             type(fs).mv = lambda *_, **__: self.strike(trainer)
-        if self.case == "killed in a checkpoint, after the side files":
+        if self.case == "killed in a checkpoint, after the sidecar files":
             trainer.strategy.checkpoint_io.save_checkpoint = lambda *_, **__: self.strike(trainer)
 
 
@@ -177,9 +177,9 @@ CAUSES = {
     ("killed at the start", 1): STOCK,
     ("killed in a step", 1): NO_ANSWER,
     ("killed in a step", 0): NO_ANSWER,
-    ("killed in a checkpoint, side file", 1): NO_ANSWER,
-    ("killed in a checkpoint, side file", 0): NO_ANSWER,
-    ("killed in a checkpoint, after the side files", 0): NO_ANSWER,
+    ("killed in a checkpoint, sidecar file", 1): NO_ANSWER,
+    ("killed in a checkpoint, sidecar file", 0): NO_ANSWER,
+    ("killed in a checkpoint, after the sidecar files", 0): NO_ANSWER,
     ("disk is full", 1): r"could not be written \(rank {victim}: OSError",
     ("disk is full", 0): r"could not be written \(rank {victim}: OSError",
     ("SIGTERM", 1): r"Rank 1 was told to end \(SIGTERM\)",
@@ -191,8 +191,8 @@ CAUSES = {
     ("thread raises", 1): BEAD,
 }
 OURS_ALONE = (  # with stock ddp rank 0 alone writes, and there is no thread
-    ("killed in a checkpoint, side file", 0),
-    ("killed in a checkpoint, side file", 1),
+    ("killed in a checkpoint, sidecar file", 0),
+    ("killed in a checkpoint, sidecar file", 1),
     ("disk is full", 1),
     ("thread raises", 1),
 )
@@ -200,7 +200,7 @@ ROWS = [
     *(("topk", 2, *row) for row in CAUSES),
     *(("ddp", 2, *row) for row in CAUSES if row not in OURS_ALONE),
     ("gaussiank", 2, "killed in a step", 1),
-    ("gaussiank", 2, "killed in a checkpoint, side file", 1),
+    ("gaussiank", 2, "killed in a checkpoint, sidecar file", 1),
     ("gaussiank", 3, "killed in a step", 1),
     ("topk", 3, "hangs", 1),
     ("topk", 3, "model raises", 1),
@@ -243,7 +243,7 @@ SCRIPT = """
 
     from examples.elastic import train
     from examples.train import quiet
-    from lightning_sparse import checkpoint as side_files
+    from lightning_sparse import checkpoint as sidecars
 
     folder, steps, disasters = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 
@@ -268,10 +268,10 @@ SCRIPT = """
         def on_train_start(self, trainer, module):
             start = {"start": str(trainer.ckpt_path and Path(trainer.ckpt_path).name)}
             if trainer.ckpt_path:
-                # What error feedback keeps: before, in the side files, and now, the mean over all workers.
-                info = torch.load(trainer.ckpt_path, weights_only=True)[side_files.KEY]
+                # What error feedback keeps: before, in the sidecar files, and now, the mean over all workers.
+                info = torch.load(trainer.ckpt_path, weights_only=True)[sidecars.KEY]
                 old = info["size"]
-                before = sum(kept(side_files.read(trainer.ckpt_path, info, rank, old)[0]) for rank in range(old)) / old
+                before = sum(kept(sidecars.read(trainer.ckpt_path, info, rank, old)[0]) for rank in range(old)) / old
                 now = trainer.strategy.reduce(kept(trainer.strategy.reducer.state_dict()), reduce_op="mean")
                 start |= {"kept": float(now.norm()), "lost": float((now - before).norm())}
             self.say(trainer, **start)

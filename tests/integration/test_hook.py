@@ -50,7 +50,7 @@ def train(net: nn.Module, forward: Any, average: Any, rank: int) -> list[Tensor]
 
 
 def make(name: str, density: float) -> Any:
-    return method(name) if name == "dense" else method(name, density=density)
+    return method(name, density=density if "density" in METHODS[name].options else None)
 
 
 def by_hook(rank: int, name: str | None, density: float, granularity: str, options: dict[str, Any]) -> list[Tensor]:
@@ -131,7 +131,7 @@ def test_every_method_equals_simulation(name, rehearsal):
         assert same(mine, theirs)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if spec.traits.exact is not None])
 def test_full_density_equals_stock_ddp(name):
     stock = run_ranks(2, by_hook, None, 1.0, "bucket", {})
     ours = run_ranks(2, by_hook, name, 1.0, "bucket", {})
