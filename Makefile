@@ -5,13 +5,22 @@ BIN := .venv/bin
 # What `make gpu` runs with; another one needs what the extra `dev` lists: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: test demo docs reliability gpu matrix format clean
+.PHONY: test test-all demo docs reliability gpu matrix format clean
 
+# Each test is a process of one thread, and of a few ranks now and then.
+PROCESSES ?= 2
+PYTEST := $(BIN)/pytest -q -n $(PROCESSES) --dist loadgroup
+
+# Lint, types, and every promise once.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(PYTEST) -m "not full"
+
+# All of that, and then what is left.
+test-all: test
+	$(PYTEST) -m full
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -20,7 +29,7 @@ docs: .venv/installed
 	$(BIN)/python docs/render.py && $(BIN)/python -m mkdocs build --strict
 
 reliability: .venv/installed
-	$(BIN)/pytest -q -m reliability --reliability=docs/reliability.md
+	$(PYTEST) -m reliability --reliability=docs/reliability.md
 
 # All that needs a GPU, in about ten minutes: tests, sanitizers, and the benchmarks that write benchmarks/results/*_cuda.*
 gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),.venv/installed)

@@ -13,6 +13,7 @@ from lightning_sparse import SparseDDPStrategy, cli
 from tests.processes import run_ranks
 from tests.test_examples import write_cifar10
 
+pytestmark = pytest.mark.xdist_group("configs")  # `results` trains with all files: once, not in each process
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(f"{file.parent.name}/{file.stem}" for file in CONFIGS.glob("*/*.yaml"))
 EXPERIMENTS = ("cifar10_resnet20", "cifar10_vgg16", "digits", "gpt", "lstm")

@@ -18,6 +18,7 @@ from lightning_sparse import Method, Reducer, method
 from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel
 from lightning_sparse.compressors import GaussianK, TopK, randk
 from lightning_sparse.kernels import launch
+from tests.support.tiers import tiers
 from tests.test_kernels import KERNELS, Echo, is_kernel
 
 CUDA = torch.device("cuda", 0)
@@ -168,7 +169,7 @@ def steps(made, dtype, size, **options):
     return comm.fetched
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", tiers([1, 2, 4], [2]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -21,6 +21,7 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries, drop_padding
 from lightning_sparse.observer import Observer
 from lightning_sparse.state import resized
+from tests.support.tiers import full
 from tests.test_methods import make
 
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
@@ -231,6 +232,7 @@ def same(one, other) -> bool:
     return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
 
 
+@full
 @pytest.mark.reliability(
     "random parameter sets, dtypes, unused parameters, values, overflows and numbers of ranks, by hypothesis",
     checked="nothing lost; equal on all ranks; density within bounds; resume with other partitions and other ranks",

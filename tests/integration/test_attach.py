@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import Reducer, attach
 from tests.integration.test_failures import SOON, caught, step
 from tests.processes import run_ranks
+from tests.support.tiers import full, tiers
 
 
 def groups() -> int:
@@ -100,6 +101,7 @@ def forked(rank: int, how: str) -> tuple[str, str, float]:
     return caught(train)
 
 
+@full
 @pytest.mark.parametrize("how", ["collected", "at exit"])
 def test_a_forked_child_does_not_end_its_parents_training(how):
     assert [outcome[:2] for outcome in run_ranks(2, forked, how)] == [("no error", "")] * 2
@@ -132,6 +134,7 @@ def fed_by_workers(rank: int) -> tuple[str, str, float]:
     return caught(train)
 
 
+@full
 def test_a_worker_that_collects_the_model_does_not_end_training():
     assert [outcome[:2] for outcome in run_ranks(2, fed_by_workers)] == [("no error", "")] * 2
 
@@ -144,7 +147,7 @@ def lost_before_attach(rank: int, size: int, victim: int, sign: int) -> tuple[st
     return caught(lambda: attach(ddp, "topk"))
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=full), pytest.param(3, 2, marks=full)])
 def test_a_rank_that_is_killed_before_it_attaches_is_named_within_seconds(size, victim):
     results = run_ranks(size, lost_before_attach, size, victim, signal.SIGKILL)
     assert results.pop(victim) is None
@@ -155,6 +158,7 @@ def test_a_rank_that_is_killed_before_it_attaches_is_named_within_seconds(size, 
         assert seconds < SOON
 
 
+@full
 def test_a_killed_rank_that_hosted_the_store_is_named_within_seconds():
     _, *others = run_ranks(3, lost_before_attach, 3, 0, signal.SIGKILL)
     for kind, text, seconds in others:
@@ -187,6 +191,7 @@ def frozen_before_attach(rank: int, wakes: bool) -> tuple[tuple[str, str, float]
     return caught(train), "\n".join(warnings)
 
 
+@full
 def test_a_frozen_rank_is_named_within_seconds_and_may_go_on():
     (first, warning), (second, _) = run_ranks(2, frozen_before_attach, True)
     assert first[:2] == second[:2] == ("no error", "")
@@ -195,6 +200,7 @@ def test_a_frozen_rank_is_named_within_seconds_and_may_go_on():
     assert "There is no sign that its process ended: it may be loading, frozen, or using another strategy" in warning
 
 
+@full
 def test_a_rank_that_stays_frozen_is_an_error_after_the_timeout():
     (first, _), _ = run_ranks(2, frozen_before_attach, False, timeout=8)
     assert first[0] == "RankFailure"
@@ -214,7 +220,7 @@ def runs_out_of_memory(rank: int, victim: int) -> tuple[str, str, float]:
     return caught(lambda: (attach(ddp, "topk"), step(ddp)))
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", tiers([0, 1, 2], [1]))
 def test_running_out_of_memory_for_residuals_is_told_to_all_ranks(victim):
     for rank, (kind, text, seconds) in enumerate(run_ranks(3, runs_out_of_memory, victim)):
         assert kind == ("OutOfMemoryError" if rank == victim else "RankFailure")
@@ -238,7 +244,7 @@ def lost_while_connecting(rank: int, how: str) -> tuple[str, str, float]:
     return caught(lambda: attach(ddp, "topk"))
 
 
-@pytest.mark.parametrize("how", ["killed", "error"])
+@pytest.mark.parametrize("how", tiers(["killed", "error"], ["error"]))
 def test_a_rank_lost_while_the_ranks_connect_is_named_within_seconds(how):
     first, second, third = run_ranks(3, lost_while_connecting, how)
     assert second is None if how == "killed" else "no network interface" in second[1]

@@ -15,6 +15,7 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchC
 
 from tests.integration.checkpoints import MOMENTUM, At, AtStart, Scored, error_of, fit, misplaced, result, saving
 from tests.integration.trainers import Net, lightning_ranks, same
+from tests.support.tiers import full, tiers
 
 
 class Folders(CheckpointIO):
@@ -104,8 +105,10 @@ TOP_2 = {"every_n_train_steps": 1, "save_top_k": 2, "monitor": "score", "mode": 
     checked="nothing left over, nothing lost: bit-identical resume",
     methods=["topk"],
 )
-@pytest.mark.parametrize(("options", "expected"), [(ONE_NAME, ["last"]), (TOP_2, ["step=19", "step=20"])])
-@pytest.mark.parametrize("kind", IOS)
+@pytest.mark.parametrize(
+    ("options", "expected"), [(ONE_NAME, ["last"]), pytest.param(TOP_2, ["step=19", "step=20"], marks=full)]
+)
+@pytest.mark.parametrize("kind", tiers(IOS, ["plain"]))
 def test_twenty_saves_leave_no_sidecar_file_over_and_lose_none(kind, options, expected, tmp_path):
     def rank(rank):
         seen = []
@@ -156,8 +159,8 @@ class Dying(CheckpointIO):
     checked="every checkpoint has its sidecar files; the next run leaves nothing over",
     methods=["topk"],
 )
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", ["plain", "folders", "one save behind", "async, zlib"])
+@pytest.mark.parametrize("when", tiers(["before", "after"], ["before"]))
+@pytest.mark.parametrize("kind", tiers(["plain", "folders", "one save behind", "async, zlib"], ["plain"]))
 def test_a_checkpoint_keeps_its_sidecar_files_when_the_writer_is_killed(kind, when, tmp_path):
     base = IOS[kind]().checkpoint_io if "async" in kind else IOS[kind]()
     wrap = AsyncCheckpointIO if "async" in kind else lambda io: io
@@ -188,6 +191,7 @@ class Quoting(Net):
         checkpoint["notes"] = [path.name for path in self.directory.glob("*.residuals/*")]
 
 
+@full
 def test_a_checkpoint_that_quotes_the_tags_of_other_saves_keeps_its_own_sidecar_files(tmp_path):
     def rank(rank):
         fit("topk", rank, net=Quoting(tmp_path), batches=10, callbacks=[saving(tmp_path, **ONE_NAME)])
@@ -206,6 +210,7 @@ class Unsynced(Net):
         return loss
 
 
+@full
 @pytest.mark.reliability(
     "a checkpoint's name holds a metric that differs between ranks",
     checked="the checkpoints of ddp, each with all its sidecar files and no others; bit-identical resume",
@@ -258,6 +263,7 @@ def test_names_on_a_remote_file_system_are_literal():
     assert lightning_ranks(1, rank) == [True]
 
 
+@full
 def test_a_checkpoint_of_weights_alone_needs_no_file_system_and_takes_the_sidecar_files_of_the_one_before(tmp_path):
     class Database(CheckpointIO):
         """Keeps checkpoints where fsspec finds none."""
@@ -306,6 +312,7 @@ class FailsOnce(TorchCheckpointIO):
         super().save_checkpoint(*args, **options)
 
 
+@full
 def test_no_sidecar_file_is_lost_when_an_asynchronous_save_fails(tmp_path):
     def failing(rank):
         callbacks = [saving(tmp_path, **ONE_NAME)]

@@ -31,6 +31,9 @@ from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.layout import Segment
 from tests.integration.trainers import Watch, keeps_all, lost, trainer
 from tests.processes import run_ranks
+from tests.support.tiers import full
+
+pytestmark = full  # `make gpu` runs it where there is a GPU
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -20,6 +20,7 @@ from tests.integration.checkpoints import (
     with_warnings,
 )
 from tests.integration.trainers import Loader, Net, lightning_ranks, same, strategy, trainer
+from tests.support.tiers import tiers
 
 
 def sidecar(directory, step, rank):
@@ -52,6 +53,7 @@ def strange(path):
     torch.save({"version": 1, "tag": path.name.split(".")[0], "state": sys.exit, "checksum": 0}, path)
 
 
+pytestmark = pytest.mark.xdist_group("saved")  # so that one process makes the checkpoints
 BOTH = r"[0-9a-f]{16}\.rank0-of-2\.pt, [0-9a-f]{16}\.rank1-of-2\.pt not found in '.*': the residuals in them are lost"
 
 DAMAGES = {
@@ -110,7 +112,7 @@ DAMAGES = {
     checked="bit-identical if all is there; else the documented warning, or the same error on all ranks at once",
     methods=["topk"],
 )
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", tiers(DAMAGES, ["one file missing", "bit flipped", "malicious"]))
 def test_damaged_sidecar_files(damage, saved, tmp_path):
     directory, straight = saved
     shutil.copytree(directory, tmp_path / "moved")

@@ -30,6 +30,7 @@ from examples.train import quiet
 from lightning_sparse.reducer import Reducer
 from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
 from tests.processes import free_port
+from tests.support.tiers import full
 
 TIMEOUT = 3.0  # the groups' own, in seconds, where a rank stays
 ENDLESS = ("hangs", "freezes")
@@ -207,12 +208,22 @@ ROWS = [
 ]
 
 
+QUICK = [("topk", 2, "killed in a step", 1), ("topk", 2, "model raises", 1)]
 CHECKED = "the others end with the cause, within seconds or the timeout; the last checkpoint goes on bit for bit"
 
 
 @pytest.mark.parametrize(
     ("name", "size", "case", "victim"),
-    [pytest.param(*row, marks=pytest.mark.reliability(f"one rank: {row[2]}", checked=CHECKED)) for row in ROWS],
+    [
+        pytest.param(
+            *row,
+            marks=[
+                pytest.mark.reliability(f"one rank: {row[2]}", checked=CHECKED),
+                *([] if row in QUICK else [full]),
+            ],
+        )
+        for row in ROWS
+    ],
 )
 def test_the_others_end_and_the_last_checkpoint_is_good(name, size, case, victim, tmp_path, tmp_path_factory):
     results = sabotaged(size, name, tmp_path, case, victim)
@@ -346,6 +357,7 @@ def whole(rank: int, folder: Path, steps: int) -> dict[str, Tensor]:
     return torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
 
 
+@full
 @pytest.mark.reliability(
     "torchrun with --max-restarts: a worker is killed in a step, one while it writes a checkpoint, Ctrl-C",
     checked="starts again by itself from the last good checkpoint; at the end the weights are as without any of this",
@@ -378,6 +390,7 @@ def test_torchrun_starts_again(tmp_path):
     assert all(torch.equal(went_on[name], straight[name]) for name in straight)
 
 
+@full
 @pytest.mark.reliability(
     "torchrun with --nnodes 1:2: the second node goes",
     checked="goes on from the last checkpoint with fewer workers; the mean residual stays",

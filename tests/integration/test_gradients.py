@@ -1,7 +1,7 @@
 """Gradients that come and go, and everything else that a training does between backward and step.
 
-Each form of training runs with stock ddp; at density 1, which must be equal to it to the last bit; and with each method
-at density 0.1, where nothing may be lost and all ranks must agree.
+Each form of training runs with stock ddp; at density 1, which must be equal to it to the last bit; and at density 0.1
+with topk and one other method in turn, where nothing may be lost and all ranks must agree.
 """
 
 import gc
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sparse import METHODS, Comm, Reducer, attach, simulate
+from lightning_sparse import Comm, Reducer, attach, simulate
 from tests.integration.trainers import (
     Gan,
     Loader,
@@ -37,6 +37,8 @@ from tests.integration.trainers import (
     strategy,
     trainer,
 )
+from tests.support.representatives import OTHERS, REPRESENTATIVES, in_turn
+from tests.support.tiers import full, tiers
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 LAYERS = {"granularity": "layer", "bucket_cap_mb": 0.001}
@@ -225,16 +227,23 @@ FORMS = {
 
 # At density 1 all methods take the same way; test_precision.py has each of them.
 FULL = ["dense", "topk"]
+SPARSE = in_turn(FORMS, [name for name in OTHERS if name != "dense"])
+QUICK = [
+    "momentum, decay, warm-up from 0",
+    "accumulation, last group smaller",
+    "unused here and there",
+    "two optimizers, manual",
+]
 
 
 @pytest.mark.reliability(
     f"{len(FORMS)} forms of training: accumulation, unused parameters, GAN, checkpointing, SWA, ...",
     checked="nothing lost; at density 1 equal to ddp",
-    methods=METHODS,
+    methods=REPRESENTATIVES,
 )
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", tiers(FORMS, QUICK))
 def test_form(form):
-    sparse = [name for name in METHODS if name != "dense"]
+    sparse = ["topk", SPARSE[form]]
     if "compiled" in form:
         sparse = ["topk"]  # seconds each, and methods have no part in it
 
@@ -287,7 +296,7 @@ def simulated(
     return simulate(len(loaders), rank)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(REPRESENTATIVES, ["topk"]))
 def test_equal_to_a_simulation(name):
     trainings = [
         (partial(Scheduled, warm, momentum=0.9, weight_decay=0.01), 3, None),
@@ -298,6 +307,8 @@ def test_equal_to_a_simulation(name):
         (partial(Net, momentum=0.9), 1, 0.3),
         (partial(Net, momentum=0.9), 3, 1e-3),
     ]
+    if name != "topk":  # each training with topk and with two or three others
+        trainings = trainings[OTHERS.index(name) % 3 :: 3]
 
     def rank(rank: int) -> list[Tensor]:
         results = []
@@ -314,7 +325,7 @@ def test_equal_to_a_simulation(name):
         assert same(simulated(make, name, loaders, together, clip), [one, other]), (make, together, clip)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(REPRESENTATIVES, ["topk"]))
 def test_at_rate_0_nothing_moves(name):
     def rank(rank: int) -> list[Any]:
         resting, groups = Scheduled(lambda step: float(step > 2)), Groups(ADAMW)
@@ -329,7 +340,7 @@ def test_at_rate_0_nothing_moves(name):
     assert lightning_ranks(2, rank) == [[True] * 4 + [False] * 2 + [True]] * 2
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(["dense", "topk", "signsgd"], ["topk"]))
 def test_a_stale_gradient_is_not_applied(name):
     """Where a parameter takes part on the other rank alone, what its .grad still holds does not count."""
 
@@ -376,13 +387,13 @@ class Unfreezing(BaseFinetuning):
 
 
 @pytest.mark.reliability(
-    "frozen layer unfrozen later", checked="an error on all ranks, before their weights differ", methods=METHODS
+    "frozen layer unfrozen later", checked="an error on all ranks, before their weights differ", methods=REPRESENTATIVES
 )
 def test_unfreezing_later_is_an_error():
     def rank(rank: int) -> list[Any]:
         return [
             failing(rank, Net, strategy(name, 0.1), max_epochs=2, callbacks=[Unfreezing()])
-            for name in ["ddp", *METHODS]
+            for name in ["ddp", *REPRESENTATIVES]
         ]
 
     (stock, *ours), (other, *theirs) = lightning_ranks(2, rank)
@@ -398,14 +409,20 @@ def test_unfreezing_later_is_an_error():
 @pytest.mark.reliability(
     "a parameter takes no part, without find_unused_parameters",
     checked="an error on all ranks, before their weights differ",
-    methods=METHODS,
+    methods=REPRESENTATIVES,
 )
 @pytest.mark.parametrize(
     ("methods", "make", "options", "missing"),
     [
-        (METHODS, Freezing, LAYERS, "'embedding.weight'"),
+        pytest.param(REPRESENTATIVES, Freezing, LAYERS, "'embedding.weight'", marks=full),
         (["topk"], Freezing, {"static_graph": True}, "'embedding.weight'"),
-        (METHODS, partial(Unused, lambda rank, step: rank == 0 or step < 4), LAYERS, "'branch.weight', 'branch.bias'"),
+        pytest.param(
+            REPRESENTATIVES,
+            partial(Unused, lambda rank, step: rank == 0 or step < 4),
+            LAYERS,
+            "'branch.weight', 'branch.bias'",
+            marks=full,
+        ),
         (["topk"], partial(Unused, lambda rank, step: rank == 0 or step < 4), {}, "'branch.weight', 'branch.bias'"),
         (["topk"], Gan, {}, "'generator.weight', 'generator.bias'"),
     ],

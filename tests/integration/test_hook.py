@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
 from lightning_sparse.hooks.ddp import start_comm_thread, trainable_parameters
 from tests.processes import run_ranks
+from tests.support.representatives import REPRESENTATIVES
+from tests.support.tiers import tiers
 
 STEPS = 5
 
@@ -114,7 +116,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("granularity", ["layer", "model"])
+@pytest.mark.parametrize("granularity", tiers(["layer", "model"], ["layer"]))
 def test_equals_simulation(granularity, options):
     size = 3 if "jitter" in options else 2
     with warnings.catch_warnings():
@@ -123,15 +125,17 @@ def test_equals_simulation(granularity, options):
         assert same(mine, theirs)
 
 
-@pytest.mark.parametrize("rehearsal", [False, True])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("rehearsal", tiers([False, True], [False]))
+@pytest.mark.parametrize("name", tiers(REPRESENTATIVES, ["topk", "signsgd"]))
 def test_every_method_equals_simulation(name, rehearsal):
     results = run_ranks(2, by_hook, name, 0.02, "layer", {"rehearsal": rehearsal})
     for mine, theirs in zip(by_simulation(name, 0.02, "layer", 2), results, strict=True):
         assert same(mine, theirs)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if spec.traits.exact is not None])
+@pytest.mark.parametrize(
+    "name", tiers([name for name in REPRESENTATIVES if METHODS[name].traits.exact is not None], ["topk"])
+)
 def test_full_density_equals_stock_ddp(name):
     stock = run_ranks(2, by_hook, None, 1.0, "bucket", {})
     ours = run_ranks(2, by_hook, name, 1.0, "bucket", {})

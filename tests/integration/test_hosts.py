@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, missing
+from tests.support.tiers import full
 
 REASON = missing()
 PATIENCE = 200.0  # for what takes some ten seconds on an idle machine
@@ -48,6 +49,7 @@ SCRIPT = """
 """
 
 
+@full
 @pytest.mark.skipif(REASON is not None, reason=f"no hosts to be had here: {REASON}")
 @pytest.mark.reliability(
     "torchrun over two hosts with addresses of their own, two ranks each",

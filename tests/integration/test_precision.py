@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
-from lightning_sparse import METHODS, NonFiniteGradient
+from lightning_sparse import NonFiniteGradient
 from tests.integration.trainers import (
     Gan,
     Loader,
@@ -23,6 +23,8 @@ from tests.integration.trainers import (
     strategy,
     trainer,
 )
+from tests.support.representatives import OTHERS, REPRESENTATIVES
+from tests.support.tiers import tiers
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 SCALE = {"init_scale": 2.0**10, "growth_interval": 10**6}  # one that stays
@@ -84,15 +86,26 @@ def without(loader: Loader, *numbers: int) -> Loader:
     return loader
 
 
-ALL = ["ddp", *METHODS]
+ALL = ["ddp", *REPRESENTATIVES]
+QUICK = ["topk"]
+
+
+def share(name: str, cases: list[Any]) -> list[Any]:
+    """Return all cases for ddp, dense and topk, and two of them for each other method, so that each has several."""
+    if name in ("ddp", "dense", "topk"):
+        return cases
+    place = OTHERS.index(name)
+    return [cases[place % len(cases)], cases[(place + 1) % len(cases)]]
 
 
 @pytest.mark.reliability("16-mixed, bf16-mixed, bf16-true, 32-true", checked="nothing lost; at density 1 equal to ddp")
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(REPRESENTATIVES, QUICK))
 def test_every_precision(name):
+    precisions = share(name, PRECISIONS)
+
     def rank(rank: int) -> dict[Any, Any]:
         results: dict[Any, Any] = {}
-        for kind in PRECISIONS:
+        for kind in precisions:
             for density in (1.0, 0.1):
                 watch = Watch()
                 run = fit(
@@ -103,7 +116,7 @@ def test_every_precision(name):
         return results
 
     ranks = lightning_ranks(2, rank)
-    for kind in PRECISIONS:
+    for kind in precisions:
         for density in (1.0, 0.1):
             runs, watches = zip(*(results[kind, density] for results in ranks), strict=True)
             assert torch.equal(runs[0]["weights"], runs[1]["weights"])
@@ -131,11 +144,11 @@ OVERFLOWS = [
 @pytest.mark.reliability(
     "fp16 overflow on one rank", checked="all ranks skip; weights, optimizer, residuals as without it"
 )
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", tiers(ALL, QUICK))
 def test_an_overflow_is_as_if_the_step_had_not_been(name):
     def rank(rank: int) -> list[Any]:
         outcomes = []
-        for number, where, on, together in OVERFLOWS:
+        for number, where, on, together in share(name, OVERFLOWS):
             # The other batch of an overflow's step is left out with it.
             dropped = [number // together * together + extra for extra in range(together)]
             faults = {number: (where, float("inf"))} if rank in on else {}
@@ -152,7 +165,7 @@ def test_an_overflow_is_as_if_the_step_had_not_been(name):
 
 
 @pytest.mark.reliability("loss scale that changes all the time", checked="bit-identical to a fixed one")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", tiers(["ddp", "topk", "randk", "gtopk", "qsgd"], QUICK))
 def test_a_loss_scale_that_changes_changes_nothing(name):
     def rank(rank: int) -> list[bool]:
         def run(exact: bool, **options: Any) -> dict[str, Any]:
@@ -179,7 +192,7 @@ OPTIMIZERS = [(partial(torch.optim.SGD, momentum=0.9, nesterov=True), {}), (torc
 @pytest.mark.reliability(
     "NaN in a gradient, on_nonfinite='skip'", checked="weights, optimizer, residuals as without the step"
 )
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(["dense", "topk", "oktopk", "signsgd"], QUICK))
 def test_without_a_scaler_a_step_is_left_out_by_option(name):
     def rank(rank: int) -> list[Any]:
         outcomes = []
@@ -206,7 +219,7 @@ def test_without_a_scaler_a_step_is_left_out_by_option(name):
 
 
 @pytest.mark.reliability("NaN in a gradient", checked="one error on all ranks, naming parameter, rank and step")
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(["dense", "topk", "gtopk", "scalecom", "qsgd"], QUICK))
 def test_without_a_scaler_it_is_an_error_on_all_ranks(name):
     def rank(rank: int) -> list[Any]:
         seen = []
@@ -281,7 +294,7 @@ def spoilt(net: Gan, number: int, here: bool) -> Gan:
 @pytest.mark.reliability(
     "GAN: a step of one of two optimizers overflows", checked="that step is left out, the other is taken"
 )
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", tiers(["ddp", "topk", "oktopk", "signsgd"], QUICK))
 def test_of_two_optimizers_the_one_with_the_overflow_stands_still(name):
     def rank(rank: int) -> list[Any]:
         outcomes = []
@@ -303,7 +316,7 @@ def test_of_two_optimizers_the_one_with_the_overflow_stands_still(name):
 
 
 @pytest.mark.reliability("NaN in a stale gradient of a parameter that took no part", checked="changes nothing")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", tiers(["ddp", "topk", "randk", "scalecom"], QUICK))
 def test_a_stale_nan_changes_nothing(name):
     def rank(rank: int) -> list[Any]:
         def poison(net: Gan, moment: str, number: int) -> None:

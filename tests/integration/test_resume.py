@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback
 
-from lightning_sparse import METHODS, method
+from lightning_sparse import method
 from tests.integration.checkpoints import (
     MOMENTUM,
     OPTIMIZERS,
@@ -23,17 +23,23 @@ from tests.integration.checkpoints import (
     with_warnings,
 )
 from tests.integration.trainers import Loader, Net, keeps_all, lightning_ranks, same, trainer
+from tests.support.representatives import OTHERS, REPRESENTATIVES
+from tests.support.tiers import full, tiers
 
 
 @pytest.mark.reliability(
     "resume, at mid-epoch and at the end of an epoch; SGD, Nesterov, Adam, AdamW and a schedule",
     checked="bit-identical to a run that never stopped, as with ddp; the state too",
 )
-@pytest.mark.parametrize("name", ["ddp", *METHODS])
+@pytest.mark.parametrize("name", tiers(["ddp", *REPRESENTATIVES], ["topk"]))
 def test_resume_is_bit_for_bit(name, tmp_path):
+    optimizers = list(OPTIMIZERS)
+    if name in OTHERS:  # with SGD and one other in turn
+        optimizers = ["momentum", optimizers[1 + OTHERS.index(name) % 3]]
+
     def rank(rank):
         results = {}
-        for optimizer in OPTIMIZERS:
+        for optimizer in optimizers:
             folder = tmp_path / optimizer
             straight = result(*fit(name, rank, net=network(optimizer), callbacks=[saving(folder)]))
             for step in (4, 6) if optimizer == "momentum" else (4,):
@@ -54,7 +60,7 @@ def test_resume_is_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.reliability("resume of a resume, and twice from one checkpoint", checked="bit-identical")
-@pytest.mark.parametrize("name", ["ddp", "topk"])
+@pytest.mark.parametrize("name", tiers(["ddp", "topk"], []))
 def test_resume_of_a_resume(name, tmp_path):
     def rank(rank):
         straight = result(*fit(name, rank))
@@ -70,7 +76,7 @@ def test_resume_of_a_resume(name, tmp_path):
     assert lightning_ranks(2, rank) == [([], [True, True])] * 2
 
 
-WITH_DENSITY = [name for name in METHODS if method(name).density is not None]
+WITH_DENSITY = [name for name in REPRESENTATIVES if method(name).density is not None]
 
 
 class Densities(Callback):
@@ -83,13 +89,15 @@ class Densities(Callback):
 @pytest.mark.reliability(
     "warm-up by steps or by epochs, with a resume within it", checked="bit-identical", methods=WITH_DENSITY
 )
-@pytest.mark.parametrize("warmup_steps", [3, None])
-def test_a_warm_up_goes_on(warmup_steps, tmp_path):
+@pytest.mark.parametrize(
+    ("warmup_steps", "names"), [(3, WITH_DENSITY[:3]), pytest.param(None, WITH_DENSITY[3:], marks=full)]
+)
+def test_a_warm_up_goes_on(warmup_steps, names, tmp_path):
     ours = {"warmup": (0.4, 0.2), "warmup_steps": warmup_steps}
 
     def rank(rank):
         results = {}
-        for name in WITH_DENSITY:
+        for name in names:
             seen, later = Densities(), Densities()
             straight = result(*fit(name, rank, ours=ours, callbacks=[seen, saving(tmp_path / name)]))
             resumed = result(*fit(name, rank, ours=ours, callbacks=[later], ckpt_path=tmp_path / name / STEP_4))
@@ -164,13 +172,16 @@ SETTINGS = {
 @pytest.mark.reliability(
     "resume with another granularity, bucket size or density",
     checked="each rank starts with exactly its own residuals, and trains",
-    methods=METHODS,
+    methods=REPRESENTATIVES,
 )
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", tiers(SETTINGS, ["granularity"]))
 def test_other_settings_on_resume(setting, tmp_path):
+    first = list(SETTINGS).index(setting)
+    names = ["topk", *OTHERS[first :: len(SETTINGS)]]
+
     def rank(rank):
         results = {}
-        for name in METHODS:
+        for name in names:
             _, run = fit(name, rank, max_steps=4, callbacks=[saving(tmp_path / name)])
             before = run.strategy.reducer.state_dict()["elements"]
             options = SETTINGS[setting]()
@@ -182,6 +193,7 @@ def test_other_settings_on_resume(setting, tmp_path):
         assert set(results.values()) == {(True, 12)}, results
 
 
+@full
 @pytest.mark.reliability("a compiled model resumes a plain one, and back", checked="bit-identical reducer state")
 @pytest.mark.parametrize("name", ["topk"])
 def test_compiled(name, tmp_path):
@@ -211,20 +223,27 @@ def mean(states) -> torch.Tensor:
     return sum(kept, torch.zeros(1)) / len(states)
 
 
+RESIZED = [(4, 2), (2, 3), (2, 1), (1, 2)]
+
+
 @pytest.mark.reliability(
     "resume with another number of ranks: 4 to 2, 2 to 3, 2 to 1, 1 to 2",
     checked="mean of the residuals, to 1e-6; equal weights on all ranks; from then on bit-identical resume",
-    methods=METHODS,
+    methods=REPRESENTATIVES,
 )
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("old", "new"), [pytest.param(*sizes, marks=full) if sizes != (2, 3) else sizes for sizes in RESIZED]
+)
 def test_another_number_of_ranks(old, new, tmp_path):
+    names = ["topk", *OTHERS[RESIZED.index((old, new)) :: len(RESIZED)]]
+
     def before(rank):
-        runs = {name: fit(name, rank, old, max_steps=4, callbacks=[saving(tmp_path / name)])[1] for name in METHODS}
+        runs = {name: fit(name, rank, old, max_steps=4, callbacks=[saving(tmp_path / name)])[1] for name in names}
         return {name: run.strategy.reducer.state_dict() for name, run in runs.items()}
 
     def after(rank):
         results = {}
-        for name in METHODS:
+        for name in names:
             options = {"callbacks": [start := AtStart(), saving(tmp_path / "new" / name)]}
             through = result(*fit(name, rank, new, ckpt_path=tmp_path / name / STEP_4, **options))
             again = result(*fit(name, rank, new, ckpt_path=tmp_path / "new" / name / STEP_8))
@@ -232,7 +251,7 @@ def test_another_number_of_ranks(old, new, tmp_path):
         return results
 
     olds, news = lightning_ranks(old, before, patience=300), lightning_ranks(new, after, patience=300)
-    for name in METHODS:
+    for name in names:
         states, weights, equal = zip(*(result[name] for result in news), strict=True)
         assert all(equal), name
         assert all(torch.equal(weights[0], others) for others in weights)
@@ -242,14 +261,18 @@ def test_another_number_of_ranks(old, new, tmp_path):
         assert not keeps_all(name) or expected.any()
 
 
+FROM_DDP = ["dense", "topk", "oktopk", "signsgd"]
+
+
+@full
 @pytest.mark.reliability(
-    "a checkpoint of ddp goes on with ours, and back", checked="trains on from the same weights", methods=METHODS
+    "a checkpoint of ddp goes on with ours, and back", checked="trains on from the same weights", methods=FROM_DDP
 )
 def test_from_ddp_and_back(tmp_path):
     def rank(rank):
         straight = result(*fit("ddp", rank, callbacks=[saving(tmp_path / "ddp")]))
         results = {}
-        for name in METHODS:
+        for name in FROM_DDP:
             here = saving(tmp_path / name)
             _, run = fit(
                 name, rank, callbacks=[start := AtStart(), here], max_steps=8, ckpt_path=tmp_path / "ddp" / STEP_4

@@ -28,6 +28,7 @@ from tests.integration.checkpoints import (
     with_warnings,
 )
 from tests.integration.trainers import Net, lightning_ranks, same
+from tests.support.tiers import full, tiers
 
 BEST = {"monitor": "score", "mode": "max"}
 
@@ -53,7 +54,7 @@ WAYS = {
     methods=["topk"],
 )
 @pytest.mark.parametrize("io", [None, AsyncCheckpointIO])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", tiers(WAYS, ["last"]))
 def test_every_way_to_save(way, io, tmp_path):
     callbacks, expected = WAYS[way]
 
@@ -94,6 +95,7 @@ class Slow(TorchCheckpointIO):
         self.saves += 1
 
 
+@full
 @pytest.mark.reliability(
     "AsyncCheckpointIO over slow storage, several saves pending",
     checked="the checkpoints on disk have their sidecar files at every moment; in the end no others are left",
@@ -181,7 +183,10 @@ def killed(part, rank):
     checked="the error on all ranks; last.ckpt and its sidecar files as they were: bit-identical resume",
     methods=["topk"],
 )
-@pytest.mark.parametrize(("part", "victim"), [("sidecar", 1), ("sidecar", 0), ("main", 0)])
+@pytest.mark.parametrize(
+    ("part", "victim"),
+    [("sidecar", 1), pytest.param("sidecar", 0, marks=full), pytest.param("main", 0, marks=full)],
+)
 @pytest.mark.parametrize("trouble", [full_disk, killed])
 def test_trouble_while_saving(trouble, part, victim, saved, tmp_path):
     def rank(rank):
@@ -203,6 +208,7 @@ def test_trouble_while_saving(trouble, part, victim, saved, tmp_path):
     assert same(resumed, saved[1])
 
 
+@full
 @pytest.mark.parametrize(("part", "victim"), [("sidecar", 1), ("main", 0)])
 def test_a_first_checkpoint_that_cannot_be_written_leaves_nothing(part, victim, tmp_path):
     def rank(rank):
@@ -217,6 +223,7 @@ def test_a_first_checkpoint_that_cannot_be_written_leaves_nothing(part, victim, 
     assert list(tmp_path.iterdir()) == []
 
 
+@full
 def test_sidecar_files_stay_if_the_checkpoint_is_written_in_spite_of_an_error(tmp_path):
     class RaisesAfterWriting(TorchCheckpointIO):
         def save_checkpoint(self, *args, **options):
@@ -267,6 +274,7 @@ def test_a_checkpoint_on_an_exception_in_one_rank(tmp_path):
     assert sidecar_names(tmp_path / "on_exception.ckpt") is None
 
 
+@full
 def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
     def interrupt(_):
         raise ArithmeticError("of the user")

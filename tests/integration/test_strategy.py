@@ -20,6 +20,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
 from tests.processes import run_ranks
+from tests.support.tiers import full, tiers
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -30,9 +31,23 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
     [
         ("pytorch_lightning", "gaussiank_ddp", "ok"),
         ("lightning.pytorch", "topk_ddp_fork", "twice on the same Trainer instance using a spawn-based strategy"),
-        ("lightning.pytorch", "randk_ddp_spawn", "twice on the same Trainer instance using a spawn-based strategy"),
-        ("pytorch_lightning", "torchrun dense_ddp", "ok"),
-        ("pytorch_lightning", "topk_ddp_notebook_find_unused_parameters_true", "twice on the same Trainer instance"),
+        pytest.param(
+            *(
+                "lightning.pytorch",
+                "randk_ddp_spawn",
+                "twice on the same Trainer instance using a spawn-based strategy",
+            ),
+            marks=full,
+        ),
+        pytest.param("pytorch_lightning", "torchrun dense_ddp", "ok", marks=full),
+        pytest.param(
+            *(
+                "pytorch_lightning",
+                "topk_ddp_notebook_find_unused_parameters_true",
+                "twice on the same Trainer instance",
+            ),
+            marks=full,
+        ),
     ],
 )
 def test_launchers(namespace, strategy, second_fit, tmp_path):
@@ -60,8 +75,8 @@ def test_launchers(namespace, strategy, second_fit, tmp_path):
     [
         ("import pytorch_lightning, lightning_sparse", "pytorch_lightning"),
         ("import lightning.pytorch, lightning_sparse", "lightning.pytorch"),
-        ("import lightning_sparse, lightning.pytorch", "pytorch_lightning"),
-        ("import pytorch_lightning, lightning.pytorch, lightning_sparse", "pytorch_lightning"),
+        pytest.param("import lightning_sparse, lightning.pytorch", "pytorch_lightning", marks=full),
+        pytest.param("import pytorch_lightning, lightning.pytorch, lightning_sparse", "pytorch_lightning", marks=full),
     ],
 )
 def test_import_orders(imports, chosen):
@@ -203,7 +218,7 @@ def test_version_is_public():
     assert lightning_sparse.__version__
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", tiers([False, True], [False]))
 def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
     """Otherwise gloo aborts the process at its exit now and then; after a failure leaving might wait for ever."""
     script = tmp_path / "script.py"

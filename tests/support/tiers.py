@@ -1,0 +1,18 @@
+"""The two tiers: `make test` leaves out what is marked `full`, `make test-all` runs it as well."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+full = pytest.mark.full
+
+
+def tiers(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return all cases as parameters; those that are not among `quick` belong to the full tier."""
+    cases = list(cases)
+    assert all(case in cases for case in quick), f"not among the cases: {[case for case in quick if case not in cases]}"
+    return [
+        case if case in quick else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=full)
+        for case in cases
+    ]
