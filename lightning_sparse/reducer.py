@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.aggregators import Aggregator, AllReduceMean
+from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import Compressor, Entries, Identity, Update, add_
+from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels.write_back import write_dense_, write_entries_
+from lightning_sparse.gradients import check_tensor, write_
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method
 from lightning_sparse.methods import method as make_method
@@ -34,12 +34,12 @@ from lightning_sparse.observer import Observer
 from lightning_sparse.options import OnNonFinite as OnNonFinite
 from lightning_sparse.options import check_partition, check_seed, check_warmup
 from lightning_sparse.overflow import GradientCheck
+from lightning_sparse.routing import Routing
 from lightning_sparse.state import SegmentStates
 
 log = logging.getLogger(__name__)
 VERSION = 2
 """The format of `Reducer.state_dict`."""
-DENSE: tuple[Compressor, Aggregator[Any]] = (Identity(), AllReduceMean())
 
 
 class Reducer:
@@ -112,7 +112,7 @@ class Reducer:
         self._states = SegmentStates(self.method)
         self._in_sync: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange
         self._saved: Mapping[str, Any] | None = None
-        self._logged: set[float | None] = set()
+        self._routing = Routing(self.method, comm)
         self._deferred: list[tuple[int, Callable[[], None]]] = []  # step, and a check that raises its error
 
     @property
@@ -236,7 +236,8 @@ class Reducer:
         if self._deferred and self._deferred[0][0] < self.step:
             self.raise_deferred()
         memory, density = self.method.memory, self.density
-        compressor, aggregator = self._route(density, segment)
+        assert self.layout is not None
+        compressor, aggregator = self._routing.parts(segment, density, self.layout.segments)
         lr = None
         if memory.needs_lr:
             lr = self.lr() if callable(self.lr) else self.lr
@@ -329,50 +330,17 @@ class Reducer:
     def dense_nbytes(self) -> float:
         """Bytes that a rank sends in a step of ring all-reduce in fp32; its share of the node's with two levels."""
         assert self.layout is not None
-        return sum(map(self._dense_nbytes, self.layout.segments))
+        return sum(map(self._routing.dense_nbytes, self.layout.segments))
 
     def dense_segments(self, density: float | None) -> list[Segment]:
-        """Return the segments of which dense gradients are sent, as the method would send no less at this density."""
+        """Return the segments that go dense, as the method would send no less at this density."""
         assert self.layout is not None
-        return [segment for segment in self.layout.segments if not self._pays(density, segment)]
-
-    def _dense_nbytes(self, segment: Segment) -> float:
-        return DENSE[1].nbytes(DENSE[0], segment, None, self.comm.size) / self.method.aggregator.ranks_per_link
+        return [segment for segment in self.layout.segments if not self._routing.pays(segment, density)]
 
     def nbytes(self, density: float | None) -> float:
         """Return the bytes that a rank sends in a step at a density, without counts and headers."""
         assert self.layout is not None
-        ways = [
-            (segment, (self.method.compressor, self.method.aggregator) if self._pays(density, segment) else DENSE)
-            for segment in self.layout.segments
-        ]
-        return sum(
-            aggregator.nbytes(compressor, segment, density, self.comm.size)
-            for segment, (compressor, aggregator) in ways
-        )
-
-    def _route(self, density: float | None, segment: Segment) -> tuple[Compressor, Aggregator[Any]]:
-        """Choose the method's own parts for a segment, or dense ones where those send less and the method averages."""
-        compressor, aggregator = self.method.compressor, self.method.aggregator
-        if self._pays(density, segment):
-            return compressor, aggregator
-        if density not in self._logged:
-            self._logged.add(density)
-            assert self.layout is not None
-            if self.comm.rank == 0 and self.method.density is not None:
-                dense = self.dense_segments(density)
-                log.info(
-                    f"{compressor!r} at density {density:g} would send no less than dense gradients do among "
-                    f"{self.comm.size} ranks: {sum(s.numel for s in dense):,} of {self.layout.numel:,} elements go "
-                    f"dense ({len(dense)} of {len(self.layout.segments)} segments)."
-                )
-        return DENSE
-
-    def _pays(self, density: float | None, segment: Segment) -> bool:
-        size, compressor = self.comm.size, self.method.compressor
-        if size == 1 or segment.numel == 0 or not self.method.aggregator.averages:
-            return True
-        return self.method.aggregator.nbytes(compressor, segment, density, size) < self._dense_nbytes(segment)
+        return sum(self._routing.nbytes(segment, density) for segment in self.layout.segments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must keep to go on, as copies, on the host.
@@ -416,39 +384,3 @@ class Reducer:
             self._states.load(state)
             self._forget_exchanges()
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
-
-
-def write_(
-    grads: Sequence[Tensor],
-    segment: Segment,
-    update: Update,
-    scale: float,
-    error_feedback: bool,
-    step_ok: Tensor | None = None,
-) -> Update | None:
-    """Overwrite a segment's gradients with scale × the update, or with zeros if `step_ok` is False.
-
-    Returns:
-        The error of rounding to 16-bit gradients, in units of the update; None if nothing was rounded.
-    """
-    if isinstance(update, Tensor):
-        dense = update if scale == 1 else update * scale
-        error = write_dense_(grads, segment.bounds, dense, error_feedback, step_ok)
-        return error if error is None or scale == 1 else error.div_(scale)
-    terms = update.lists if scale == 1 else [(indices, values * scale) for indices, values in update.lists]
-    entries = write_entries_(grads, segment.bounds, terms, step_ok)
-    return None if entries is None else Entries(entries[0], entries[1] / scale)
-
-
-def check_tensor(name: str, tensor: Tensor) -> None:
-    """Raise TypeError unless a parameter or gradient can be reduced."""
-    if tensor.layout != torch.strided:
-        raise TypeError(
-            f"The gradient of {name!r} is sparse ({tensor.layout}). Set sparse=False on its embedding layer, or train "
-            f"with strategy='ddp'."
-        )
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(
-            f"{name!r} is {tensor.dtype}; gradients of torch.float32, torch.float16 and torch.bfloat16 can be reduced. "
-            f"Convert the parameter, or freeze it with requires_grad_(False)."
-        )

@@ -25,9 +25,11 @@ ALLOWED = {
     "observer": {"context", "compressors"},
     "state": {"context", "layout", "methods"},
     "overflow": {"comm", "exchange", "layout", "options"},
+    "routing": {"aggregators", "comm", "compressors", "layout", "methods"},
+    "gradients": {"compressors", "kernels", "layout"},
     "reducer": {
         *("observer", "options", "layout", "context", "comm", "kernels", "compressors", "aggregators"),
-        *("exchange", "methods", "overflow", "state"),
+        *("exchange", "gradients", "methods", "overflow", "routing", "state"),
     },
     "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer"},
     "checkpoint": {"state"},

@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
-from lightning_sparse import NonFiniteGradient
+from lightning_sparse import METHODS, NonFiniteGradient
 from tests.integration.trainers import (
     Gan,
     Loader,

@@ -1,0 +1,48 @@
+"""Gradients as the reducer takes them and gives them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.base import Entries, Update
+from lightning_sparse.kernels.write_back import write_dense_, write_entries_
+from lightning_sparse.layout import Segment
+
+
+def write_(
+    grads: Sequence[Tensor],
+    segment: Segment,
+    update: Update,
+    scale: float,
+    error_feedback: bool,
+    step_ok: Tensor | None = None,
+) -> Update | None:
+    """Overwrite a segment's gradients with scale × the update, or with zeros if `step_ok` is False.
+
+    Returns:
+        The error of rounding to 16-bit gradients, in units of the update; None if nothing was rounded.
+    """
+    if isinstance(update, Tensor):
+        dense = update if scale == 1 else update * scale
+        error = write_dense_(grads, segment.bounds, dense, error_feedback, step_ok)
+        return error if error is None or scale == 1 else error.div_(scale)
+    terms = update.lists if scale == 1 else [(indices, values * scale) for indices, values in update.lists]
+    entries = write_entries_(grads, segment.bounds, terms, step_ok)
+    return None if entries is None else Entries(entries[0], entries[1] / scale)
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless a parameter or gradient can be reduced."""
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"The gradient of {name!r} is sparse ({tensor.layout}). Set sparse=False on its embedding layer, or train "
+            f"with strategy='ddp'."
+        )
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"{name!r} is {tensor.dtype}; gradients of torch.float32, torch.float16 and torch.bfloat16 can be reduced. "
+            f"Convert the parameter, or freeze it with requires_grad_(False)."
+        )
