@@ -235,12 +235,12 @@ def lost_while_connecting(rank: int, how: str) -> tuple[str, str, float]:
     ddp = DistributedDataParallel(nn.Linear(50, 50))
     if rank == 1:
 
-        def open_group(*_: Any) -> None:
+        def new_named_group(*_: Any) -> None:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("no network interface")
 
-        session.open_group = open_group
+        session.new_named_group = new_named_group
     return caught(lambda: attach(ddp, "topk"))
 
 
