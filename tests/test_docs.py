@@ -17,7 +17,7 @@ from lightning_sparse import METHODS, SparseDDPStrategy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-BASE, DIGITS = (str(ROOT / "configs" / name) for name in ("base.yaml", "digits_topk.yaml"))
+CONFIGS = [f"--config={ROOT}/configs/{name}.yaml" for name in ("base", "digits", "digits/topk")]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
@@ -114,7 +114,7 @@ def test_yaml_examples_are_understood_by_the_command_line(example, tmp_path, mon
     file = tmp_path / "example.yaml"
     file.write_text(example)
     with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", BASE, "--config", DIGITS, "--config", str(file), "--print_config"])
+        main(["fit", *CONFIGS, "--config", str(file), "--print_config"])
     out, err = capsys.readouterr()
     assert ended.value.code == 0, err
     assert yaml.safe_load(out)["trainer"]["strategy"]
