@@ -12,10 +12,20 @@ from typing import Any
 import torch.distributed as dist
 
 
+def reserve_port() -> socket.socket:
+    """Return a socket whose port no process gets by chance until it is closed: tests run beside others.
+
+    It is bound and does not listen, and reuses the address as torch's store does: rank 0 can still bind the port.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with reserve_port() as holder:
+        return int(holder.getsockname()[1])
 
 
 def run_ranks(
@@ -41,7 +51,8 @@ def run_ranks(
         For each rank what `fn` returned, or the exception that it raised; None for a process that died.
     """
     context = multiprocessing.get_context(start)
-    port = free_port()
+    holder = reserve_port()
+    port = int(holder.getsockname()[1])
     done = context.Event()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     inherited = pipes if start == "fork" else []
@@ -65,6 +76,7 @@ def run_ranks(
             except EOFError:
                 results.append(None)
     finally:
+        holder.close()
         done.set()
         for process in processes:
             process.join(2 if len(results) == size else 0)
