@@ -149,7 +149,7 @@ def save_curves(args: argparse.Namespace, curves: dict[Any, list[Row]], common: 
             for (name, rate), curve in curves.items()
             for point in curve
         ]
-        results.save(args.out / "network_real.csv", rows, key, digits=4)
+        results.save(args.out / "network_real.csv", rows, key, digits=6)
         return
     best: dict[str, Row] = {}
     for (name, rate), curve in curves.items():
