@@ -28,8 +28,12 @@ TIMED_ELEMENTS = 25_000_000
 """Selection is timed on at most this many elements and scaled up in proportion."""
 BASELINES = {"ddp": 4, "ddp, 16-bit hook": 2}
 """Dense contestants to bytes per gradient element."""
-RANDOM = ("randk",)
-"""Methods that are listed but never recommended: they do not select the largest entries."""
+CAUTIONS = {
+    "randk": "a random choice: needs many more steps",
+    **{name: "loses what it does not send" for name, spec in METHODS.items() if not spec.traits.conserves},
+    **{name: "a vote, not a mean: has its own learning rate" for name, spec in METHODS.items() if not spec.averages},
+}
+"""Methods that are listed but never recommended, because a step with them is worth less, and why."""
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -174,15 +178,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             pays = "never"
         else:
             pays = "any bandwidth" if math.isinf(point) else gbit(point)
-        if name in RANDOM:
-            pays += "  (a random choice: needs many more steps)"
+        if name in CAUTIONS:
+            pays += f"  ({CAUTIONS[name]})"
         print(
             f"{name:18}{1e3 * found.seconds:10.1f}{ddp / found.seconds:8.2f}{1e3 * found.exposed:13.1f}"
             f"{found.sent_bytes / 1e6:10.3f}  {pays}"
         )
     for name, reason in failed.items():
         print(f"{name:18} cannot be timed here: {reason}")
-    best, fastest, _ = next(row for row in rows if row[0] not in RANDOM)
+    best, fastest, _ = next(row for row in rows if row[0] not in CAUTIONS)
     dense_name, dense, _ = next(row for row in rows if row[0] in BASELINES)
     if best in BASELINES:
         print(f"\nDense training wins here: stay with {best}.")
