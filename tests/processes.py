@@ -32,7 +32,7 @@ def run_ranks(
     size: int,
     fn: Callable[..., Any],
     *args: Any,
-    patience: float = 60,
+    patience: float = 300,
     timeout: float = 30,
     start: str = "fork",
     backend: str | None = "gloo",
