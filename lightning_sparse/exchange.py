@@ -114,7 +114,7 @@ class Exchange:
             values = gather(u, update.indices)  # the update's own are rounded
             self._note(first_nonfinite(values, update.indices, u.numel()))
         else:
-            self._note(first_nonfinite_parameter(u, self.ctx.segment))
+            self.check_finite(u)
             for part in floats:
                 self._note(torch.where(part.isfinite().all(), 0, TOO_LARGE))
         return payload, update
