@@ -1,9 +1,11 @@
 """Real ranks for tests: processes, forked unless something else is asked for, over gloo."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -100,6 +102,7 @@ def _rank(
     for other, (_, writing) in enumerate(inherited):
         if other != rank:
             writing.close()  # or the end of a rank that dies would go unnoticed
+    faulthandler.dump_traceback_later(0.95 * patience, file=sys.__stderr__)  # where a rank hangs
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     try:
         if backend is not None:
@@ -112,6 +115,7 @@ def _rank(
         data = pickle.dumps(result)
     except Exception:  # an exception that cannot be pickled
         data = pickle.dumps(RuntimeError(repr(result)))
+    faulthandler.cancel_dump_traceback_later()
     answer.send_bytes(data)
     done.wait(patience)  # leave together: one rank hosts the store
     os._exit(0)
