@@ -11,7 +11,7 @@ Written: `results/volume.csv`, a row for each method, index format and number of
 Beside the bytes of the busiest and of the average rank are
 
 - `announced_bytes`: bytes by the method's own formula, on average, with our encodings, without headers
-  (`Reducer.nbytes`);
+  (`Routing.nbytes`);
 - `published_words`: the papers' formula for it, in words of 4 bytes. `index_format` "int32" with fp32 values is the
   encoding that they count with.
 
@@ -90,7 +90,7 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
         grads = {"w": gradient(comm.rank)}
         reducer.reduce_(grads)
         kept = reducer.states[0].get("residual")
-        return grads["w"], kept, comm.sent_bytes, reducer.nbytes(None)
+        return grads["w"], kept, comm.sent_bytes, reducer.routing.nbytes(None)
 
     answers = simulate(ranks, step)
     agreed = answers[0][0]

@@ -75,7 +75,7 @@ def measure(chosen: Method, params: int) -> Costs:
         return time.perf_counter()
 
     def rank(comm: Comm) -> tuple[float, float]:
-        reducer = Reducer(chosen, comm, granularity="model", lr=0.1)
+        reducer = Reducer(chosen, comm, granularity="model")
         steps, entries = [], []
         for _ in range(6):
             grads = {"all": gradient.clone()}

@@ -48,7 +48,6 @@ class Context:
         segment: which elements are exchanged.
         step: number of reductions done before this one.
         density: fraction of entries to send now; None asks the compressor for its own.
-        lr: learning rate that the optimizer will apply, where the user gave one.
         scale: factor on the gradients before they are added to the residual: 1 / loss scale times local clipping.
         state: the segment's state; methods change its tensors in place.
         seed: the run's seed, equal on all ranks.
@@ -59,7 +58,6 @@ class Context:
     segment: Segment
     step: int = 0
     density: float | None = None
-    lr: float | None = None
     scale: float = 1.0
     state: State = field(default_factory=dict)
     seed: int = 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.kernels.write_back import write_dense_, write_entries_
-from lightning_sparse.layout import Segment
+from lightning_sparse.layout import Layout, Segment
 
 
 def write_(
@@ -46,3 +46,18 @@ def check_tensor(name: str, tensor: Tensor) -> None:
             f"{name!r} is {tensor.dtype}; gradients of torch.float32, torch.float16 and torch.bfloat16 can be reduced. "
             f"Convert the parameter, or freeze it with requires_grad_(False)."
         )
+
+
+def check_fits(layout: Layout, grads: Mapping[str, Tensor]) -> None:
+    """Raise ValueError or TypeError unless these are gradients of a layout's parameters, by name."""
+    if set(grads) != set(layout.names):
+        missing, new = set(layout.names) - set(grads), set(grads) - set(layout.names)
+        raise ValueError(
+            f"reduce_ got other gradients than at first: missing {sorted(missing)}, new {sorted(new)}. Pass the same "
+            f"parameters in every step."
+        )
+    for segment in layout.segments:
+        for name, shape in zip(segment.names, segment.shapes, strict=True):
+            check_tensor(name, grads[name])
+            if tuple(grads[name].shape) != shape:
+                raise ValueError(f"The gradient of {name!r} has shape {tuple(grads[name].shape)}, before {shape}.")

@@ -21,9 +21,6 @@ class Memory(abc.ABC):
     error_feedback: bool = True
     """Whether u is kept: the applied part is subtracted from it, and rounding errors are added, in place."""
 
-    needs_lr: bool = False
-    """Whether it asks for `Context.lr`."""
-
     @abc.abstractmethod
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         """Combine the gradients with what was kept.
@@ -39,13 +36,6 @@ class Memory(abc.ABC):
 
     def update(self, u: Tensor, applied: Update, ctx: Context) -> None:  # noqa: B027
         """Change the state after the exchange; with error feedback the applied part is subtracted from `u` by now."""
-
-    def gain(self, ctx: Context) -> float:
-        """Return how much of `u` one unit of gradient is; the update is divided by it when it is written.
-
-        Zero: nothing is sent, and the state is left unchanged. Equal on all ranks.
-        """
-        return 1.0
 
 
 @dataclass(frozen=True)

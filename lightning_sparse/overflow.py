@@ -52,7 +52,7 @@ class GradientCheck:
         step: int,
         skipped: int,
     ) -> bool:
-        """Agree with all ranks on whether a step is taken.
+        """Agree with all ranks on whether a step is taken, before anything is added to a residual.
 
         Args:
             grads: parameter name to gradient. If the step is skipped they are filled with NaN, as a GradScaler expects.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_sparse.aggregators import Aggregator, AllReduceMean
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Identity
-from lightning_sparse.layout import Segment
+from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.methods import Method
 
 log = logging.getLogger(__name__)
@@ -18,41 +17,55 @@ DENSE: Parts = (Identity(), AllReduceMean())
 
 
 class Routing:
-    """Chooses the parts of a method, or dense ones, for each segment; the choice is equal on all ranks."""
+    """Chooses the parts of a method, or dense ones, for each segment, and counts bytes; equal on all ranks.
 
-    def __init__(self, method: Method, comm: Comm) -> None:
-        self._method, self._comm = method, comm
+    Bytes are those that a rank sends, without counts and headers.
+    """
+
+    def __init__(self, method: Method, comm: Comm, layout: Layout) -> None:
+        self._method, self._comm, self._segments = method, comm, layout.segments
         self._logged: set[float | None] = set()
 
-    def parts(self, segment: Segment, density: float | None, segments: Sequence[Segment]) -> Parts:
-        """Return the compressor and the aggregator of a segment, one of `segments`, which are looked at for the log."""
-        if self.pays(segment, density):
-            return self._method.compressor, self._method.aggregator
-        if density not in self._logged:
-            self._logged.add(density)
-            dense = [other for other in segments if not self.pays(other, density)]
-            if self._comm.rank == 0 and self._method.density is not None:
-                log.info(
-                    f"{self._method.compressor!r} at density {density:g} would send no less than dense gradients do "
-                    f"among {self._comm.size} ranks: {sum(s.numel for s in dense):,} of "
-                    f"{sum(s.numel for s in segments):,} elements go dense ({len(dense)} of {len(segments)} segments)."
-                )
-        return DENSE
+    def parts(self, segment: Segment, density: float | None) -> Parts:
+        """Return the compressor and the aggregator of a segment at a density."""
+        return (self._method.compressor, self._method.aggregator) if self._pays(segment, density) else DENSE
 
-    def pays(self, segment: Segment, density: float | None) -> bool:
+    def dense_segments(self, density: float | None) -> list[Segment]:
+        """Return the segments that go dense at a density, as the method would send no less."""
+        return [segment for segment in self._segments if not self._pays(segment, density)]
+
+    def log_dense(self, density: float | None) -> None:
+        """Log once for each density, on rank 0, which segments go dense."""
+        if self._comm.rank or density is None or density in self._logged:
+            return
+        self._logged.add(density)
+        if dense := self.dense_segments(density):
+            log.info(
+                f"{self._method.compressor!r} at density {density:g} would send no less than dense gradients do among "
+                f"{self._comm.size} ranks: {sum(s.numel for s in dense):,} of {sum(s.numel for s in self._segments):,} "
+                f"elements go dense ({len(dense)} of {len(self._segments)} segments)."
+            )
+
+    def nbytes(self, density: float | None) -> float:
+        """Return the bytes of a step at a density."""
+        total = 0.0
+        for segment in self._segments:
+            compressor, aggregator = self.parts(segment, density)
+            total += aggregator.nbytes(compressor, segment, density, self._comm.size)
+        return total
+
+    @property
+    def dense_nbytes(self) -> float:
+        """Bytes of a step of ring all-reduce in fp32; with two levels, a rank's share of its node's."""
+        return sum(map(self._dense_nbytes, self._segments))
+
+    def _pays(self, segment: Segment, density: float | None) -> bool:
         """Return whether the method's own parts are used: they send less, or their result is no mean."""
         size, method = self._comm.size, self._method
         if size == 1 or segment.numel == 0 or not method.aggregator.averages:
             return True
-        return method.aggregator.nbytes(method.compressor, segment, density, size) < self.dense_nbytes(segment)
+        return method.aggregator.nbytes(method.compressor, segment, density, size) < self._dense_nbytes(segment)
 
-    def nbytes(self, segment: Segment, density: float | None) -> float:
-        """Return the bytes that a rank sends for a segment, without counts and headers."""
-        pays = self.pays(segment, density)
-        compressor, aggregator = (self._method.compressor, self._method.aggregator) if pays else DENSE
-        return aggregator.nbytes(compressor, segment, density, self._comm.size)
-
-    def dense_nbytes(self, segment: Segment) -> float:
-        """Return the bytes of a ring all-reduce in fp32; with two levels, a rank's share of its node's."""
+    def _dense_nbytes(self, segment: Segment) -> float:
         compressor, aggregator = DENSE
         return aggregator.nbytes(compressor, segment, None, self._comm.size) / self._method.aggregator.ranks_per_link

@@ -14,6 +14,8 @@ from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.methods import Method
 
 log = logging.getLogger(__name__)
+VERSION = 2
+"""The format of `Reducer.state_dict`."""
 
 
 class SegmentStates:
@@ -33,9 +35,11 @@ class SegmentStates:
         if len(self.specs) < len(declared):
             raise ValueError(f"{method!r}: two of its parts keep a state under the same name.")
         self.by_segment: list[State] = []
+        self._layout: Layout | None = None
+        self._loaded: Mapping[str, Any] | None = None  # before the parameters are known
 
     def allocate(self, layout: Layout, device: torch.device) -> None:
-        """Make the buffers, filled with zeros."""
+        """Make the buffers, filled with zeros, or with what was loaded before."""
         self._layout, self._device = layout, device
         self.by_segment = [{} for _ in layout.segments]
         for spec in self.specs.values():
@@ -43,9 +47,13 @@ class SegmentStates:
                 # A buffer for each segment: cut out of one for all, it would not be aligned as wide loads need it.
                 for segment, state in zip(layout.segments, self.by_segment, strict=True):
                     state[spec.name] = torch.zeros(segment.numel, dtype=torch.float32, device=device)
+        if self._loaded is not None:
+            self.load(self._loaded)
+            self._loaded = None
 
     def clear(self) -> None:
-        """Return to the state after `allocate`."""
+        """Set all state to zero."""
+        self._loaded = None
         for state in self.by_segment:
             for name in list(state):
                 if self.specs[name].per == "segment":
@@ -68,9 +76,11 @@ class SegmentStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies on the host, see `Reducer.state_dict`."""
+        if self._loaded is not None:
+            return dict(self._loaded)
         elements: dict[str, Any] = {name: {} for name, spec in self.specs.items() if spec.per == "element"}
         segments = {}
-        for segment, state in zip(self._layout.segments if self.by_segment else (), self.by_segment, strict=True):
+        for segment, state in zip(self._layout.segments if self._layout else (), self.by_segment, strict=True):
             for name, per_param in elements.items():
                 for param, shape, view in zip(segment.names, segment.shapes, segment.views(state[name]), strict=True):
                     per_param[param] = view.reshape(shape).to("cpu", copy=True)
@@ -78,6 +88,8 @@ class SegmentStates:
                 name: value.to("cpu", copy=True) for name, value in state.items() if self.specs[name].per == "segment"
             }
         return {
+            "version": VERSION,
+            "method": repr(self._method),
             "owners": dict(self._owners),
             "resize": {name: self.specs[name].resize for name in self._owners},
             "elements": elements,
@@ -90,7 +102,9 @@ class SegmentStates:
         Raises:
             ValueError: it is of other parameters. Nothing has changed then.
         """
-        layout = self._layout
+        if (layout := self._layout) is None:
+            self._loaded = saved
+            return
         fitting = {name for name, owner in saved["owners"].items() if self._owners.get(name) == owner}
         if dropped := sorted(saved["owners"].keys() - fitting):
             log.warning(
@@ -117,6 +131,13 @@ class SegmentStates:
             for name, value in saved["segments"].get("\n".join(segment.names), {}).items():
                 if name in fitting:
                     state[name] = value.to(self._device, copy=True)
+
+
+def check_header(state: Mapping[str, Any], rank: int, size: int) -> None:
+    """Raise ValueError unless a `Reducer.state_dict` is in the present format and of this rank of so many."""
+    for key, here in (("version", VERSION), ("rank", rank), ("size", size)):
+        if state.get(key) != here:
+            raise ValueError(f"Reducer state is of {key} {state.get(key)!r}, here it is {here!r}: cannot load it.")
 
 
 def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:

@@ -402,7 +402,8 @@ def test_129_ranks(name):
         grads = gradients("normal", comm.rank, 0)
         given = flat(grads)
         # Not by the reducer's own choice: so many ranks would send these few elements dense.
-        reducer._routing.pays = lambda *_: True
+        reducer.setup(grads)
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
         reducer.reduce_(grads)
         return given, flat(grads), kept(reducer)
 

@@ -486,8 +486,8 @@ def test_the_first_line_and_what_it_counts():
         reducer = Reducer(method("topk", density=0.125), comm, warmup=[0.5], warmup_steps=100)
         reducer.setup({"a": torch.zeros(8), "b": torch.zeros(8)})
         # Two ranks send 2(P − 1)/P times 4 bytes, or 4 for each of k entries and k + 16 bits; all of them is no less.
-        assert reducer.dense_nbytes == 64
-        assert [reducer.nbytes(density) for density in (0.125, 0.25, 1.0)] == [11, 19, 64]
+        assert reducer.routing.dense_nbytes == 64
+        assert [reducer.routing.nbytes(density) for density in (0.125, 0.25, 1.0)] == [11, 19, 64]
         return run_summary(reducer, SimpleNamespace(loggers=[]))
 
     assert simulate(2, rank)[0] == (

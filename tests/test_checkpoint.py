@@ -94,7 +94,7 @@ def test_names_are_literal_and_no_patterns(checkpoint):
 @pytest.mark.parametrize("name", METHODS)
 def test_every_methods_state_is_loaded_with_weights_only(name, tmp_path):
     def run(comm):
-        reducer = Reducer(name, comm, lr=0.1)
+        reducer = Reducer(name, comm)
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + comm.rank)
             reducer.reduce_({"a": torch.randn(300, generator=generator), "b": torch.randn(40, 5, generator=generator)})

@@ -27,9 +27,10 @@ ALLOWED = {
     "overflow": {"comm", "exchange", "layout", "options"},
     "routing": {"aggregators", "comm", "compressors", "layout", "methods"},
     "gradients": {"compressors", "kernels", "layout"},
+    "exchanges": {"aggregators", "comm", "context", "exchange"},
     "reducer": {
-        *("observer", "options", "layout", "context", "comm", "kernels", "compressors", "aggregators"),
-        *("exchange", "gradients", "methods", "overflow", "routing", "state"),
+        *("observer", "options", "layout", "context", "comm", "compressors", "exchanges"),
+        *("gradients", "methods", "overflow", "routing", "state"),
     },
     "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer"},
     "checkpoint": {"state"},

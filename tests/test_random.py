@@ -213,7 +213,7 @@ class Run:
 
     def reduce(self, grads: dict[str, Tensor], unused: set[str]) -> None:
         """As the hook does it."""
-        if self.reducer.needs_all_gradients and not self.reducer.check_gradients(grads, unused):
+        if self.reducer.gradient_check.needs_all_gradients and not self.reducer.check_gradients(grads, unused):
             return
         for segment in self.reducer.layout.segments:
             flat = [grads[name].view(-1) for name in segment.names]

@@ -103,7 +103,7 @@ def test_sends_a_part_of_the_segment():
     def rank(comm, aggregator):
         reducer = Reducer(Method(TopK(density=density), aggregator=aggregator), comm, granularity="model")
         reducer.reduce_({"w": torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))})
-        return comm.sent_bytes, reducer.nbytes(None), reducer.dense_nbytes
+        return comm.sent_bytes, reducer.routing.nbytes(None), reducer.routing.dense_nbytes
 
     flat_, _, dense = simulate(8, lambda comm: rank(comm, Mean()))[0]
     # To 1 other host a quarter of the segment, instead of all of it to 7 other ranks; and headers.

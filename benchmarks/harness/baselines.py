@@ -217,7 +217,7 @@ def _seldom(averages: bool) -> Wrap:
 
         reducer = Reducer(method("topk", density=options.density), ProcessGroupComm())
         reducer.setup(dict(model.named_parameters()))
-        every = round(reducer.dense_nbytes / reducer.nbytes(None))
+        every = round(reducer.routing.dense_nbytes / reducer.routing.nbytes(None))
         return Wrapped(model if averages else data_parallel(model), every=every, averages=averages)
 
     return wrap

@@ -109,7 +109,7 @@ class CommunicationMonitor(StepCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def observer(self, reducer: Reducer) -> Observer:
-        return _Norms(reducer)
+        return _Norms()
 
     def report(
         self, seen: _Norms, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
@@ -127,8 +127,8 @@ class CommunicationMonitor(StepCallback):
             "residual/gradient_norm": math.sqrt(seen.gradient),
         }
         if per_step > 0:
-            scalars["communication/times_fewer_than_fp32"] = reducer.dense_nbytes / per_step
-            scalars["communication/times_fewer_than_bf16"] = reducer.dense_nbytes / 2 / per_step
+            scalars["communication/times_fewer_than_fp32"] = reducer.routing.dense_nbytes / per_step
+            scalars["communication/times_fewer_than_bf16"] = reducer.routing.dense_nbytes / 2 / per_step
         if seen.residual is not None:
             norm = math.sqrt(seen.residual)
             scalars["residual/norm"] = norm
@@ -197,16 +197,14 @@ class _Norms(Observer):
         numel: number of elements.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.memory = reducer.method.memory
+    def __init__(self) -> None:
         self.gradient = 0.0
         self.residual: float | None = None
         self.sent = 0.0
         self.numel = 0
 
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
-        unit = ctx.scale * self.memory.gain(ctx)
-        self.gradient += unit**2 * float(sum_of_squares(grads))
+        self.gradient += ctx.scale**2 * float(sum_of_squares(grads))
         if "residual" in ctx.state:
             self.residual = (self.residual or 0.0) + float(sum_of_squares([ctx.state["residual"]]))
 

@@ -81,7 +81,7 @@ class GradientDistribution(StepCallback):
             )
 
     def observer(self, reducer: Reducer) -> Observer:
-        return _Distributions(self.per_layer, reducer)
+        return _Distributions(self.per_layer)
 
     def report(
         self,
@@ -122,15 +122,14 @@ class _Distributions(Observer):
         thresholds: parameter name, or None for the model, to (smallest |u| sent, number of entries sent).
     """
 
-    def __init__(self, per_layer: bool, reducer: Reducer) -> None:
+    def __init__(self, per_layer: bool) -> None:
         self.per_layer = per_layer
-        self.memory = reducer.method.memory
         self.wholes: dict[str, Distribution] = {}
         self.layers: dict[tuple[str | None, str], Summary | None] = {}
         self.thresholds: dict[str | None, tuple[float, int]] = {}
 
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
-        self._add("g", ctx.segment, grads, ctx.scale * self.memory.gain(ctx))
+        self._add("g", ctx.segment, grads, ctx.scale)
         if "residual" in ctx.state:
             self._add_segment("e", ctx.segment, ctx.state["residual"])
 

@@ -47,7 +47,7 @@ def attach(
         method: a name in `METHODS`, or a `Method` made of own parts.
         density: fraction of entries to send, in (0, 1]; None keeps the method's own. Only beside a name.
         granularity: what is compressed together: "layer", "bucket" (of the size of DDP's own buckets) or "model".
-        lr: the learning rate, or a function that returns the present one, for methods that need it.
+        lr: without effect: no method keeps the learning rate in its residual.
         seed: of all random choices; equal on all ranks.
         warmup: densities to use in turn before `density`, `warmup_steps` steps each.
         warmup_steps: number of steps for each density of `warmup`.
@@ -75,7 +75,6 @@ def attach(
         ddp,
         method,
         granularity=granularity,
-        lr=lr,
         seed=seed,
         warmup=warmup,
         warmup_steps=warmup_steps,

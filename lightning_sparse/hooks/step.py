@@ -64,11 +64,11 @@ class Step:
             self.arrived[name] = bucket
             segment = self._segment_of[name]
             missing = self._missing[segment.index] = self._missing.get(segment.index, len(segment.names)) - 1
-            if missing == 0 and not self._reducer.needs_all_gradients:
+            if missing == 0 and not self._reducer.gradient_check.needs_all_gradients:
                 self._reduce(segment)
         if len(self.arrived) < len(self._segment_of):
             return
-        if not self._reducer.needs_all_gradients or self._reduce_all():
+        if not self._reducer.gradient_check.needs_all_gradients or self._reduce_all():
             self._reducer.finish_step()
         self.buckets, self.arrived, self._missing = [], {}, {}
 

@@ -165,7 +165,6 @@ class SparseDDP(Checkpointing):
         self._comm_thread = start_comm_thread(
             self.model,  # type: ignore[arg-type]
             self._method,
-            lr=self._learning_rate,
             timeout=self._timeout,
             loss_scale=scaler and scaler.get_scale,
             **self._options,
@@ -203,7 +202,7 @@ class SparseDDP(Checkpointing):
             )
         self._own_scaler = scaler
         # Between two backward passes: the communication thread, which reads it, has nothing to do.
-        self._comm_thread.reducer.loss_scale = scaler.get_scale
+        self._comm_thread.reducer.gradient_check.get_scale = scaler.get_scale
         if self.global_rank == 0:
             self._inform(
                 f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own: residuals are "
@@ -216,9 +215,6 @@ class SparseDDP(Checkpointing):
         if self._comm_thread is not None:
             self._comm_thread.fail(error)
         return error
-
-    def _learning_rate(self) -> float:
-        return float(self.optimizers[0].param_groups[0]["lr"])
 
     def on_train_start(self) -> None:
         super().on_train_start()

@@ -22,12 +22,12 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer) -> str:
         each = "an epoch" if reducer.warmup_steps is None else f"{reducer.warmup_steps} steps"
         text += f", after a warm-up at density {', '.join(f'{density:g}' for density in reducer.warmup)}, {each} each"
     text += f"; {reducer.layout.numel:,} parameters in {segments} segment{'s' if segments > 1 else ''}"
-    dense_segments = reducer.dense_segments(method.density)
+    dense_segments = reducer.routing.dense_segments(method.density)
     if dense_segments and not isinstance(method.compressor, Identity):
         numel = sum(segment.numel for segment in dense_segments)
         text += f"; {numel:,} of them go dense, as {type(method.compressor).__name__} would send no less"
-    if sent := reducer.nbytes(method.density):
-        dense = reducer.dense_nbytes
+    if sent := reducer.routing.nbytes(method.density):
+        dense = reducer.routing.dense_nbytes
         text += f"; bytes per step and rank: {sent:,.0f}, dense fp32 {dense:,.0f} ({dense / sent:.3g} times as many)"
     text += "."
     for writer in summary_writers(trainer):
