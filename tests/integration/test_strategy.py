@@ -13,6 +13,7 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
+from packaging.version import Version
 
 import lightning_sparse
 from lightning_sparse import METHODS, Method, SparseDDPStrategy, method
@@ -203,6 +204,10 @@ def test_warm_up_by_epochs():
     assert seen == [(1, 0.5), (2, 0.5), (3, 0.1), (4, 0.1), (5, 0.01), (6, 0.01)]
 
 
+@pytest.mark.skipif(
+    Version(pytorch_lightning.__version__) < Version("2.5.3"),
+    reason="after its learning rate finder Lightning 2.5.0 trains no step, with any strategy",
+)
 def test_a_learning_rate_finder_leaves_nothing_behind(tmp_path):
     def tune_and_fit(rank: int) -> list[tuple[int, float]]:
         finder = pytorch_lightning.callbacks.LearningRateFinder(num_training_steps=5)
