@@ -111,9 +111,9 @@ def write(rows: dict[str, dict[str, object]]) -> None:
     lines = [
         "# Versions",
         "",
-        "What `make matrix` saw: the tests of `make test`, on CPU, each row in a fresh environment; kernels by Triton's",
-        "interpreter, and compiled for GPUs that need not be there. The oldest row has the lowest version that is",
-        "allowed of everything; the newest has what pip chose. Written by the target: do not edit.",
+        "What `make matrix` saw: the tests of `make test`, on CPU, each row in a fresh environment; kernels by",
+        "Triton's interpreter, and compiled for GPUs that need not be there. The oldest row has the lowest version",
+        "that is allowed of everything; the newest has what pip chose. Written by the target: do not edit.",
         "",
         "| | " + " | ".join(titles.get(name, name) for name in shown) + " | date |",
         "|---" * (len(shown) + 2) + "|",
