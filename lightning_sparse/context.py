@@ -53,6 +53,9 @@ class Context:
         seed: the run's seed, equal on all ranks.
         rank: this rank.
         stats: block statistics of u, filled in by the memory while it forms u; None where the compressor asks for none.
+        payout: if optimizers' updates are exchanged, what the momentum of this rank's optimizer would still add to
+            them in later steps: 1-D fp32, the memory's to overwrite. It is taken out of the momentum where it is
+            applied. None: nothing is paid out.
     """
 
     segment: Segment
@@ -63,6 +66,7 @@ class Context:
     seed: int = 0
     rank: int = 0
     stats: BlockStats | None = None
+    payout: Tensor | None = None
 
     @staticmethod
     def of(numel: int, **fields: Any) -> Context:

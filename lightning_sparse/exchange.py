@@ -21,7 +21,7 @@ ranks are not known to be `in_sync`, a strict `agree` makes the host wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
     "learning rate, or clip the gradients; on_nonfinite='skip' leaves such steps out."
 )
+Exchanged = Literal["gradient", "update"]
+"""What ranks exchange: gradients, or what their optimizers make of them."""
 
 OK = (1 << 63) - 1
 """The status of a rank that knows of no error. Any other is (rank + 1) << 32 plus an error code, so the lowest wins."""
@@ -64,6 +66,7 @@ class Exchange:
         fingerprint: 32-bit digest of everything that must be equal on all ranks.
         device: of the tensors.
         in_sync: whether ranks are known to count steps alike, because the last exchange of this segment was the same.
+        exchanged: what the errors call it.
 
     Attributes:
         rank, size: as in `Comm`.
@@ -80,8 +83,9 @@ class Exchange:
         device: torch.device,
         in_sync: bool = True,
         parent: Exchange | None = None,
+        exchanged: Exchanged = "gradient",
     ) -> None:
-        self.comm, self.ctx, self.device, self.in_sync = comm, ctx, device, in_sync
+        self.comm, self.ctx, self.device, self.in_sync, self._exchanged = comm, ctx, device, in_sync, exchanged
         self.rank, self.size = comm.rank, comm.size
         self.step_ok: Tensor | None = None
         self.deferred: Callable[[], None] | None = None
@@ -255,9 +259,9 @@ class Exchange:
         if not TOO_LARGE <= code <= segment.numel:
             raise RankFailure(f"The status of rank {rank} {where}, names element {code}: it is corrupt.")
         what = (
-            f"The gradient of {segment.owner(code - 1)!r} is not finite"
+            f"The {self._root._exchanged} of {segment.owner(code - 1)!r} is not finite"
             if code > 0
-            else f"The gradients from {segment.names[0]!r} on are too large for the compressor"
+            else f"The {self._root._exchanged}s from {segment.names[0]!r} on are too large for the compressor"
         )
         raise NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {NOT_FINITE}")
 

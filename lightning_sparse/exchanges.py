@@ -11,14 +11,14 @@ import torch
 from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm
 from lightning_sparse.context import Context
-from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange import Exchange, Exchanged
 
 
 class Exchanges:
     """Begins and finishes the `Exchange` of each segment and step."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, exchanged: Exchanged) -> None:
+        self._comm, self._exchanged = comm, exchanged
         self._last: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange
         self._deferred: list[tuple[int, Callable[[], None]]] = []  # step, and a check that raises its error
 
@@ -30,7 +30,7 @@ class Exchanges:
         in_sync = self._last.get(ctx.segment.index) is aggregator
         equal = (settings, ctx.seed, ctx.step, ctx.density, ctx.segment.index, in_sync)
         fingerprint = zlib.crc32(repr(equal).encode())
-        return Exchange(self._comm, ctx, fingerprint, device=device, in_sync=in_sync)
+        return Exchange(self._comm, ctx, fingerprint, device=device, in_sync=in_sync, exchanged=self._exchanged)
 
     def finish(self, exchange: Exchange, aggregator: Aggregator[Any]) -> None:
         """Raise the error that any rank has reported; on CUDA keep the check for `raise_deferred`."""

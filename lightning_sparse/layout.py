@@ -77,6 +77,7 @@ class Layout:
         bucket_cap_mb: float = 25,
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
+        apart: Mapping[str, int] | None = None,
     ) -> Layout:
         """Partition parameters, given in registration order.
 
@@ -86,6 +87,7 @@ class Layout:
                 `bucket_cap_mb`, as DDP does with its buckets, "model" makes one segment of everything.
             bucket_cap_mb: size of a "bucket" segment in MiB of the parameters' own dtype.
             dtypes: parameter name to dtype, fp32 where absent. As in DDP, a bucket holds one dtype.
+            apart: parameter name to a number, 0 where absent: a segment holds parameters of one number.
 
         Raises:
             ValueError: no parameters, an unknown granularity, or a segment too long for 32-bit indices.
@@ -96,25 +98,29 @@ class Layout:
                 "No trainable parameters: there is no gradient to reduce. Set requires_grad on at least one parameter "
                 "before training starts."
             )
-        dtypes = dtypes or {}
+        dtypes, apart = dtypes or {}, apart or {}
         names = list(shapes)
         groups: list[list[str]] = []
         if granularity == "model":
-            groups = [list(reversed(names))]
+            groups = [
+                [name for name in reversed(names) if apart.get(name, 0) == number]
+                for number in sorted({apart.get(name, 0) for name in names})
+            ]
         elif granularity == "layer":
             groups = [[name] for name in reversed(names)]
         else:
             # Greedy, per dtype, over the reversed parameters: then a segment holds the same parameters as a DDP bucket
             # and no segment waits for a second bucket.
-            open_groups: dict[torch.dtype, tuple[list[str], int]] = {}
+            open_groups: dict[tuple[torch.dtype, int], tuple[list[str], int]] = {}
             for name in reversed(names):
                 dtype = dtypes.get(name, torch.float32)
-                group, nbytes = open_groups.get(dtype, ([], 0))
+                kind = dtype, apart.get(name, 0)
+                group, nbytes = open_groups.get(kind, ([], 0))
                 if not group:
                     groups.append(group)
                 group.append(name)
                 nbytes += math.prod(shapes[name]) * dtype.itemsize
-                open_groups[dtype] = ([], 0) if nbytes >= bucket_cap_mb * 2**20 else (group, nbytes)
+                open_groups[kind] = ([], 0) if nbytes >= bucket_cap_mb * 2**20 else (group, nbytes)
         segments: list[Segment] = []
         start = 0
         for index, group in enumerate(groups):

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Update
+from lightning_sparse.compressors.base import Entries, Update, add_
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels.block_stats import add_with_stats_
+from lightning_sparse.kernels.pack import gather
+from lightning_sparse.kernels.write_back import add_entries_
 
 
 class Memory(abc.ABC):
@@ -19,7 +21,7 @@ class Memory(abc.ABC):
     """What it keeps in the segment's state."""
 
     error_feedback: bool = True
-    """Whether u is kept: the applied part is subtracted from it, and rounding errors are added, in place."""
+    """Whether it keeps rounding errors; computing them costs a pass over the data."""
 
     @abc.abstractmethod
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
@@ -34,8 +36,16 @@ class Memory(abc.ABC):
             u, 1-D fp32 of the segment's length; it may be a buffer of the state.
         """
 
-    def update(self, u: Tensor, applied: Update, ctx: Context) -> None:  # noqa: B027
-        """Change the state after the exchange; with error feedback the applied part is subtracted from `u` by now."""
+    def update(self, u: Tensor, applied: Update, rounding_error: Update | None, ctx: Context) -> None:  # noqa: B027
+        """Keep what is to come back after the exchange.
+
+        Args:
+            u: what `compensate` returned; may be changed.
+            applied: the part of u that went into the result.
+            rounding_error: what rounding took from the result; None if nothing was rounded, or without
+                `error_feedback`.
+            ctx: as in `compensate`.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,10 +64,28 @@ class NoMemory(Memory):
 
 @dataclass(frozen=True)
 class Residual(Memory):
-    """Error feedback (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599): u = g + e, e ← u − applied."""
+    """Error feedback (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599): u = g + e, e ← u − applied.
+
+    With a payout p (see `Context`), u = g + e + p. Entries that are applied leave their rest in e; of the others p goes
+    back to the optimizer's momentum, which still has it, and e + g stays.
+    """
 
     state = (StateSpec("residual"),)
 
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
-        # In place: the buffer of the residual is u until the applied part is subtracted.
-        return add_with_stats_(ctx.state["residual"], ctx.segment.bounds, grads, ctx.scale, ctx.stats)
+        residual, bounds, payout = ctx.state["residual"], ctx.segment.bounds, ctx.payout
+        if payout is None:
+            # In place: the buffer of the residual is u until the applied part is subtracted.
+            return add_with_stats_(residual, bounds, grads, ctx.scale, ctx.stats)
+        add_with_stats_(residual, bounds, grads, ctx.scale, None)
+        return add_with_stats_(payout, (0, ctx.segment.numel), [residual], 1.0, ctx.stats)
+
+    def update(self, u: Tensor, applied: Update, rounding_error: Update | None, ctx: Context) -> None:
+        residual = ctx.state["residual"]
+        add_(u, applied, -1)
+        if u is not residual:
+            assert isinstance(applied, Entries), "only selected entries can be paid out"
+            for indices, _ in applied.lists:
+                add_entries_(residual, indices, gather(u, indices) - gather(residual, indices))
+        if rounding_error is not None:
+            add_(residual, rounding_error)

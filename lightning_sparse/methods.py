@@ -155,3 +155,14 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
             f"Method {name!r} has no option {unknown[0]!r}" + (f"; it has {', '.join(known)}." if known else "s.")
         )
     return Method(spec.make(**options), spec.memory, spec.aggregator)
+
+
+def resolve_method(given: str | Method, density: float | None) -> Method:
+    """Return the method that a user's pair of options means."""
+    if isinstance(given, str):
+        return method(given, density=density)
+    if not isinstance(given, Method):
+        raise TypeError(f"method={given!r}: give a method's name, or a Method.")
+    if density is not None:
+        raise ValueError(f"density={density!r} beside method={given!r}: set the density of its compressor instead.")
+    return given

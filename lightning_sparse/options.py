@@ -56,6 +56,7 @@ OPTIONS = {
         lambda x: x > timedelta(0),
         "must be a datetime.timedelta above 0, such as timedelta(minutes=5), or None.",
     ),
+    "every": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
 }
 

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import add_
+from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context, State
+from lightning_sparse.exchange import Exchanged
 from lightning_sparse.exchanges import Exchanges
 from lightning_sparse.gradients import check_fits, check_tensor, write_
 from lightning_sparse.layout import Granularity, Layout, Segment
-from lightning_sparse.methods import Method
-from lightning_sparse.methods import method as make_method
+from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.observer import Observer
 from lightning_sparse.options import OnNonFinite as OnNonFinite
 from lightning_sparse.options import check_partition, check_seed, check_warmup
 from lightning_sparse.overflow import GradientCheck
-from lightning_sparse.routing import Routing
+from lightning_sparse.routing import DENSE, Routing
 from lightning_sparse.state import SegmentStates, check_header
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class Reducer:
             all ranks, or "skip": all ranks get NaN, and the step is left out.
         clip_norm: largest 2-norm of this rank's own gradient, all parameters together; a longer one is shortened
             before anything is added. None leaves it as it is.
+        exchanged: what `reduce_` is given: each rank's "gradient", or the "update" of its optimizer. Errors name it,
+            and residuals of one are of no use for the other.
 
     Attributes:
         step: reductions done so far.
@@ -82,10 +84,9 @@ class Reducer:
         loss_scale: Callable[[], float] | None = None,
         on_nonfinite: OnNonFinite = "raise",
         clip_norm: float | None = None,
+        exchanged: Exchanged = "gradient",
     ) -> None:
-        self.method = make_method(method) if isinstance(method, str) else method
-        if not isinstance(self.method, Method):
-            raise TypeError(f"Reducer(method={method!r}): method must be a Method or the name of one.")
+        self.method = resolve_method(method, None)
         seed = check_seed(seed)
         warmup, warmup_steps = check_warmup(self.method, warmup, warmup_steps)
         bucket_cap_mb = check_partition(granularity, bucket_cap_mb)
@@ -104,8 +105,8 @@ class Reducer:
         self.observers: list[Observer] = []
         self.layout: Layout | None = None
         self.routing: Routing
-        self._states = SegmentStates(self.method)
-        self._exchanges = Exchanges(comm)
+        self._states = SegmentStates(self.method, exchanged)
+        self._exchanges = Exchanges(comm, exchanged)
 
     @property
     def density(self) -> float | None:
@@ -118,8 +119,8 @@ class Reducer:
         """The state of each segment."""
         return self._states.by_segment
 
-    def setup(self, params: Mapping[str, Tensor]) -> None:
-        """Lay out the state for these parameters (or gradients), given in registration order.
+    def setup(self, params: Mapping[str, Tensor], apart: Mapping[str, int] | None = None) -> None:
+        """Lay out the state for these parameters (or gradients), given in registration order; see `Layout.of`.
 
         Raises:
             ValueError: there are none, or a segment is too long.
@@ -132,6 +133,7 @@ class Reducer:
             self.granularity,
             self.bucket_cap_mb,
             dtypes={name: param.dtype for name, param in params.items()},
+            apart=apart or {},
         )
         self._digest = self.layout.digest
         self.routing = Routing(self.method, self.comm, self.layout)
@@ -180,7 +182,13 @@ class Reducer:
         self.skipped += not taken
         return taken
 
-    def reduce_segment_(self, segment: Segment, grads: list[Tensor], unused: Collection[str] = ()) -> None:
+    def reduce_segment_(
+        self,
+        segment: Segment,
+        grads: list[Tensor],
+        unused: Collection[str] = (),
+        payout: Callable[[], Tensor] | None = None,
+    ) -> Update:
         """Replace one segment's gradients by the agreed result, in place. All ranks go through segments in one order.
 
         Args:
@@ -188,11 +196,16 @@ class Reducer:
             grads: one 1-D gradient per parameter, in the segment's order.
             unused: parameters that took no part in this backward pass: their gradients count as zero, and their
                 residuals stay for a step in which they do.
+            payout: returns what the optimizer's momentum would still add, see `Context`; called if entries are
+                selected.
+
+        Returns:
+            The part of this rank's gradients, residual and payout that went into the result.
         """
         self._exchanges.raise_deferred(before=self.step)
         memory, density = self.method.memory, self.density
         self.routing.log_dense(density)
-        compressor, aggregator = self.routing.parts(segment, density)
+        compressor, aggregator = parts = self.routing.parts(segment, density)
         ctx = Context(
             segment,
             step=self.step,
@@ -203,6 +216,7 @@ class Reducer:
             rank=self.comm.rank,
             # If ranks divide a segment among them, it is their sum that is selected from.
             stats=compressor.block_stats(segment.numel, density) if aggregator.ranks_per_link == 1 else None,
+            payout=None if payout is None or parts is DENSE else payout(),
         )
         masked = []
         if unused:
@@ -224,13 +238,10 @@ class Reducer:
             scale = self.gradient_check.loss_scale
             rounding_error = write_(grads, segment, update, scale, memory.error_feedback, exchange.step_ok)
         with timed(self.seconds, "keep"):
-            if memory.error_feedback:
-                add_(u, applied, -1)
-                if rounding_error is not None:
-                    add_(u, rounding_error)
-            memory.update(u, applied, ctx)
+            memory.update(u, applied, rounding_error, ctx)
             for view, value in masked:
                 view.add_(value)
+        return applied
 
     def raise_deferred(self) -> None:
         """Raise an error of the last step, whose status the host did not wait for, on CUDA.

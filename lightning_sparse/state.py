@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.context import State
+from lightning_sparse.exchange import Exchanged
 from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.methods import Method
 
@@ -26,12 +27,13 @@ class SegmentStates:
         by_segment: the state of each segment, in the layout's order.
     """
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, exchanged: Exchanged) -> None:
         self._method = method
         parts = (method.memory, method.aggregator, method.compressor)
         declared = [(spec, repr(part)) for part in parts for spec in part.state]
         self.specs = {spec.name: spec for spec, _ in declared}
-        self._owners = {spec.name: owner for spec, owner in declared if spec.per != "scratch"}
+        of = "" if exchanged == "gradient" else f" of {exchanged}s"  # which are of another size
+        self._owners = {spec.name: f"{owner}{of}" for spec, owner in declared if spec.per != "scratch"}
         if len(self.specs) < len(declared):
             raise ValueError(f"{method!r}: two of its parts keep a state under the same name.")
         self.by_segment: list[State] = []

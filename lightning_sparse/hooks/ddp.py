@@ -19,8 +19,7 @@ from lightning_sparse._compat import delayed_parameters, exchanged_parameters, h
 from lightning_sparse.hooks.comm_thread import CommThread
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
-from lightning_sparse.methods import Method
-from lightning_sparse.methods import method as make_method
+from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.options import OnNonFinite, check_warmup
 from lightning_sparse.reducer import Reducer
 
@@ -124,17 +123,6 @@ def on_bucket(state: CommThread, bucket: dist.GradBucket) -> torch.futures.Futur
     """DDP's communication hook."""
     future: torch.futures.Future[torch.Tensor] = state.enqueue(bucket)
     return future
-
-
-def resolve_method(method: str | Method, density: float | None) -> Method:
-    """Return the method that a user's pair of options means."""
-    if isinstance(method, str):
-        return make_method(method, density=density)
-    if not isinstance(method, Method):
-        raise TypeError(f"method={method!r}: give a method's name, or a Method.")
-    if density is not None:
-        raise ValueError(f"density={density!r} beside method={method!r}: set the density of its compressor instead.")
-    return method
 
 
 def check_no_hook(ddp: DistributedDataParallel) -> None:

@@ -51,6 +51,7 @@ class Session:
         group: whose ranks take part; the session makes a process group of its own for them.
         device: where the parameters are.
         timeout: time to wait for other ranks; None takes the group's.
+        apart: returns numbers of parameters by name; see `Layout.of`.
         options: of the `Reducer`.
 
     Attributes:
@@ -71,6 +72,7 @@ class Session:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: timedelta | None = None,
+        apart: Callable[[], Mapping[str, int]] = dict,
         **options: Any,
     ) -> None:
         self._pid = os.getpid()
@@ -92,7 +94,7 @@ class Session:
         try:
             params = parameters()
             self.reducer = Reducer(method, self.comm, **options)
-            self.reducer.setup(params)
+            self.reducer.setup(params, apart())
         except BaseException as error:
             handshake.refuse(error)
             raise

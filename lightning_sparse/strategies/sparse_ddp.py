@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
-from lightning_sparse.hooks import CommThread, resolve_method, start_comm_thread
-from lightning_sparse.methods import METHODS, Method
+from lightning_sparse.hooks import CommThread, start_comm_thread
+from lightning_sparse.methods import METHODS, Method, resolve_method
 from lightning_sparse.options import (
     Granularity,
     OnNonFinite,

@@ -1,0 +1,192 @@
+"""Exchange of what optimizers change, instead of gradients, for plain torch training loops and for the strategy.
+
+    reducer = attach_updates(model, optimizer, "topk", density=0.01)
+    for batch in batches:                       # on every rank
+        optimizer.zero_grad()
+        loss(model, batch).backward()           # the rank's own gradient: no DistributedDataParallel
+        optimizer.step()                        # and the exchange: afterwards weights are equal on all ranks
+
+What is exchanged is in `lightning_sparse.updates`; this is the process group, the hooks and the failures around it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse.hooks.session import Session
+from lightning_sparse.layout import Granularity
+from lightning_sparse.methods import Method, resolve_method
+from lightning_sparse.options import check, check_warmup
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.updates import Updates, optimizers_by_name
+
+
+def attach_updates(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    method: str | Method = "topk",
+    *,
+    density: float | None = None,
+    granularity: Granularity = "bucket",
+    bucket_cap_mb: float = 25,
+    every: int = 1,
+    payout: bool = True,
+    seed: int = 0,
+    warmup: Sequence[float] = (),
+    warmup_steps: int | None = None,
+    timeout: timedelta | None = None,
+) -> Reducer:
+    """Exchange optimizers' updates of `model` after their steps. All ranks call it, before the first step.
+
+    The model is not wrapped: each rank steps on its own gradient. Weights and buffers become rank 0's at once.
+
+    Args:
+        model: the model, on its device.
+        optimizer: its optimizer, or several of them.
+        method: a name in `METHODS`, or a `Method` made of own parts.
+        density: fraction of entries to send, in (0, 1]; None keeps the method's own. Only beside a name.
+        granularity: what is compressed together: "layer", "bucket" or "model".
+        bucket_cap_mb: size of a "bucket" in MiB.
+        every: number of steps of an optimizer before each exchange.
+        payout: whether the optimizer's momentum is paid out where entries are sent, see `lightning_sparse.momentum`.
+        seed: of all random choices; equal on all ranks.
+        warmup: densities to use in turn before `density`, `warmup_steps` exchanges each.
+        warmup_steps: number of exchanges for each density of `warmup`.
+        timeout: how long to wait for other ranks; None takes the default process group's.
+
+    Returns:
+        The reducer at work: its `comm` counts bytes, its `state_dict` holds the residuals.
+
+    Raises:
+        TypeError, ValueError: an option, a parameter or an optimizer that cannot be used; the message says which.
+        RankFailure: other ranks use other settings, or do not attach.
+    """
+    method = resolve_method(method, density)
+    warmup, warmup_steps = check_warmup(method, warmup, warmup_steps)
+    exchange = UpdateExchange(
+        model,
+        [optimizer] if isinstance(optimizer, Optimizer) else optimizer,
+        method,
+        every=every,
+        payout=payout,
+        timeout=timeout,
+        granularity=granularity,
+        bucket_cap_mb=bucket_cap_mb,
+        seed=seed,
+        warmup=warmup,
+        warmup_steps=warmup_steps,
+    )
+    for each in exchange.optimizers:
+        each.register_step_post_hook(lambda stepped, *_: exchange.after_step(stepped))
+    weakref.finalize(model, exchange.close)
+    return exchange.reducer
+
+
+class UpdateExchange:
+    """The exchange of what all optimizers of a model change, on one rank.
+
+    Args:
+        model: the model; its weights and buffers become rank 0's.
+        optimizers: the optimizers; each parameter belongs to one of them at most.
+        method: the compression method.
+        every: number of steps of an optimizer before each exchange.
+        payout: whether momentum is paid out where entries are sent.
+        group: the process group whose ranks take part; None is the default one.
+        timeout: time to wait for other ranks; None takes the group's.
+        options: of the `Reducer`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        method: Method,
+        *,
+        every: int = 1,
+        payout: bool = True,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        self.optimizers, self._every = optimizers, check("every", every)
+        self._steps = [0] * len(optimizers)
+        self._buffers = list(model.buffers())
+
+        def parameters() -> Mapping[str, Tensor]:
+            check_updates(method, optimizers)
+            named = optimizers_by_name(model, optimizers)
+            return {name: param for name, param in model.named_parameters() if name in named}
+
+        self._session = Session(
+            parameters,
+            method,
+            group=dist.group.WORLD if group is None else group,  # type: ignore[arg-type]
+            device=next(model.parameters()).device,
+            timeout=timeout,
+            apart=lambda: {
+                name: optimizers.index(optimizer) for name, optimizer in optimizers_by_name(model, optimizers).items()
+            },
+            exchanged="update",
+            **options,
+        )
+        self.reducer, self.comm = self._session.reducer, self._session.comm
+        self._take_over([*(param.detach() for param in model.parameters()), *self._buffers])
+        self._updates = Updates(self.reducer, model, optimizers, payout=payout)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Exchange what an optimizer has changed, if it is time; to be called after each of its steps."""
+        index = self.optimizers.index(optimizer)
+        self._steps[index] += 1
+        if self._steps[index] % self._every == 0:
+            self.exchange(optimizer)
+
+    def exchange(self, optimizer: Optimizer) -> None:
+        """Exchange what an optimizer has changed since the last time, and rank 0's buffers."""
+        try:
+            self._updates.exchange(optimizer)
+            self._take_over(self._buffers)
+        except Exception as error:
+            self._session.fail(error)
+            raise
+
+    @torch.no_grad()
+    def _take_over(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors with rank 0's, by one message for each dtype."""
+        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            self.comm.broadcast(flat.view(torch.uint8), 0)  # as bytes: gloo does not know all dtypes
+            for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that training has failed on this one."""
+        self._session.fail(error)
+
+    def close(self) -> None:
+        """Leave the group. May be called twice, and after a failure."""
+        self._session.mark_done()
+        self._session.close()
+
+
+def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError unless the updates of these optimizers can be exchanged by a method."""
+    if not method.aggregator.averages:
+        raise ValueError(
+            f"{method} makes no mean of what ranks send, so it cannot exchange updates. Use exchange='gradient', or "
+            f"another method, such as 'topk'."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS keeps differences of gradients from step to step, and weights that other ranks change as well "
+                "make them wrong. Use an optimizer that needs one gradient a step, or train with strategy='ddp'."
+            )

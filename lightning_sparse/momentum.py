@@ -1,0 +1,150 @@
+"""The momentum of torch's optimizers: what it would still change, so that it can be paid out and taken out.
+
+A first moment spreads each gradient over the steps to come. If no further gradient came, the weights would still move
+by p = β / (1 − β) times the present update. Where entries are sent seldom, this delay comes on top of the residual's.
+So p is paid out at once where an entry is sent, and the moment is set to zero there. (Momentum factor masking, Lin et
+al. 2018, arXiv 1712.01887, sets it to zero and drops p.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.compressors.base import Entries, Update
+from lightning_sparse.kernels.write_back import add_entries_
+from lightning_sparse.layout import Segment
+
+State = Mapping[str, Any]
+
+
+class Momentum(NamedTuple):
+    """How an optimizer keeps its momentum.
+
+    Attributes:
+        key: of the moment in the optimizer's state of a parameter.
+        beta: what the moment is multiplied with in each step, from a parameter group.
+        to_come: from a parameter group and a parameter's state, what would still be subtracted from the parameter: a
+            new fp32 tensor of its shape.
+    """
+
+    key: str
+    beta: Callable[[State], float]
+    to_come: Callable[[State, State], Tensor]
+
+
+class SegmentMomentum:
+    """The momentum of the parameters of one segment, in one step.
+
+    Args:
+        segment: the segment.
+        kind: how the optimizer keeps its momentum.
+        groups: the parameter group of each parameter, in the segment's order.
+        states: the optimizer's state of each parameter; empty for one that has had no gradient.
+        device: where the parameters are.
+    """
+
+    def __init__(
+        self, segment: Segment, kind: Momentum, groups: Sequence[State], states: Sequence[State], device: torch.device
+    ) -> None:
+        self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
+        self._paid = False
+
+    def to_come(self) -> Tensor:
+        """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
+        self._paid = True
+        return torch.cat(
+            [
+                self._kind.to_come(group, state).reshape(-1)
+                if self._kind.key in state
+                else torch.zeros(stop - start, device=self._device)
+                for group, state, (start, stop) in zip(
+                    self._groups, self._states, pairwise(self._segment.bounds), strict=True
+                )
+            ]
+        )
+
+    def take_out(self, applied: Update) -> None:
+        """Set the moments to zero where entries were applied, if they were paid out."""
+        if not self._paid:
+            return
+        assert isinstance(applied, Entries)
+        kept = torch.ones(self._segment.numel, device=self._device)
+        for indices, _ in applied.lists:
+            add_entries_(kept, indices, torch.full(indices.shape, -1.0, device=self._device))
+        for state, part in zip(self._states, self._segment.views(kept), strict=True):
+            moment = state.get(self._kind.key)
+            if moment is not None:
+                moment.mul_(part.view(moment.shape) > 0)
+
+
+def momentum_of(optimizer: Optimizer) -> Momentum | None:
+    """Return how an optimizer keeps its momentum; None if it is not known."""
+    return next((MOMENTA[kind] for kind in type(optimizer).__mro__ if kind in MOMENTA), None)
+
+
+def _sgd(group: State, state: State) -> Tensor:
+    beta = group["momentum"]
+    # Nesterov's update is one step ahead: it contains β times the buffer beside the gradient.
+    ahead = beta if group["nesterov"] else 1.0
+    buffer: Tensor = state["momentum_buffer"].float()
+    return buffer.mul(group["lr"] * ahead * beta / (1 - beta))
+
+
+def _adam(group: State, state: State) -> Tensor:
+    square = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+    return _moment(group, state).div_(_root(square, group, state))
+
+
+def _nadam(group: State, state: State) -> Tensor:
+    beta, step = group["betas"][0], torch.as_tensor(state["step"])
+    # As with Nesterov, by a factor of its own that grows with the steps towards β.
+    ahead = beta * (1 - 0.5 * 0.96 ** ((step + 1) * group["momentum_decay"]))
+    factor = group["lr"] * ahead * beta / (1 - beta) / (1 - state["mu_product"] * ahead)
+    moment: Tensor = state["exp_avg"].float()
+    return moment.mul(factor).div_(_root(state["exp_avg_sq"], group, state))
+
+
+def _radam(group: State, state: State) -> Tensor:
+    beta, step = group["betas"][1], torch.as_tensor(state["step"])
+    longest = 2 / (1 - beta) - 1
+    length = longest - 2 * step * beta**step / (1 - beta**step)
+    rectifier = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+    root = _root(state["exp_avg_sq"], group, state) / rectifier.clamp(min=1e-12).sqrt()
+    return _moment(group, state).div_(torch.where(length > 5, root, 1.0))
+
+
+def _adamax(group: State, state: State) -> Tensor:
+    return _moment(group, state).div_(state["exp_inf"].float())
+
+
+def _moment(group: State, state: State) -> Tensor:
+    """Return lr · β / (1 − β) · m̂."""
+    beta = group["betas"][0]
+    moment: Tensor = state["exp_avg"].float()
+    return moment.mul(group["lr"] * beta / (1 - beta) / (1 - beta ** state["step"]))
+
+
+def _root(square: Tensor, group: State, state: State) -> Tensor:
+    unbiased: Tensor = square.float() / (1 - group["betas"][1] ** state["step"])
+    return unbiased.sqrt_().add_(group["eps"])
+
+
+def _beta(group: State) -> float:
+    return float(group["betas"][0])
+
+
+MOMENTA: Mapping[type[Optimizer], Momentum] = {
+    torch.optim.SGD: Momentum("momentum_buffer", lambda group: float(group["momentum"]), _sgd),
+    torch.optim.Adam: Momentum("exp_avg", _beta, _adam),
+    torch.optim.AdamW: Momentum("exp_avg", _beta, _adam),
+    torch.optim.NAdam: Momentum("exp_avg", _beta, _nadam),
+    torch.optim.RAdam: Momentum("exp_avg", _beta, _radam),
+    torch.optim.Adamax: Momentum("exp_avg", _beta, _adamax),
+}
+"""Subclasses count as their base class; fused and foreach forms keep the same state."""

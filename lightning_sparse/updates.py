@@ -1,0 +1,122 @@
+"""Exchange of optimizers' updates: a `Reducer` that is given the change of the weights instead of gradients.
+
+    updates = Updates(Reducer("topk", comm, exchanged="update"), model, [optimizer])
+    ...                           # a backward pass on every rank, of its own batch
+    optimizer.step()
+    updates.exchange(optimizer)   # now weights are equal on all ranks
+
+With x the weights, equal on all ranks, and w what a rank's optimizer has made of them, u = e + (x − w) is compressed,
+with the residual e; all ranks go on from x minus the mean of what was sent. Every optimizer steps on its rank's own
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_sparse.layout import Segment
+from lightning_sparse.momentum import SegmentMomentum, momentum_of
+from lightning_sparse.reducer import Reducer
+
+
+class Updates:
+    """The weights that all ranks agree on, and the exchange of what optimizers change of them.
+
+    Args:
+        reducer: of `exchanged="update"`; set up here, unless it has been for the same parameters.
+        model: the model; its weights are equal on all ranks.
+        optimizers: its optimizers.
+        payout: whether momentum is paid out where entries are sent, see `momentum`.
+
+    Raises:
+        ValueError: a parameter belongs to two optimizers, or is not the model's; or see `Reducer.setup`.
+    """
+
+    def __init__(
+        self, reducer: Reducer, model: nn.Module, optimizers: Sequence[Optimizer], *, payout: bool = True
+    ) -> None:
+        self._reducer, self._payout = reducer, payout
+        self._optimizer_of = optimizers_by_name(model, optimizers)
+        self._params = {name: param for name, param in model.named_parameters() if name in self._optimizer_of}
+        if reducer.layout is None:
+            reducer.setup(self._params, {name: optimizers.index(owner) for name, owner in self._optimizer_of.items()})
+        self._weights = {name: param.detach().clone() for name, param in self._params.items()}
+
+    @torch.no_grad()
+    def exchange(self, optimizer: Optimizer) -> None:
+        """Exchange what an optimizer has changed since the last time. Then its weights are equal on all ranks.
+
+        Raises:
+            NonFiniteGradient: an update is not finite on some rank.
+            RankFailure: another rank has failed, or is out of step.
+        """
+        assert self._reducer.layout is not None
+        for segment in self._reducer.layout.segments:
+            if self._optimizer_of[segment.names[0]] is optimizer:
+                self._exchange_segment(segment, optimizer)
+        self._reducer.finish_step()
+
+    def _exchange_segment(self, segment: Segment, optimizer: Optimizer) -> None:
+        stepped = [self._params[name].detach() for name in segment.names]
+        weights = [self._weights[name] for name in segment.names]
+        reducer = self._reducer
+        if reducer.comm.size == 1 and (reducer.density or 1) == 1:
+            torch._foreach_copy_(weights, stepped)  # exactly: x - (x - w) need not be w
+            return
+        changes = [(x.float() - w.float()).reshape(-1) for x, w in zip(weights, stepped, strict=True)]
+        momentum = self._momentum(segment, optimizer)
+        applied = reducer.reduce_segment_(segment, changes, payout=momentum.to_come if momentum else None)
+        if momentum:
+            momentum.take_out(applied)
+        residual = reducer.states[segment.index].get("residual")
+        kept = [None] * len(weights) if residual is None else segment.views(residual)
+        for x, w, mean, rest in zip(weights, stepped, changes, kept, strict=True):
+            exact = x.float().sub_(mean.view(x.shape))
+            x.copy_(exact)
+            w.copy_(x)
+            if x.dtype != torch.float32 and rest is not None:
+                rest.add_((x.float() - exact).reshape(-1))  # what rounding has added to the weights
+
+    def _momentum(self, segment: Segment, optimizer: Optimizer) -> SegmentMomentum | None:
+        """Return the momentum to pay out, if there is any whose delay adds to that of the residual."""
+        kind = momentum_of(optimizer)
+        if not self._payout or kind is None:
+            return None
+        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        params = [self._params[name] for name in segment.names]
+        groups = [group_of[id(param)] for param in params]
+        # Entries that are sent about as often as momentum decays have no delay to make up for.
+        if (self._reducer.density or 1) >= 1 - max(map(kind.beta, groups)):
+            return None
+        states = [optimizer.state.get(param, {}) for param in params]
+        return SegmentMomentum(segment, kind, groups, states, params[0].device)
+
+
+def optimizers_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
+    """Return the optimizer of each parameter of a model that has one, by name.
+
+    Raises:
+        ValueError: a parameter belongs to two optimizers, or is not the model's.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    found: dict[str, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = names.get(id(param))
+                if name is None:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that the model does "
+                        f"not have: give the model whose parameters it steps."
+                    )
+                if name in found:
+                    raise ValueError(
+                        f"{name!r} belongs to two optimizers: each exchanges what its own step has changed, so the "
+                        f"same change would be sent twice. Give each parameter to one optimizer."
+                    )
+                found[name] = optimizer
+    return found

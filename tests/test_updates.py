@@ -1,0 +1,339 @@
+"""Updates instead of gradients: equal weights, nothing lost, and what dense training does where everything is sent."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
+from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.comm import Comm
+from lightning_sparse.compressors import TopK
+from lightning_sparse.momentum import momentum_of
+from lightning_sparse.updates import Updates
+from tests.support.tiers import tiers
+
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: SGD(params, 0.1),
+    "momentum": lambda params: SGD(params, 0.1, momentum=0.9),
+    "nesterov": lambda params: SGD(params, 0.1, momentum=0.9, nesterov=True),
+    "adam": lambda params: torch.optim.Adam(params, 0.01, amsgrad=True),
+    "adamw": lambda params: ADAMW(params, 0.01),
+    "adamw, foreach": lambda params: ADAMW(params, 0.01, foreach=True),
+    "adamw, fused": lambda params: ADAMW(params, 0.01, fused=True),
+    "adamw, maximize": lambda params: ADAMW(params, 0.01, maximize=True),
+    "nadam": lambda params: torch.optim.NAdam(params, 0.01),
+    "radam": lambda params: torch.optim.RAdam(params, 0.01),
+    "adamax": lambda params: torch.optim.Adamax(params, 0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01),
+}
+SIZES = [1, 2, 3, 5, 8]
+
+
+class Net(nn.Module):
+    """Its loss is the product of its weights and what a rank is given, so that gradients are what a test says."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in (("a", (7, 5)), ("b", (3,)), ("c", (2, 4, 3)), ("none", (0,)), ("one", (1,))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+    def backward(self, rank: int, step: int) -> None:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        for param in self.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors])
+
+
+def residual(reducer: Reducer) -> Tensor:
+    assert reducer.layout is not None
+    kept = {
+        name: view
+        for segment, state in zip(reducer.layout.segments, reducer.states, strict=True)
+        for name, view in zip(segment.names, segment.views(state["residual"]), strict=True)
+    }
+    return flat(kept[name] for name in sorted(kept))
+
+
+def weights(net: nn.Module) -> Tensor:
+    return flat(param for _, param in sorted(net.named_parameters()))
+
+
+def test_two_ranks_by_hand():
+    """SGD at rate 1: x − w is the gradient. Each rank sends one of three entries, and keeps the others."""
+
+    def rank(comm: Comm) -> tuple[list[float], list[float]]:
+        net = nn.Module()
+        net.w = nn.Parameter(torch.tensor([10.0, 20.0, 30.0]))
+        optimizer = SGD(net.parameters(), 1.0)
+        reducer = Reducer(Method(TopK(density=0.34)), comm, exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense
+        net.w.grad = torch.tensor([[4.0, 1.0, 2.0], [1.0, 2.0, 8.0]][comm.rank])
+        optimizer.step()
+        updates.exchange(optimizer)
+        return net.w.tolist(), reducer.states[0]["residual"].tolist()
+
+    first, second = simulate(2, rank)
+    assert first == ([8.0, 20.0, 26.0], [0.0, 1.0, 2.0])
+    assert second == ([8.0, 20.0, 26.0], [1.0, 2.0, 0.0])
+
+
+def train(
+    comm: Comm,
+    optimizer: str,
+    chosen: Method,
+    *,
+    steps: int = 6,
+    payout: bool = True,
+    granularity: Any = "model",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Train, and check in every step that what ranks have changed is what all apply and what they keep.
+
+    Returns:
+        The weights, what was lost, and what rounding explains.
+    """
+    net = Net(dtype)
+    optim = OPTIMIZERS[optimizer](net.parameters())
+    reducer = Reducer(chosen, comm, granularity=granularity, exchanged="update")
+    updates = Updates(reducer, net, [optim], payout=payout)
+    reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+    kind = momentum_of(optim)
+    lost, bound = torch.zeros_like(weights(net)), torch.zeros_like(weights(net))
+    for step in range(steps):
+        before, kept = weights(net), residual(reducer)
+        net.backward(comm.rank, step)
+        optim.step()
+        changed = before - weights(net)
+        owed = still_to_come(optim, net, kind)
+        updates.exchange(optim)
+        # The mean over the ranks of (x − w) + e + (momentum to come), before, is what x moves by and what is left.
+        left = residual(reducer) + still_to_come(optim, net, kind)
+        difference = changed.double() + kept + owed - left
+        total = difference.clone()
+        total = sum(comm.all_gather(difference)) / comm.size
+        lost = (total - (before - weights(net))).abs()
+        largest = max(part.abs().max() for part in comm.all_gather(torch.cat([before, kept, owed, changed])))
+        eps = 2.0 ** (-8 if dtype == torch.bfloat16 else -23)
+        # The weights are rounded once, each rank's terms three times.
+        bound = torch.full_like(lost, float(largest) * (eps + 8 * 2.0**-23))
+        assert (lost <= bound).all(), (step, lost.max(), bound.max())
+    return weights(net), lost, bound
+
+
+def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, kind: Any) -> Tensor:
+    """Return what the momentum would still change, by parameter name."""
+    if kind is None:
+        return torch.zeros_like(weights(net))
+    names = {id(param): name for name, param in net.named_parameters()}
+    parts = {
+        names[id(param)]: kind.to_come(group, optim.state[param])
+        if kind.key in optim.state[param] and optim.state[param][kind.key] is not None
+        else torch.zeros(param.shape)
+        for group in optim.param_groups
+        for param in group["params"]
+    }
+    return flat(parts[name] for name in sorted(parts))
+
+
+@pytest.mark.parametrize("size", tiers(SIZES, [2, 3]))
+@pytest.mark.parametrize("name", tiers(["topk", "gtopk", "oktopk", "scalecom", "gaussiank"], ["topk", "gtopk"]))
+@pytest.mark.parametrize("optimizer", tiers(OPTIMIZERS, ["momentum", "adamw", "rmsprop"]))
+def test_equal_on_all_ranks_and_nothing_lost(optimizer, name, size):
+    ranks = simulate(size, lambda comm: train(comm, optimizer, method(name, density=0.05))[0])
+    assert all(torch.equal(other, ranks[0]) for other in ranks)
+
+
+def test_two_levels():
+    chosen = Method(TopK(density=0.05), aggregator=TwoLevel(ranks_per_node=2))
+    ranks = simulate(4, lambda comm: train(comm, "adamw", chosen)[0])
+    assert all(torch.equal(other, ranks[0]) for other in ranks)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "bucket", "model"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype, granularity):
+    ranks = simulate(
+        2,
+        lambda comm: train(comm, "momentum", method("topk", density=0.05), granularity=granularity, dtype=dtype)[0],
+    )
+    assert torch.equal(*ranks)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
+def test_everything_sent_is_dense_training(name):
+    """The mean of updates is the update of the mean, but for rounding: once for each rank's weights, once for all."""
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        found = train(comm, name, method("topk", density=1.0))[0]
+        net = Net()
+        optimizer = OPTIMIZERS[name](net.parameters())
+        for step in range(6):
+            grads = []
+            for other in range(comm.size):
+                net.backward(other, step)
+                grads.append([param.grad for param in net.parameters()])
+            for param, *own in zip(net.parameters(), *grads, strict=True):
+                param.grad = torch.stack(own).mean(0)
+            optimizer.step()
+        return found, weights(net)
+
+    for found, dense in simulate(3, rank):
+        assert (found - dense).abs().max() <= 6 * 4 * 2**-23 * dense.abs().max()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_rank_that_sends_everything_is_the_plain_optimizer(name):
+    def rank(comm: Comm) -> Tensor:
+        return train(comm, name, method("topk", density=1.0))[0]
+
+    (found,) = simulate(1, rank)
+    net = Net()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    for step in range(6):
+        net.backward(0, step)
+        optimizer.step()
+    assert torch.equal(found, weights(net))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("sgd", "rmsprop")])
+def test_what_momentum_still_owes(name):
+    """If no gradient came any more, the weights would go on by as much, but for what changes with the steps."""
+    net = Net()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0
+    for step in range(400):
+        net.backward(0, step % 7)
+        optimizer.step()
+    kind = momentum_of(optimizer)
+    assert kind is not None
+    owed = still_to_come(optimizer, net, kind)
+    before = weights(net)
+    for _ in range(100):
+        # The second moment is held where it was: what is owed is in present units.
+        for param in net.parameters():
+            param.grad = torch.zeros_like(param)
+        second = {
+            param: {key: value.clone() for key, value in state.items() if key in ("exp_avg_sq", "exp_inf")}
+            for param, state in optimizer.state.items()
+        }
+        optimizer.step()
+        for param, state in second.items():
+            optimizer.state[param].update(state)
+    moved = before - weights(net)
+    # Second moments decay once before they are put back (Adam's by 0.1 %, Adamax's too); biases have died out.
+    torch.testing.assert_close(moved, owed, rtol=0.03, atol=1e-6)
+
+
+def test_a_payout_that_is_not_sent_stays_in_the_moment():
+    def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer(method("topk", density=0.05), comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+        net.backward(comm.rank, 0)
+        optimizer.step()
+        moments = flat(optimizer.state[param]["exp_avg"] for param in net.parameters())
+        before = flat(net.parameters())
+        updates.exchange(optimizer)
+        return moments, flat(optimizer.state[param]["exp_avg"] for param in net.parameters()), before
+
+    for before, after, _ in simulate(2, rank):
+        sent = after == 0
+        assert int(sent.sum()) == round(0.05 * before.numel())
+        assert torch.equal(after[~sent], before[~sent])
+
+
+def test_without_a_payout_the_optimizer_is_left_alone():
+    def rank(comm: Comm) -> bool:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer(method("topk", density=0.05), comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer], payout=False)
+        net.backward(comm.rank, 0)
+        optimizer.step()
+        before = flat(optimizer.state[param]["exp_avg"] for param in net.parameters())
+        updates.exchange(optimizer)
+        return torch.equal(before, flat(optimizer.state[param]["exp_avg"] for param in net.parameters()))
+
+    assert all(simulate(2, rank))
+
+
+def test_each_optimizer_exchanges_its_own_parameters():
+    def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        net = Net()
+        first, second = SGD([net.a, net.b], 1.0), SGD([net.c, net.one, net.none], 1.0)
+        reducer = Reducer(method("topk", density=1.0), comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [first, second])
+        assert reducer.layout is not None
+        assert [set(segment.names) for segment in reducer.layout.segments] == [{"a", "b"}, {"c", "one", "none"}]
+        net.backward(comm.rank, 0)
+        first.step()
+        second.step()
+        own = flat([net.c])
+        updates.exchange(first)
+        return flat([net.a, net.b]), flat([net.c]), own
+
+    (one, other_one, own_one), (two, _, _) = simulate(2, rank)
+    assert torch.equal(one, two)
+    assert torch.equal(other_one, own_one)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_update_that_is_not_finite_is_named_on_all_ranks(bad):
+    def rank(comm: Comm) -> str:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        updates = Updates(Reducer(method("topk"), comm, exchanged="update"), net, [optimizer])
+        net.backward(comm.rank, 0)
+        if comm.rank == 1:
+            assert net.c.grad is not None
+            net.c.grad[1, 2, 0] = bad
+        optimizer.step()
+        with pytest.raises(NonFiniteGradient) as caught:
+            updates.exchange(optimizer)
+        return str(caught.value)
+
+    said = simulate(3, rank)
+    assert all(text.startswith("The update of 'c' is not finite on rank 1 at step 0.") for text in said)
+
+
+def test_a_parameter_of_two_optimizers_and_one_of_another_model_are_refused():
+    net, other = Net(), Net()
+
+    def rank(comm: Comm) -> None:
+        reducer = Reducer(method("topk"), comm, exchanged="update")
+        with pytest.raises(ValueError, match="'b' belongs to two optimizers"):
+            Updates(reducer, net, [SGD([net.a, net.b], 1.0), SGD([net.b], 1.0)])
+        with pytest.raises(ValueError, match=r"a parameter of shape \[3\] that the model does not have"):
+            Updates(reducer, net, [SGD([other.b], 1.0)])
+
+    simulate(1, rank)
+
+
+def test_residuals_of_gradients_are_of_no_use_for_updates(caplog):
+    def rank(comm: Comm) -> tuple[float, list[float]]:
+        net = Net()
+        gradients = Reducer(method("topk", density=0.05), comm)
+        net.backward(0, 0)
+        gradients.reduce_({name: param.grad for name, param in net.named_parameters()})  # type: ignore[misc]
+        updates = Reducer(method("topk", density=0.05), comm, exchanged="update")
+        updates.setup(dict(net.named_parameters()))
+        updates.load_state_dict(gradients.state_dict())
+        return float(residual(gradients).abs().max()), residual(updates).tolist()
+
+    ((before, after),) = simulate(1, rank)
+    assert before > 0
+    assert not any(after)
+    assert "for which" in caplog.text
