@@ -20,7 +20,6 @@ The step is the first, the most expensive: OkTopK agrees on its regions in one o
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import results
-from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.results import Row
 from lightning_sparse import METHODS, Comm, Method, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import TopK
@@ -47,7 +46,7 @@ scalecom: the leader of the step is the busiest. 8 a node: what leaves the node,
 
 
 class Published(NamedTuple):
-    """Words of 4 bytes that a rank sends according to a paper: the formula as text, and as a function of d, k and P."""
+    """Words of 4 bytes that a rank sends according to a paper: as text, and as a function of d, k and P."""
 
     formula: str
     words: Callable[[float, float, float], float]
@@ -162,13 +161,9 @@ def draw(folder: Path) -> None:
 
 def main() -> None:
     """Measure and draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = results.command_line(__doc__)
     parser.add_argument("--numel", type=int, default=1_000_000, help="elements of the one segment, default 1 M")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of workers, default 2 to 64")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default benchmarks/results")
-    parser.add_argument("--figure", action="store_true", help="measure nothing, draw the figure of the CSV file")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the ranks are threads
     if not args.figure:
