@@ -17,12 +17,10 @@ from torch.nn import functional
 
 from benchmarks import language
 from benchmarks.harness.baselines import CONTESTANTS, Options
-from benchmarks.harness.ranks import check_weights, gather, join, leave, write
-from benchmarks.harness.timing import Meter, elapsed_ms, quantiles
+from benchmarks.harness.ranks import check_weights, gather, join, leave, timed, write
 from benchmarks.language import BATCH_SIZE, DENSITY, FIXED, LENGTH, VAL_SEQUENCES, WORKERS, Run
 from examples.data.text import StandardLibrary
 from examples.models.gpt import GPT
-from lightning_sparse import NonFiniteGradient
 
 Row = dict[str, Any]
 
@@ -93,57 +91,35 @@ def sequences(data: Any, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def curve(run: Run, text: StandardLibrary) -> list[Row]:
-    """Train, and return the validation loss and the bytes sent so far after every `EVERY` steps.
-
-    A training that leaves the finite numbers ends there, with an infinite loss.
-    """
+    """Train, and return the validation loss and the bytes sent so far after every `EVERY` steps."""
     trainee = Trainee(run, text)
     points = [{"step": 0, "val_loss": trainee.loss(), "sent_bytes": 0}]
     while trainee.done < trainee.steps:
-        try:
-            trainee.step()
-        except NonFiniteGradient:
-            return [*points, {"step": trainee.done, "val_loss": math.inf, "sent_bytes": trainee.sent_bytes()}]
+        trainee.step()
         if trainee.done % language.EVERY[run.part] == 0:
-            loss = trainee.loss()
-            points.append({"step": trainee.done, "val_loss": loss, "sent_bytes": max(gather(trainee.sent_bytes()))})
-            if not math.isfinite(loss):
-                return [*points[:-1], {**points[-1], "val_loss": math.inf}]
+            sent = max(gather(trainee.sent_bytes()))
+            points.append({"step": trainee.done, "val_loss": trainee.loss(), "sent_bytes": sent})
     check_weights(trainee.model)
     return points
 
 
-def step_times(runs: Sequence[Run], text: StandardLibrary) -> list[Row]:
-    """Time some steps of each run in turn, several rounds, and return a row per run."""
+def step_times(runs: Sequence[Run], text: StandardLibrary) -> list[list[Row]]:
+    """Time some steps of each run in turn, several rounds, and return what each round found, by run."""
     trainees = [Trainee(run, text) for run in runs]
     for trainee in trainees:  # DDP forms its buckets anew in the second step
         for _ in range(3):
             trainee.step()
-    sent_before = [trainee.sent_bytes() for trainee in trainees]
-    transmitted = [0] * len(runs)
-    times: list[list[float]] = [[] for _ in runs]
-    foreign = [0.0] * len(runs)
+    found: list[list[Row]] = [[] for _ in runs]
     for _ in range(language.ROUNDS):
-        for number, trainee in enumerate(trainees):
+        for rounds, trainee in zip(found, trainees, strict=True):
             trainee.step()  # brings the model back into the caches
-            dist.barrier()
-            with Meter() as meter:
-                times[number] += [elapsed_ms(trainee.step) for _ in range(language.TIMED_STEPS)]
-                dist.barrier()
-            transmitted[number] += meter.transmitted
-            foreign[number] += meter.foreign_load(gather(meter.own)) / language.ROUNDS
-    rows = []
-    for number, trainee in enumerate(trainees):
+            sent_before = trainee.sent_bytes()
+            row = timed(trainee.step, language.TIMED_STEPS)
+            sent = max(gather(trainee.sent_bytes() - sent_before)) / language.TIMED_STEPS
+            rounds.append(row | {"sent_bytes": sent})
+    for trainee in trainees:
         check_weights(trainee.model)
-        # A step is over when its slowest rank is.
-        ms = [max(both) for both in zip(*gather(times[number]), strict=True)]
-        median, p20, p80 = (round(value, 1) for value in quantiles(ms))
-        sent = max(gather(trainee.sent_bytes() - sent_before[number])) // (trainee.done - 3)
-        row = {"optimizer": trainee.run.optimizer, "method": trainee.run.method, "steps": len(ms)}
-        row |= {"median_ms": median, "p20_ms": p20, "p80_ms": p80, "sent_bytes_per_step": sent}
-        row |= {"transmitted_bytes_per_step": max(gather(transmitted[number])) // len(ms)}
-        rows.append(row | {"foreign_load": round(max(gather(foreign[number])), 3)})
-    return rows
+    return found
 
 
 def main() -> None:

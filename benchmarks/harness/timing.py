@@ -29,6 +29,12 @@ def spread(ms: Sequence[float], name: str = "ms") -> dict[str, float]:
     return dict(zip((name, f"{name}_p20", f"{name}_p80"), quantiles(ms), strict=True))
 
 
+def step_columns(ms: Sequence[float], divisor: float = 1) -> dict[str, float]:
+    """Return number and quantiles of steps as columns of a table, rounded, each time divided."""
+    median, p20, p80 = (round(value / divisor, 1) for value in quantiles(ms))
+    return {"steps": len(ms), "median_ms": median, "p20_ms": p20, "p80_ms": p80}
+
+
 def elapsed_ms(run: Callable[[], object], device: str = "cpu") -> float:
     """Run once; return milliseconds, on CUDA between two events."""
     if device == "cpu":
