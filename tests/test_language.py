@@ -11,8 +11,7 @@ from benchmarks.harness import results
 from benchmarks.harness.baselines import RANK
 from benchmarks.harness.ranks import check_weights
 from benchmarks.harness.results import RESULTS
-from benchmarks.language import LENGTH, METHODS, TRIED, Run, missing_runs
-from benchmarks.language_rank import Trainee, factor
+from benchmarks.language import LENGTH, METHODS, TRIED, Run, Trainee, factor, missing_runs
 from examples.models.gpt import GPT
 from tests.processes import run_ranks
 
@@ -52,8 +51,8 @@ def train_each(rank: int) -> list[tuple[str, float, float, int]]:
 
 
 def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.language_rank.BATCH_SIZE", 1)
-    monkeypatch.setattr("benchmarks.language_rank.VAL_SEQUENCES", 2)
+    monkeypatch.setattr("benchmarks.language.BATCH_SIZE", 1)
+    monkeypatch.setattr("benchmarks.language.VAL_SEQUENCES", 2)
     answers, others = run_ranks(2, train_each, patience=200)
     assert answers == others
     shapes = [tuple(parameter.shape) for parameter in GPT(context=LENGTH).parameters()]
