@@ -23,7 +23,7 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ BUSY = 0.7
 and must not be the limit."""
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = results.command_line(__doc__)
     add = parser.add_argument
@@ -65,7 +65,7 @@ other trainings use the rate kept there, or 0.05"
     add("--density", type=float, default=0.001, help="of the sparse contestants, default: 0.001")
     add("--tune", action="store_true", help=tune)
     add("--patience", type=float, default=120, help="seconds after which a silent contestant counts as hung")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.workers < 2:
         parser.error(f"--workers {args.workers}: at least two ranks are needed to communicate.")
     if args.workers % args.ranks_per_host:

@@ -132,11 +132,9 @@ def draw(folder: Path) -> None:
             mine = table[(table["method"] == name) & table["index_format"].isin(["", form])]
             if mine.empty:
                 continue
-            color, ranks, label = plots.line(name)["color"], mine["ranks"], name
-            if form == "int32":
-                label, line = f"{name}: {published.formula}", 4 * mine["published_words"]
-            else:
-                line = mine["announced_bytes"]
+            color, ranks = plots.line(name)["color"], mine["ranks"]
+            label = f"{name}: {published.formula}" if form == "int32" else name
+            line = 4 * mine["published_words"] if form == "int32" else mine["announced_bytes"]
             hidden = form == "int32" and name == "gaussiank"  # the line of topk
             panel.plot(ranks, line / unit, color=color, linewidth=0 if hidden else 1.2, alpha=0.8)
             for column, fill in (("mean_bytes", "none"), ("busiest_bytes", color)):
@@ -148,12 +146,10 @@ def draw(folder: Path) -> None:
         panel.set(xscale="log", yscale="log", xlabel="workers P", xticks=RANKS, xticklabels=map(str, RANKS))
         panel.set_xlim(1.8, 64 * 5.5 if form == "int32" else 64 * 3)
         panel.minorticks_off()
-    panels[0].set(ylabel="words of 4 bytes, divided by k")
-    panels[0].set_title("int32 indices, fp32 values\nlines: the papers' formulas")
-    panels[1].set(ylabel="kB")
-    panels[1].set_title(
-        "as sent by default: compact indices, fp32 values\nlines: what the methods announce, without headers"
-    )
+    title = "int32 indices, fp32 values\nlines: the papers' formulas"
+    panels[0].set(ylabel="words of 4 bytes, divided by k", title=title)
+    title = "as sent by default: compact indices, fp32 values\nlines: what the methods announce, without headers"
+    panels[1].set(ylabel="kB", title=title)
     figure.suptitle(f"Sent by a worker in a step: {numel:,} elements, k = {k:,}")
     figure.supxlabel(CAPTION, fontsize=8)
     plots.write(figure, folder / "volume.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,9 +73,7 @@ def in_turns(contestants: Mapping[str, Callable[[], object]], repetitions: int) 
         A row for each contestant and cache.
     """
     other = eviction()
-    times: dict[tuple[str, str], list[float]] = {
-        (name, cache): [] for name in contestants for cache in ("cold", "warm")
-    }
+    times = collections.defaultdict(list)
     for repetition in range(repetitions + 1):
         for name, run in contestants.items():
             other.sum()
