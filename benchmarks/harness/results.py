@@ -108,9 +108,7 @@ def device() -> Row:
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
-        "triton": installed("triton"),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
-        "python": platform.python_version(),
+        **origin("triton"),
     }
