@@ -7,13 +7,12 @@ same round. Beforehand a run with all callbacks must end with the same weights, 
     python -m benchmarks.callbacks
 
 Written: `results/callbacks.csv`, two rows per contestant. "ms" is rank 0's time from the start of a batch to its end,
-"extra_ms" the difference to no callback, both as medians with 20th and 80th percentiles; "said_ms" is the cost that the
-callback itself logged.
+"extra_ms" the difference to no callback, both as medians with 20th and 80th percentiles.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import tempfile
 import time
 import warnings
@@ -28,7 +27,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from benchmarks.harness import results
-from benchmarks.harness.results import RESULTS
 from benchmarks.harness.timing import spread
 from examples.train import quiet
 from lightning_sparse import SparseDDPStrategy
@@ -82,7 +80,7 @@ class Turns(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Call all contestants."""
-        for callback in (callback for callbacks in self.contestants.values() for callback in callbacks):
+        for callback in itertools.chain(*self.contestants.values()):
             callback.on_train_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
@@ -136,26 +134,16 @@ def check(layers: int, folder: Path) -> None:
             raise SystemExit(f"The callbacks logged {numel:,} elements at steps {logged}: no times for that.")
 
 
-def report(turns: Turns, numel: int, folder: Path, out: Path) -> None:
+def report(turns: Turns, numel: int, out: Path) -> None:
     """Print and write a row for each contestant and kind of step."""
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    tags = [tag for tag in found.Tags()["scalars"] if tag.startswith("monitoring_cost/")]
-    costs = pd.DataFrame(
-        [(event.step, event.value) for tag in tags for event in found.Scalars(tag)], columns=["step", "ms"]
-    )
-    costs = costs.groupby("step")["ms"].sum()
-    costs = costs.groupby(costs.index.map(turns.turn)).median()
-
     table = pd.DataFrame(turns.steps, columns=["block", "step", "callback", "ms"]).query("block > 0")  # after a warm-up
     blocks = table.groupby(["step", "callback", "block"])["ms"].median()
     rows = []
-    for (step, name), ms in sorted(
-        table.groupby(["step", "callback"], sort=False)["ms"], key=lambda case: case[0][0] != "logs"
-    ):
+    for step, name in itertools.product(("logs", "does not log"), turns.names):
+        ms = table.query("step == @step and callback == @name")["ms"]
         extra = blocks[step, name] - blocks[step, "none"]
         times = {column: f"{value:.2f}" for column, value in (spread(ms) | spread(extra, "extra_ms")).items()}
-        cost = f"{costs[name]:.2f}" if step == "logs" and name in costs else ""
-        rows.append({"callback": name, "step": step, **times, "said_ms": cost, "blocks": len(extra)})
+        rows.append({"callback": name, "step": step, **times, "blocks": len(extra)})
     print(pd.DataFrame(rows).to_string(index=False))
     surroundings = {"params": numel, "ranks": RANKS, "threads_per_rank": torch.get_num_threads()}
     surroundings |= results.origin("pytorch-lightning", "tensorboard")
@@ -164,10 +152,9 @@ def report(turns: Turns, numel: int, folder: Path, out: Path) -> None:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--layers", type=int, default=5, help="of a million parameters each, default 5")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each contestant, default 20")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default: benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
@@ -178,7 +165,7 @@ def main() -> None:
         steps = BLOCK * len(turns.names) * (arguments.rounds + 1)
         trainer, weights = fit(arguments.layers, steps, Path(folder) / "turns", [turns])
         if trainer.is_global_zero:
-            report(turns, len(weights), Path(folder) / "turns", arguments.out / "callbacks.csv")
+            report(turns, len(weights), arguments.out / "callbacks.csv")
 
 
 if __name__ == "__main__":

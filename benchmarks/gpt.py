@@ -17,7 +17,6 @@ limit is 1.6 floors and a millisecond.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterator
 
@@ -29,7 +28,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import results
-from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.results import Row
 from benchmarks.harness.timing import cold, elapsed_ms, eviction, quantiles, spread
 from examples.models import GPT
 from lightning_sparse import attach
@@ -129,7 +128,7 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--small", action="store_true", help="a small model, written nowhere")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--turns", type=int, default=15, help="timed turns of each contestant")
@@ -148,7 +147,7 @@ def main() -> None:
     columns = ["precision", "contestant", "ms", "ms_p20", "ms_p80", "added_ms", "limit_ms", "floor_ms", "within"]
     print(pd.DataFrame(rows)[columns].to_string(index=False, na_rep=""))
     if device == "cuda" and not arguments.small:
-        results.save(RESULTS / "gpt_cuda.csv", [row | surroundings for row in rows], digits=5)
+        results.save(arguments.out / "gpt_cuda.csv", [row | surroundings for row in rows], digits=5)
     dist.destroy_process_group()
 
 

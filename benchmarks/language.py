@@ -2,28 +2,20 @@
 
 A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library: two workers over gloo, 8 sequences
 of 128 bytes per worker and step, density 0.01, a linear warm-up of the rate over a tenth of the steps and a cosine
-to zero. With one seed, all contestants start from the same weights and see the same batches in the same order.
+to zero. With one seed, all contestants start from the same weights and see the same batches in the same order. Nothing
+is reported unless both workers have the same weights at the end, bit by bit.
 
-The contestants are stock DDP, a bf16 hook, torch's PowerSGD hook of rank 4, and the sparse methods. All of them train
-under AdamW; under SGD, to save time, only DDP and two sparse methods do.
-
-    python -m benchmarks.language               # what is missing of everything below
-    python -m benchmarks.language --tune        # the grid of rates, for every optimizer and method
-    python -m benchmarks.language --final       # longer, with the best rate of each, on other seeds
+    python -m benchmarks.language               # train what `language.csv` lacks of `TRIED`
     sudo python -m benchmarks.language --seconds  # step times over shaped links, all contestants in turn
-    python -m benchmarks.language --figure      # draw, and print a table
+    python -m benchmarks.language --figure      # draw
 
-A part trains only the runs that `language.csv` does not have yet; `--list` prints them without training.
-
-Rates. The grid is 1, 2, 5 in every decade. Four rates per optimizer and method are tried, and more at the end where the
-best one lies, until it has a neighbour on each side; the final loss on held-out text decides. The seed is not among
-those of the comparison. Short runs of AdamW mislead, so the best and its neighbours are tried at full length too: see
-`LONGER`.
+Rates. Four rates per optimizer and method are tried in short runs, and more where the best one lies at the end; final
+losses on held-out text decide. The seed is not among those of the comparison. Short runs of AdamW mislead, so the best
+and its neighbours are tried at full length too.
 
 Seconds. The losses are deterministic, so they are measured on a machine that may be busy. The times are not: they are
 the medians of one short run without other load, over two network namespaces whose links are shaped to the rate in both
-directions and calibrated. "Seconds" are steps times that median: `language_seconds.csv`. "Seconds to a loss" take the
-first crossing of `TARGET` by the validation curve, linear between two evaluations.
+directions and calibrated. "Seconds" are steps times that median: `language_seconds.csv`.
 
 Bytes are what a worker puts on the wire; for DDP and its hooks, which do not count, the volume of ring all-reduces. For
 comparison, `language_seconds.csv` has what left the network interface too, headers and acknowledgements included.
@@ -31,19 +23,28 @@ comparison, `language_seconds.csv` has what left the network interface too, head
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import pandas as pd
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.harness import results
+from benchmarks.harness.baselines import CONTESTANTS, Options
 from benchmarks.harness.launch import hosts, launch
-from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.ranks import check_weights, gather, join, leave, timed, write
+from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import missing
-from benchmarks.harness.timing import FOREIGN_LOAD
+from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
+from examples.data.text import StandardLibrary
+from examples.models.gpt import GPT
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", *SPARSE], "sgd": ["ddp", "topk", "gaussiank"]}
@@ -54,33 +55,44 @@ LENGTH = 128
 VAL_SEQUENCES = 256
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
 
-GRID = {"adamw": (0.0005, 0.001, 0.002, 0.005), "sgd": (0.05, 0.1, 0.2, 0.5)}
 STEPS = {"tune": 250, "retune": 500, "final": 1000}
 EVERY = {"tune": 125, "retune": 125, "final": 50}
 """Steps between two evaluations."""
-LONGER = {
-    ("adamw", "bf16"): [0.002],
-    ("adamw", "powersgd"): [0.001, 0.002],
-    ("adamw", "topk"): [0.001, 0.002, 0.005],
-    ("adamw", "gaussiank"): [0.0005, 0.001, 0.002],
-    ("adamw", "gtopk"): [0.0002, 0.0005, 0.001],
-    ("adamw", "oktopk"): [0.0002, 0.0005, 0.001],
-    ("adamw", "scalecom"): [0.0005, 0.001, 0.002],
-    ("sgd", "gaussiank"): [0.02],
+SEEDS = {"tune": 100, "retune": 100, "final": 0}
+TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
+    ("adamw", "ddp"): {
+        "tune": [0.0005, 0.001, 0.002, 0.005, 0.01],
+        "retune": [0.0005, 0.001, 0.002, 0.005],
+        "final": [0.002],
+    },
+    ("adamw", "bf16"): {"final": [0.002]},
+    ("adamw", "powersgd"): {"tune": [0.0005, 0.001, 0.002, 0.005], "final": [0.001, 0.002]},
+    ("adamw", "topk"): {
+        "tune": [0.001, 0.002, 0.005, 0.01],
+        "retune": [0.001, 0.002, 0.005, 0.01],
+        "final": [0.001, 0.002, 0.005],
+    },
+    ("adamw", "gaussiank"): {"tune": [0.001, 0.002, 0.005, 0.01], "final": [0.0005, 0.001, 0.002]},
+    ("adamw", "gtopk"): {"final": [0.0002, 0.0005, 0.001]},
+    ("adamw", "oktopk"): {"final": [0.0002, 0.0005, 0.001]},
+    ("adamw", "scalecom"): {"final": [0.0005, 0.001, 0.002]},
+    ("sgd", "ddp"): {"tune": [0.05, 0.1, 0.2, 0.5], "retune": [0.05, 0.1, 0.2], "final": [0.1]},
+    ("sgd", "topk"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "retune": [0.01, 0.02, 0.05, 0.1], "final": [0.02]},
+    ("sgd", "gaussiank"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "final": [0.02]},
 }
-"""Rates tried at full length, whatever shorter runs say.
+"""The rates of each part.
 
 With AdamW and sparse gradients, 250 and 500 steps prefer a rate that 1,000 do not: so it was with topk and gaussiank,
 and the other sparse methods were not tried in short runs. PowerSGD was, and 250 steps preferred 0.001. bf16 takes the
 rate of ddp; for gaussiank with SGD the longer runs of topk, which likes the same rates of the grid, are enough.
 """
-TUNING_SEED = 100
-SEEDS = range(1)
 TARGET = 2.6
-"""Nats per byte, for "seconds to a loss": the lowest tenth that every contestant reaches, at its best rate."""
+"""Nats per byte: the lowest tenth that every contestant reaches, at its best rate."""
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 """Of the links, where step times are measured."""
 ROUNDS, TIMED_STEPS = 5, 8
+FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
+"""Options of all runs: AdamW's, SGD's, and of the sparse methods."""
 
 
 class Run(NamedTuple):
@@ -89,7 +101,7 @@ class Run(NamedTuple):
     Attributes:
         part: "tune", "retune" or "final".
         optimizer: "adamw" or "sgd".
-        method: "ddp" for stock DDP, "bf16" or "powersgd" for DDP with that hook, or one of `lightning_sparse`.
+        method: one of `CONTESTANTS` in `benchmarks.harness.baselines`.
         lr: the learning rate between warm-up and cosine.
         seed: of the initial weights and of the order of the data.
     """
@@ -101,52 +113,136 @@ class Run(NamedTuple):
     seed: int
 
 
-FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
-"""Options of all runs: AdamW's, SGD's, and of the sparse methods."""
+# One rank.
 
 
-def neighbour(lr: float, step: int) -> float:
-    """Return the rate `step` places further in the series 1, 2, 5, 10, 20, 50.
+def factor(step: int, steps: int) -> float:
+    """Return the factor on the learning rate: linear warm-up over a tenth, then half a cosine to zero."""
+    warmup = max(1, steps // 10)
+    return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
 
-    >>> neighbour(0.5, 1), neighbour(0.1, -1)
-    (1.0, 0.05)
+
+class Trainee:
+    """A model in training on this rank.
+
+    Args:
+        run: how to train it.
+        text: the data, set up.
     """
-    series = (1, 2, 5)
-    decade = math.floor(math.log10(lr) + 1e-9)
-    place = 3 * decade + series.index(round(lr / 10.0**decade)) + step
-    return float(f"{series[place % 3]}e{place // 3}")
+
+    def __init__(self, run: Run, text: StandardLibrary) -> None:
+        self.run, self.text, self.steps = run, text, STEPS[run.part]
+        torch.manual_seed(run.seed)
+        self.model = GPT(context=LENGTH)
+        self.wrapped = CONTESTANTS[run.method].wrap(self.model, Options(DENSITY))
+        self.optimizer = optimizer(run, self.model)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, self.steps))
+        self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
+        self.done = 0
+        self.sent_before = self.wrapped.counted_bytes
+
+    def step(self) -> None:
+        """Train on the next batch."""
+        first = (self.done * WORKERS + dist.get_rank()) * BATCH_SIZE
+        tokens, following = sequences(self.text.train_set, self.order[first : first + BATCH_SIZE])
+        self.optimizer.zero_grad()
+        functional.cross_entropy(self.wrapped.module(tokens).flatten(0, 1), following.flatten()).backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.done += 1
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank has put on the wire so far."""
+        return self.wrapped.sent_bytes(self.done) - self.sent_before
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Return the mean loss over the held-out sequences, nats per byte, the same on all ranks."""
+        held_out = self.text.val_set
+        chosen = torch.linspace(0, len(held_out) - 1, VAL_SEQUENCES).long()[dist.get_rank() :: WORKERS]
+        total = torch.zeros((), dtype=torch.float64)
+        for part in chosen.split(32):
+            tokens, following = sequences(held_out, part)
+            total += functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten(), reduction="sum")
+        dist.all_reduce(total)
+        return total.item() / (VAL_SEQUENCES * LENGTH)
 
 
-def missing_rates(losses: Mapping[float, float], grid: Sequence[float]) -> list[float]:
-    """Return the rates to try next: the rest of the grid, then what lies beyond the best one, if that is the last."""
-    rest = [lr for lr in grid if lr not in losses]
-    if rest:
-        return rest
-    return [lr for lr in (neighbour(best(losses), -1), neighbour(best(losses), 1)) if lr not in losses]
+def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer of a run."""
+    if run.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, FIXED["beta2"]), weight_decay=0.01)
+    return torch.optim.SGD(model.parameters(), lr=run.lr, momentum=FIXED["momentum"])
 
 
-def best(losses: Mapping[float, float]) -> float:
-    """Return the rate with the lowest loss."""
-    return min(losses, key=losses.__getitem__)
+def sequences(data: Any, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the chosen sequences and the bytes that follow theirs, int64 (batch, length) both."""
+    tokens, following = zip(*(data[index] for index in chosen.tolist()), strict=True)
+    return torch.stack(tokens), torch.stack(following)
+
+
+def curve(run: Run, text: StandardLibrary) -> list[Row]:
+    """Train, and return the validation loss and the bytes sent so far after every `EVERY` steps."""
+    trainee = Trainee(run, text)
+    points = [{"step": 0, "val_loss": trainee.loss(), "sent_bytes": 0}]
+    while trainee.done < trainee.steps:
+        trainee.step()
+        if trainee.done % EVERY[run.part] == 0:
+            sent = max(gather(trainee.sent_bytes()))
+            points.append({"step": trainee.done, "val_loss": trainee.loss(), "sent_bytes": sent})
+    check_weights(trainee.model)
+    return points
+
+
+def step_times(runs: Sequence[Run], text: StandardLibrary) -> list[list[Row]]:
+    """Time some steps of each run in turn, several rounds, and return what each round found, by run."""
+    trainees = [Trainee(run, text) for run in runs]
+    for trainee in trainees:  # DDP forms its buckets anew in the second step
+        for _ in range(3):
+            trainee.step()
+    found: list[list[Row]] = [[] for _ in runs]
+    for _ in range(ROUNDS):
+        for rounds, trainee in zip(found, trainees, strict=True):
+            trainee.step()  # brings the model back into the caches
+            sent_before = trainee.sent_bytes()
+            row = timed(trainee.step, TIMED_STEPS)
+            sent = max(gather(trainee.sent_bytes() - sent_before)) / TIMED_STEPS
+            rounds.append(row | {"sent_bytes": sent})
+    for trainee in trainees:
+        check_weights(trainee.model)
+    return found
+
+
+def work(argument: str) -> None:
+    """Do the job that `run_ranks` passed as JSON: "curve" of one run, or "step_times" of several."""
+    job = join(argument)
+    text = StandardLibrary(LENGTH, BATCH_SIZE)
+    text.setup()
+    runs = [Run(*run) for run in job["runs"]]
+    write(job["out"], rows=curve(runs[0], text) if job["what"] == "curve" else step_times(runs, text))
+    leave()
+
+
+# The program that starts the ranks.
 
 
 def run_ranks(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list[Any], list[Any]]:
-    """Run two ranks of `benchmarks.language_rank`; return the rows of rank 0 and those of the links' calibration."""
+    """Run two ranks of this module; return the rows of rank 0 and those of the links' calibration."""
     with hosts(WORKERS, link) as where:
-        records, reason = launch("benchmarks.language_rank", {"what": what, "runs": runs}, where, WORKERS)
+        records, reason = launch("benchmarks.language", {"what": what, "runs": runs}, where, WORKERS)
     if reason:
         raise SystemExit(f"The ranks ended early: {reason}")
     return records[0]["rows"], where.calibration
 
 
-def train(run: Run) -> None:
-    """Train once and add the curve to `language.csv`.
+def train(run: Run, path: Path) -> None:
+    """Train once and add the curve to a CSV file.
 
     Raises:
         SystemExit: the first loss differs from that of other trainings with this seed, so they cannot be compared.
     """
     points, _ = run_ranks("curve", [run])
-    table, first = results.load(RESULTS / "language.csv"), round(points[0]["val_loss"], 6)
+    table, first = results.load(path), round(points[0]["val_loss"], 6)
     started = set() if table.empty else set(table.query("step == 0 and seed == @run.seed")["val_loss"])
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
@@ -165,98 +261,62 @@ def train(run: Run) -> None:
         }
         for point in points
     ]
-    results.save(RESULTS / "language.csv", rows, Run._fields)
+    results.save(path, rows, Run._fields)
     print(f"{run}: {points[-1]['val_loss']:.4f} nats per byte", flush=True)
 
 
-def final_losses() -> dict[Run, float]:
-    """Return the last loss of every run in `language.csv`."""
-    table = results.load(RESULTS / "language.csv")
-    if table.empty:
-        return {}
-    return {Run(*run): loss for run, loss in table.groupby(list(Run._fields), sort=False)["val_loss"].last().items()}
+def missing_runs(path: Path) -> list[Run]:
+    """Return the runs of `TRIED` that a CSV file does not have."""
+    table = results.load(path)
+    found = set() if table.empty else set(table[list(Run._fields)].itertuples(index=False, name=None))
+    runs = [
+        Run(part, *contestant, lr, SEEDS[part])
+        for contestant, parts in TRIED.items()
+        for part, rates in parts.items()
+        for lr in rates
+    ]
+    return [run for run in runs if run not in found]
 
 
-def missing_runs(part: str) -> list[Run]:
-    """Return the runs of a part that `language.csv` does not have."""
-    found, runs = final_losses(), []
-    for optimizer, method in [(name, method) for name, methods in METHODS.items() for method in methods]:
-        first, second = (
-            {run.lr: loss for run, loss in found.items() if run[:3] == (name, optimizer, method)}
-            for name in ("tune", "retune")
-        )
-        rates: list[float] = []
-        if part == "final":
-            rates = LONGER.get((optimizer, method), [best(second)] if second else [])
-        elif (optimizer, method) not in LONGER and part == "tune":
-            rates = missing_rates(first, GRID[optimizer])
-        elif (optimizer, method) not in LONGER and first:
-            rates = missing_rates(second, [neighbour(best(first), step) for step in (-1, 0, 1)])
-        seeds = SEEDS if part == "final" else [TUNING_SEED]
-        runs += [Run(part, optimizer, method, lr, seed) for lr in rates for seed in seeds]
-    return sorted((run for run in runs if run not in found), key=lambda run: run.seed)
-
-
-def measure_seconds() -> None:
-    """Time the steps of all contestants over shaped links, and write `language_seconds.csv`."""
+def measure_seconds(path: Path) -> None:
+    """Time the steps of all contestants over shaped links, and write a CSV file."""
     if reason := missing():
         raise SystemExit(f"No links can be made here: {reason}.")
-    runs = [
-        Run("tune", optimizer, method, GRID[optimizer][0], 0) for optimizer in METHODS for method in METHODS[optimizer]
-    ]
+    runs = [Run("tune", optimizer, method, 0.001, 0) for optimizer, method in TRIED]
     rows = []
     for link in RATES:
-        timed, calibration = run_ranks("step_times", runs, link)
+        found, calibration = run_ranks("step_times", runs, link)
         off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
-        common = {"largest_calibration_error": off, "threads_per_rank": 1, **results.origin()}
-        rows += [{"rate": link, **row, **common} for row in timed]
-        print(f"{link}, links up to {off:.1%} off\n{pd.DataFrame(timed).to_string()}")
-        if max(row["foreign_load"] for row in timed) > FOREIGN_LOAD:
-            print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
-    results.save(RESULTS / "language_seconds.csv", rows)
+        for run, rounds in zip(runs, found, strict=True):
+            row = {"rate": link, "optimizer": run.optimizer, "method": run.method}
+            row |= step_columns([ms for one in rounds for ms in one["ms"]])
+            row["sent_bytes_per_step"] = round(mean(one["sent_bytes"] for one in rounds))
+            row["transmitted_bytes_per_step"] = round(mean(one["tx_bytes"] for one in rounds))
+            row |= {"foreign_load": round(mean(one["foreign_load"] for one in rounds), 3)}
+            row |= {"largest_calibration_error": off, "threads_per_rank": 1, **results.origin()}
+            rows.append(row)
+    print(pd.DataFrame(rows).to_string())
+    if max(row["foreign_load"] for row in rows) > FOREIGN_LOAD:
+        print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
+    results.save(path, rows)
 
 
-def steps_to(target: float, rows: Sequence[Row]) -> float:
-    """Return after how many steps a curve first is at a loss, linear between two evaluations; infinity if it never is.
-
-    >>> steps_to(2.5, [{"step": 50, "val_loss": 4.0}, {"step": 100, "val_loss": 2.0}])
-    87.5
-    """
-    for before, after in pairwise(rows):
-        high, low = float(before["val_loss"]), float(after["val_loss"])
-        if low <= target:
-            first, last = int(before["step"]), int(after["step"])
-            return first + (last - first) * (high - target) / (high - low)
-    return math.inf
-
-
-def draw() -> None:
-    """Print a table of the best rates, and draw their curves into `language.png`."""
+def draw(folder: Path) -> None:
+    """Draw the losses of each method at its best rate against steps, bytes and seconds."""
     from benchmarks.harness import plots
 
-    table = results.load(RESULTS / "language.csv").query("part == 'final'")
-    timed = results.load(RESULTS / "language_seconds.csv").set_index(["rate", "optimizer", "method"])["median_ms"]
-    losses = table.groupby(["optimizer", "method", "lr", "seed"])["val_loss"].last()
-    means = losses.groupby(["optimizer", "method", "lr"]).mean()
-    lines = []
+    table = results.load(folder / "language.csv").query("part == 'final'")
+    timed = results.load(folder / "language_seconds.csv").set_index(["rate", "optimizer", "method"])["median_ms"]
+    losses = table.groupby(["optimizer", "method", "lr"])["val_loss"].last()
     figure, panels = plots.panels(len(METHODS), 2 + len(RATES), (14, 7.5), sharey=True)
     for row, optimizer in zip(panels, METHODS, strict=True):
         for method in METHODS[optimizer]:
-            lr = means[optimizer, method].idxmin()
-            seconds = [timed.get((rate, optimizer, method), math.nan) / 1e3 for rate in RATES]
-            mine = table.query("optimizer == @optimizer and method == @method and lr == @lr")
-            for seed, whole in mine.groupby("seed"):
-                curve = whole[whole["step"] > 0]
-                sent, steps = curve["sent_bytes_per_worker"], curve["step"]
-                for panel, x in zip(row, [steps, sent / 1e6, *(s * steps for s in seconds)], strict=True):
-                    panel.plot(x, curve["val_loss"], **plots.line(method), label=f"{method}, rate {lr:g}")
-                needed = steps_to(TARGET, whole.to_dict("records"))
-                line = {"": f"{method}, {TITLES[optimizer]}", "rate": f"{lr:g}"}
-                line["loss at the end"] = f"{losses[optimizer, method, lr, seed]:.2f}"
-                line["kB per step"] = f"{sent.iloc[-1] / steps.iloc[-1] / 1e3:,.1f}"
-                line[f"steps to {TARGET:g}"] = f"{needed:.0f}"
-                line |= {f"s, {name}": f"{needed * s:.0f}" for name, s in zip(RATES.values(), seconds, strict=True)}
-                lines.append(line)
+            lr = losses[optimizer, method].idxmin()
+            curve = table.query("optimizer == @optimizer and method == @method and lr == @lr and step > 0")
+            sent, steps = curve["sent_bytes_per_worker"], curve["step"]
+            seconds = [timed.get((rate, optimizer, method), math.nan) / 1e3 * steps for rate in RATES]
+            for panel, x in zip(row, [steps, sent / 1e6, *seconds], strict=True):
+                panel.plot(x, curve["val_loss"], **plots.line(method), label=f"{method}, rate {lr:g}")
         row[0].set(ylabel=f"{TITLES[optimizer]}\nvalidation loss, nats per byte", xlabel="steps")
         row[1].set(xscale="log", xlabel="sent per worker, MB")
         for panel, rate in zip(row[2:], RATES.values(), strict=True):
@@ -264,33 +324,23 @@ def draw() -> None:
         row[0].legend()
         for panel in row:
             panel.axhline(TARGET, color="black", linewidth=0.6)
-    print(pd.DataFrame(lines).to_string(index=False))
-    plots.write(figure, RESULTS / "language.png")
+    plots.write(figure, folder / "language.png")
 
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.language", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tune", action="store_true", help="try the grid of rates")
-    parser.add_argument("--retune", action="store_true", help="try the best rates for longer")
-    parser.add_argument("--final", action="store_true", help="compare with the rates found, still longer")
+    if sys.argv[1:] and sys.argv[1].startswith("{"):  # started by `launch`
+        work(sys.argv[1])
+        return
+    parser = results.command_line(__doc__)
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
-    parser.add_argument("--figure", action="store_true", help="draw the results and print a table")
-    parser.add_argument("--list", action="store_true", help="print the missing runs of the part, train none")
     args = parser.parse_args()
-    everything = not any([args.tune, args.retune, args.final, args.seconds, args.figure])
-    for part in (part for part in ("tune", "retune", "final") if getattr(args, part) or everything):
-        if args.list:
-            print(*missing_runs(part), sep="\n")
-        else:
-            while runs := missing_runs(part):
-                train(runs[0])
-    if args.seconds or (everything and not args.list):
-        measure_seconds()
-    if args.figure or (everything and not args.list):
-        draw()
+    if args.seconds:
+        measure_seconds(args.out / "language_seconds.csv")
+    elif not args.figure:
+        for run in missing_runs(args.out / "language.csv"):
+            train(run, args.out / "language.csv")
+    draw(args.out)
 
 
 if __name__ == "__main__":

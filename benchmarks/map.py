@@ -1,7 +1,7 @@
 """Where compression pays: link bandwidth against model size, coloured by the contestant with the shortest step.
 
-    python -m benchmarks.map         # compute map.csv, and draw map.png
-    python -m benchmarks.map --plot  # draw map.png from map.csv
+    python -m benchmarks.map           # compute map.csv, and draw map.png
+    python -m benchmarks.map --figure  # draw map.png from map.csv
 
 It measures nothing. The fields are from the cost model (`lightning_sparse.cost`) with the constants that
 `benchmarks.scaling` fits to measured steps: what our work costs, and a card of its own for dense gradients, which are
@@ -11,21 +11,23 @@ that `benchmarks.network` has measured, between links of that rate, with compute
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.colors import ListedColormap
 from scipy.interpolate import RegularGridInterpolator
 
-from benchmarks.scaling import BUSY, FITTED_TO, NAMES, PAYLOAD_SHARE, bits_per_second, chosen, fit, read
+from benchmarks.harness import plots, results
+from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
+from benchmarks.scaling import BUSY, FITTED_TO, NAMES, chosen, fit, read
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 
-RESULTS = Path(__file__).parent / "results"
 WORKERS = 4
 SECONDS_PER_PARAM = 0.146 / 25_587_912
 """Forward and backward of the MLP that `benchmarks.network` trains, per parameter."""
@@ -51,28 +53,26 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One of the two maps.
-
-    Attributes:
-        title: what is assumed.
-        share: seconds that our work takes, over those it takes where a worker has a core.
-        slow_motion: whether its measured points are runs in slow motion, in which processors count for less.
-    """
+class Panel(NamedTuple):
+    """One of the two maps: what is assumed, and which runs are its circles."""
 
     title: str
-    share: float
-    slow_motion: bool
+    share: float  # seconds that our work takes, over those it takes where a worker has a core
+    slow_motion: bool  # of the circles; processors count for less in them
 
 
 PANELS = {
     "cpu": Panel("Workers on CPU, two to a core, as measured", 2, False),
     "accelerator": Panel("Our own work 16 times faster, as if on an accelerator", 2 / 16, True),
 }
+COLOURS = {DDP: "#8c8c8c", "dense, 16 bit": "#bdbdbd"}  # as in the other figures; grey for dense
+COLOURS |= {CONTESTANTS.get(name, name): plots.LINES[name][0] for name in ("powersgd", *OURS)}
+INK = "#7d7d7d"
+"""Of all text outside of the maps: to be read on white and on black, since the background is the page's."""
+EDGE = "#1c1c1c"
 
 
-def fields(panel: str) -> Iterator[dict[str, Any]]:
+def fields(panel: str) -> Iterator[Row]:
     """Compute one map: seconds of a step, by contestant, at points that lie close enough to interpolate."""
     runs = [run for run in read(RESULTS / "network_paced.csv") if run["busy"] <= BUSY]
     fitted = fit([run for run in runs if (run["workload"], run["workers"]) in FITTED_TO])
@@ -81,16 +81,16 @@ def fields(panel: str) -> Iterator[dict[str, Any]]:
     for params, rate in product(np.geomspace(1e5, 1e9, POINTS), np.geomspace(1e7, 1e11, POINTS)):
         compute = params * SECONDS_PER_PARAM
         work, link = Workload.even(round(params), compute / 3, 2 / 3 * compute), Link(rate / 8 * PAYLOAD_SHARE)
-        seconds = {
+        steps = {
             name: step(DENSE, work, WORKERS, link, Costs(), dense_bytes=size) for name, size in DENSE_BYTES.items()
         }
-        seconds |= {name: step(chosen(name), work, WORKERS, link, costs) for name in OURS}
-        yield row(panel, "model", "", params, rate, {name: found.seconds for name, found in seconds.items()})
+        steps |= {name: step(chosen(name), work, WORKERS, link, costs) for name in OURS}
+        yield row(panel, "model", "", params, rate, {name: found.seconds for name, found in steps.items()})
 
 
-def circles(panel: str) -> Iterator[dict[str, Any]]:
-    """Return the measured steps that belong to a map."""
-    runs = pd.concat(pd.read_csv(RESULTS / name) for name in ("network.csv", "network_paced.csv"))
+def circles(panel: str) -> Iterator[Row]:
+    """Yield the measured steps that belong to a map."""
+    runs = pd.concat(results.load(RESULTS / name) for name in ("network.csv", "network_paced.csv"))
     runs = runs.query("kind == 'step' and workers == @WORKERS and ranks_per_host == 1 and rate != 'loopback'")
     runs = runs[(runs.dilate > 1) == PANELS[panel].slow_motion]
     for (workload, rate), found in runs.groupby(["workload", "rate"]):
@@ -98,32 +98,10 @@ def circles(panel: str) -> Iterator[dict[str, Any]]:
         yield row(panel, "measured", MODELS[workload], found.params.iloc[0], bits_per_second(rate), seconds.to_dict())
 
 
-def row(panel: str, source: str, model: str, params: float, rate: float, seconds: dict[str, float]) -> dict[str, Any]:
+def row(panel: str, source: str, model: str, params: float, rate: float, seconds: dict[str, float]) -> Row:
     """Return a row of map.csv."""
-    times = {name: f"{seconds[name]:.4g}" if name in seconds else "" for name in COLOURS}
-    return {
-        "panel": panel,
-        "source": source,
-        "model": model,
-        "params": round(params),
-        "bits_per_second": round(rate),
-        **times,
-    }
-
-
-COLOURS = {  # Okabe & Ito, as in the other figures; grey for dense
-    DDP: "#8c8c8c",
-    "dense, 16 bit": "#bdbdbd",
-    "PowerSGD": "#CC79A7",
-    "topk": "#0072B2",
-    "gaussiank": "#D55E00",
-    "gtopk": "#009E73",
-    "oktopk": "#E69F00",
-    "scalecom": "#56B4E9",
-}
-INK = "#7d7d7d"
-"""Of all text outside of the maps: to be read on white and on black, since the background is the page's."""
-EDGE = "#1c1c1c"
+    case = {"panel": panel, "source": source, "model": model, "params": round(params), "bits_per_second": round(rate)}
+    return case | {name: seconds.get(name) for name in COLOURS}
 
 
 LABELS = {  # beside which circle a name stands, in points, so that none covers another
@@ -140,70 +118,69 @@ ASIDE = {"ResNet-50": 0.8, "MLP": 1.25, "AlexNet": 0.9, "LSTM": 1.15}
 
 def draw(rows: pd.DataFrame, path: Path) -> None:
     """Draw the two maps beside each other."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.colors import ListedColormap
-
-    plt.rcParams.update(dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK))
-    plt.rcParams.update({"xtick.color": INK, "ytick.color": INK, "hatch.linewidth": 0.6, "font.size": 11})
-    names = list(COLOURS)
-    seen: set[str] = set()
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5.9), layout="constrained", sharey=True)
-    for axis, (key, panel) in zip(axes, PANELS.items(), strict=True):
-        field = rows[(rows.panel == key) & (rows.source == "model")]
-        params, rates, seconds = fine(field)
-        dense = np.minimum(seconds[DDP], seconds["dense, 16 bit"])
-        ours = np.minimum.reduce([seconds[name] for name in OURS])
-        fastest = np.argmin([seconds.get(name, np.full_like(ours, np.inf)) for name in names], axis=0)
-        seen |= {names[number] for number in np.unique(fastest)}
-        colours = ListedColormap(list(COLOURS.values()))
-        axis.pcolormesh(params, rates, fastest, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5, rasterized=True)
-        axis.contourf(params, rates, dense / ours, levels=[0, 1], colors="none", hatches=["///"])
-        axis.contourf(params, rates, dense / ours, levels=[1, TIE], colors="white", alpha=0.55)
-        axis.contour(params, rates, dense / ours, levels=[1], colors=EDGE, linewidths=1.2)
-        times = np.where(dense < ours, np.nan, seconds[DDP] / ours)
-        axis.contour(params, rates, times, levels=TIMES, colors=EDGE, linewidths=0.7)
-        for level in TIMES:
-            column = times[:, 10 * len(params) // 11]
-            if np.nanmin(column) < level < np.nanmax(column):
-                rate = rates[np.nanargmin(np.abs(np.log(column / level)))]
-                axis.text(params[10 * len(params) // 11], rate * 1.04, f"{level}×", color=EDGE, fontsize=9, va="bottom")
-        axis.set(xscale="log", yscale="log", title=panel.title, xlabel="parameters")
-        axis.set_xticks([1e5, 1e6, 1e7, 1e8, 1e9], labels=["0.1 M", "1 M", "10 M", "100 M", "1 G"])
-        axis.set_yticks(
-            [1e7, 1e8, 1e9, 1e10, 1e11], labels=["10 Mbit/s", "100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"]
+    inked = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    with plots.plt.rc_context({**inked, "hatch.linewidth": 0.6, "axes.grid": False}):
+        figure, (axes,) = plots.panels(1, 2, (12, 5.9), sharey=True)
+        seen: set[str] = set()
+        for axis, (key, panel) in zip(axes, PANELS.items(), strict=True):
+            mine = rows[rows.panel == key]
+            seen |= draw_field(axis, mine[mine.source == "model"])
+            seen |= draw_circles(axis, mine[mine.source == "measured"])
+            axis.set(xscale="log", yscale="log", title=panel.title, xlabel="parameters")
+            axis.set_xticks([1e5, 1e6, 1e7, 1e8, 1e9], labels=["0.1 M", "1 M", "10 M", "100 M", "1 G"])
+            rates = ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"]
+            axis.set_yticks([1e7, 1e8, 1e9, 1e10, 1e11], labels=rates)
+            axis.minorticks_off()
+        axes[0].set_ylabel("bandwidth of a worker's link")
+        patch, line = mpl.patches.Patch, mpl.lines.Line2D
+        figure.legend(
+            handles=[
+                *(patch(facecolor=COLOURS[name], label=name) for name in COLOURS if name in seen),
+                patch(facecolor=COLOURS["dense, 16 bit"], hatch="///", edgecolor=EDGE, label="dense wins"),
+                patch(facecolor="#dceefb", edgecolor=INK, label="pale: ours ahead by less than a tenth"),
+                line([], [], color=INK, lw=1, label="times as fast as stock ddp"),
+                line([], [], ls="", marker="o", ms=9, color="white", mec=INK, mew=1.8, label="measured"),
+            ],
+            loc="outside lower center",
+            ncols=5,
+            frameon=False,
         )
-        axis.minorticks_off()
-        for _, run in rows[(rows.panel == key) & (rows.source == "measured")].iterrows():
-            best = min((name for name in names if pd.notna(run[name])), key=lambda name, run=run: run[name])
-            seen.add(best)
-            x = run.params * (ASIDE.get(run.model, 1) if run.bits_per_second == 1e9 else 1)
-            axis.plot(x, run.bits_per_second, "o", ms=12, color=COLOURS[best], mec=EDGE, mew=1.8)
-            right, up, side = LABELS.get((run.model, run.bits_per_second), (0, 10, "center"))
-            axis.annotate(
-                f"{run.model} {run[DDP] / run[best]:.3g}×",
-                (x, run.bits_per_second),
-                (right, up),
-                textcoords="offset points",
-                ha=side,
-                va="bottom" if up > 0 else "top",
-                fontsize=9,
-                color=EDGE,
-                bbox={"facecolor": "white", "alpha": 0.6, "lw": 0, "pad": 1},
-            )
-    axes[0].set_ylabel("bandwidth of a worker's link")
-    handles: list[Any] = [mpl.patches.Patch(facecolor=COLOURS[name], label=name) for name in names if name in seen]
-    handles += [
-        mpl.patches.Patch(facecolor=COLOURS["dense, 16 bit"], hatch="///", edgecolor=EDGE, label="dense wins"),
-        mpl.patches.Patch(facecolor="#dceefb", edgecolor=INK, label="pale: ours ahead by less than a tenth"),
-        mpl.lines.Line2D([], [], color=INK, lw=1, label="times as fast as stock ddp"),
-        mpl.lines.Line2D([], [], ls="", marker="o", ms=9, color="white", mec=INK, mew=1.8, label="measured"),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=10)
-    figure.savefig(path, dpi=130, transparent=True)
-    plt.close(figure)
+        plots.write(figure, path, transparent=True)
+
+
+def draw_field(axis: Any, field: pd.DataFrame) -> set[str]:
+    """Colour a map by the fastest contestant, draw where dense wins and how much faster ours is; return the fastest."""
+    params, rates, seconds = fine(field)
+    dense = np.minimum(seconds[DDP], seconds["dense, 16 bit"])
+    ours = np.minimum.reduce([seconds[name] for name in OURS])
+    fastest = np.argmin([seconds.get(name, np.full_like(ours, np.inf)) for name in COLOURS], axis=0)
+    colours = ListedColormap(list(COLOURS.values()))
+    axis.pcolormesh(params, rates, fastest, cmap=colours, vmin=-0.5, vmax=len(COLOURS) - 0.5, rasterized=True)
+    axis.contourf(params, rates, dense / ours, levels=[0, 1], colors="none", hatches=["///"])
+    axis.contourf(params, rates, dense / ours, levels=[1, TIE], colors="white", alpha=0.55)
+    axis.contour(params, rates, dense / ours, levels=[1], colors=EDGE, linewidths=1.2)
+    times = np.where(dense < ours, np.nan, seconds[DDP] / ours)
+    axis.contour(params, rates, times, levels=TIMES, colors=EDGE, linewidths=0.7)
+    place = 10 * len(params) // 11
+    for level in TIMES:
+        if np.nanmin(times[:, place]) < level < np.nanmax(times[:, place]):
+            rate = rates[np.nanargmin(np.abs(np.log(times[:, place] / level)))]
+            axis.text(params[place], rate * 1.04, f"{level}×", color=EDGE, fontsize=9, va="bottom")
+    return {list(COLOURS)[number] for number in np.unique(fastest)}
+
+
+def draw_circles(axis: Any, runs: pd.DataFrame) -> set[str]:
+    """Draw measured steps in the colour of the fastest contestant, with its gain over ddp; return the fastest."""
+    fastest = runs[list(COLOURS)].astype(float).idxmin(axis=1)
+    for (_, run), best in zip(runs.iterrows(), fastest, strict=True):
+        at = (run.params * (ASIDE.get(run.model, 1) if run.bits_per_second == 1e9 else 1), run.bits_per_second)
+        axis.plot(*at, "o", ms=12, color=COLOURS[best], mec=EDGE, mew=1.8)
+        right, up, side = LABELS.get((run.model, run.bits_per_second), (0, 10, "center"))
+        style = {"ha": side, "va": "bottom" if up > 0 else "top", "fontsize": 9, "color": EDGE}
+        box = {"facecolor": "white", "alpha": 0.6, "lw": 0, "pad": 1}
+        text = f"{run.model} {run[DDP] / run[best]:.3g}×"
+        axis.annotate(text, at, (right, up), textcoords="offset points", bbox=box, **style)
+    return set(fastest)
 
 
 def fine(field: pd.DataFrame, points: int = 500) -> tuple[Any, Any, dict[str, Any]]:
@@ -220,14 +197,11 @@ def fine(field: pd.DataFrame, points: int = 500) -> tuple[Any, Any, dict[str, An
 
 def main() -> None:
     """Compute, and draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.map", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--plot", action="store_true", help="draw the figure from the CSV file, and compute nothing")
-    if not parser.parse_args().plot:
+    args = results.command_line(__doc__).parse_args()
+    if not args.figure:
         rows = [row for panel in PANELS for part in (circles, fields) for row in part(panel)]
-        pd.DataFrame(rows).to_csv(RESULTS / "map.csv", index=False)
-    draw(pd.read_csv(RESULTS / "map.csv"), RESULTS / "map.png")
+        results.save(args.out / "map.csv", rows, digits=4)
+    draw(results.load(args.out / "map.csv"), args.out / "map.png")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@
 
 Each worker is a process on a host of its own (see `benchmarks.harness.shaped_links`); the links are calibrated first,
 and nothing is reported when they are off by more than 10 %. Without root the workers share the loopback interface,
-unshaped. The contestants run one after the other in the same processes, several times over, each checked before it is
-timed (see `benchmarks.network_rank`).
+unshaped. The contestants run one after the other in the same processes, each checked before it is timed (see
+`benchmarks.network_rank`).
 
 Workloads. "mlp": steps of a model of 25.6 million parameters on random data. "real" and "real_resnet20": a small
 convolutional network, or ResNet-20, learns scikit-learn's handwritten digits, and the test loss over time is recorded.
-All others are paced: gradients of that model's shapes, made of real ones of a small network, come after the published
-compute time, while the processors sleep. Contestants: see `benchmarks.harness.baselines`; "ddp_accumulated" and
-"local_sgd" take part in trainings only, and send as many bytes as topk, seldom and densely.
+All others are paced: gradients of that model's shapes come after the published compute time, while the processors
+sleep. Contestants: see `benchmarks.harness.baselines`; "ddp_accumulated" and "local_sgd" take part in trainings only.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +31,23 @@ import pandas as pd
 
 from benchmarks.harness import results
 from benchmarks.harness.launch import hosts, launch
-from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import bits_per_second, missing
 from benchmarks.harness.shapes import COMPUTE_SECONDS
-from benchmarks.harness.timing import FOREIGN_LOAD, quantiles
-from benchmarks.harness.workloads import TRAININGS
+from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
+from benchmarks.harness.workloads import BATCH, TARGET_LOSS, TRAININGS
 
 CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank"]
 MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level", "ddp_accumulated", "local_sgd"]
-TARGETS = {"1gbit": {"ddp": 5.0, "powersgd": 1.8}, "100mbit": {"ddp": 35.0}}
-"""How many times faster than another contestant our methods must be, by rate."""
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BUSY = 0.7
 """Busy share of the processors above which a paced measurement is not valid: processors stand for accelerators there
 and must not be the limit."""
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.network", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.command_line(__doc__)
     add = parser.add_argument
     workloads, others = ["mlp", *TRAININGS, *COMPUTE_SECONDS], [*CONTESTANTS, *MORE]
     slowed = "paced: a link of the Nth part of the rate, N times the compute time, and reported times divided by N, so \
@@ -67,17 +62,10 @@ other trainings use the rate kept there, or 0.05"
     add("--workers", type=int, default=4, help="number of ranks; default: 4")
     add("--rounds", type=int, default=1, help="number of turns of all contestants; default: 1")
     add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
-    add("--min-steps", type=int, default=3, help="timed steps at least, default: 3")
-    add("--max-steps", type=int, default=30, help="timed steps at most, in each round, default: 30")
-    add("--batch", type=int, default=16, help="examples per rank and step, default: 16")
     add("--density", type=float, default=0.001, help="of the sparse contestants, default: 0.001")
-    add("--bucket-cap-mb", type=float, default=25, help="size of DDP's buckets for our contestants, default: 25")
     add("--tune", action="store_true", help=tune)
-    add("--target-loss", type=float, default=0.2, help="real: stop at this test loss, default: 0.2")
     add("--patience", type=float, default=120, help="seconds after which a silent contestant counts as hung")
-    add("--out", type=Path, default=RESULTS, help="folder of CSV files and figures, default: benchmarks/results")
-    add("--figure", "--plot", action="store_true", help="measure nothing, draw the figures of the CSV files")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.workers < 2:
         parser.error(f"--workers {args.workers}: at least two ranks are needed to communicate.")
     if args.workers % args.ranks_per_host:
@@ -107,27 +95,21 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     """Measure all contestants at one rate, print the result and put it in the CSV files."""
     print(f"{args.workload}, {rate}, {args.workers} workers")
     training = args.workload in TRAININGS
-    todo = [(name, number) for number in range(1 if training else args.rounds) for name in contestants(args)]
+    todo = contestants(args) * (1 if training else args.rounds)
     options = {name: value for name, value in vars(args).items() if name != "out"}
-    options["compute"] = COMPUTE_SECONDS.get(args.workload, 0.0) * args.dilate
+    options |= {"todo": todo, "compute": COMPUTE_SECONDS.get(args.workload, 0.0) * args.dilate}
     found: dict[str, list[Any]] = {}
     with hosts(args.workers, rate, ranks_per_host=args.ranks_per_host, dilate=args.dilate) as where:
-        while todo:
-            job = {**options, "todo": todo}
-            records, reason = launch("benchmarks.network_rank", job, where, args.workers, args.patience)
-            for record in records:
-                found.setdefault(record["finished"], []).append(record["result"])
-                todo.remove((record["finished"], record["round"]))
-            if reason:
-                failed = todo[0][0]
-                print(f"  {failed} has no result: {reason}")
-                found.pop(failed, None)
-                todo = [(name, number) for name, number in todo if name != failed]
-    if not found:
-        raise SystemExit("No contestant has a result.")
+        records, reason = launch("benchmarks.network_rank", options, where, args.workers, args.patience)
+    for record in records:
+        found.setdefault(record["finished"], []).append(record["result"])
+    if reason:
+        failed = todo[len(records)]
+        print(f"  {failed} has no result, nor has what would have come after it: {reason}")
+        found.pop(failed, None)
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])
     key = {"workload": args.workload, "rate": rate, "workers": args.workers, "ranks_per_host": args.ranks_per_host}
-    common = {**key, "dilate": f"{args.dilate:g}", "links": where.links, "batch": args.batch, "density": args.density}
+    common = {**key, "dilate": f"{args.dilate:g}", "links": where.links, "batch": BATCH, "density": args.density}
     common |= {"threads_per_rank": 1, **results.origin()}
     if training:
         save_curves(args, {tuple(name.split("@")): curve for name, (curve, *_) in found.items()}, common, list(key))
@@ -135,7 +117,7 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     rows = [{**row, **common} for row in summarise(found, args.workers, args.dilate)]
     paced = args.workload in COMPUTE_SECONDS
     results.save(args.out / ("network_paced.csv" if paced else "network.csv"), rows, list(key))
-    report(rows, rate)
+    report(rows)
 
 
 def save_curves(args: argparse.Namespace, curves: dict[Any, list[Row]], common: Row, key: list[str]) -> None:
@@ -154,7 +136,7 @@ def save_curves(args: argparse.Namespace, curves: dict[Any, list[Row]], common: 
     best: dict[str, Row] = {}
     for (name, rate), curve in curves.items():
         steps = curve[-1]["step"]
-        if curve[-1]["test_loss"] < args.target_loss and (name not in best or steps < best[name]["steps"]):
+        if curve[-1]["test_loss"] < TARGET_LOSS and (name not in best or steps < best[name]["steps"]):
             best[name] = {"contestant": name, "learning_rate": rate, "steps": steps, **common}
     results.save(args.out / "network_tuning.csv", best.values(), ["contestant", "workload"])
 
@@ -162,12 +144,6 @@ def save_curves(args: argparse.Namespace, curves: dict[Any, list[Row]], common: 
 def summarise(found: dict[str, list[Any]], workers: int, dilate: float) -> list[Row]:
     """Make one row per contestant, and per phase of our reducer."""
     rows: list[Row] = []
-
-    def row(kind: str, name: str, ms: Sequence[float], **more: Any) -> Row:
-        median, p20, p80 = (round(value / dilate, 1) for value in quantiles(ms))
-        wide = dict.fromkeys(COLUMNS, "") | {"kind": kind, "contestant": name, "steps": len(ms)}
-        return wide | {"median_ms": median, "p20_ms": p20, "p80_ms": p80} | more
-
     medians: dict[str, float] = {}
     for name, rounds in found.items():
         # Rounds that other programs disturbed count only if there is no other.
@@ -176,35 +152,29 @@ def summarise(found: dict[str, list[Any]], workers: int, dilate: float) -> list[
         medians[name] = statistics.median(ms)
         cpu_ms = statistics.mean(one["cpu_ms"] for one in quiet)
         rows.append(
-            row(
-                "step",
-                name,
-                ms,
-                params=quiet[0]["params"],
-                times_faster_than_ddp=round(medians["ddp"] / medians[name], 2) if "ddp" in medians else "",
-                sent_bytes_per_step=round(quiet[0]["sent_bytes"]) or "",
-                tx_bytes_per_step=round(quiet[0]["tx_bytes"]) or "",
-                cpu_ms_per_step_and_rank=round(cpu_ms / dilate, 1),
-                busy=round(cpu_ms * workers / (os.cpu_count() or 1) / medians[name], 3),
-                foreign_load=round(max(one["foreign_load"] for one in quiet), 3),
-            )
+            {
+                "kind": "step",
+                "contestant": name,
+                "params": quiet[0]["params"],
+                **step_columns(ms, dilate),
+                "times_faster_than_ddp": round(medians["ddp"] / medians[name], 2) if "ddp" in medians else None,
+                "sent_bytes_per_step": round(quiet[0]["sent_bytes"]) or None,
+                "tx_bytes_per_step": round(quiet[0]["tx_bytes"]) or None,
+                "cpu_ms_per_step_and_rank": round(cpu_ms / dilate, 1),
+                "busy": round(cpu_ms * workers / (os.cpu_count() or 1) / medians[name], 3),
+                "foreign_load": round(max(one["foreign_load"] for one in quiet), 3),
+            }
         )
-    return rows + [
-        row("phase", f"{name} {phase}", [one["phases_ms"][phase] for one in rounds])
-        for name, rounds in found.items()
-        for phase in rounds[0]["phases_ms"]
-    ]
+    for name, rounds in found.items():
+        for phase in rounds[0]["phases_ms"]:
+            ms = [one["phases_ms"][phase] for one in rounds]
+            rows.append({"kind": "phase", "contestant": f"{name} {phase}", **step_columns(ms, dilate)})
+    return rows
 
 
-COLUMNS = (
-    *("kind", "contestant", "params", "steps", "median_ms", "p20_ms", "p80_ms", "times_faster_than_ddp"),
-    *("sent_bytes_per_step", "tx_bytes_per_step", "cpu_ms_per_step_and_rank", "busy", "foreign_load"),
-)
-
-
-def report(rows: list[Row], rate: str) -> None:
-    """Print a table, and whether the targets are met."""
-    print(pd.DataFrame(rows)[list(COLUMNS)].to_string(index=False))
+def report(rows: list[Row]) -> None:
+    """Print a table, and which rows are not valid."""
+    print(pd.DataFrame(rows).loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
     for row in (row for row in rows if row["kind"] == "step"):
         name = row["contestant"]
         if row["workload"] in COMPUTE_SECONDS and name != "none" and row["busy"] > BUSY:
@@ -214,13 +184,6 @@ def report(rows: list[Row], rate: str) -> None:
             )
         if row["foreign_load"] > FOREIGN_LOAD:
             print(f"  {name}: other programs used {row['foreign_load']:.0%} of the processors; repeat it")
-    median = {row["contestant"]: row["median_ms"] for row in rows}
-    targets = TARGETS.get(rate, {}) if (rows[0]["workload"], rows[0]["workers"]) == ("mlp", 4) else {}
-    for name in {"topk", "gaussiank"} & set(median):
-        for other in targets.keys() & set(median):
-            reached, factor = median[other] / median[name], targets[other]
-            met = "meets" if reached >= factor else "MISSES"
-            print(f"  {name}: {reached:.2f} times faster than {other}, {met} {factor:g}")
 
 
 def ordered(rates: Iterable[str]) -> list[str]:
@@ -296,12 +259,10 @@ def main() -> None:
     if args.figure:
         draw(args.out)
         return
-    rates = args.rates
-    reason = missing()
-    if reason and rates != ["loopback"]:
+    if args.rates != ["loopback"] and (reason := missing()):
         print(f"No links can be made here: {reason}. Running unshaped over loopback instead.")
-        rates = ["loopback"]
-    for rate in rates:
+        args.rates = ["loopback"]
+    for rate in args.rates:
         measure(args, rate)
 
 

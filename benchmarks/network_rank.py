@@ -24,11 +24,13 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.baselines import CONTESTANTS, Options, along
-from benchmarks.harness.ranks import WrongResult, check_weights, gather, join, leave, write
-from benchmarks.harness.timing import Meter
-from benchmarks.harness.workloads import TRAININGS, build, digits
+from benchmarks.harness.ranks import WrongResult, check_weights, gather, join, leave, timed, write
+from benchmarks.harness.timing import elapsed_ms
+from benchmarks.harness.workloads import BATCH, TARGET_LOSS, TRAININGS, build, digits
 
 LEARNING_RATE = 0.01
+LEAST, MOST = 3, 30
+"""Timed steps of a contestant in each round."""
 Batch = tuple[Tensor, Tensor]
 
 
@@ -44,15 +46,16 @@ class Rank:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.paced = job.workload not in ("mlp", *TRAININGS)
         self.model = build(job.workload, job.compute, self.rank)
-        self.options = Options(job.density, job.bucket_cap_mb, job.ranks_per_host)
+        self.options = Options(job.density, job.ranks_per_host)
 
     def batches(self, rank: int) -> list[Batch]:
         """Return the eight batches that a rank goes through again and again in the timing workloads."""
         if self.paced:
             return [(torch.tensor(step), torch.zeros(0)) for step in range(8)]
-        random, size = torch.Generator().manual_seed(rank), self.job.batch
+        random = torch.Generator().manual_seed(rank)
         return [
-            (torch.randn(size, 2048, generator=random), torch.randint(200, (size,), generator=random)) for _ in range(8)
+            (torch.randn(BATCH, 2048, generator=random), torch.randint(200, (BATCH,), generator=random))
+            for _ in range(8)
         ]
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
@@ -84,14 +87,12 @@ class Rank:
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         losses: list[Tensor] = []
 
-        def step(batch: Batch) -> float:
-            started = time.perf_counter()
+        def step() -> None:
             optimizer.zero_grad()
-            loss = self.loss(wrapped.module, batch)
+            loss = self.loss(wrapped.module, batches[len(losses) % len(batches)])
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-            return time.perf_counter() - started
 
         random = torch.Generator().manual_seed(1)
         direction = [torch.randn(param.shape, generator=random) for param in model.parameters()]
@@ -101,7 +102,7 @@ class Rank:
             local = torch.autograd.grad(self.loss(model, batches[number]), list(model.parameters()))
             gradients += along(direction, local)
             norm += sum(grad.square().sum().item() for grad in local)
-            seconds = step(batches[number])
+            ms = elapsed_ms(step)
             averages = [param.grad for param in model.parameters() if param.grad is not None]
             handed_out += along(direction, averages)
             if contestant.sparse:
@@ -122,33 +123,21 @@ class Rank:
                 raise WrongResult(f"gradients and residuals do not add up: {error / length:.2g} is missing")
         del direction
         # Buffers are allocated and DDP forms its buckets anew in the second step; a slow step drowns both.
-        for number in range(2 if gather(seconds)[0] < 3 else 0):
-            seconds = step(batches[number])
-        count = max(self.job.min_steps, min(self.job.max_steps, int(self.job.seconds / gather(seconds)[0])))
-
-        dist.barrier()
+        for _ in range(2 if gather(ms)[0] < 3000 else 0):
+            ms = elapsed_ms(step)
+        count = max(LEAST, min(MOST, int(1e3 * self.job.seconds / gather(ms)[0])))
         sent, before = wrapped.counted_bytes, wrapped.seconds()
-        with Meter() as meter:
-            times = [step(batches[number % len(batches)]) for number in range(count)]
-            dist.barrier()
+        found = timed(step, count)
         sent = wrapped.counted_bytes - sent
         phases = {phase: value - before[phase] for phase, value in wrapped.seconds().items()}
         if not torch.stack(losses).isfinite().all():
             raise WrongResult("a loss is not finite")
         if not contestant.alone:
             check_weights(model)
-        all_times, all_sent, transmitted, all_phases, own = zip(
-            *gather((times, sent, meter.transmitted, phases, meter.own)), strict=True
-        )
-        return {
-            "steps": count,
+        all_sent, all_phases = zip(*gather((sent, phases)), strict=True)
+        return found | {
             "params": sum(param.numel() for param in model.parameters()),
-            # A step is over when its slowest rank is.
-            "ms": [1e3 * max(column) for column in zip(*all_times, strict=True)],
             "sent_bytes": max(all_sent) / count,
-            "tx_bytes": max(transmitted) / count,
-            "cpu_ms": 1e3 * sum(own) / self.size / count,
-            "foreign_load": meter.foreign_load(own),
             "phases_ms": {phase: 1e3 * max(rank[phase] for rank in all_phases) / count for phase in phases},
         }
 
@@ -171,13 +160,13 @@ class Rank:
             loss = functional.cross_entropy(scores, test.labels).item()
             accuracy = (scores.argmax(1) == test.labels).float().mean().item()
             curve.append({"step": count * len(curve), "seconds": clock, "test_loss": loss, "test_accuracy": accuracy})
-            if gather(not loss >= self.job.target_loss or clock > self.job.seconds)[0]:
+            if gather(not loss >= TARGET_LOSS or clock > self.job.seconds)[0]:
                 break
             dist.barrier()
             started = time.perf_counter()
             for number in range(1, count + 1):
                 # A rank's own quarter of the data.
-                picked = torch.randint(1500 // self.size, (self.job.batch,), generator=random) * self.size + self.rank
+                picked = torch.randint(1500 // self.size, (BATCH,), generator=random) * self.size + self.rank
                 exchanges = number % every == 0
                 adds_up = not exchanges and isinstance(wrapped.module, DistributedDataParallel)
                 with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
@@ -200,10 +189,10 @@ def main() -> None:
     """Run the job given as JSON in the first argument: contestants, in rounds, some with learning rates."""
     job = SimpleNamespace(**join(sys.argv[1]))
     rank = Rank(job)
-    for name, number in job.todo:
+    for name in job.todo:
         contestant, _, learning_rate = name.partition("@")
         result: Any = rank.train(contestant, float(learning_rate)) if learning_rate else rank.measure(name)
-        write(job.out, finished=name, round=number, result=result)
+        write(job.out, finished=name, result=result)
         gc.collect()
     leave()
 

@@ -9,20 +9,20 @@ trainings have the same initial weights and the same order of the data.
     python -m benchmarks.observations
     python -m benchmarks.observations --figure    # draws the CSV file, trains nothing
 
-All figures are of rank 0's own u, before any exchange; in dense training that is its own gradient. Nothing is written
+All figures are of rank 0's own u, before any exchange; in dense training that is its gradient. Nothing is written
 unless, at every step observed, u is the gradient plus the residual, the residual afterwards is u without its largest
 entries as chosen anew here, and 1 − k/d bounds the contraction of every layer.
 
 Bell-shaped. Their theorem needs one peak, at zero, and a fall on both sides: then the sorted magnitudes form a convex
-curve. A histogram of u with bins of a quarter of a standard deviation shows that, here called "one peak", if
+curve. A layer of at least 1,000 entries has "one peak" if
 
-- at most 3 % of the entries would have to change their bin for it to rise to one peak and fall after it (chance moves
-  up to 2 % of 1,000 normal numbers, so layers with fewer entries, most biases and all normalisation, are not judged),
+- at most 3 % of the entries would have to change their bin, of a quarter of a standard deviation, for the histogram to
+  rise to one peak and fall after it (chance moves up to 2 % of 1,000 normal numbers),
 - that peak lies within half a standard deviation of zero, and u leans to neither side much, |skewness| < 1.
 
-A spike in a wide desert passes too, and is no bell. So "bell-shaped" asks in addition for a Kolmogorov-Smirnov distance
-of at most 0.1 to the normal distribution of the same mean and standard deviation (Laplace's has 0.06, a Student's with
-three degrees of freedom 0.09), and for an excess kurtosis above −1, which a uniform distribution does not have.
+A spike in a wide desert passes too. So "bell-shaped" asks in addition for a Kolmogorov-Smirnov distance of at most 0.1
+to the normal distribution of the same mean and standard deviation (Laplace's has 0.06), and for an excess kurtosis
+above −1, which a uniform distribution does not have.
 
 Written: `results/observations.csv`, where "distribution" is a row per layer and shown step, "contraction" one per
 density, layer and step (layers only of the shown steps; the verdict counts all); and `results/observations.png`.
@@ -30,7 +30,6 @@ density, layer and step (layers only of the shown steps; the verdict counts all)
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
@@ -48,7 +47,7 @@ from sklearn.isotonic import isotonic_regression
 from torch import Tensor
 
 from benchmarks.harness import results
-from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.results import Row
 from examples.data import Digits, StandardLibrary
 from examples.models import LSTM, LanguageModel, OneCycleClassifier, ResNet20
 from examples.train import quiet
@@ -90,8 +89,7 @@ class Look(Observer):
     """Copies u of one step, and makes sure that it is the gradient plus the residual."""
 
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
-        self.segment, self.gradient = ctx.segment, torch.cat(grads)
-        self.u = self.gradient + ctx.state.get("residual", 0.0)
+        self.segment, self.u = ctx.segment, torch.cat(grads) + ctx.state.get("residual", 0.0)
 
     def compensated(self, u: Tensor, ctx: Context) -> None:
         if not torch.equal(u, self.u):
@@ -99,12 +97,12 @@ class Look(Observer):
 
 
 class Recorder(pl.Callback):
-    """Records rank 0's u at some steps, counted from 1, and writes a file: layers' places, u, gradients, losses."""
+    """Records rank 0's u at some steps, counted from 1, and writes a file: layers' places, u, losses."""
 
     def __init__(self, steps: Sequence[int], path: Path) -> None:
         self.steps, self.path = set(steps), path
         self.look: Look | None = None
-        self.recorded: dict[str, Any] = {"layers": {}, "u": {}, "gradient": {}, "loss": []}
+        self.recorded: dict[str, Any] = {"layers": {}, "u": {}, "loss": []}
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Attach the observer, before the step's gradients come."""
@@ -127,8 +125,6 @@ class Recorder(pl.Callback):
         places = zip(segment.bounds, segment.bounds[1:], strict=False)
         self.recorded["layers"] = dict(zip(names, places, strict=True))
         self.recorded["u"][trainer.global_step] = u
-        if trainer.global_step in SHOWN:
-            self.recorded["gradient"][trainer.global_step] = self.look.gradient
         self.look = None
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
@@ -168,21 +164,20 @@ def summarize(x: Tensor) -> dict[str, float]:
 
     "ks_distance" is the Kolmogorov-Smirnov distance to the normal distribution of this mean and standard deviation.
     """
-    values = np.sort(x.double().numpy())
+    values = x.double().numpy()
     mean, std = float(values.mean()), float(values.std())
     if not math.isfinite(std):
         raise RuntimeError("Numbers that are not finite were recorded.")
-    skewness = kurtosis = distance = math.nan
+    shape = dict.fromkeys(("skewness", "excess_kurtosis", "ks_distance"), math.nan)
     if std > 0:
-        normal, steps = special.ndtr((values - mean) / std), np.arange(len(values) + 1) / len(values)
-        distance = max((normal - steps[:-1]).max(), (steps[1:] - normal).max())
-        skewness, kurtosis = float(stats.skew(values)), float(stats.kurtosis(values))
-    moments = {"mean": mean, "std": std, "skewness": skewness, "excess_kurtosis": kurtosis}
-    return moments | {"ks_distance": float(distance)}
+        distance = stats.ks_1samp((values - mean) / std, special.ndtr, method="asymp").statistic
+        shape = {"skewness": float(stats.skew(values)), "excess_kurtosis": float(stats.kurtosis(values))}
+        shape["ks_distance"] = float(distance)
+    return {"mean": mean, "std": std, **shape}
 
 
 def judge(x: Tensor, summary: Mapping[str, float]) -> Row:
-    """Return a histogram of a 1-D tensor that is not constant, and whether it fulfils the criteria above.
+    """Return a histogram of a 1-D tensor that is not constant, as text, and whether it fulfils the criteria above.
 
     "histogram" is the part of all entries in each bin, from −REACH to REACH standard deviations about the mean, "moved"
     the part that would have to change its bin for one peak, and "peak" where that is then, in standard deviations.
@@ -193,7 +188,8 @@ def judge(x: Tensor, summary: Mapping[str, float]) -> Row:
     moved, peak = float(np.abs(best - share).sum()) / 2, float(MIDDLES[best.argmax()]) + mean / std
     one_peak = moved <= 0.03 and abs(peak) <= 0.5 and abs(summary["skewness"]) < 1
     bell = one_peak and summary["ks_distance"] <= 0.1 and summary["excess_kurtosis"] > -1
-    return {"moved": moved, "peak": peak, "one_peak": one_peak, "bell_shaped": bell, "histogram": share}
+    histogram = " ".join(f"{part:.4g}" for part in share)
+    return {"moved": moved, "peak": peak, "one_peak": one_peak, "bell_shaped": bell, "histogram": histogram}
 
 
 def unimodal(share: NDArray[np.float64], peak: int) -> NDArray[np.float64]:
@@ -209,24 +205,21 @@ def contraction(u: Tensor, density: float) -> tuple[int, float]:
     return len(chosen), float(rest.double().square().sum() / u.double().square().sum())
 
 
-def parts(recorded: Mapping[str, Any], what: str, step: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole model's "u" or "gradient" and each layer's, in the order of the model."""
-    flat = recorded[what][step]
-    yield WHOLE, flat
+def parts(recorded: Mapping[str, Any], step: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield u of the whole model and of each layer, in the order of the model."""
+    u = recorded["u"][step]
+    yield WHOLE, u
     for name, (start, stop) in reversed(recorded["layers"].items()):
-        yield name, flat[start:stop]
+        yield name, u[start:stop]
 
 
 def distribution_rows(sparse: Mapping[str, Any], dense: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield how u is distributed, a row per step and layer."""
+    """Yield how u is distributed, a row per step and layer; u of dense training is its gradient."""
     for step in SHOWN:
-        trio = (parts(sparse, "u", step), parts(sparse, "gradient", step), parts(dense, "gradient", step))
-        for (name, u), (_, own), (_, other) in zip(*trio, strict=True):
-            summary = summarize(u)
+        for (name, u), (_, gradient) in zip(parts(sparse, step), parts(dense, step), strict=True):
+            summary, std = summarize(u), summarize(gradient)["std"]
             row = {"kind": "distribution", "step": step, "layer": name, "numel": u.numel(), **summary}
-            for key, gradient in (("dense", other), ("own", own)):
-                std = summarize(gradient)["std"]
-                row |= {f"{key}_gradient_std": std, f"times_{key}_std": summary["std"] / std if std else math.nan}
+            row |= {"dense_gradient_std": std, "times_dense_std": summary["std"] / std if std else math.nan}
             if u.numel() >= LEAST and summary["std"] > 0:
                 row |= judge(u, summary)
             yield row
@@ -235,7 +228,7 @@ def distribution_rows(sparse: Mapping[str, Any], dense: Mapping[str, Any]) -> It
 def contraction_rows(sparse: Mapping[str, Any]) -> Iterator[Row]:
     """Yield what the k largest entries leave behind, a row per step, layer and density, if it is within the bound."""
     for step in sparse["u"]:
-        for name, u in parts(sparse, "u", step):
+        for name, u in parts(sparse, step):
             for density in DENSITIES:
                 if not u.any():
                     continue
@@ -263,7 +256,7 @@ def verdict(rows: Sequence[Row]) -> Iterator[str]:
     yield f"u is bell-shaped: {tally(judged['layer'], judged['bell_shaped'])}"
     yield f"u is wider than dense's gradient, after step 1: {tally(later['layer'], later['times_dense_std'] > 1)}"
     by_step = judged.groupby("step")[["bell_shaped", "ks_distance", "excess_kurtosis"]].agg(["min", "max", "sum"])
-    whole = shapes[shapes["layer"] == WHOLE].set_index("step")[["times_dense_std", "times_own_std"]]
+    whole = shapes[shapes["layer"] == WHOLE].set_index("step")["times_dense_std"]
     yield f"Layers:\n{by_step.to_string()}\nWhole model:\n{whole.to_string()}"
     for density, mine in left.groupby("density"):
         yield f"Top k at density {density:g}, of normal numbers {of_normal(density):.4f}; whole model:"
@@ -277,15 +270,6 @@ def tally(layers: pd.Series, held: pd.Series) -> str:
     held = held.astype(bool)
     names = ", ".join(f"{name} {count}" for name, count in layers[~held].value_counts().items())
     return f"{held.sum()} of {len(held)} layers x steps" + (f" (not: {names})" if names else "")
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows to a CSV file, without layers' contractions at steps that are not shown."""
-    rows = [row for row in rows if row["layer"] == WHOLE or row["step"] in SHOWN]
-    for row in rows:
-        if "histogram" in row:
-            row["histogram"] = " ".join(f"{share:.4g}" for share in row["histogram"])
-    results.save(path, rows, digits=6)
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
@@ -355,8 +339,6 @@ def draw_contraction(panels: Sequence[Any], rows: pd.DataFrame) -> None:
         curve = shapes[shapes["layer"] == name]
         style = {"color": "C0", "lw": 2, "label": WHOLE} if name == WHOLE else {"color": "0.8", "lw": 0.5}
         panels[-1].plot(curve["step"], curve["times_dense_std"], **style)
-    own = shapes[shapes["layer"] == WHOLE]
-    panels[-1].plot(own["step"], own["times_own_std"], "C1--", label="by its own gradient's")
     panels[-1].axhline(1, color="k")
     panels[-1].set(xscale="log", yscale="log", xlabel="step", title="std of u by that of dense's gradient")
     panels[-1].legend(fontsize=7, title="grey: every layer", title_fontsize=7)
@@ -369,7 +351,7 @@ def observe(workload: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         sparse = train(workload, "topk", looks, Path(folder) / "topk")
         dense = train(workload, "dense", SHOWN, Path(folder) / "dense")
-    if not torch.equal(sparse["gradient"][1], dense["gradient"][1]):
+    if not torch.equal(sparse["u"][1], dense["u"][1]):
         raise RuntimeError(f"{workload}: the two trainings did not start from the same weights and data.")
     rows = [*distribution_rows(sparse, dense), *contraction_rows(sparse)]
     losses = {f"{name}_loss": float(np.mean(run["loss"][-20:])) for name, run in (("topk", sparse), ("dense", dense))}
@@ -382,15 +364,13 @@ def observe(workload: str) -> list[Row]:
 
 def main() -> None:
     """Train, check, write and say what held; or only draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default: benchmarks/results")
-    parser.add_argument("--figure", action="store_true", help="only draw")
-    args = parser.parse_args()
+    args = results.command_line(__doc__).parse_args()
     path = args.out / "observations.csv"
     if not args.figure:
         quiet()
         torch.set_num_threads(1)
-        write(path, [row for name in WORKLOADS for row in observe(name)])
+        rows = [row for name in WORKLOADS for row in observe(name)]
+        results.save(path, [row for row in rows if row["layer"] == WHOLE or row["step"] in SHOWN], digits=6)
     draw(results.load(path), path.with_suffix(".png"))
 
 

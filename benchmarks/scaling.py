@@ -9,7 +9,6 @@ off it is. Efficiency is the time of a step without communication over that of a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from pathlib import Path
@@ -20,7 +19,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from benchmarks.harness import results
-from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
 from benchmarks.harness.shapes import COMPUTE_SECONDS, shapes
 from benchmarks.network import BUSY
@@ -109,14 +108,8 @@ def published(name: str, workers: int, contestant: str) -> float | str:
     return round(known[contestant] / 100, 4) if contestant in known else ""
 
 
-def main() -> None:
-    """Fit, check, and write the table and the figure."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="of the CSV files. Default: benchmarks/results")
-    folder = parser.parse_args().folder
-
+def compute(folder: Path) -> None:
+    """Fit the model, check it, print how far off it is, and write the table."""
     runs = [run for run in read(folder / "network_paced.csv") if run["busy"] <= BUSY and run["workload"] in MODELS]
     if not (fitted := [run for run in runs if (run["workload"], run["workers"]) in FITTED_TO]):
         raise SystemExit(f"{folder / 'network_paced.csv'} holds no run of {FITTED_TO}: measure these first.")
@@ -149,7 +142,6 @@ def main() -> None:
         modelled = run["none"] + exposed(run, values)
         add(run, "extrapolated", modelled, modelled)
     results.save(folder / "scaling.csv", rows)
-    draw(results.load(folder / "scaling.csv"), folder / "scaling.png")
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
@@ -179,6 +171,15 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         handles += panel.plot([], [], color="0.3", ls="", marker=marker, label=label)
     figure.legend(handles=handles, loc="outside lower center", ncols=9)
     plots.write(figure, path)
+
+
+def main() -> None:
+    """Compute, and draw."""
+    args = results.command_line(__doc__).parse_args()
+    folder = args.out
+    if not args.figure:
+        compute(folder)
+    draw(results.load(folder / "scaling.csv"), folder / "scaling.png")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import functools
 import itertools
 import multiprocessing
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,16 +40,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import results
-from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.results import Row
 from benchmarks.harness.timing import cold, eviction, in_turns
 from lightning_sparse import METHODS, method
-from lightning_sparse.compressors import GaussianK, RandK, Sparsifier, TopK
+from lightning_sparse.compressors import GaussianK, Sparsifier
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
 
-CPU, CUDA = RESULTS / "selection_cpu.csv", RESULTS / "selection_cuda.csv"
+CPU, CUDA = "selection_cpu.csv", "selection_cuda.csv"
 CASE = ["part", "input", "numel", "density"]
 LIMITS = {400_000_000: 1.4, 100_000_000: 1.6, 25_000_000: 2.5}
 """Elements to the floors that a step with TopK may take; by a CUDA graph, where launches count."""
@@ -71,11 +71,13 @@ SELECTIONS: dict[str, Select] = {
     "torch.sort": lambda u, density: u.abs().sort(descending=True).indices[: count(u, density)],
     "numpy partition": numpy_partition,
     "GaussianK as published": lambda u, density: GaussianK(density, refine="paper").select(u),
-    "TopK": lambda u, density: TopK(density).select(u),
-    "GaussianK": lambda u, density: GaussianK(density).select(u),
-    "RandK": lambda u, density: RandK(density).select(u),
 }
-ON_CPU = [name for name in SELECTIONS if name != "torch.sort"]
+ON_CPU = {
+    "selection": ["torch.topk", "numpy partition", "GaussianK as published", "TopK", "GaussianK", "RandK"],
+    "step": ["torch.topk", "GaussianK as published", "TopK", "GaussianK"],
+    "hostile": ["torch.topk", "TopK", "GaussianK"],
+}
+ON_CUDA = ["torch.topk", "torch.sort", "GaussianK as published", "TopK", "GaussianK", "RandK"]
 INPUTS: dict[str, Callable[[int], Tensor]] = {
     "Gaussian": torch.randn,
     "constant": lambda numel: torch.full((numel,), -0.25),
@@ -158,32 +160,60 @@ class Step:
             raise SystemExit(f"The step with {name} keeps the wrong rest: no times for that.")
 
 
+def sparsifiers(density: float) -> dict[str, Sparsifier]:
+    """Return one of each kind that a method uses."""
+    found = (method(name).compressor for name in METHODS)
+    return {
+        type(compressor).__name__: dataclasses.replace(compressor, density=density)
+        for compressor in found
+        if isinstance(compressor, Sparsifier)
+    }
+
+
+def selector(name: str, density: float) -> Callable[[Tensor], Tensor]:
+    """Return the selection of a contestant."""
+    ours = sparsifiers(density)
+    return ours[name].select if name in ours else functools.partial(SELECTIONS[name], density=density)
+
+
+def checked(part: str, names: list[str], data: Tensor, density: float) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield selections of `data`, or whole steps with it, after their check."""
+    for name in names:
+        with skipped_if_out_of_memory(name):
+            if part == "step":
+                step = Step(data, density, sparsifiers(density).get(name) or SELECTIONS[name])
+                for _ in range(2):
+                    step.check(name)
+                yield name, step
+            else:
+                select = selector(name, density)
+                check(name, data, select(data), density)
+                yield name, functools.partial(select, data)
+
+
+@contextlib.contextmanager
+def skipped_if_out_of_memory(name: str) -> Iterator[None]:
+    """Leave out a contestant for which there is not enough memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        print(f"{name}: not enough memory")
+        torch.cuda.empty_cache()
+
+
 # On the CPU.
 
 
-def selection(u: Tensor, density: float, names: list[str], repetitions: int) -> list[Row]:
-    """Check selections of one vector, and time them beside reading it once and adding it once."""
-    e = torch.zeros_like(u)
-    contestants: dict[str, Callable[[], object]] = {"read (sum)": u.sum, "add_": lambda: e.add_(u)}
-    for name in names:
-        check(name, u, SELECTIONS[name](u, density), density)
-        contestants[name] = functools.partial(SELECTIONS[name], u, density)
-    return in_turns(contestants, repetitions)
-
-
-def steps(grad: Tensor, density: float, repetitions: int) -> list[Row]:
-    """Check and time whole steps of error feedback."""
-    e = torch.zeros_like(grad)
-    contestants: dict[str, Callable[[], object]] = {"add_": lambda: e.add_(grad)}
-    for name, select in {
-        **{name: SELECTIONS[name] for name in ("torch.topk", "GaussianK as published")},
-        "TopK": TopK(density),
-        "GaussianK": GaussianK(density),
-    }.items():
-        step = Step(grad, density, select)
-        step.check(name)
-        contestants[name] = step
-    return in_turns(contestants, repetitions)
+def in_memory(part: str, data: Tensor, density: float, repetitions: int) -> list[Row]:
+    """Check and time selections of `data`, or whole steps with it, beside reading it once and adding it once."""
+    e = torch.zeros_like(data)
+    contestants: dict[str, Callable[[], object]] = {"read (sum)": data.sum, "add_": lambda: e.add_(data)}
+    rows = in_turns(contestants | dict(checked(part, ON_CPU[part], data, density)), repetitions)
+    for base, column in (("read (sum)", "times_read"), ("add_", "times_add")):
+        bases = {row["cache"]: row["ms"] for row in rows if row["contestant"] == base}
+        for row in rows:
+            row[column] = round(row["ms"] / bases[row["cache"]], 2)
+    return rows
 
 
 def memory(name: str, numel: int, density: float) -> int:
@@ -193,20 +223,20 @@ def memory(name: str, numel: int, density: float) -> int:
         found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return 1024 * int(found[1]) if found else 0
 
-    u = torch.randn(numel)
-    SELECTIONS[name](torch.randn(70_000), density)  # starts threads, loads code
+    u, select = torch.randn(numel), selector(name, density)
+    select(torch.randn(70_000))  # starts threads, loads code
     if hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(0)  # memory that is free already must not hide what is needed
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
-    SELECTIONS[name](u, density)
+    select(u)
     return status("VmHWM") - before
 
 
 def memories(numel: int, density: float) -> list[Row]:
     """Measure the memory of each selection in a process of its own."""
     rows = []
-    for name in ON_CPU:
+    for name in ON_CPU["selection"]:
         with multiprocessing.get_context("spawn").Pool(1) as process:
             peak = process.apply(memory, (name, numel, density))
         rows.append({"contestant": name, "extra_bytes": peak, "extra_share": peak / (4 * numel)})
@@ -215,46 +245,23 @@ def memories(numel: int, density: float) -> list[Row]:
 
 def on_cpu(arguments: argparse.Namespace) -> None:
     """Measure, print and write what was asked for, case by case."""
-    repetitions, hostile = arguments.repetitions, ["torch.topk", "TopK", "GaussianK"]
+    repetitions = arguments.repetitions
     for numel, density in itertools.product(arguments.numel or [1_000_000, 10_000_000, 25_000_000], arguments.density):
         for part, name in itertools.product(arguments.parts, INPUTS):
             if (part == "hostile") == (name == "Gaussian"):
                 continue
             if part == "memory":
                 rows = memories(numel, density)
-            elif part == "step":
-                rows = steps(INPUTS[name](numel), density, repetitions)
             else:
-                names = hostile if part == "hostile" else ON_CPU
-                rows = selection(INPUTS[name](numel), density, names, repetitions)
+                rows = in_memory(part, INPUTS[name](numel), density, repetitions)
             print(f"\n{part}, {name}, {numel:,} elements, density {density}")
-            print(pd.DataFrame(times_of(rows)).to_string(), flush=True)
+            print(pd.DataFrame(rows).to_string(), flush=True)
             case = dict(zip(CASE, (part, name, numel, density), strict=True))
             more = {"repetitions": repetitions, "threads": torch.get_num_threads()} | results.origin("numpy")
-            results.save(arguments.out / CPU.name, [case | row | more for row in rows], CASE, digits=4)
-
-
-def times_of(rows: list[Row]) -> list[Row]:
-    """Add how many times reading, and adding, the vector each contestant took, with the same state of the caches."""
-    for base, column in (("read (sum)", "times_read"), ("add_", "times_add")):
-        bases = {row["cache"]: row["ms"] for row in rows if row["contestant"] == base}
-        for row in rows:
-            if row.get("cache") in bases:
-                row[column] = round(row["ms"] / bases[row["cache"]], 2)
-    return rows
+            results.save(arguments.out / CPU, [case | row | more for row in rows], CASE, digits=4)
 
 
 # On CUDA, or, as a rehearsal, on the CPU.
-
-
-def sparsifiers(density: float) -> dict[str, Sparsifier]:
-    """Return one of each kind that a method uses."""
-    found = (method(name).compressor for name in METHODS)
-    return {
-        type(compressor).__name__: dataclasses.replace(compressor, density=density)
-        for compressor in found
-        if isinstance(compressor, Sparsifier)
-    }
 
 
 def scratch(run: Callable[[], object], numel: int) -> float:
@@ -269,41 +276,20 @@ def on_device(numel: int, density: float, repetitions: int, device: str) -> list
     """Check and time selections and whole steps."""
     cuda, other = device == "cuda", eviction(device) if device == "cuda" else torch.empty(1)
     grad = torch.randn(numel, device=device)
-    contestants: Mapping[str, Select | Sparsifier] = {
-        **{name: SELECTIONS[name] for name in ("torch.topk", "torch.sort", "GaussianK as published")},
-        **sparsifiers(density),
-    }
     copied = cold(functools.partial(torch.empty_like(grad).copy_, grad), repetitions, other)
     rows: list[Row] = [{"part": "copy", "contestant": "copy_", **copied, "bytes_per_s": 8e3 * numel / copied["ms"]}]
-    for name, select in contestants.items():
-        with skipped_if_out_of_memory(name):
-            choose = select.select if isinstance(select, Sparsifier) else functools.partial(select, density=density)
-            check(name, grad, choose(grad), density)
-            rows.append({"part": "selection", "contestant": name} | cold(lambda f=choose: f(grad), repetitions, other))
-    for name, select in contestants.items():
-        with skipped_if_out_of_memory(name):
-            step = Step(grad, density, select)
-            for _ in range(2):
-                step.check(name)
-            row = cold(step, repetitions, other) | ({"scratch": scratch(step, numel)} if cuda else {})
-            rows.append({"part": "step", "contestant": name} | row)
-            if cuda and name in ("TopK", "GaussianK"):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    step()
-                row = cold(graph.replay, repetitions, other)
-                rows.append({"part": "step", "contestant": f"{name}, CUDA graph"} | row)
+    for part in ("selection", "step"):
+        for name, run in checked(part, ON_CUDA, grad, density):
+            rows.append({"part": part, "contestant": name} | cold(run, repetitions, other))
+            if cuda and part == "step":
+                rows[-1]["scratch"] = scratch(run, numel)
+                if name in ("TopK", "GaussianK"):
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        run()
+                    row = cold(graph.replay, repetitions, other)
+                    rows.append({"part": part, "contestant": f"{name}, CUDA graph"} | row)
     return compared(rows, numel, density)
-
-
-@contextlib.contextmanager
-def skipped_if_out_of_memory(name: str) -> Iterator[None]:
-    """Leave out a contestant for which there is not enough memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        print(f"{name}: not enough memory")
-        torch.cuda.empty_cache()
 
 
 def compared(rows: list[Row], numel: int, density: float) -> list[Row]:
@@ -337,8 +323,8 @@ def report_on_device(arguments: argparse.Namespace) -> None:
             case = {"numel": numel, "density": density, "repetitions": arguments.repetitions}
             measured += [case | row | results.device() for row in rows]
     if device == "cuda":
-        results.save(arguments.out / CUDA.name, measured, digits=4)
-        draw(arguments.out / CUDA.name)
+        results.save(arguments.out / CUDA, measured, digits=4)
+        draw(arguments.out / CUDA)
 
 
 def draw(path: Path) -> None:
@@ -363,23 +349,18 @@ def draw(path: Path) -> None:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.command_line(__doc__)
     parser.add_argument("--numel", type=int, nargs="+", help="default: 1 M, 10 M, 25 M; on CUDA up to 400 M")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01])
-    parts = ["selection", "step", "hostile", "memory"]
+    parts = [*ON_CPU, "memory"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=[*parts, "cuda"])
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--threads", type=int, help="default: torch's own choice")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default: benchmarks/results")
-    parser.add_argument("--figure", action="store_true", help="only draw")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     if arguments.figure:
-        for name in (CPU.name, CUDA.name):
-            if (arguments.out / name).exists():
-                draw(arguments.out / name)
+        for path in (arguments.out / CPU, arguments.out / CUDA):
+            if path.exists():
+                draw(path)
     elif "cuda" in arguments.parts:
         report_on_device(arguments)
     else:

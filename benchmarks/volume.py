@@ -20,7 +20,6 @@ The step is the first, the most expensive: OkTopK agrees on its regions in one o
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import results
-from benchmarks.harness.results import RESULTS, Row
+from benchmarks.harness.results import Row
 from lightning_sparse import METHODS, Comm, Method, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import TopK
@@ -47,7 +46,7 @@ scalecom: the leader of the step is the busiest. 8 a node: what leaves the node,
 
 
 class Published(NamedTuple):
-    """Words of 4 bytes that a rank sends according to a paper: the formula as text, and as a function of d, k and P."""
+    """Words of 4 bytes that a rank sends according to a paper: as text, and as a function of d, k and P."""
 
     formula: str
     words: Callable[[float, float, float], float]
@@ -133,11 +132,9 @@ def draw(folder: Path) -> None:
             mine = table[(table["method"] == name) & table["index_format"].isin(["", form])]
             if mine.empty:
                 continue
-            color, ranks, label = plots.line(name)["color"], mine["ranks"], name
-            if form == "int32":
-                label, line = f"{name}: {published.formula}", 4 * mine["published_words"]
-            else:
-                line = mine["announced_bytes"]
+            color, ranks = plots.line(name)["color"], mine["ranks"]
+            label = f"{name}: {published.formula}" if form == "int32" else name
+            line = 4 * mine["published_words"] if form == "int32" else mine["announced_bytes"]
             hidden = form == "int32" and name == "gaussiank"  # the line of topk
             panel.plot(ranks, line / unit, color=color, linewidth=0 if hidden else 1.2, alpha=0.8)
             for column, fill in (("mean_bytes", "none"), ("busiest_bytes", color)):
@@ -149,12 +146,10 @@ def draw(folder: Path) -> None:
         panel.set(xscale="log", yscale="log", xlabel="workers P", xticks=RANKS, xticklabels=map(str, RANKS))
         panel.set_xlim(1.8, 64 * 5.5 if form == "int32" else 64 * 3)
         panel.minorticks_off()
-    panels[0].set(ylabel="words of 4 bytes, divided by k")
-    panels[0].set_title("int32 indices, fp32 values\nlines: the papers' formulas")
-    panels[1].set(ylabel="kB")
-    panels[1].set_title(
-        "as sent by default: compact indices, fp32 values\nlines: what the methods announce, without headers"
-    )
+    title = "int32 indices, fp32 values\nlines: the papers' formulas"
+    panels[0].set(ylabel="words of 4 bytes, divided by k", title=title)
+    title = "as sent by default: compact indices, fp32 values\nlines: what the methods announce, without headers"
+    panels[1].set(ylabel="kB", title=title)
     figure.suptitle(f"Sent by a worker in a step: {numel:,} elements, k = {k:,}")
     figure.supxlabel(CAPTION, fontsize=8)
     plots.write(figure, folder / "volume.png")
@@ -162,13 +157,9 @@ def draw(folder: Path) -> None:
 
 def main() -> None:
     """Measure and draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = results.command_line(__doc__)
     parser.add_argument("--numel", type=int, default=1_000_000, help="elements of the one segment, default 1 M")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of workers, default 2 to 64")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default benchmarks/results")
-    parser.add_argument("--figure", action="store_true", help="measure nothing, draw the figure of the CSV file")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the ranks are threads
     if not args.figure:

@@ -1,15 +1,17 @@
 """The language model benchmark: its pure parts, and all contestants for some steps."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.harness import results
 from benchmarks.harness.baselines import RANK
 from benchmarks.harness.ranks import check_weights
-from benchmarks.language import LENGTH, METHODS, Run, missing_rates, neighbour, steps_to
-from benchmarks.language_rank import Trainee, factor
+from benchmarks.harness.results import RESULTS
+from benchmarks.language import LENGTH, METHODS, TRIED, Run, Trainee, factor, missing_runs
 from examples.models.gpt import GPT
 from tests.processes import run_ranks
 
@@ -23,28 +25,14 @@ def test_rate_rises_for_a_tenth_and_ends_at_zero() -> None:
     assert max(factor(step, 40) for step in range(41)) <= 1
 
 
-def test_rates_stand_in_one_series() -> None:
-    rates = [0.01]
-    for _ in range(6):
-        rates.append(neighbour(rates[-1], 1))
-    assert rates == [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
-    assert [neighbour(rate, -1) for rate in rates[1:]] == rates[:-1]
-
-
-def test_search_goes_on_beyond_the_grid_until_the_best_has_neighbours() -> None:
-    grid = (0.1, 0.2, 0.5)
-    assert missing_rates({}, grid) == [0.1, 0.2, 0.5]
-    assert missing_rates({0.1: 3.0}, grid) == [0.2, 0.5]
-    assert missing_rates({0.1: 3.0, 0.2: 2.0, 0.5: 2.5}, grid) == []
-    assert missing_rates({0.1: 3.0, 0.2: 2.0, 0.5: 1.0}, grid) == [1.0]
-    assert missing_rates({0.1: 1.0, 0.2: 2.0, 0.5: float("inf")}, grid) == [0.05]
-
-
-def test_target_is_reached_between_two_evaluations() -> None:
-    rows = [{"step": step, "val_loss": loss} for step, loss in [(0, 5.0), (50, 3.0), (100, 2.0), (150, 2.8)]]
-    assert steps_to(2.5, rows) == 75
-    assert steps_to(2.0, rows) == 100
-    assert steps_to(1.9, rows) == float("inf")
+def test_every_contestant_is_compared_at_full_length_and_only_what_is_missing_is_trained(tmp_path: Path) -> None:
+    assert list(TRIED) == [(optimizer, method) for optimizer, methods in METHODS.items() for method in methods]
+    assert all(rates["final"] for rates in TRIED.values())
+    assert missing_runs(RESULTS / "language.csv") == []
+    runs = missing_runs(tmp_path / "language.csv")
+    assert len(runs) == len(set(runs)) == sum(len(rates) for parts in TRIED.values() for rates in parts.values())
+    results.save(tmp_path / "language.csv", [runs[0]._asdict()])
+    assert missing_runs(tmp_path / "language.csv") == runs[1:]
 
 
 def train_each(rank: int) -> list[tuple[str, float, float, int]]:
@@ -63,8 +51,8 @@ def train_each(rank: int) -> list[tuple[str, float, float, int]]:
 
 
 def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.language_rank.BATCH_SIZE", 1)
-    monkeypatch.setattr("benchmarks.language_rank.VAL_SEQUENCES", 2)
+    monkeypatch.setattr("benchmarks.language.BATCH_SIZE", 1)
+    monkeypatch.setattr("benchmarks.language.VAL_SEQUENCES", 2)
     answers, others = run_ranks(2, train_each, patience=200)
     assert answers == others
     shapes = [tuple(parameter.shape) for parameter in GPT(context=LENGTH).parameters()]

@@ -47,7 +47,7 @@ def test_bells_are_told_from_other_shapes(sample, one_peak, bell_shaped):
     x = sample()
     found = judge(x, summarize(x))
     assert (found["one_peak"], found["bell_shaped"]) == (one_peak, bell_shaped)
-    assert found["histogram"].sum() <= 1 + 1e-9
+    assert sum(map(float, found["histogram"].split())) <= 1 + 1e-3  # four digits each
 
 
 def test_flat_is_no_bell():
@@ -76,17 +76,16 @@ def test_contraction_of_normal_numbers(density):
 
 
 def recording(scale):
-    u = {step: scale * torch.randn(3000) for step in SHOWN}
-    return {"layers": {"b": (0, 1000), "a": (1000, 3000)}, "u": u, "gradient": {step: u[step] / 2 for step in SHOWN}}
+    return {"layers": {"b": (0, 1000), "a": (1000, 3000)}, "u": {step: scale * torch.randn(3000) for step in SHOWN}}
 
 
 def test_rows_and_verdict():
-    sparse, dense = recording(4.0), recording(2.0)
-    assert [(name, part.numel()) for name, part in parts(sparse, "u", 1)] == [(WHOLE, 3000), ("a", 2000), ("b", 1000)]
+    sparse, dense = recording(4.0), recording(1.0)
+    assert [(name, part.numel()) for name, part in parts(sparse, 1)] == [(WHOLE, 3000), ("a", 2000), ("b", 1000)]
     rows = [*distribution_rows(sparse, dense), *contraction_rows(sparse)]
-    widths = [(row["times_dense_std"], row["times_own_std"]) for row in rows if row["kind"] == "distribution"]
+    widths = [row["times_dense_std"] for row in rows if row["kind"] == "distribution"]
     assert len(widths) == 3 * len(SHOWN)
-    assert all(width == pytest.approx((4, 2), rel=0.2) for width in widths)
+    assert all(width == pytest.approx(4, rel=0.2) for width in widths)
     lines = list(verdict(rows))
     assert "u is bell-shaped: 10 of 10 layers x steps" in lines
     assert "u is wider than dense's gradient, after step 1: 8 of 8 layers x steps" in lines
@@ -113,16 +112,18 @@ def test_tally_names_the_layers_that_failed():
 def test_look_sees_gradient_and_residual(name):
     def rank(comm):
         reducer = Reducer(method(name) if name == "dense" else method(name, density=0.1), comm, granularity="model")
-        looks = []
+        looks, norms = [], []
         for step in range(3):
             torch.manual_seed(10 * step + comm.rank)
             looks.append(Look())
             reducer.observers = [looks[-1]]
-            reducer.reduce_({"w": torch.randn(50), "b": torch.randn(10)})
-        return looks, reducer.states[0].get("residual")
+            grads = {"w": torch.randn(50), "b": torch.randn(10)}
+            norms.append(torch.cat([*grads.values()]).norm())
+            reducer.reduce_(grads)
+        return looks, norms, reducer.states[0].get("residual")
 
-    (looks, residual), _ = simulate(2, rank)
-    widened = looks[-1].u.norm() > looks[-1].gradient.norm()
+    (looks, norms, residual), _ = simulate(2, rank)
+    widened = looks[-1].u.norm() > norms[-1] * 1.001
     assert bool(widened) == (name == "topk")
     if residual is not None:
         rest = looks[-1].u.clone()

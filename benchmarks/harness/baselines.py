@@ -1,14 +1,13 @@
 """Ways to average gradients: stock DDP, its hooks, the usual top-k, seldom averaging, and our methods.
 
 `CONTESTANTS["topk"].wrap(model, Options())` makes a model ready for one of them, on every rank of a gloo process group.
-Importing this module does not import Lightning; wrapping a model for one of our methods does.
 """
 
 # No `from __future__ import annotations` here: DDP looks at a hook's annotations and refuses strings.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,21 +15,22 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from lightning_sparse import Reducer
+from lightning_sparse import ProcessGroupComm, Reducer, attach, method
+from lightning_sparse.aggregators import TwoLevel
 
 RANK = 4
 """Rank of the factors that PowerSGD sends."""
 
 Bucket = dist.GradBucket  # type: ignore[attr-defined]
 Averaged = torch.futures.Future[Tensor]
+AS_OURS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
+"""Options of DDP, as our strategies set them."""
 
 
 class Options(NamedTuple):
-    """The sparse contestants' density, the size of DDP's buckets for our methods, and how many ranks share a link."""
+    """The sparse contestants' density, and how many ranks share a link."""
 
     density: float = 0.001
-    bucket_cap_mb: float = 25
     ranks_per_host: int = 1
 
 
@@ -49,7 +49,7 @@ class Wrapped:
 
     module: nn.Module
     residuals: Callable[[], dict[str, Tensor]] = dict
-    reducer: "Reducer | None" = None
+    reducer: Reducer | None = None
     all_reduced: Callable[[int], int] | None = None
     every: int = 1
     averages: bool = False
@@ -75,12 +75,11 @@ Wrap = Callable[[nn.Module, Options], Wrapped]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to communicate.
+    """A way to communicate: how a model is made ready for it, and what is checked.
 
     Attributes:
         wrap: makes a model ready.
-        tolerance: distance allowed from the single-process reference, relative to the reference's step; None if the
-            contestant is not dense.
+        tolerance: of dense contestants: distance allowed from one process, relative to the step.
         check_steps: steps over which gradients must balance; they are the warm-up too.
         sparse: whether few entries are handed out: at most P·⌈4k/3⌉.
         alone: ranks do not communicate at all.
@@ -98,9 +97,12 @@ def size(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Return DDP around a model that is equal on all ranks, so that nothing has to be sent for that."""
-    return DistributedDataParallel(model, init_sync=False, **options)
+def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **options: Any) -> DistributedDataParallel:
+    """Return DDP, with a hook, around a model that is equal on all ranks, so that nothing has to be sent for that."""
+    ddp = DistributedDataParallel(model, init_sync=False, **options)
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
+    return ddp
 
 
 def completed(result: Tensor) -> Averaged:
@@ -110,15 +112,9 @@ def completed(result: Tensor) -> Averaged:
     return future
 
 
-def _idle_hook(model: nn.Module, options: Options) -> Wrapped:
-    """DDP with a hook that returns every bucket unchanged: the cost of buckets without communication."""
-    ddp = data_parallel(model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=True)
-
-    def hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
-        return completed(bucket.buffer())
-
-    ddp.register_comm_hook(None, hook)
-    return Wrapped(ddp)
+def idle_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
+    """Return every bucket unchanged: the cost of buckets without communication."""
+    return completed(bucket.buffer())
 
 
 def bf16_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
@@ -130,56 +126,43 @@ def bf16_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # t
 
 
 def _half(hook: Any) -> Wrap:
-    def wrap(model: nn.Module, options: Options) -> Wrapped:
-        ddp = data_parallel(model)
-        ddp.register_comm_hook(None, hook)
-        return Wrapped(ddp, all_reduced=lambda steps: 2 * size(model) * steps)
-
-    return wrap
+    return lambda model, options: Wrapped(data_parallel(model, hook), all_reduced=lambda steps: 2 * size(model) * steps)
 
 
 def _powersgd(model: nn.Module, options: Options) -> Wrapped:
     # One bucket: with several, the hook's callbacks wait for each other on gloo's threads and never end. The hook asks
     # for two dense steps at first.
-    ddp = data_parallel(model, bucket_cap_mb=100_000)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
-    names = {id(param): name for name, param in model.named_parameters()}
     order: list[Tensor] = []
 
     def hook(state: powerSGD_hook.PowerSGDState, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
         order[:] = bucket.parameters()
         return powerSGD_hook.powerSGD_hook(state, bucket)
 
-    ddp.register_comm_hook(state, hook)
-
     def residuals() -> dict[str, Tensor]:
-        parts = state.error_dict[0].split([param.numel() for param in order])
-        return {names[id(param)]: part for param, part in zip(order, parts, strict=True)}
+        parts = dict(zip(order, state.error_dict[0].split([param.numel() for param in order]), strict=True))
+        return {name: parts[param] for name, param in model.named_parameters()}
 
     # The hook counts elements, and only after its dense steps.
     return Wrapped(
-        ddp, residuals, all_reduced=lambda steps: 4 * (size(model) * min(steps, 2) + state.compression_stats()[2])
+        data_parallel(model, hook, state, bucket_cap_mb=100_000),
+        residuals,
+        all_reduced=lambda steps: 4 * (size(model) * min(steps, 2) + state.compression_stats()[2]),
     )
 
 
 def _naive_topk(model: nn.Module, options: Options) -> Wrapped:
     """Top-k as it is usually written: torch.topk over each bucket, and two all-gathers within the hook."""
-    ddp = data_parallel(model)
-    names = {id(param): name for name, param in model.named_parameters()}
-    kept = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+    kept = {param: torch.zeros_like(param) for param in model.parameters()}
 
     def hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
-        u, ranks = bucket.buffer(), dist.get_world_size()
-        parts = [
-            (kept[names[id(param)]], grad) for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        ]
-        for residual, grad in parts:
-            grad.add_(residual)
+        u, grads, ranks = bucket.buffer(), bucket.gradients(), dist.get_world_size()
+        residuals = [kept[param] for param in bucket.parameters()]
+        torch._foreach_add_(grads, residuals)
         indices = u.abs().topk(max(1, int(options.density * u.numel()))).indices
         values = u[indices]
         u[indices] = 0
-        for residual, grad in parts:
-            residual.copy_(grad)
+        torch._foreach_copy_(residuals, grads)
         all_indices, all_values = ([torch.empty_like(part) for _ in range(ranks)] for part in (indices, values))
         dist.all_gather(all_indices, indices)
         dist.all_gather(all_values, values)
@@ -188,33 +171,25 @@ def _naive_topk(model: nn.Module, options: Options) -> Wrapped:
             u.index_add_(0, rank_indices, rank_values / ranks)
         return completed(u)
 
-    ddp.register_comm_hook(None, hook)
-    return Wrapped(ddp, lambda: kept)
+    return Wrapped(data_parallel(model, hook), lambda: {name: kept[param] for name, param in model.named_parameters()})
 
 
-def _ours(name: str, two_level: bool = False) -> Wrap:
+def _ours(name: str, two_level: bool = False) -> Contestant:
     def wrap(model: nn.Module, options: Options) -> Wrapped:
-        # Here, so that the other contestants run without waiting for Lightning's import on every rank.
-        from lightning_sparse import attach, method
-        from lightning_sparse.aggregators import TwoLevel
-
         chosen = method(name, density=options.density)
         if two_level:
             chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
-        # As our strategies do it.
-        ddp = data_parallel(model, bucket_cap_mb=options.bucket_cap_mb, gradient_as_bucket_view=True)
+        ddp = data_parallel(model, **AS_OURS)
         reducer = attach(ddp, chosen)
         return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
-    return wrap
+    return Contestant(wrap, check_steps=2, sparse=True)
 
 
 def _seldom(averages: bool) -> Wrap:
     """Dense, but so seldom that as many bytes are sent as by top-k: gradients added up, or weights averaged."""
 
     def wrap(model: nn.Module, options: Options) -> Wrapped:
-        from lightning_sparse import ProcessGroupComm, Reducer, method
-
         reducer = Reducer(method("topk", density=options.density), ProcessGroupComm())
         reducer.setup(dict(model.named_parameters()))
         every = round(reducer.routing.dense_nbytes / reducer.routing.nbytes(None))
@@ -225,7 +200,7 @@ def _seldom(averages: bool) -> Wrap:
 
 CONTESTANTS = {
     "none": Contestant(lambda model, options: Wrapped(model), alone=True),
-    "idle_hook": Contestant(_idle_hook, alone=True),
+    "idle_hook": Contestant(lambda model, options: Wrapped(data_parallel(model, idle_hook, **AS_OURS)), alone=True),
     "ddp": Contestant(
         lambda model, options: Wrapped(data_parallel(model), all_reduced=lambda steps: 4 * size(model) * steps),
         tolerance=1e-4,
@@ -234,13 +209,10 @@ CONTESTANTS = {
     "bf16": Contestant(_half(bf16_hook), tolerance=5e-2),
     "powersgd": Contestant(_powersgd, check_steps=4),
     "naive_topk": Contestant(_naive_topk, check_steps=2, sparse=True),
-    **{
-        name: Contestant(_ours(name), check_steps=2, sparse=True)
-        for name in ("topk", "gaussiank", "gtopk", "oktopk", "scalecom", "randk")
-    },
+    **{name: _ours(name) for name in ("topk", "gaussiank", "gtopk", "oktopk", "scalecom", "randk")},
     "ddp_accumulated": Contestant(_seldom(averages=False)),
     "local_sgd": Contestant(_seldom(averages=True)),
-    "topk_two_level": Contestant(_ours("topk", two_level=True), check_steps=2, sparse=True),
+    "topk_two_level": _ours("topk", two_level=True),
 }
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +32,13 @@ class Hosts(NamedTuple):
     """Where ranks run.
 
     Attributes:
-        start: starts the process of a rank: its number, arguments, environment, and a file for its stderr.
+        popen: starts a process of a rank, with options of `subprocess.Popen`.
         env: environment by which the ranks find each other.
         calibration: a row per measurement of the links; empty on loopback.
         links: description of the links, for a table.
     """
 
-    start: Callable[[int, list[str], dict[str, str], Path], subprocess.Popen[str]]
+    popen: Callable[..., subprocess.Popen[str]]
     env: dict[str, str]
     calibration: list[Record]
     links: str
@@ -61,16 +61,8 @@ def hosts(
         SystemExit: a link is more than 10 % off its rate.
     """
     if rate == "loopback":
-        with contextlib.ExitStack() as stack:
-
-            def start_here(rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
-                with log.open("w") as file:
-                    process = subprocess.Popen(argv, env=env, stderr=file, text=True)
-                stack.callback(end, [process])
-                return process
-
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": LOOPBACK}
-            yield Hosts(start_here, address, [], "none")
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": LOOPBACK}
+        yield Hosts(lambda rank, argv, **options: subprocess.Popen(argv, text=True, **options), address, [], "none")
         return
     slowed = f"{bits_per_second(rate) / dilate / 1e3:g}kbit" if dilate != 1 else rate
     with ShapedLinks(workers // ranks_per_host, slowed) as links:
@@ -84,13 +76,13 @@ def hosts(
                     f"its processors move?"
                 )
             rows.append({"rate": slowed, "burst": links.burst, **probe.row()})
-
-        def start_there(rank: int, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
-            with log.open("w") as file:
-                return links.popen(rank // ranks_per_host, argv, env=env, stderr=file)
-
         address = {"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE}
-        yield Hosts(start_there, address, rows, f"tbf {links.burst}, {links.congestion_control}")
+        yield Hosts(
+            lambda rank, argv, **options: links.popen(rank // ranks_per_host, argv, **options),
+            address,
+            rows,
+            f"tbf {links.burst}, {links.congestion_control}",
+        )
 
 
 def launch(
@@ -121,40 +113,40 @@ def launch(
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
         env = {**ENVIRONMENT, **os.environ, **where.env, "PYTHONPATH": path, "WORLD_SIZE": str(workers)}
         logs = [Path(folder, f"rank{rank}") for rank in range(workers)]
-        processes = [where.start(rank, argv, {**env, "RANK": str(rank)}, log) for rank, log in enumerate(logs)]
+        processes = []
         records: list[Record] = []
         reason, news, running = None, time.monotonic(), True
-        while running and reason is None:
-            time.sleep(0.1)
-            states = [process.poll() for process in processes]
-            running = None in states and not any(states)
-            for line in out.read_text().splitlines()[len(records) :]:
-                records.append(json.loads(line))
-                on_record(records[-1])
-                news = time.monotonic()
-            if any(states):
-                # One rank knows the reason and the others only miss it, in whatever order they end: show all.
-                time.sleep(2)
-                reason = "".join(
-                    f"\n    rank {rank} (status {process.poll()}): {last_line(logs[rank])}"
-                    for rank, process in enumerate(processes)
-                )
-            elif running and time.monotonic() - news > patience:
-                reason = f"no news for {patience:g} s"
-        end(processes)
-        return records, reason
-
-
-def end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """End processes, by force after three seconds."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
         try:
-            process.wait(timeout=3)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            for rank, log in enumerate(logs):
+                with log.open("w") as file:
+                    processes.append(where.popen(rank, argv, env={**env, "RANK": str(rank)}, stderr=file))
+            while running and reason is None:
+                time.sleep(0.1)
+                states = [process.poll() for process in processes]
+                running = None in states and not any(states)
+                for line in out.read_text().splitlines()[len(records) :]:
+                    records.append(json.loads(line))
+                    on_record(records[-1])
+                    news = time.monotonic()
+                if any(states):
+                    # One rank knows the reason and the others only miss it, in whatever order they end: show all.
+                    time.sleep(2)
+                    reason = "".join(
+                        f"\n    rank {rank} (status {process.poll()}): {last_line(logs[rank])}"
+                        for rank, process in enumerate(processes)
+                    )
+                elif running and time.monotonic() - news > patience:
+                    reason = f"no news for {patience:g} s"
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                try:
+                    process.wait(timeout=3)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        return records, reason
 
 
 def last_line(log: Path) -> str:

@@ -50,9 +50,9 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     return plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
 
 
-def write(figure: Any, path: Path) -> None:
-    """Write a figure to a PNG file."""
+def write(figure: Any, path: Path, **options: Any) -> None:
+    """Write a figure to a PNG file; `options` are those of `savefig`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, **options)
     plt.close(figure)
     print(path)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from benchmarks.harness.timing import Meter, elapsed_ms
 
 
 class WrongResult(RuntimeError):
@@ -42,6 +45,22 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def timed(step: Callable[[], object], count: int) -> dict[str, Any]:
+    """Take steps on all ranks together; return milliseconds, and per step bytes and processor time."""
+    dist.barrier()
+    with Meter() as meter:
+        times = [elapsed_ms(step) for _ in range(count)]
+        dist.barrier()
+    all_times, transmitted, own = zip(*gather((times, meter.transmitted, meter.own)), strict=True)
+    return {
+        # A step is over when its slowest rank is.
+        "ms": [max(column) for column in zip(*all_times, strict=True)],
+        "tx_bytes": max(transmitted) / count,
+        "cpu_ms": 1e3 * sum(own) / len(own) / count,
+        "foreign_load": meter.foreign_load(own),
+    }
 
 
 def check_weights(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import platform
@@ -16,6 +17,15 @@ import pandas as pd
 RESULTS = Path(__file__).parents[1] / "results"
 
 Row = dict[str, Any]
+
+
+def command_line(doc: str | None, figure: bool = True) -> argparse.ArgumentParser:
+    """Return a parser that prints a script's docstring as help; with `--out`, and `--figure` if the script draws."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default: benchmarks/results")
+    if figure:
+        parser.add_argument("--figure", action="store_true", help="measure nothing, draw what was measured")
+    return parser
 
 
 def load(path: Path) -> pd.DataFrame:
@@ -98,9 +108,7 @@ def device() -> Row:
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
-        "triton": installed("triton"),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
-        "python": platform.python_version(),
+        **origin("triton"),
     }

@@ -69,18 +69,17 @@ def burst(rate: str) -> str:
 
 def missing() -> str | None:
     """Say what this machine lacks for namespaces, or None."""
-    if sys.platform != "linux":
-        return "network namespaces need Linux"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if absent:
-        return f"{' and '.join(absent)} not found (package iproute2)"
+        return f"{' and '.join(absent)} not found (Linux, package iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
     name = f"{PREFIX}{os.getpid()}-{next(_names)}-try"
     # Root inside a container often may not; the only way to know is to try.
-    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
-    if made.returncode:
-        return f"`ip netns add` failed: {made.stderr.strip()}"
+    try:
+        _run(f"ip netns add {name}")
+    except RuntimeError as error:
+        return str(error)
     _run(f"ip netns del {name}")
     return None
 
@@ -131,8 +130,8 @@ class Probe:
 class ShapedLinks:
     """A context manager that makes the hosts and removes them again.
 
-    Removal happens also after an exception, SIGINT, SIGTERM or SIGHUP, and ends every process in the hosts, by its
-    process id. What a killed (SIGKILL) run left behind is removed at the next start.
+    Removal happens also after an exception, SIGINT, SIGTERM or SIGHUP, and ends every process in the hosts. What a
+    killed (SIGKILL) run left behind is removed at the next start.
 
     Args:
         hosts: number of hosts.
@@ -177,7 +176,7 @@ class ShapedLinks:
 
     @property
     def congestion_control(self) -> str:
-        """TCP's congestion control, which the hosts inherit from the machine."""
+        """TCP's congestion control on the hosts."""
         path = "/proc/sys/net/ipv4/tcp_congestion_control"
         return _run(f"ip netns exec {self._namespaces[0]} cat {path}").strip()
 
@@ -203,18 +202,20 @@ class ShapedLinks:
         receiver = self._end("receive", 0, self.hosts)
         assert receiver.stdout is not None
         receiver.stdout.readline()
-        rate, now = self.rate, 0
-        probes = [
-            Probe("600 KB", rate, 600_000, statistics.median(_seconds(self._end("send", 1, 600_000, 1, 9, now)))),
-            Probe("20 MB", rate, 20_000_000, *_seconds(self._end("send", 1, 20_000_000, 1, 1, now))),
-            Probe("50 KB messages", rate, 50_000 * stream, *_seconds(self._end("send", 1, 50_000, stream, 1, now))),
-        ]
+        probes = []
+        for name, size, count, repeat in (
+            ("600 KB", 600_000, 1, 9),
+            ("20 MB", 20_000_000, 1, 1),
+            ("50 KB messages", 50_000, stream, 1),
+        ):
+            seconds = _seconds(self._end("send", 1, size, count, repeat, 0))
+            probes.append(Probe(name, self.rate, size * count, statistics.median(seconds)))
         start = math.ceil(time.monotonic() + 0.5)
         senders = [self._end("send", host, share, 1, 1, start) for host in range(1, self.hosts)]
         slowest = max(max(_seconds(sender)) for sender in senders)
         receiver.terminate()
         receiver.communicate()
-        return [*probes, Probe("all to one, 20 MB", rate, share * (self.hosts - 1), slowest)]
+        return [*probes, Probe("all to one, 20 MB", self.rate, share * (self.hosts - 1), slowest)]
 
     def _end(self, end: str, host: int, *numbers: int) -> subprocess.Popen[str]:
         script = [sys.executable, "-S", __file__, end, self.address(0), *map(str, numbers)]
@@ -242,17 +243,11 @@ class ShapedLinks:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             for process in self._processes:
-                if process.poll() is None:
-                    process.terminate()
+                process.terminate()
+            for name in {*self._namespaces, self._switch}.intersection(_namespaces()):
+                _remove(name)
             for process in self._processes:
-                try:
-                    process.wait(timeout=3)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-            for name in (*self._namespaces, self._switch):
-                if name in _namespaces():
-                    _remove(name)
+                process.wait()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
         finally:
@@ -261,12 +256,8 @@ class ShapedLinks:
 
 def stale() -> list[str]:
     """Return the namespaces of programs that have ended without removing them."""
-    found = []
-    for name in _namespaces():
-        match = re.fullmatch(PREFIX + r"(\d+)-\d+-\w+", name)
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            found.append(name)
-    return found
+    matches = (re.fullmatch(PREFIX + r"(\d+)-\d+-\w+", name) for name in _namespaces())
+    return [match[0] for match in matches if match and not os.path.exists(f"/proc/{match[1]}")]
 
 
 def _namespaces() -> list[str]:
@@ -305,20 +296,19 @@ def _seconds(sender: subprocess.Popen[str]) -> list[float]:
 
 def _receive(address: str, backlog: int) -> None:
     """Serve connections for ever: read as many bytes as announced in eight, answer with one."""
-
-    def serve(connection: socket.socket) -> None:
-        buffer = bytearray(1 << 20)
-        while header := connection.recv(8, socket.MSG_WAITALL):
-            left = int.from_bytes(header, "big")
-            while left:
-                left -= connection.recv_into(buffer, min(left, len(buffer)))
-            connection.sendall(b"!")
-
     with socket.create_server((address, _PORT), backlog=backlog) as server:
         print("ready", flush=True)
         while True:
-            connection, _ = server.accept()
-            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+            threading.Thread(target=_answer, args=(server.accept()[0],), daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    buffer = bytearray(1 << 20)
+    while header := connection.recv(8, socket.MSG_WAITALL):
+        left = int.from_bytes(header, "big")
+        while left:
+            left -= connection.recv_into(buffer, min(left, len(buffer)))
+        connection.sendall(b"!")
 
 
 def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:

@@ -1,14 +1,18 @@
 """Parameter shapes of the models in the gTopK paper (arXiv 1901.04359) and of others; and how long a step takes.
 
-Only shapes: `workloads.Paced` yields gradients of these shapes and sleeps for the time of the computation.
+Only shapes, so models are made on the meta device: `workloads.Paced` yields gradients of these shapes, and sleeps for
+the time of the computation.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-Shape = tuple[int, ...]
+import torch
+from torch import nn
+
+from examples.models.gpt import GPT
 
 COMPUTE_SECONDS = {
     "resnet20": 0.146,
@@ -25,85 +29,74 @@ COMPUTE_SECONDS = {
 """Seconds of forward and backward for one step, published in the authors' scripts unless said otherwise."""
 
 
-def shapes(name: str) -> list[Shape]:
+def shapes(name: str) -> list[tuple[int, ...]]:
     """Return the shapes of a model's parameters, in registration order."""
-    return list(_MODELS[name]())
+    with torch.device("meta"):
+        return [tuple(param.shape) for param in nn.ModuleList(MODELS[name]()).parameters()]
 
 
-def _norm(width: int) -> list[Shape]:
-    return [(width,), (width,)]
+def mlp() -> nn.Sequential:
+    """Return the timing model: 2048 inputs, six hidden layers of 2048, 200 classes; 25.6 million parameters."""
+    hidden = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(2048, 200))
 
 
-def _resnet20() -> Iterator[Shape]:
-    yield from [(16, 3, 3, 3), *_norm(16)]
+def convolution(before: int, width: int, size: int) -> list[nn.Module]:
+    """Return a convolution without bias and its normalisation."""
+    return [nn.Conv2d(before, width, size, bias=False), nn.BatchNorm2d(width)]
+
+
+def resnet20() -> Iterator[nn.Module]:
+    """For CIFAR-10, with projections where the width changes."""
+    yield from convolution(3, 16, 3)
     before = 16
     for width in (16, 32, 64):
         for block in range(3):
-            yield from [(width, before, 3, 3), *_norm(width), (width, width, 3, 3), *_norm(width)]
+            yield from [*convolution(before, width, 3), *convolution(width, width, 3)]
             if block == 0 and before != width:
-                yield from [(width, before, 1, 1), *_norm(width)]
+                yield from convolution(before, width, 1)
             before = width
-    yield from [(10, 64), (10,)]
+    yield nn.Linear(64, 10)
 
 
-def _resnet50() -> Iterator[Shape]:
-    yield from [(64, 3, 7, 7), *_norm(64)]
+def resnet50() -> Iterator[nn.Module]:
+    """For ImageNet."""
+    yield from convolution(3, 64, 7)
     before = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            yield from [(width, before, 1, 1), *_norm(width), (width, width, 3, 3), *_norm(width)]
-            yield from [(4 * width, width, 1, 1), *_norm(4 * width)]
+            yield from [
+                *convolution(before, width, 1),
+                *convolution(width, width, 3),
+                *convolution(width, 4 * width, 1),
+            ]
             if block == 0:
-                yield from [(4 * width, before, 1, 1), *_norm(4 * width)]
+                yield from convolution(before, 4 * width, 1)
             before = 4 * width
-    yield from [(1000, 2048), (1000,)]
+    yield nn.Linear(2048, 1000)
 
 
-def _vgg16() -> Iterator[Shape]:
-    """For CIFAR-10: one linear layer behind the convolutions."""
+def vgg16() -> Iterator[nn.Module]:
+    """For CIFAR-10: one linear layer behind the convolutions, which have biases beside their normalisation."""
     widths = [3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
     for before, width in itertools.pairwise(widths):
-        yield from [(width, before, 3, 3), (width,), *_norm(width)]
-    yield from [(10, 512), (10,)]
+        yield from [nn.Conv2d(before, width, 3), nn.BatchNorm2d(width)]
+    yield nn.Linear(512, 10)
 
 
-def _alexnet() -> Iterator[Shape]:
-    shape: Shape
-    for shape in [(64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3)]:
-        yield from [shape, shape[:1]]
-    for shape in [(4096, 9216), (4096, 4096), (1000, 4096)]:
-        yield from [shape, shape[:1]]
+def alexnet() -> Iterator[nn.Module]:
+    """For ImageNet."""
+    for before, width, size in ((3, 64, 11), (64, 192, 5), (192, 384, 3), (384, 256, 3), (256, 256, 3)):
+        yield nn.Conv2d(before, width, size)
+    yield from [nn.Linear(9216, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000)]
 
 
-def _lstm_ptb() -> Iterator[Shape]:
-    """Two layers of 1500 units, a vocabulary of 10,000."""
-    yield (10_000, 1500)
-    for _ in range(2):
-        yield from [(6000, 1500), (6000, 1500), (6000,), (6000,)]
-    yield from [(10_000, 1500), (10_000,)]
-
-
-def _gpt2() -> Iterator[Shape]:
-    """The small one, with tied embeddings."""
-    yield from [(50_257, 768), (1024, 768)]
-    for _ in range(12):
-        yield from [*_norm(768), (2304, 768), (2304,), (768, 768), (768,)]
-        yield from [*_norm(768), (3072, 768), (3072,), (768, 3072), (768,)]
-    yield from _norm(768)
-
-
-def _mlp() -> Iterator[Shape]:
-    for _ in range(6):
-        yield from [(2048, 2048), (2048,)]
-    yield from [(200, 2048), (200,)]
-
-
-_MODELS = {
-    "mlp_paced": _mlp,
-    "resnet20": _resnet20,
-    "vgg16": _vgg16,
-    "alexnet": _alexnet,
-    "resnet50": _resnet50,
-    "lstm_ptb": _lstm_ptb,
-    "gpt2": _gpt2,
+MODELS: dict[str, Callable[[], Iterable[nn.Module]]] = {
+    "mlp_paced": mlp,
+    "resnet20": resnet20,
+    "vgg16": vgg16,
+    "alexnet": alexnet,
+    "resnet50": resnet50,
+    "lstm_ptb": lambda: [nn.Embedding(10_000, 1500), nn.LSTM(1500, 1500, 2), nn.Linear(1500, 10_000)],
+    "gpt2": lambda: [GPT(context=1024, width=768, layers=12, heads=12, vocabulary=50_257)],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,12 @@ def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
 def spread(ms: Sequence[float], name: str = "ms") -> dict[str, float]:
     """Return the quantiles as columns of a table."""
     return dict(zip((name, f"{name}_p20", f"{name}_p80"), quantiles(ms), strict=True))
+
+
+def step_columns(ms: Sequence[float], divisor: float = 1) -> dict[str, float]:
+    """Return number and quantiles of steps as columns of a table, rounded, each time divided."""
+    median, p20, p80 = (round(value / divisor, 1) for value in quantiles(ms))
+    return {"steps": len(ms), "median_ms": median, "p20_ms": p20, "p80_ms": p80}
 
 
 def elapsed_ms(run: Callable[[], object], device: str = "cpu") -> float:
@@ -66,9 +73,7 @@ def in_turns(contestants: Mapping[str, Callable[[], object]], repetitions: int) 
         A row for each contestant and cache.
     """
     other = eviction()
-    times: dict[tuple[str, str], list[float]] = {
-        (name, cache): [] for name in contestants for cache in ("cold", "warm")
-    }
+    times = collections.defaultdict(list)
     for repetition in range(repetitions + 1):
         for name, run in contestants.items():
             other.sum()

@@ -11,19 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness.shapes import shapes
+from benchmarks.harness.shapes import mlp, shapes
 from examples.models.resnet import ResNet20
 
 TRAININGS = {"real": "convolutional network, 2.1 M", "real_resnet20": "ResNet-20, 0.27 M"}
 """Workloads that train on the digits."""
-
-
-def mlp() -> nn.Module:
-    """Return the timing model: 2048 inputs, six hidden layers of 2048, 200 classes; 25.6 million parameters."""
-    layers: list[nn.Module] = []
-    for _ in range(6):
-        layers += [nn.Linear(2048, 2048), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(2048, 200))
+TARGET_LOSS = 0.2
+"""Test loss at which such a training ends."""
+BATCH = 16
+"""Examples per rank and step."""
 
 
 def convnet() -> nn.Module:
