@@ -1,6 +1,6 @@
 """Does training stay whole over a long time in which everything happens?
 
-    python -m tests.long.soak                      # 2,000 steps, some minutes
+    python -m benchmarks.soak                      # 2,000 steps, some minutes
 
 Two or three workers train a small network with Lightning, over gloo. They fit again and again, each time from the last
 checkpoint, with another mix of precision, gradient scaler, accumulation, granularity and overflows on random ranks. In

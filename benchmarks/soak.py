@@ -1,0 +1,9 @@
+"""Two thousand training steps in which everything happens that can go wrong: see `tests/long/soak.py`.
+
+python -m benchmarks.soak
+"""
+
+from tests.long.soak import main
+
+if __name__ == "__main__":
+    main()
