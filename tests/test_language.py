@@ -12,6 +12,7 @@ from benchmarks.language import LENGTH, METHODS, Run, missing_rates, neighbour, 
 from benchmarks.language_rank import Trainee, factor
 from examples.models.gpt import GPT
 from tests.processes import run_ranks
+from tests.support.tiers import full
 
 STEPS_TRAINED = 8
 
@@ -62,6 +63,7 @@ def train_each(rank: int) -> list[tuple[str, float, float, int]]:
     return answers
 
 
+@full
 def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.language_rank.BATCH_SIZE", 1)
     monkeypatch.setattr("benchmarks.language_rank.VAL_SEQUENCES", 2)
