@@ -1,6 +1,7 @@
 """Real ranks for tests: processes, forked unless something else is asked for, over gloo."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -99,6 +100,8 @@ def _rank(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # Garbage of the parent is not collected here: a process group's destructor waits for threads that only it has.
+    gc.freeze()
     for other, (_, writing) in enumerate(inherited):
         if other != rank:
             writing.close()  # or the end of a rank that dies would go unnoticed

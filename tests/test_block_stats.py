@@ -8,13 +8,14 @@ import torch
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.kernels import block_stats as kernel
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
+from tests.support.tiers import tiers
+
+LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [131072, 1], [100_000] * 3, [3] * 90_000]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [1, 16, 64])
-@pytest.mark.parametrize(
-    "lengths", [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [131072, 1], [100_000] * 3, [3] * 90_000]
-)
+@pytest.mark.parametrize("lengths", tiers(LENGTHS, LENGTHS[:-1]))
 def test_adding_and_scanning_at_once(lengths, block, dtype):
     generator = torch.Generator().manual_seed(len(lengths))
     bounds = [0, *accumulate(lengths)]

@@ -25,6 +25,7 @@ from lightning_sparse.callbacks.histogram import BINS, REACH, Distribution
 from lightning_sparse.compressors import Compressor, Sparsifier, TopK
 from lightning_sparse.strategies.summary import run_summary
 from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
+from tests.support.tiers import tiers
 
 ALL = (GradientDistribution, ContractionRatio, CommunicationMonitor)
 
@@ -516,7 +517,7 @@ def test_the_first_line_of_a_dense_method_and_of_one_rank_says_nothing_of_dense_
     assert all("go dense" not in simulate(size, rank)[0] for size in (1, 2))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(METHODS, ["dense", "topk", "signsgd"]))
 def test_every_method_can_be_watched(name, tmp_path):
     fit(
         tmp_path,

@@ -14,6 +14,7 @@ import examples.data
 import examples.models
 from lightning_sparse import Method, SparseDDPStrategy, callbacks, cli, compressors
 from lightning_sparse.cli import Parser, main
+from tests.support.tiers import full, tiers
 
 ROOT = Path(__file__).parents[1]
 FILES = ("base", "digits", "digits/topk")
@@ -79,8 +80,9 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_strategy_in_every_form_survives_printing(strategy, tmp_path, capsys):
+@pytest.mark.parametrize("form", tiers(STRATEGIES, ["name", "class", "own parts"]))
+def test_strategy_in_every_form_survives_printing(form, tmp_path, capsys):
+    strategy = STRATEGIES[form]
     # A file given later adds to a class of an earlier one, so the form before it has to be a name.
     extra = written(tmp_path, yaml.safe_dump({"trainer": {"strategy": strategy}}))
     printed = config_of(capsys, "--trainer.strategy=ddp", "--config", extra)
@@ -141,22 +143,22 @@ def test_help_tells_the_names_and_comments_tell_the_options(capsys):
 STRATEGY = "trainer: {strategy: {class_path: SparseDDPStrategy, init_args: {%s}}}"
 
 
-@pytest.mark.parametrize(
-    ("text", "nearest"),
-    [
-        ("trainer: {max_epoch: 3}", "trainer.max_epochs"),
-        ("optimzer: {class_path: torch.optim.SGD}", "optimizer"),
-        ("data: {class_path: examples.data.Digits, init_args: {bath_size: 3}}", "batch_size"),
-        ("model: {class_path: examples.models.Classifier, int_args: {num_classes: 3}}", "init_args"),
-        ("model: {init_args: {network: {class_path: examples.models.ResNet20, init_args: {widht: 3}}}}", "width"),
-        (STRATEGY % "densty: 0.1", "density"),
-        (STRATEGY % "bucket_cap_md: 25", "bucket_cap_mb"),
-        (STRATEGY % "method: {compresor: TopK}", "compressor"),
-        (STRATEGY % "method: {compressor: {class_path: TopK, init_args: {densty: 0.1}}}", "density"),
-        (STRATEGY % "method: topq, density: 0.1", "topk"),
-        ("trainer: {strategy: topq_ddp}", "topk_ddp"),
-    ],
-)
+TYPOS = [
+    ("trainer: {max_epoch: 3}", "trainer.max_epochs"),
+    ("optimzer: {class_path: torch.optim.SGD}", "optimizer"),
+    ("data: {class_path: examples.data.Digits, init_args: {bath_size: 3}}", "batch_size"),
+    ("model: {class_path: examples.models.Classifier, int_args: {num_classes: 3}}", "init_args"),
+    ("model: {init_args: {network: {class_path: examples.models.ResNet20, init_args: {widht: 3}}}}", "width"),
+    (STRATEGY % "densty: 0.1", "density"),
+    (STRATEGY % "bucket_cap_md: 25", "bucket_cap_mb"),
+    (STRATEGY % "method: {compresor: TopK}", "compressor"),
+    (STRATEGY % "method: {compressor: {class_path: TopK, init_args: {densty: 0.1}}}", "density"),
+    (STRATEGY % "method: topq, density: 0.1", "topk"),
+    ("trainer: {strategy: topq_ddp}", "topk_ddp"),
+]
+
+
+@pytest.mark.parametrize(("text", "nearest"), tiers(TYPOS, TYPOS[::2]))
 def test_a_typo_names_the_nearest_known_option(text, nearest, tmp_path, capsys):
     message = error_of(capsys, "--trainer.strategy=ddp", "--config", written(tmp_path, text))
     assert message.count("Did you mean") == 1
@@ -240,6 +242,7 @@ def test_a_second_run_into_the_same_folder(tmp_path):
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed_everything"] == 2
 
 
+@full
 def test_two_processes_for_real(tmp_path):
     args = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", f"--trainer.logger.save_dir={tmp_path}"]
     done = subprocess.run(
@@ -258,6 +261,7 @@ def test_two_processes_for_real(tmp_path):
     assert list(run.glob("checkpoints/*.ckpt"))
 
 
+@full
 def test_where_only_the_other_namespace_is_installed():
     script = """
         import importlib.util, sys

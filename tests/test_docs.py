@@ -26,12 +26,10 @@ def test_readme_is_a_front_page():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
-def test_tables_are_what_the_benchmarks_wrote():
+def test_tables_are_what_the_benchmarks_wrote(monkeypatch):
     pytest.importorskip("pandas")
-    checked = subprocess.run(
-        [sys.executable, DOCS / "render.py", "--check"], capture_output=True, text=True, check=False
-    )
-    assert checked.returncode == 0, checked.stderr
+    monkeypatch.setattr(sys, "argv", ["render.py", "--check"])
+    runpy.run_path(str(DOCS / "render.py"), run_name="__main__")  # it exits with the pages that are out of date
 
 
 def test_a_loss_is_reached_between_two_evaluations():

@@ -14,6 +14,7 @@ from benchmarks.harness.results import RESULTS
 from benchmarks.language import LENGTH, METHODS, TRIED, Run, Trainee, factor, missing_runs
 from examples.models.gpt import GPT
 from tests.processes import run_ranks
+from tests.support.tiers import full
 
 STEPS_TRAINED = 8
 
@@ -50,6 +51,7 @@ def train_each(rank: int) -> list[tuple[str, float, float, int]]:
     return answers
 
 
+@full
 def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.language.BATCH_SIZE", 1)
     monkeypatch.setattr("benchmarks.language.VAL_SEQUENCES", 2)

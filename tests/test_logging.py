@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import full
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -61,7 +63,10 @@ FIT = """
 
 @pytest.mark.parametrize(
     ("namespace", "before"),
-    [("pytorch_lightning", ""), ("lightning.pytorch", "logging.basicConfig(level=logging.INFO)")],
+    [
+        ("pytorch_lightning", ""),
+        pytest.param("lightning.pytorch", "logging.basicConfig(level=logging.INFO)", marks=full),
+    ],
     ids=["as it is", "set up by the program"],
 )
 def test_the_first_line_and_warnings_of_a_run_show_once(namespace, before):
@@ -71,6 +76,7 @@ def test_the_first_line_and_warnings_of_a_run_show_once(namespace, before):
     assert done.stdout.count("TopK") == 0
 
 
+@full
 def test_who_silences_lightning_silences_the_first_line_and_keeps_warnings():
     done = run(
         FIT.format(
@@ -82,6 +88,7 @@ def test_who_silences_lightning_silences_the_first_line_and_keeps_warnings():
     assert "Adam takes too large steps" in done.stderr
 
 
+@full
 def test_warnings_without_lightning_show_as_pythons_do():
     done = run("""
         import torch

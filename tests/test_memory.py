@@ -10,6 +10,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.kernels.block_stats import CHUNK, chunk_size
 from lightning_sparse.kernels.select import block_size
 from tests.processes import run_ranks
+from tests.support.tiers import tiers
 
 NUMEL = 1_000_000
 
@@ -38,7 +39,7 @@ def methods(size: int) -> dict[str, Method]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", tiers([1, 2, 3, 8], [3]))
 def test_state_and_a_little_more(size):
     k = round(0.001 * NUMEL)
     block = block_size(NUMEL, k)

@@ -1,4 +1,5 @@
 import logging
+import math
 import re
 
 import pytest
@@ -246,7 +247,9 @@ def watched_run(comm: Comm, name: str, steps: list[dict], **options) -> tuple[li
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(("where", "what"), [("a", float("inf")), ("b", float("nan")), ("b", -float("inf"))])
+@pytest.mark.parametrize(
+    ("where", "what"), tiers([("a", math.inf), ("b", math.nan), ("b", -math.inf)], [("a", math.inf)])
+)
 def test_an_overflow_anywhere_leaves_the_step_out_everywhere(name, where, what):
     ordinary = [{"scale": 4.0}, {"scale": 4.0}, {"scale": 8.0}, {"scale": 2.0**16}]
     expected = simulate(2, lambda comm: watched_run(comm, name, [{}] * 4))

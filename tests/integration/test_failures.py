@@ -23,6 +23,7 @@ from lightning_sparse.hooks import comm_thread
 from lightning_sparse.kernels import launch
 from lightning_sparse.observer import Observer
 from tests.processes import free_port, run_ranks
+from tests.support.tiers import full
 from tests.test_kernels import interpreted, needs_triton
 
 SOON = 10  # seconds; the groups' timeout is 30
@@ -424,6 +425,7 @@ SCRIPT = """
 """
 
 
+@full
 def test_ctrl_c(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -291,6 +291,7 @@ def test_from_ddp_and_back(tmp_path):
         assert not results["topk"][1]
 
 
+@full
 def test_another_method(saved):
     def rank(rank):
         records = []

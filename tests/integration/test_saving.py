@@ -53,7 +53,7 @@ WAYS = {
     checked="sidecar files of the checkpoints on disk and of no others; bit-identical resume from each",
     methods=["topk"],
 )
-@pytest.mark.parametrize("io", [None, AsyncCheckpointIO])
+@pytest.mark.parametrize("io", tiers([None, AsyncCheckpointIO], [AsyncCheckpointIO]))
 @pytest.mark.parametrize("way", tiers(WAYS, ["last"]))
 def test_every_way_to_save(way, io, tmp_path):
     callbacks, expected = WAYS[way]
@@ -187,7 +187,7 @@ def killed(part, rank):
     ("part", "victim"),
     [("sidecar", 1), pytest.param("sidecar", 0, marks=full), pytest.param("main", 0, marks=full)],
 )
-@pytest.mark.parametrize("trouble", [full_disk, killed])
+@pytest.mark.parametrize("trouble", tiers([full_disk, killed], [full_disk]))
 def test_trouble_while_saving(trouble, part, victim, saved, tmp_path):
     def rank(rank):
         last = [saving(tmp_path, every_n_train_steps=3, save_top_k=0, save_last=True)]

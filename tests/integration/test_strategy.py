@@ -21,7 +21,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
 from tests.processes import run_ranks
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -31,7 +31,14 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
     ("namespace", "strategy", "second_fit"),
     [
         ("pytorch_lightning", "gaussiank_ddp", "ok"),
-        ("lightning.pytorch", "topk_ddp_fork", "twice on the same Trainer instance using a spawn-based strategy"),
+        pytest.param(
+            *(
+                "lightning.pytorch",
+                "topk_ddp_fork",
+                "twice on the same Trainer instance using a spawn-based strategy",
+            ),
+            marks=full,
+        ),
         pytest.param(
             *(
                 "lightning.pytorch",
@@ -74,7 +81,7 @@ def test_launchers(namespace, strategy, second_fit, tmp_path):
 @pytest.mark.parametrize(
     ("imports", "chosen"),
     [
-        ("import pytorch_lightning, lightning_sparse", "pytorch_lightning"),
+        pytest.param("import pytorch_lightning, lightning_sparse", "pytorch_lightning", marks=full),
         ("import lightning.pytorch, lightning_sparse", "lightning.pytorch"),
         pytest.param("import lightning_sparse, lightning.pytorch", "pytorch_lightning", marks=full),
         pytest.param("import pytorch_lightning, lightning.pytorch, lightning_sparse", "pytorch_lightning", marks=full),
@@ -223,7 +230,8 @@ def test_version_is_public():
     assert lightning_sparse.__version__
 
 
-@pytest.mark.parametrize("fails", tiers([False, True], [False]))
+@full
+@pytest.mark.parametrize("fails", [False, True])
 def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
     """Otherwise gloo aborts the process at its exit now and then; after a failure leaving might wait for ever."""
     script = tmp_path / "script.py"

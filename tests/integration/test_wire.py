@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, missing
+from tests.support.tiers import full
 
 REASON = missing()
 HOSTS = 3
@@ -65,6 +66,7 @@ SCRIPT = """
 """
 
 
+@full
 @pytest.mark.skipif(REASON is not None, reason=f"no hosts to be had here: {REASON}")
 def test_sent_bytes_are_those_of_the_interface(tmp_path):
     script = tmp_path / "script.py"

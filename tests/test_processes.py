@@ -1,0 +1,24 @@
+"""What ranks of tests inherit."""
+
+import gc
+
+from tests.processes import run_ranks
+
+
+def test_ranks_do_not_destroy_what_their_parent_has_left():
+    """A process group, say, whose destructor would wait for threads that only the parent has."""
+    destroyed = []
+
+    class Left:
+        def __init__(self):
+            self.cycle = self
+
+        def __del__(self):
+            destroyed.append(self)
+
+    gc.disable()
+    try:
+        Left()
+        assert run_ranks(1, lambda rank: gc.collect() and len(destroyed), backend=None) == [0]
+    finally:
+        gc.enable()
