@@ -36,6 +36,7 @@ def _choice(allowed: Any) -> Option:
     )
 
 
+What = Literal["auto", "gradient", "update"]
 OPTIONS = {
     "density": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], the fraction of entries to send."),
     "granularity": _choice(Granularity),
@@ -56,6 +57,7 @@ OPTIONS = {
         lambda x: x > timedelta(0),
         "must be a datetime.timedelta above 0, such as timedelta(minutes=5), or None.",
     ),
+    "exchange": _choice(What),
     "every": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
 }

@@ -105,6 +105,7 @@ class Reducer:
         self.observers: list[Observer] = []
         self.layout: Layout | None = None
         self.routing: Routing
+        self.exchanged = exchanged
         self._states = SegmentStates(self.method, exchanged)
         self._exchanges = Exchanges(comm, exchanged)
 

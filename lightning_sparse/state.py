@@ -147,7 +147,8 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
 
     For a residual, the sum over all ranks divided by their number is preserved: new rank r takes (new / old) times the
     sum of the old ranks that are r modulo the new number. State that is equal on all ranks is copied; the rest starts
-    anew.
+    anew. Of optimizers' states, where each rank has its own, a new rank takes the mean of the same old ranks, or else
+    old rank 0's.
 
     Args:
         states: `Reducer.state_dict` of old rank 0, and of those that are `rank` modulo `size`, in order. They are read
@@ -156,8 +157,11 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
         size: the new number of ranks.
     """
     result: dict[str, Any] = {}
+    optimizers: list[Any] = []
     for state in states:
         mine = state["rank"] % size == rank
+        if "optimizers" in state and mine:
+            optimizers.append(state["optimizers"])
         factor = size / state["size"] if mine else 0.0
         if not result:
             result = {**state, "rank": rank, "size": size}
@@ -179,4 +183,29 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
             if state["resize"][name] == "sum" and mine:
                 for param, value in per_param.items():
                     result["elements"][name][param].add_(value, alpha=factor)
+    if optimizers:
+        result["optimizers"] = {name: _mean([states[name] for states in optimizers]) for name in optimizers[0]}
     return result
+
+
+def _mean(states: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of optimizers' states, as `Optimizer.state_dict` returns them; counts are the first's.
+
+    Raises:
+        ValueError: they hold different things.
+    """
+    first, *others = (state["state"] for state in states)
+    mean: dict[Any, dict[str, Any]] = {}
+    for param, own in first.items():
+        if any(param not in other or other[param].keys() != own.keys() for other in others):
+            raise ValueError(
+                "The optimizer states of two ranks differ in kind, so they have no mean: some parameters had gradients "
+                "on one of them only. Go on with the same number of ranks."
+            )
+        mean[param] = {
+            key: torch.stack([value, *(other[param][key] for other in others)]).mean(0)
+            if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
+            else value
+            for key, value in own.items()
+        }
+    return {**states[0], "state": mean}

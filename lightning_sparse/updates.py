@@ -46,6 +46,19 @@ class Updates:
             reducer.setup(self._params, {name: optimizers.index(owner) for name, owner in self._optimizer_of.items()})
         self._weights = {name: param.detach().clone() for name, param in self._params.items()}
 
+    def begin(self) -> None:
+        """Take the present weights for those that all ranks agree on."""
+        for name, weights in self._weights.items():
+            weights.copy_(self._params[name].detach())
+
+    @property
+    def note(self) -> str:
+        """One sentence about what is exchanged."""
+        names = sorted({type(optimizer).__name__ for optimizer in self._optimizer_of.values()})
+        text = f"Each rank steps its own {' and '.join(names)}, and the updates are exchanged"
+        paid = any(self._pays_out(optimizer) for optimizer in self._optimizer_of.values())
+        return f"{text}; momentum is paid out where entries are sent." if paid else f"{text}."
+
     @torch.no_grad()
     def exchange(self, optimizer: Optimizer) -> None:
         """Exchange what an optimizer has changed since the last time. Then its weights are equal on all ranks.
@@ -65,7 +78,8 @@ class Updates:
         weights = [self._weights[name] for name in segment.names]
         reducer = self._reducer
         if reducer.comm.size == 1 and (reducer.density or 1) == 1:
-            torch._foreach_copy_(weights, stepped)  # exactly: x - (x - w) need not be w
+            for x, w in zip(weights, stepped, strict=True):
+                x.copy_(w)  # exactly: x - (x - w) need not be w
             return
         changes = [(x.float() - w.float()).reshape(-1) for x, w in zip(weights, stepped, strict=True)]
         momentum = self._momentum(segment, optimizer)
@@ -82,18 +96,22 @@ class Updates:
                 rest.add_((x.float() - exact).reshape(-1))  # what rounding has added to the weights
 
     def _momentum(self, segment: Segment, optimizer: Optimizer) -> SegmentMomentum | None:
-        """Return the momentum to pay out, if there is any whose delay adds to that of the residual."""
         kind = momentum_of(optimizer)
-        if not self._payout or kind is None:
+        if kind is None or not self._pays_out(optimizer):
             return None
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         params = [self._params[name] for name in segment.names]
         groups = [group_of[id(param)] for param in params]
-        # Entries that are sent about as often as momentum decays have no delay to make up for.
-        if (self._reducer.density or 1) >= 1 - max(map(kind.beta, groups)):
-            return None
         states = [optimizer.state.get(param, {}) for param in params]
         return SegmentMomentum(segment, kind, groups, states, params[0].device)
+
+    def _pays_out(self, optimizer: Optimizer) -> bool:
+        """Return whether there is momentum whose delay adds to that of the residual."""
+        kind = momentum_of(optimizer)
+        if kind is None or not self._payout or not self._reducer.method.memory.error_feedback:
+            return False
+        # Entries that are sent about as often as momentum decays have no delay to make up for.
+        return (self._reducer.density or 1) < 1 - max(map(kind.beta, optimizer.param_groups))
 
 
 def optimizers_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:

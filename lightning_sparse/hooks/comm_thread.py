@@ -51,6 +51,9 @@ class CommThread:
         comm: the reducer's wire.
     """
 
+    note = ""
+    """What the summary of a run says about it."""
+
     def __init__(self, session: Session, ddp: DistributedDataParallel, params: Mapping[str, Tensor]) -> None:
         self._session = session
         self.comm, self.reducer = session.comm, session.reducer

@@ -11,8 +11,9 @@ What is exchanged is in `lightning_sparse.updates`; this is the process group, t
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -84,8 +85,6 @@ def attach_updates(
         warmup=warmup,
         warmup_steps=warmup_steps,
     )
-    for each in exchange.optimizers:
-        each.register_step_post_hook(lambda stepped, *_: exchange.after_step(stepped))
     weakref.finalize(model, exchange.close)
     return exchange.reducer
 
@@ -102,6 +101,12 @@ class UpdateExchange:
         group: the process group whose ranks take part; None is the default one.
         timeout: time to wait for other ranks; None takes the group's.
         options: of the `Reducer`.
+
+    Attributes:
+        reducer: compresses and exchanges.
+        comm: the reducer's wire.
+        is_consistent: whether no step is under way, so that residuals and weights belong together.
+        note: what the summary of a run says about it.
     """
 
     def __init__(
@@ -138,24 +143,63 @@ class UpdateExchange:
             **options,
         )
         self.reducer, self.comm = self._session.reducer, self._session.comm
-        self._take_over([*(param.detach() for param in model.parameters()), *self._buffers])
+        self._params = [param.detach() for param in model.parameters()]
+        self._take_over([*self._params, *self._buffers])
         self._updates = Updates(self.reducer, model, optimizers, payout=payout)
+        self.note = self._updates.note
+        self._hooks = [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]
+        self._in_step = False
+        self.is_consistent = True
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Exchange what an optimizer has changed, if it is time; to be called after each of its steps."""
+    def begin(self) -> None:
+        """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
+        self._take_over([*self._params, *self._buffers])
+        self._updates.begin()
+
+    @contextlib.contextmanager
+    def one_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Exchange at the end of the block, whether the optimizer has stepped in it or not.
+
+        A gradient scaler may leave a step out on one rank, and the others exchange.
+        """
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+        self._count(optimizer)
+
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.is_consistent = False  # until the exchange, weights differ among ranks
+        if not self._in_step:
+            self._count(optimizer)
+
+    def _count(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
         self._steps[index] += 1
         if self._steps[index] % self._every == 0:
-            self.exchange(optimizer)
+            self._exchange(optimizer)
 
-    def exchange(self, optimizer: Optimizer) -> None:
-        """Exchange what an optimizer has changed since the last time, and rank 0's buffers."""
+    def exchange_pending(self) -> None:
+        """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it."""
+        for index, optimizer in enumerate(self.optimizers):
+            if self._steps[index] % self._every:
+                self._steps[index] = 0
+                self._exchange(optimizer)
+
+    def _exchange(self, optimizer: Optimizer) -> None:
+        self.is_consistent = False
         try:
             self._updates.exchange(optimizer)
             self._take_over(self._buffers)
         except Exception as error:
             self._session.fail(error)
             raise
+        self.is_consistent = True
+
+    def drain(self) -> bool:
+        """Return whether the residuals belong to the weights."""
+        return self.is_consistent
 
     @torch.no_grad()
     def _take_over(self, tensors: Sequence[Tensor]) -> None:
@@ -173,6 +217,8 @@ class UpdateExchange:
 
     def close(self) -> None:
         """Leave the group. May be called twice, and after a failure."""
+        for hook in self._hooks:
+            hook.remove()
         self._session.mark_done()
         self._session.close()
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.hooks import CommThread
+from lightning_sparse.hooks import CommThread, UpdateExchange
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.saves import Saves, writes_at_once
 
@@ -37,7 +38,7 @@ class Checkpointing(DDPStrategy):
     """Lightning's name in this strategy."""
 
     _reducer: Reducer | None
-    _comm_thread: CommThread | None
+    _exchange: CommThread | UpdateExchange | None
     _consistent: bool
 
     def __init__(self, **kwargs: Any) -> None:
@@ -94,7 +95,7 @@ class Checkpointing(DDPStrategy):
         path, tag = agreed
         error: Exception | None = None
         try:
-            sidecars.write(path, tag, self._reducer.state_dict())
+            sidecars.write(path, tag, {**self._reducer.state_dict(), **self._own_optimizer_states()})
         except Exception as caught:  # raised on all ranks, so that none waits for another
             error = caught
         if errors := self._gather_errors(self._error_message(error)):
@@ -112,6 +113,18 @@ class Checkpointing(DDPStrategy):
         }
         return path, tag
 
+    def _own_optimizer_states(self) -> dict[str, Any]:
+        """Return the optimizers' states, on the host, where they differ from rank to rank."""
+        if self._reducer is None or self._reducer.exchanged == "gradient":
+            return {}
+        states = {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)}
+        for state in states.values():
+            state["state"] = {
+                param: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in own.items()}
+                for param, own in state["state"].items()
+            }
+        return {"optimizers": states}
+
     def _agree(self, filepath: Any) -> tuple[str, str] | None:
         """Agree on rank 0's path and on a tag; None if the ranks' residuals are not of the same step.
 
@@ -119,13 +132,13 @@ class Checkpointing(DDPStrategy):
         checkpoint, so all sidecar files lie beside its path.
         """
         assert self._reducer is not None
-        trainer, thread = self.lightning_module and self.lightning_module.trainer, self._comm_thread
+        trainer, exchange = self.lightning_module and self.lightning_module.trainer, self._exchange
         interrupted = trainer is not None and trainer.interrupted
-        if interrupted and thread is not None:
+        if interrupted and exchange is not None:
             # A callback may save on an exception of this rank alone: the other ranks would wait for it in backward.
-            thread.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
-        if thread is not None:
-            self._consistent = thread.drain()
+            exchange.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
+        if exchange is not None:
+            self._consistent = exchange.drain()
         own = (sidecars.absolute(filepath), secrets.token_hex(8)), (self._reducer.step, self._consistent)
         try:
             ranks = self._gather(own)
@@ -201,6 +214,10 @@ class Checkpointing(DDPStrategy):
             state, missing = sidecars.read(self._loaded_from, info, self.global_rank, self.world_size)
             if state is not None:
                 self.reducer.load_state_dict(state)
+                if self.reducer.exchanged == "update":
+                    for i, optimizer in enumerate(self.optimizers):
+                        if (own := state.get("optimizers", {}).get(str(i))) is not None:
+                            optimizer.load_state_dict(own)
         except Exception as caught:
             error = f"rank {self.global_rank}: {caught}"
         folder = sidecars.folder(self._loaded_from)

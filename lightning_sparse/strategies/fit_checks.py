@@ -17,6 +17,11 @@ ADAPTIVE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim
 """Optimizers that divide by the size of past gradients; AdamW is an Adam."""
 
 
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer divides by the size of past gradients."""
+    return isinstance(optimizer, ADAPTIVE)
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:
     """Raise ValueError for an optimizer that evaluates the gradient several times a step."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
@@ -38,7 +43,7 @@ def several_evaluations(optimizer: Optimizer, method: Method) -> str:
 
 def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Warn if an optimizer divides by the size of past gradients, which are sparse here."""
-    adaptive = next((optimizer for optimizer in optimizers if isinstance(optimizer, ADAPTIVE)), None)
+    adaptive = next(filter(is_adaptive, optimizers), None)
     if adaptive is not None:
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: a GPT needed 4 to 6 "

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
-from lightning_sparse.hooks import CommThread, start_comm_thread
+from lightning_sparse.hooks import CommThread, UpdateExchange, start_comm_thread
 from lightning_sparse.methods import METHODS, Method, resolve_method
 from lightning_sparse.options import (
     Granularity,
@@ -36,6 +36,7 @@ from lightning_sparse.strategies.checkpointing import Checkpointing
 from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
     check_placement,
+    is_adaptive,
     several_evaluations,
     warn_of_adaptive_optimizers,
     warn_of_clipping,
@@ -90,6 +91,9 @@ class SparseDDP(Checkpointing):
             gradient_clip_val, which destroys what has already left the residuals.
         two_level: add up densely inside each node, and exchange sparsely between nodes: for several devices behind one
             network card. Nodes must have equal numbers of devices.
+        exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
+            gradient. "auto" takes updates for optimizers that divide by past gradients, such as AdamW.
+        every: number of optimizer steps before each exchange, of updates.
         **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel; `gradient_as_bucket_view` is on
             unless you say otherwise.
 
@@ -108,6 +112,8 @@ class SparseDDP(Checkpointing):
         on_nonfinite: OnNonFinite = "raise",
         clip_norm: float | None = None,
         two_level: bool = False,
+        exchange: Literal["auto", "gradient", "update"] = "auto",
+        every: int = 1,
         **kwargs: Any,
     ) -> None:
         for option in UNSUPPORTED:
@@ -138,8 +144,14 @@ class SparseDDP(Checkpointing):
             "on_nonfinite": on_nonfinite,
             "clip_norm": check_overflow_options(on_nonfinite, clip_norm),
         }
+        self._what, self._every = check("exchange", exchange), check("every", every)
+        if self._every > 1 and exchange == "gradient":
+            raise ValueError(
+                f"every={every!r} with exchange='gradient': gradients are exchanged in every step. Set "
+                f"exchange='update' to let each rank take {every} steps before each exchange."
+            )
         self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
-        self._comm_thread: CommThread | None = None
+        self._exchange: CommThread | UpdateExchange | None = None
         # The reducer outlives fit, so that a checkpoint can be written afterwards.
         self._reducer: Reducer | None = None
         self._consistent = True  # whether the reducer's state belongs to a complete step
@@ -150,38 +162,81 @@ class SparseDDP(Checkpointing):
         if dist.get_backend() == "gloo":
             atexit.register(_destroy_process_group, os.getpid())
 
-    def _register_ddp_hooks(self) -> None:
-        scaler = self._lightnings_scaler
-        assert self.lightning_module is not None
-        # Without a residual, clipping does what it does under stock ddp.
-        if self._method.memory.error_feedback and self.global_rank == 0:
-            warn_of_clipping(self.lightning_module, type(self).__name__)
+    def configure_ddp(self) -> None:
+        """Do nothing yet: `setup_optimizers`, which comes next, decides whether the model is wrapped."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        if self._compresses:
+            check_optimizers(self.optimizers, self._method)
+        self._reducer = None  # free the residuals of an earlier fit before new ones are allocated
         if self._two_level:
             assert isinstance(self._method.aggregator, TwoLevel)
-            between = self._method.aggregator.inter_node
-            self._method = replace(self._method, aggregator=TwoLevel(between, self.num_processes))
-        self._reducer = None  # free the residuals of an earlier fit before new ones are allocated
-        # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
-        self._comm_thread = start_comm_thread(
-            self.model,  # type: ignore[arg-type]
-            self._method,
-            timeout=self._timeout,
-            loss_scale=scaler and scaler.get_scale,
-            **self._options,
-        )
-        self._reducer, self._consistent = self._comm_thread.reducer, True
+            self._method = replace(
+                self._method, aggregator=TwoLevel(self._method.aggregator.inter_node, self.num_processes)
+            )
+        if self._exchanges_updates():
+            self._begin_updates()
+        else:
+            super().configure_ddp()
+        assert self._exchange is not None
+        self._reducer, self._consistent = self._exchange.reducer, True
         self._own_scaler = None
         if isinstance(self._method.aggregator, TwoLevel):
             nodes: list[Any] = [None] * self.world_size
             dist.all_gather_object(nodes, self.node_rank)
             check_placement(nodes, self._method.aggregator.ranks_per_node)
         if self.global_rank == 0:
-            self._inform(run_summary(self._reducer, self.lightning_module.trainer))
+            self._inform(run_summary(self._reducer, trainer, self._exchange.note))
 
-    def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        if self._compresses:
-            check_optimizers(self.optimizers, self._method)
+    def _exchanges_updates(self) -> bool:
+        if self._what != "auto":
+            return bool(self._what == "update")
+        keeps_residuals = self._compresses and self._method.memory.error_feedback
+        return self._every > 1 or (keeps_residuals and any(map(is_adaptive, self.optimizers)))
+
+    def _begin_updates(self) -> None:
+        clip_norm = self._options["clip_norm"]
+        if clip_norm is not None and self._lightnings_scaler is not None:
+            raise ValueError(
+                f"clip_norm={clip_norm:g} with updates and precision='16-mixed': set gradient_clip_val of the Trainer "
+                f"instead, which clips each rank's own gradient after it was unscaled."
+            )
+        assert isinstance(self.model, torch.nn.Module)
+        options = {key: value for key, value in self._options.items() if key not in ("on_nonfinite", "clip_norm")}
+        self._exchange = UpdateExchange(
+            self.model,
+            self.optimizers,
+            self._method,
+            every=self._every,
+            timeout=self._timeout,
+            bucket_cap_mb=ddp_options(self)["bucket_cap_mb"],
+            **options,
+        )
+
+    def _register_ddp_hooks(self) -> None:
+        scaler = self._lightnings_scaler
+        assert self.lightning_module is not None
+        # Without a residual, clipping does what it does under stock ddp.
+        if self._method.memory.error_feedback and self.global_rank == 0:
+            warn_of_clipping(self.lightning_module, type(self).__name__)
+        # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
+        self._exchange = start_comm_thread(
+            self.model,  # type: ignore[arg-type]
+            self._method,
+            timeout=self._timeout,
+            loss_scale=scaler and scaler.get_scale,
+            **self._options,
+        )
+
+    @property
+    def _comm_thread(self) -> CommThread | None:
+        """The communication thread, where gradients are exchanged."""
+        return self._exchange if isinstance(self._exchange, CommThread) else None
+
+    @property
+    def _update_exchange(self) -> UpdateExchange | None:
+        return self._exchange if isinstance(self._exchange, UpdateExchange) else None
 
     @property
     def _lightnings_scaler(self) -> Any:
@@ -191,8 +246,14 @@ class SparseDDP(Checkpointing):
 
     def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
         """Have the reducer use the loss scale of a GradScaler that is not Lightning's."""
-        if self._comm_thread is None or scaler in (self._lightnings_scaler, self._own_scaler):
+        if self._exchange is None or scaler in (self._lightnings_scaler, self._own_scaler):
             return
+        if self._comm_thread is None:
+            raise self._failed(
+                f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own, which may leave a "
+                f"step out on one rank, whose updates the other ranks would wait for. Use precision='16-mixed', or "
+                f"exchange='gradient'."
+            )
         if self._lightnings_scaler is not None or self._own_scaler is not None:
             where = "besides Lightning's" if self._own_scaler is None else "besides another one"
             raise self._failed(
@@ -212,20 +273,22 @@ class SparseDDP(Checkpointing):
     def _failed(self, text: str) -> RuntimeError:
         """Report to the other ranks what has failed on this one, and return it as an error to raise."""
         error = RuntimeError(text)
-        if self._comm_thread is not None:
-            self._comm_thread.fail(error)
+        if self._exchange is not None:
+            self._exchange.fail(error)
         return error
 
     def on_train_start(self) -> None:
         super().on_train_start()
         loss_scale.watch(self._on_scaled_loss)
-        if (self._method.density or 1) < 1 and self.global_rank == 0:
+        if self._update_exchange is not None:
+            self._update_exchange.begin()
+        elif (self._method.density or 1) < 1 and self.global_rank == 0:
             warn_of_adaptive_optimizers(self.optimizers)
         _before_lightnings_sigterm_handler(self._announce_sigterm)
 
     def _announce_sigterm(self) -> None:
-        if self._comm_thread is not None:
-            self._comm_thread.comm.mark_terminating(f"Rank {self.global_rank} was told to end (SIGTERM).")
+        if self._exchange is not None:
+            self._exchange.comm.mark_terminating(f"Rank {self.global_rank} was told to end (SIGTERM).")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -247,7 +310,20 @@ class SparseDDP(Checkpointing):
         # DDP would report gradients that it has not exchanged in the next forward, after the optimizer has used them.
         self._comm_thread.check_reduced(self._reductions)
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._update_exchange is not None:
+            self._update_exchange.exchange_pending()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._update_exchange is not None:
+            self._update_exchange.exchange_pending()  # so that a checkpoint has the weights of all ranks
+        return super().lightning_module_state_dict()
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self._update_exchange is not None:
+            with self._update_exchange.one_step(optimizer):
+                return super().optimizer_step(optimizer, self._checked(optimizer, closure), model, **kwargs)
         thread = self._comm_thread
         before = 0 if thread is None else thread.reductions
 
@@ -270,19 +346,40 @@ class SparseDDP(Checkpointing):
 
         return super().optimizer_step(optimizer, skip_nonfinite, model, **kwargs)
 
+    def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure after which this rank's own gradient is clipped, or left out if it is not finite."""
+        clip_norm, skips = self._options["clip_norm"], self._options["on_nonfinite"] == "skip"
+        if clip_norm is None and (not skips or self._lightnings_scaler):
+            return closure
+
+        def checked() -> Any:
+            result = closure()
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            grads = [param.grad for param in params if param.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+            if skips and not norm.isfinite():
+                # This rank sends what is in its residual, and the others go on.
+                log.warning(f"A gradient is not finite on rank {self.global_rank}: its optimizer leaves the step out.")
+                optimizer.zero_grad()
+            elif clip_norm is not None and norm > clip_norm:
+                torch._foreach_mul_(grads, clip_norm / norm)
+            return result
+
+        return checked
+
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         atexit.unregister(_destroy_process_group)  # would wait for collectives that may never complete
-        if self._comm_thread is not None:
-            self._comm_thread.fail(exception)
+        if self._exchange is not None:
+            self._exchange.fail(exception)
 
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.
         loss_scale.unwatch(self._on_scaled_loss)
-        if self._comm_thread is not None:
-            self._comm_thread.close()
-            self._consistent = self._comm_thread.is_consistent
-            self._comm_thread = None
+        if self._exchange is not None:
+            self._exchange.close()
+            self._consistent = self._exchange.is_consistent
+            self._exchange = None
         super().teardown()
 
     @classmethod

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def run_summary(reducer: Reducer, trainer: pl.Trainer) -> str:
-    """Return one sentence about a run that is set up, and the command that shows it in TensorBoard."""
+def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
+    """Return one sentence about a run that is set up, a note, and the command that shows it in TensorBoard."""
     assert reducer.layout is not None
     method, ranks, segments = reducer.method, reducer.comm.size, len(reducer.layout.segments)
     text = f"{method} on {ranks} rank{'s' if ranks > 1 else ''}"
@@ -29,7 +29,7 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer) -> str:
     if sent := reducer.routing.nbytes(method.density):
         dense = reducer.routing.dense_nbytes
         text += f"; bytes per step and rank: {sent:,.0f}, dense fp32 {dense:,.0f} ({dense / sent:.3g} times as many)"
-    text += "."
+    text += f". {note}" if note else "."
     for writer in summary_writers(trainer):
         text += f" TensorBoard: tensorboard --logdir {shlex.quote(writer.log_dir)}"
     return text

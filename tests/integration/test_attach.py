@@ -213,7 +213,7 @@ def runs_out_of_memory(rank: int, victim: int) -> tuple[str, str, float]:
     ddp = DistributedDataParallel(nn.Linear(50, 50))
     if rank == victim:
 
-        def setup(self: Reducer, params: Any) -> None:
+        def setup(self: Reducer, *_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         Reducer.setup = setup

@@ -1,0 +1,240 @@
+"""Updates through Lightning and plain torch, with real ranks: equal weights, resume, scalers, local steps, failures."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates
+from tests.integration.test_failures import SOON, caught
+from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
+from tests.processes import run_ranks
+from tests.support.tiers import full, tiers
+
+ADAMW = torch.optim.AdamW
+AdamNet = partial(Net, ADAMW, lr=0.01)
+
+
+def sparse(**options: Any) -> SparseDDPStrategy:
+    # Of the whole model: small segments would go dense.
+    return SparseDDPStrategy(**{"method": "topk", "density": 0.02, "granularity": "model", **options})
+
+
+def fit(
+    rank: int, net: Any, strategy: dict[str, Any], size: int = 2, *, scaled: bool = False, **options: Any
+) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    module = net()
+    if scaled:  # by precision="16-mixed" Lightning takes bf16 on a CPU
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))]
+    messages = Messages()
+    run = trainer(sparse(**strategy), size, **options)
+    run.fit(module, Loader(rank, size))
+    reducer = run.strategy.reducer
+    return {
+        "weights": module.weights,
+        "buffers": torch.cat([buffer.float().reshape(-1) for buffer in (*module.buffers(), torch.zeros(0))]),
+        "exchanged": reducer.exchanged,
+        "steps": reducer.step,
+        "residual": reducer.state_dict()["elements"].get("residual"),
+        "messages": messages.texts,
+    }
+
+
+@pytest.mark.parametrize(
+    ("net", "given", "exchanged"),
+    [
+        (AdamNet, "auto", "update"),
+        (Net, "auto", "gradient"),
+        (AdamNet, "gradient", "gradient"),
+        (Net, "update", "update"),
+    ],
+)
+def test_adaptive_optimizers_exchange_updates_unless_it_is_said(net, given, exchanged):
+    first, second = lightning_ranks(2, fit, net, {"exchange": given})
+    assert first["exchanged"] == exchanged
+    assert torch.equal(first["weights"], second["weights"])
+    warned = any("takes too large steps" in text for text in first["messages"])
+    assert warned == (net is AdamNet and exchanged == "gradient")
+
+
+FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "accumulation": (AdamNet, {}, {"accumulate_grad_batches": 2}),
+    "bf16-mixed": (AdamNet, {}, {"precision": "bf16-mixed"}),
+    "bf16-true": (AdamNet, {}, {"precision": "bf16-true"}),
+    "16-mixed": (AdamNet, {}, {"scaled": True}),
+    "clipping by the Trainer": (AdamNet, {}, {"gradient_clip_val": 0.1}),
+    "clipping by the strategy": (AdamNet, {"clip_norm": 0.1}, {}),
+    "fused": (partial(AdamNet, fused=True), {}, {}),
+    "gan": (Gan, {"exchange": "update"}, {}),
+    "gtopk by layers": (AdamNet, {"method": "gtopk", "granularity": "layer"}, {}),
+    "gaussiank": (AdamNet, {"method": "gaussiank"}, {}),
+    "dense": (AdamNet, {"method": "dense", "density": None, "exchange": "update"}, {}),
+    "qsgd": (AdamNet, {"method": "qsgd", "density": None, "exchange": "update"}, {}),
+    "warm-up": (AdamNet, {"warmup": [0.5, 0.1], "warmup_steps": 2}, {}),
+    "every third step": (AdamNet, {"every": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("form", tiers(FORMS, ["accumulation", "16-mixed", "gan", "every third step"]))
+def test_weights_and_buffers_are_equal_in_every_form(form):
+    net, strategy, options = FORMS[form]
+    first, second = lightning_ranks(2, partial(fit, max_epochs=2, **options), net, strategy)
+    assert first["exchanged"] == "update"
+    if form != "every third step":  # in which the last step may be one that is not exchanged
+        assert torch.equal(first["weights"], second["weights"])
+        assert torch.equal(first["buffers"], second["buffers"])
+    assert first["steps"] == {"accumulation": 8, "gan": 32, "every third step": 5}.get(form, 16)
+
+
+class Overflowing(Net):
+    """Rank 1's loss overflows in its third batch."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        return loss * math.inf if self.global_rank == 1 and index == 2 else loss
+
+
+@pytest.mark.parametrize(("strategy", "options"), [({"on_nonfinite": "skip"}, {}), ({}, {"scaled": True})])
+def test_a_rank_that_leaves_a_step_out_goes_on_with_the_others(strategy, options):
+    first, second = lightning_ranks(2, partial(fit, **options), partial(Overflowing, ADAMW, lr=0.01), strategy)
+    assert first["weights"].isfinite().all()
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["steps"] == second["steps"] == 8
+
+
+def test_a_gradient_that_is_not_finite_ends_all_ranks():
+    def run(rank: int) -> tuple[str, str, float]:
+        return caught(lambda: fit(rank, partial(Overflowing, ADAMW, lr=0.01), {}))
+
+    for kind, text, seconds in lightning_ranks(2, run):
+        assert kind == NonFiniteGradient.__name__
+        assert "The update of" in text
+        assert "is not finite on rank 1 at step 2" in text
+        assert seconds < SOON
+
+
+def saving(rank: int, folder: Path, net: Any, strategy: dict[str, Any], size: int, **options: Any) -> Any:
+    module = net()
+    callback = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    run = trainer(sparse(**strategy), size, callbacks=[callback], max_epochs=2)
+    run.fit(module, Loader(rank, size), **options)
+    states = [optimizer.state_dict() for optimizer in run.strategy.optimizers]
+    return module.weights, run.strategy.reducer.state_dict(), states
+
+
+@pytest.mark.parametrize("method", tiers(["topk", "gtopk", "oktopk", "scalecom"], ["topk"]))
+def test_resume_is_bit_for_bit(tmp_path, method):
+    def run(rank: int) -> bool:
+        whole = saving(rank, tmp_path, AdamNet, {"method": method}, 2)
+        dist.barrier()
+        start = tmp_path / "step=5.ckpt"
+        return same(whole, saving(rank, tmp_path / "again", AdamNet, {"method": method}, 2, ckpt_path=start))
+
+    assert lightning_ranks(2, run) == [True, True]
+
+
+def test_moments_differ_among_ranks_and_their_mean_goes_to_fewer(tmp_path):
+    def two(rank: int) -> Any:
+        return saving(rank, tmp_path, AdamNet, {}, 2)
+
+    first, second = lightning_ranks(2, two)
+    moments = [state[2][0]["state"][0]["exp_avg"] for state in (first, second)]
+    assert not torch.equal(*moments)
+
+    def one(rank: int) -> Any:
+        return saving(rank, tmp_path / "one", AdamNet, {}, 1, ckpt_path=tmp_path / "step=15.ckpt")
+
+    (alone,) = lightning_ranks(1, one)
+    assert alone[0].isfinite().all()
+
+
+@full
+@pytest.mark.parametrize(
+    ("before", "after"), [("update", "gradient"), ("gradient", "update"), ("ddp", "update"), ("update", "ddp")]
+)
+def test_resume_from_another_way(tmp_path, before, after):
+    def run(rank: int) -> tuple[Tensor, list[str]]:
+        messages = Messages()
+
+        def strategy(kind: str) -> Any:
+            return pl.strategies.DDPStrategy() if kind == "ddp" else sparse(exchange=kind)
+
+        for kind, start in ((before, None), (after, tmp_path / "step=5.ckpt")):
+            module = AdamNet()
+            callback = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+            trainer(strategy(kind), 2, callbacks=[callback]).fit(module, Loader(rank, 2), ckpt_path=start)
+        return module.weights, messages.texts
+
+    (first, said), (second, _) = lightning_ranks(2, run)
+    assert torch.equal(first, second)
+    assert any("for which" in text for text in said) == ("ddp" not in (before, after))
+
+
+def test_plain_torch():
+    def run(rank: int, density: float) -> tuple[Tensor, int]:
+        torch.manual_seed(rank)
+        net = nn.Sequential(nn.Linear(20, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 1))
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = attach_updates(net, optimizer, "topk", density=density, granularity="model")
+        assert isinstance(reducer, Reducer)
+        for _ in range(5):
+            optimizer.zero_grad()
+            net(torch.randn(8, 20)).pow(2).mean().backward()
+            optimizer.step()
+        return torch.cat([value.float().reshape(-1) for value in net.state_dict().values()]), reducer.step
+
+    for density in (0.01, 1.0):
+        (first, steps), (second, _) = run_ranks(2, run, density)
+        assert torch.equal(first, second)
+        assert steps == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "every=0 must be a whole number of steps, 1 or more"),
+        ({"every": 2.5}, "every=2.5 must be a whole number"),
+        ({"exchange": "weights"}, "exchange='weights' is not known; choose from auto, gradient, update"),
+        ({"exchange": "gradient", "every": 4}, "gradients are exchanged in every step"),
+    ],
+)
+def test_options_that_make_no_sense(options, text):
+    with pytest.raises(ValueError, match=text):
+        SparseDDPStrategy("topk", **options)
+
+
+def test_a_vote_makes_no_updates():
+    def run(rank: int) -> tuple[str, str, float]:
+        return caught(lambda: fit(rank, AdamNet, {"method": "signsgd", "density": None, "exchange": "update"}))
+
+    for kind, text, seconds in lightning_ranks(2, run):
+        assert kind in ("ValueError", "RankFailure")
+        assert "makes no mean of what ranks send, so it cannot exchange updates" in text
+        assert seconds < SOON
+
+
+class OwnScaler(Net):
+    def __init__(self) -> None:
+        super().__init__(ADAMW, lr=0.01)
+        self.automatic_optimization = False
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, index)
+        self.manual_backward(self.scaler.scale(loss))
+
+
+def test_a_scaler_of_the_modules_own_is_refused():
+    def run(rank: int) -> tuple[str, str, float]:
+        return caught(lambda: fit(rank, OwnScaler, {}))
+
+    for _, text, _ in lightning_ranks(2, run):
+        assert "which may leave a step out on one rank" in text
