@@ -1,4 +1,4 @@
-"""What do sparse gradients do to a small language model, under AdamW and under SGD?
+"""What do sparse gradients, and sparse updates, do to a small language model, under AdamW and under SGD?
 
 A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library: two workers over gloo, 8 sequences
 of 128 bytes per worker and step, density 0.01, a linear warm-up of the rate over a tenth of the steps and a cosine
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.harness import results
-from benchmarks.harness.baselines import CONTESTANTS, Options
+from benchmarks.harness.baselines import CONTESTANTS, Options, Wrapped
 from benchmarks.harness.launch import hosts, launch
 from benchmarks.harness.ranks import check_weights, gather, join, leave, timed, write
 from benchmarks.harness.results import Row
@@ -45,9 +45,11 @@ from benchmarks.harness.shaped_links import missing
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from examples.data.text import StandardLibrary
 from examples.models.gpt import GPT
+from lightning_sparse import attach_updates
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
-METHODS = {"adamw": ["ddp", "bf16", "powersgd", *SPARSE], "sgd": ["ddp", "topk", "gaussiank"]}
+UPDATES = ["topk updates", "gaussiank updates"]
+METHODS = {"adamw": ["ddp", "bf16", "powersgd", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 DENSITY = 0.01
 WORKERS = 2
 BATCH_SIZE = 8
@@ -76,6 +78,8 @@ TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
     ("adamw", "gtopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "oktopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "scalecom"): {"final": [0.0005, 0.001, 0.002]},
+    ("adamw", "topk updates"): {"final": [0.002]},
+    ("adamw", "gaussiank updates"): {"final": [0.002]},
     ("sgd", "ddp"): {"tune": [0.05, 0.1, 0.2, 0.5], "retune": [0.05, 0.1, 0.2], "final": [0.1]},
     ("sgd", "topk"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "retune": [0.01, 0.02, 0.05, 0.1], "final": [0.02]},
     ("sgd", "gaussiank"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "final": [0.02]},
@@ -84,7 +88,8 @@ TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
 
 With AdamW and sparse gradients, 250 and 500 steps prefer a rate that 1,000 do not: so it was with topk and gaussiank,
 and the other sparse methods were not tried in short runs. PowerSGD was, and 250 steps preferred 0.001. bf16 takes the
-rate of ddp; for gaussiank with SGD the longer runs of topk, which likes the same rates of the grid, are enough.
+rate of ddp, and so do updates, untuned; for gaussiank with SGD the longer runs of topk, which likes the same rates of
+the grid, are enough.
 """
 TARGET = 2.6
 """Nats per byte: the lowest tenth that every contestant reaches, at its best rate."""
@@ -101,7 +106,7 @@ class Run(NamedTuple):
     Attributes:
         part: "tune", "retune" or "final".
         optimizer: "adamw" or "sgd".
-        method: one of `CONTESTANTS` in `benchmarks.harness.baselines`.
+        method: one of `CONTESTANTS` in `benchmarks.harness.baselines`, or one of `UPDATES`.
         lr: the learning rate between warm-up and cosine.
         seed: of the initial weights and of the order of the data.
     """
@@ -134,8 +139,13 @@ class Trainee:
         self.run, self.text, self.steps = run, text, STEPS[run.part]
         torch.manual_seed(run.seed)
         self.model = GPT(context=LENGTH)
-        self.wrapped = CONTESTANTS[run.method].wrap(self.model, Options(DENSITY))
-        self.optimizer = optimizer(run, self.model)
+        if run.method in UPDATES:
+            self.optimizer = optimizer(run, self.model)
+            reducer = attach_updates(self.model, self.optimizer, run.method.split()[0], density=DENSITY)
+            self.wrapped = Wrapped(self.model, reducer=reducer)
+        else:
+            self.wrapped = CONTESTANTS[run.method].wrap(self.model, Options(DENSITY))
+            self.optimizer = optimizer(run, self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, self.steps))
         self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
         self.done = 0
@@ -246,7 +256,7 @@ def train(run: Run, path: Path) -> None:
     started = set() if table.empty else set(table.query("step == 0 and seed == @run.seed")["val_loss"])
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
-    density = DENSITY if run.method in SPARSE else 1.0
+    density = DENSITY if run.method in [*SPARSE, *UPDATES] else 1.0
     common = {**run._asdict(), **FIXED, "density": density, "workers": WORKERS, "batch_size_per_worker": BATCH_SIZE}
     rows = [
         {

@@ -206,7 +206,7 @@ def language() -> str:
     optimizers = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
     rows = []
     for optimizer, label in optimizers.items():
-        for method in ["ddp", "bf16", "powersgd", *OURS]:
+        for method in ["ddp", "bf16", "powersgd", *OURS, "topk updates", "gaussiank updates"]:
             runs = finals.query("optimizer == @optimizer and method == @method")
             if runs.empty:
                 continue

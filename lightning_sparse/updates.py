@@ -12,10 +12,12 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.layout import Segment
@@ -40,11 +42,32 @@ class Updates:
         self, reducer: Reducer, model: nn.Module, optimizers: Sequence[Optimizer], *, payout: bool = True
     ) -> None:
         self._reducer, self._payout = reducer, payout
-        self._optimizer_of = optimizers_by_name(model, optimizers)
-        self._params = {name: param for name, param in model.named_parameters() if name in self._optimizer_of}
+        self._model, self._optimizers = weakref.ref(model), optimizers
+        self._params, self._optimizer_of, numbers = exchanged_parameters(model, optimizers)
         if reducer.layout is None:
-            reducer.setup(self._params, {name: optimizers.index(owner) for name, owner in self._optimizer_of.items()})
+            reducer.setup(self._params, numbers)
         self._weights = {name: param.detach().clone() for name, param in self._params.items()}
+
+    def adopt(self) -> None:
+        """Take in parameters that optimizers were given since the last step; to be called before each step.
+
+        Until now they were equal on all ranks, as nothing has changed them.
+        """
+        model = self._model()
+        if model is None or sum(len(group["params"]) for group in self._groups) == len(self._params):
+            return
+        self._params, self._optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
+        new = {name: param.detach() for name, param in self._params.items() if name not in self._weights}
+        state = self._reducer.state_dict()
+        for kept in state["elements"].values():
+            kept.update({name: torch.zeros(param.shape) for name, param in new.items()})
+        self._reducer.setup(self._params, numbers)
+        self._reducer.load_state_dict(state)
+        self._weights.update({name: param.clone() for name, param in new.items()})
+
+    @property
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self._optimizers for group in optimizer.param_groups)
 
     def begin(self) -> None:
         """Take the present weights for those that all ranks agree on."""
@@ -114,8 +137,13 @@ class Updates:
         return (self._reducer.density or 1) < 1 - max(map(kind.beta, optimizer.param_groups))
 
 
-def optimizers_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
-    """Return the optimizer of each parameter of a model that has one, by name.
+def exchanged_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[dict[str, Tensor], dict[str, Optimizer], dict[str, int]]:
+    """Return the parameters of a model that optimizers step, by name, in registration order.
+
+    Returns:
+        The parameters, the optimizer of each, and the optimizer's number.
 
     Raises:
         ValueError: a parameter belongs to two optimizers, or is not the model's.
@@ -137,4 +165,5 @@ def optimizers_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> dic
                         f"same change would be sent twice. Give each parameter to one optimizer."
                     )
                 found[name] = optimizer
-    return found
+    params: dict[str, Tensor] = {name: param for name, param in model.named_parameters() if name in found}
+    return params, found, {name: optimizers.index(optimizer) for name, optimizer in found.items()}

@@ -337,3 +337,23 @@ def test_residuals_of_gradients_are_of_no_use_for_updates(caplog):
     assert before > 0
     assert not any(after)
     assert "for which" in caplog.text
+
+
+def test_parameters_that_are_given_to_an_optimizer_later():
+    def rank(comm: Comm) -> tuple[Tensor, int]:
+        net = Net()
+        optimizer = SGD([net.a, net.b], 0.1, momentum=0.9)
+        reducer = Reducer(method("topk", density=1.0), comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": [net.c, net.one], "lr": 0.2})
+            updates.adopt()
+            net.backward(comm.rank, step)
+            optimizer.step()
+            updates.exchange(optimizer)
+        return weights(net), reducer.step
+
+    (first, steps), (second, _) = simulate(2, rank)
+    assert torch.equal(first, second)
+    assert steps == 4

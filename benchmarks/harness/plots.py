@@ -28,6 +28,8 @@ LINES = {  # Okabe & Ito, grey for their yellow; dashes tell apart lines that li
     "powersgd": ("#CC79A7", "-"),
     "topk": ("#0072B2", "--"),
     "gaussiank": ("#D55E00", ":"),
+    "topk updates": ("#0072B2", "-"),
+    "gaussiank updates": ("#D55E00", "-"),
     "gtopk": ("#009E73", "-"),
     "oktopk": ("#E69F00", "--"),
     "scalecom": ("#56B4E9", "-."),

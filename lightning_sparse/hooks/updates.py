@@ -27,7 +27,7 @@ from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.options import check, check_warmup
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.updates import Updates, optimizers_by_name
+from lightning_sparse.updates import Updates, exchanged_parameters
 
 
 def attach_updates(
@@ -127,8 +127,7 @@ class UpdateExchange:
 
         def parameters() -> Mapping[str, Tensor]:
             check_updates(method, optimizers)
-            named = optimizers_by_name(model, optimizers)
-            return {name: param for name, param in model.named_parameters() if name in named}
+            return exchanged_parameters(model, optimizers)[0]
 
         self._session = Session(
             parameters,
@@ -136,9 +135,7 @@ class UpdateExchange:
             group=dist.group.WORLD if group is None else group,  # type: ignore[arg-type]
             device=next(model.parameters()).device,
             timeout=timeout,
-            apart=lambda: {
-                name: optimizers.index(optimizer) for name, optimizer in optimizers_by_name(model, optimizers).items()
-            },
+            apart=lambda: exchanged_parameters(model, optimizers)[2],
             exchanged="update",
             **options,
         )
@@ -147,7 +144,10 @@ class UpdateExchange:
         self._take_over([*self._params, *self._buffers])
         self._updates = Updates(self.reducer, model, optimizers, payout=payout)
         self.note = self._updates.note
-        self._hooks = [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]
+        self._hooks = [
+            *(optimizer.register_step_pre_hook(lambda *_: self._updates.adopt()) for optimizer in optimizers),
+            *(optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers),
+        ]
         self._in_step = False
         self.is_consistent = True
 

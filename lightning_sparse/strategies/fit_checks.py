@@ -13,8 +13,11 @@ from lightning_sparse.methods import Method
 
 log = logging.getLogger(__name__)
 
-ADAPTIVE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
-"""Optimizers that divide by the size of past gradients; AdamW is an Adam."""
+ADAPTIVE = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor),
+)
+"""Optimizers that divide by the size of past gradients."""
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
@@ -47,9 +50,8 @@ def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer]) -> None:
     if adaptive is not None:
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: a GPT needed 4 to 6 "
-            f"times as many steps with them as with dense ones, and a rate of a quarter to a half. With SGD and "
-            f"momentum it needed no more. Compare with stock 'ddp' before you rely on it; see "
-            f"docs/learning-rate.md."
+            f"times as many steps with them as with dense ones. Let ranks exchange updates, exchange='update', which "
+            f"needed no more; see docs/optimizers.md."
         )
 
 

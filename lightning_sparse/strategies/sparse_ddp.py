@@ -175,7 +175,15 @@ class SparseDDP(Checkpointing):
             self._method = replace(
                 self._method, aggregator=TwoLevel(self._method.aggregator.inter_node, self.num_processes)
             )
-        if self._exchanges_updates():
+        what = "update" if self._exchanges_updates() else "gradient"
+        ranks: list[Any] = [None] * self.world_size
+        dist.all_gather_object(ranks, what)
+        if len(set(ranks)) > 1:
+            raise ValueError(
+                f"Ranks differ in what they exchange: {', '.join(f'rank {rank}: {x}' for rank, x in enumerate(ranks))}. "
+                f"Give all ranks the same optimizers, and the same exchange."
+            )
+        if what == "update":
             self._begin_updates()
         else:
             super().configure_ddp()

@@ -125,6 +125,7 @@ def one_on_stock_ddp(rank: int) -> tuple[str, str, float]:
     return caught(lambda: step(ddp))
 
 
+@full
 def test_one_rank_on_stock_ddp():
     first, _ = run_ranks(2, one_on_stock_ddp, timeout=4)
     assert first[0] == "RankFailure"

@@ -78,13 +78,14 @@ def test_launchers(namespace, strategy, second_fit, tmp_path):
     assert second_fit in json.loads((tmp_path / "done0.json").read_text())
 
 
+@full
 @pytest.mark.parametrize(
     ("imports", "chosen"),
     [
-        pytest.param("import pytorch_lightning, lightning_sparse", "pytorch_lightning", marks=full),
+        ("import pytorch_lightning, lightning_sparse", "pytorch_lightning"),
         ("import lightning.pytorch, lightning_sparse", "lightning.pytorch"),
-        pytest.param("import lightning_sparse, lightning.pytorch", "pytorch_lightning", marks=full),
-        pytest.param("import pytorch_lightning, lightning.pytorch, lightning_sparse", "pytorch_lightning", marks=full),
+        ("import lightning_sparse, lightning.pytorch", "pytorch_lightning"),
+        ("import pytorch_lightning, lightning.pytorch, lightning_sparse", "pytorch_lightning"),
     ],
 )
 def test_import_orders(imports, chosen):

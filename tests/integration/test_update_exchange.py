@@ -1,6 +1,8 @@
 """Updates through Lightning and plain torch, with real ranks: equal weights, resume, scalers, local steps, failures."""
 
 import math
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -238,3 +240,32 @@ def test_a_scaler_of_the_modules_own_is_refused():
 
     for _, text, _ in lightning_ranks(2, run):
         assert "which may leave a step out on one rank" in text
+
+
+class Killed(Net):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if self.global_rank == 1 and index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, index)
+
+
+def test_a_rank_that_is_killed_is_named():
+    def run(rank: int) -> tuple[str, str, float]:
+        return caught(lambda: fit(rank, partial(Killed, ADAMW, lr=0.01), {}, 3))
+
+    first, killed, third = lightning_ranks(3, run)
+    assert killed is None
+    for kind, text, seconds in (first, third):
+        assert kind == "RankFailure"
+        assert "rank 1" in text
+        assert seconds < SOON
+
+
+def test_ranks_that_would_exchange_different_things_are_told_so():
+    def run(rank: int) -> tuple[str, str, float]:
+        return caught(lambda: fit(rank, AdamNet, {"exchange": ["gradient", "update"][rank]}))
+
+    for kind, text, seconds in lightning_ranks(2, run):
+        assert kind == "ValueError"
+        assert "Ranks differ in what they exchange: rank 0: gradient, rank 1: update" in text
+        assert seconds < SOON

@@ -200,11 +200,15 @@ def keeps_all(name: str) -> bool:
 
 
 def strategy(name: str, density: float | None = None, **options: Any) -> pl.strategies.DDPStrategy:
-    """Return stock DDP's strategy by the name of "ddp", and otherwise ours; a density only where there is one."""
+    """Return stock DDP's strategy by the name of "ddp", and otherwise ours; a density only where there is one.
+
+    Gradients are exchanged whatever the optimizer; test_update_exchange.py has the updates.
+    """
     if name == "ddp":
         ours = ("method", "granularity", "warmup", "warmup_steps", "seed", "on_nonfinite", "clip_norm")
         return pl.strategies.DDPStrategy(**{key: value for key, value in options.items() if key not in ours})
-    return SparseDDPStrategy(name, None if method(name).density is None else density, **options)
+    density = None if method(name).density is None else density
+    return SparseDDPStrategy(name, density, **{"exchange": "gradient", **options})
 
 
 def same(a: Any, b: Any) -> bool:
