@@ -180,7 +180,7 @@ class SparseDDP(Checkpointing):
         dist.all_gather_object(ranks, what)
         if len(set(ranks)) > 1:
             raise ValueError(
-                f"Ranks differ in what they exchange: {', '.join(f'rank {rank}: {x}' for rank, x in enumerate(ranks))}. "
+                f"Ranks differ in what they exchange: {', '.join(f'rank {i}: {x}' for i, x in enumerate(ranks))}. "
                 f"Give all ranks the same optimizers, and the same exchange."
             )
         if what == "update":
