@@ -65,9 +65,8 @@ class Reducer:
         routing: which segments go dense, and the bytes of a step; after `setup`.
         gradient_check: loss scale, skipped steps and clipping.
         epoch: the present epoch, set from outside; it matters only for a warm-up by epochs.
-        seconds: time spent so far per phase, "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
-            exchange alone), "write" and "keep"; "exposed" is how long training has waited for these after backward, if
-            a communication thread does them.
+        seconds: time per phase so far: "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
+            exchange alone), "write", "keep"; "exposed": for how long training waited for a communication thread.
         observers: called for every segment; empty on most steps.
     """
 
@@ -89,13 +88,12 @@ class Reducer:
         self.method = resolve_method(method, None)
         seed = check_seed(seed)
         warmup, warmup_steps = check_warmup(self.method, warmup, warmup_steps)
-        bucket_cap_mb = check_partition(granularity, bucket_cap_mb)
         self.gradient_check = GradientCheck(loss_scale, on_nonfinite, clip_norm)
         self.method.aggregator.check_size(comm.size)
         self.comm = comm
         self.seed = seed
         self.granularity = granularity
-        self.bucket_cap_mb = bucket_cap_mb
+        self.bucket_cap_mb = check_partition(granularity, bucket_cap_mb)
         self.warmup = tuple(warmup)
         self.warmup_steps = warmup_steps
         self.step = 0
@@ -197,8 +195,7 @@ class Reducer:
             grads: one 1-D gradient per parameter, in the segment's order.
             unused: parameters that took no part in this backward pass: their gradients count as zero, and their
                 residuals stay for a step in which they do.
-            payout: returns what the optimizer's momentum would still add, see `Context`; called if entries are
-                selected.
+            payout: returns what the optimizer's momentum would still add, see `Context`.
 
         Returns:
             The part of this rank's gradients, residual and payout that went into the result.
@@ -245,11 +242,7 @@ class Reducer:
         return applied
 
     def raise_deferred(self) -> None:
-        """Raise an error of the last step, whose status the host did not wait for, on CUDA.
-
-        Raises:
-            NonFiniteGradient, RankFailure, ValueError: as `reduce_segment_` on the CPU.
-        """
+        """Raise an error of the last step, whose status the host did not wait for, on CUDA: as on the CPU."""
         self._exchanges.raise_deferred()
 
     def reset(self) -> None:

@@ -11,15 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
-from lightning_sparse.hooks import CommThread, UpdateExchange, start_comm_thread
+from lightning_sparse.hooks import CommThread, UpdateExchange
 from lightning_sparse.methods import METHODS, Method, resolve_method
 from lightning_sparse.options import (
     Granularity,
@@ -32,16 +29,14 @@ from lightning_sparse.options import (
 )
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies import loss_scale
-from lightning_sparse.strategies.checkpointing import Checkpointing
 from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
     check_placement,
     is_adaptive,
-    several_evaluations,
     warn_of_adaptive_optimizers,
-    warn_of_clipping,
 )
 from lightning_sparse.strategies.summary import run_summary
+from lightning_sparse.strategies.updates import UpdateOrGradientExchange
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +70,7 @@ def _before_lightnings_sigterm_handler(announce: Callable[[], None]) -> None:
 UNSUPPORTED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class SparseDDP(Checkpointing):
+class SparseDDP(UpdateOrGradientExchange):
     """Data-parallel training that sends a small part of each gradient and keeps the rest for later steps.
 
     Args:
@@ -150,12 +145,10 @@ class SparseDDP(Checkpointing):
                 f"every={every!r} with exchange='gradient': gradients are exchanged in every step. Set "
                 f"exchange='update' to let each rank take {every} steps before each exchange."
             )
-        self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
         self._exchange: CommThread | UpdateExchange | None = None
         # The reducer outlives fit, so that a checkpoint can be written afterwards.
         self._reducer: Reducer | None = None
         self._consistent = True  # whether the reducer's state belongs to a complete step
-        self._reductions = 0  # steps reduced before the present backward
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
@@ -189,7 +182,6 @@ class SparseDDP(Checkpointing):
             super().configure_ddp()
         assert self._exchange is not None
         self._reducer, self._consistent = self._exchange.reducer, True
-        self._own_scaler = None
         if isinstance(self._method.aggregator, TwoLevel):
             nodes: list[Any] = [None] * self.world_size
             dist.all_gather_object(nodes, self.node_rank)
@@ -202,88 +194,6 @@ class SparseDDP(Checkpointing):
             return bool(self._what == "update")
         keeps_residuals = self._compresses and self._method.memory.error_feedback
         return self._every > 1 or (keeps_residuals and any(map(is_adaptive, self.optimizers)))
-
-    def _begin_updates(self) -> None:
-        clip_norm = self._options["clip_norm"]
-        if clip_norm is not None and self._lightnings_scaler is not None:
-            raise ValueError(
-                f"clip_norm={clip_norm:g} with updates and precision='16-mixed': set gradient_clip_val of the Trainer "
-                f"instead, which clips each rank's own gradient after it was unscaled."
-            )
-        assert isinstance(self.model, torch.nn.Module)
-        options = {key: value for key, value in self._options.items() if key not in ("on_nonfinite", "clip_norm")}
-        self._exchange = UpdateExchange(
-            self.model,
-            self.optimizers,
-            self._method,
-            every=self._every,
-            timeout=self._timeout,
-            bucket_cap_mb=ddp_options(self)["bucket_cap_mb"],
-            **options,
-        )
-
-    def _register_ddp_hooks(self) -> None:
-        scaler = self._lightnings_scaler
-        assert self.lightning_module is not None
-        # Without a residual, clipping does what it does under stock ddp.
-        if self._method.memory.error_feedback and self.global_rank == 0:
-            warn_of_clipping(self.lightning_module, type(self).__name__)
-        # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
-        self._exchange = start_comm_thread(
-            self.model,  # type: ignore[arg-type]
-            self._method,
-            timeout=self._timeout,
-            loss_scale=scaler and scaler.get_scale,
-            **self._options,
-        )
-
-    @property
-    def _comm_thread(self) -> CommThread | None:
-        """The communication thread, where gradients are exchanged."""
-        return self._exchange if isinstance(self._exchange, CommThread) else None
-
-    @property
-    def _update_exchange(self) -> UpdateExchange | None:
-        return self._exchange if isinstance(self._exchange, UpdateExchange) else None
-
-    @property
-    def _lightnings_scaler(self) -> Any:
-        """Lightning's gradient scaler; one that is switched off leaves no step out, so it is none."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return scaler if scaler is not None and scaler.is_enabled() else None
-
-    def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
-        """Have the reducer use the loss scale of a GradScaler that is not Lightning's."""
-        if self._exchange is None or scaler in (self._lightnings_scaler, self._own_scaler):
-            return
-        if self._comm_thread is None:
-            raise self._failed(
-                f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own, which may leave a "
-                f"step out on one rank, whose updates the other ranks would wait for. Use precision='16-mixed', or "
-                f"exchange='gradient'."
-            )
-        if self._lightnings_scaler is not None or self._own_scaler is not None:
-            where = "besides Lightning's" if self._own_scaler is None else "besides another one"
-            raise self._failed(
-                f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own {where}, but "
-                f"residuals are kept in units of one loss scale. Use one GradScaler for all losses, or precision="
-                f"'16-mixed' and none."
-            )
-        self._own_scaler = scaler
-        # Between two backward passes: the communication thread, which reads it, has nothing to do.
-        self._comm_thread.reducer.gradient_check.get_scale = scaler.get_scale
-        if self.global_rank == 0:
-            self._inform(
-                f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own: residuals are "
-                f"kept unscaled, and where a gradient overflows on any rank, all ranks leave the step out."
-            )
-
-    def _failed(self, text: str) -> RuntimeError:
-        """Report to the other ranks what has failed on this one, and return it as an error to raise."""
-        error = RuntimeError(text)
-        if self._exchange is not None:
-            self._exchange.fail(error)
-        return error
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -302,78 +212,6 @@ class SparseDDP(Checkpointing):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         self.reducer.epoch = self.lightning_module.trainer.current_epoch
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        if self._comm_thread is not None:
-            self._reductions = self._comm_thread.reductions
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        if self._comm_thread is None or not self.model.require_backward_grad_sync:  # type: ignore[union-attr]
-            super().post_backward(closure_loss)
-            return
-        # With static_graph and manual optimization, Lightning makes DDP reduce the first gradients here.
-        with self._comm_thread.after_backward():
-            super().post_backward(closure_loss)
-        # DDP would report gradients that it has not exchanged in the next forward, after the optimizer has used them.
-        self._comm_thread.check_reduced(self._reductions)
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if self._update_exchange is not None:
-            self._update_exchange.exchange_pending()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._update_exchange is not None:
-            self._update_exchange.exchange_pending()  # so that a checkpoint has the weights of all ranks
-        return super().lightning_module_state_dict()
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self._update_exchange is not None:
-            with self._update_exchange.one_step(optimizer):
-                return super().optimizer_step(optimizer, self._checked(optimizer, closure), model, **kwargs)
-        thread = self._comm_thread
-        before = 0 if thread is None else thread.reductions
-
-        def once() -> Any:
-            if self._compresses and thread is not None and thread.reductions > before:
-                raise self._failed(several_evaluations(optimizer, self._method))
-            return closure()
-
-        if self._options["on_nonfinite"] == "raise" or self._lightnings_scaler or self._own_scaler:
-            return super().optimizer_step(optimizer, once, model, **kwargs)
-
-        def skip_nonfinite() -> Any:
-            result = once()
-            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
-            firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
-            # The gradients of a skipped step are all NaN. An optimizer without gradients does nothing.
-            if firsts and torch.stack([first.float() for first in firsts]).isnan().any():
-                optimizer.zero_grad()
-            return result
-
-        return super().optimizer_step(optimizer, skip_nonfinite, model, **kwargs)
-
-    def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure after which this rank's own gradient is clipped, or left out if it is not finite."""
-        clip_norm, skips = self._options["clip_norm"], self._options["on_nonfinite"] == "skip"
-        if clip_norm is None and (not skips or self._lightnings_scaler):
-            return closure
-
-        def checked() -> Any:
-            result = closure()
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            grads = [param.grad for param in params if param.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
-            if skips and not norm.isfinite():
-                # This rank sends what is in its residual, and the others go on.
-                log.warning(f"A gradient is not finite on rank {self.global_rank}: its optimizer leaves the step out.")
-                optimizer.zero_grad()
-            elif clip_norm is not None and norm > clip_norm:
-                torch._foreach_mul_(grads, clip_norm / norm)
-            return result
-
-        return checked
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

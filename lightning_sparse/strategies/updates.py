@@ -1,0 +1,92 @@
+"""The part of the strategy that exchanges optimizers' updates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_sparse._compat import ddp_options
+from lightning_sparse.hooks import UpdateExchange
+from lightning_sparse.strategies.gradients import GradientExchange
+
+log = logging.getLogger(__name__)
+
+
+class UpdateOrGradientExchange(GradientExchange):
+    """Exchanges what optimizers change, after their steps; or gradients. In the first case the model is not wrapped."""
+
+    _every: int
+
+    def _begin_updates(self) -> None:
+        clip_norm = self._options["clip_norm"]
+        if clip_norm is not None and self._lightnings_scaler is not None:
+            raise ValueError(
+                f"clip_norm={clip_norm:g} with updates and precision='16-mixed': set gradient_clip_val of the Trainer "
+                f"instead, which clips each rank's own gradient after it was unscaled."
+            )
+        assert isinstance(self.model, torch.nn.Module)
+        options = {key: value for key, value in self._options.items() if key not in ("on_nonfinite", "clip_norm")}
+        self._exchange = UpdateExchange(
+            self.model,
+            self.optimizers,
+            self._method,
+            every=self._every,
+            timeout=self._timeout,
+            bucket_cap_mb=ddp_options(self)["bucket_cap_mb"],
+            **options,
+        )
+
+    @property
+    def _update_exchange(self) -> UpdateExchange | None:
+        return self._exchange if isinstance(self._exchange, UpdateExchange) else None
+
+    def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
+        if self._update_exchange is None or scaler is self._lightnings_scaler:
+            super()._on_scaled_loss(scaler)
+            return
+        raise self._failed(
+            f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own, which may leave a "
+            f"step out on one rank, whose updates the other ranks would wait for. Use precision='16-mixed', or "
+            f"exchange='gradient'."
+        )
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._update_exchange is not None:
+            self._update_exchange.exchange_pending()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._update_exchange is not None:
+            self._update_exchange.exchange_pending()  # so that a checkpoint has the weights of all ranks
+        return super().lightning_module_state_dict()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self._update_exchange is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._update_exchange.one_step(optimizer):
+            return super().optimizer_step(optimizer, self._checked(optimizer, closure), model, **kwargs)
+
+    def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure after which this rank's own gradient is clipped, or left out if it is not finite."""
+        clip_norm, skips = self._options["clip_norm"], self._options["on_nonfinite"] == "skip"
+        if clip_norm is None and (not skips or self._lightnings_scaler):
+            return closure
+
+        def checked() -> Any:
+            result = closure()
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            grads = [param.grad for param in params if param.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+            if skips and not norm.isfinite():
+                # This rank sends what is in its residual, and the others go on.
+                log.warning(f"A gradient is not finite on rank {self.global_rank}: its optimizer leaves the step out.")
+                optimizer.zero_grad()
+            elif clip_norm is not None and norm > clip_norm:
+                torch._foreach_mul_(grads, clip_norm / norm)
+            return result
+
+        return checked
