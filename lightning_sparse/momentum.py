@@ -74,11 +74,22 @@ class SegmentMomentum:
         if not self._paid:
             return
         assert isinstance(applied, Entries)
+        moments = [state.get(self._kind.key) for state in self._states]
+        if self._device.type == "cpu":
+            edges = torch.tensor(self._segment.bounds)
+            for indices, _ in applied.lists:
+                cuts = torch.searchsorted(indices, edges).tolist()
+                for moment, start, (first, last) in zip(moments, self._segment.bounds, pairwise(cuts), strict=False):
+                    if moment is not None and first < last:
+                        emptied = moment.reshape(-1).index_fill_(0, indices[first:last] - start, 0)
+                        if not moment.is_contiguous():
+                            moment.copy_(emptied.view(moment.shape))
+            return
+        # The host does not know how many entries each parameter has.
         kept = torch.ones(self._segment.numel, device=self._device)
         for indices, _ in applied.lists:
             add_entries_(kept, indices, torch.full(indices.shape, -1.0, device=self._device))
-        for state, part in zip(self._states, self._segment.views(kept), strict=True):
-            moment = state.get(self._kind.key)
+        for moment, part in zip(moments, self._segment.views(kept), strict=True):
             if moment is not None:
                 moment.mul_(part.view(moment.shape) > 0)
 
@@ -102,7 +113,7 @@ def _adam(group: State, state: State) -> Tensor:
 
 
 def _nadam(group: State, state: State) -> Tensor:
-    beta, step = group["betas"][0], torch.as_tensor(state["step"])
+    beta, step = group["betas"][0], _step(state)
     # As with Nesterov, by a factor of its own that grows with the steps towards β.
     ahead = beta * (1 - 0.5 * 0.96 ** ((step + 1) * group["momentum_decay"]))
     factor = group["lr"] * ahead * beta / (1 - beta) / (1 - state["mu_product"] * ahead)
@@ -111,7 +122,7 @@ def _nadam(group: State, state: State) -> Tensor:
 
 
 def _radam(group: State, state: State) -> Tensor:
-    beta, step = group["betas"][1], torch.as_tensor(state["step"])
+    beta, step = group["betas"][1], torch.as_tensor(_step(state))
     longest = 2 / (1 - beta) - 1
     length = longest - 2 * step * beta**step / (1 - beta**step)
     rectifier = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
@@ -127,12 +138,17 @@ def _moment(group: State, state: State) -> Tensor:
     """Return lr · β / (1 − β) · m̂."""
     beta = group["betas"][0]
     moment: Tensor = state["exp_avg"].float()
-    return moment.mul(group["lr"] * beta / (1 - beta) / (1 - beta ** state["step"]))
+    return moment.mul(group["lr"] * beta / (1 - beta) / (1 - beta ** _step(state)))
 
 
 def _root(square: Tensor, group: State, state: State) -> Tensor:
-    unbiased: Tensor = square.float() / (1 - group["betas"][1] ** state["step"])
-    return unbiased.sqrt_().add_(group["eps"])
+    return square.float().sqrt().mul_((1 - group["betas"][1] ** _step(state)) ** -0.5).add_(group["eps"])
+
+
+def _step(state: State) -> Any:
+    """Return the number of steps; a tensor only where reading it would wait for the device."""
+    step = state["step"]
+    return step.item() if isinstance(step, Tensor) and step.device.type == "cpu" else step
 
 
 def _beta(group: State) -> float:
