@@ -92,6 +92,7 @@ class GradientDistribution(StepCallback):
         step: int,
     ) -> dict[str, float]:
         scalars: dict[str, float] = {}
+        quantities = QUANTITIES | {"g": f"{trainer.strategy.reducer.exchanged} g"}
         wholes = {letter: distribution.summary() for letter, distribution in seen.wholes.items()}
         summaries: dict[tuple[str | None, str], Summary | None] = {(None, key): whole for key, whole in wholes.items()}
         for (name, letter), summary in (summaries | seen.layers).items():
@@ -99,9 +100,9 @@ class GradientDistribution(StepCallback):
                 continue
             prefix = "distribution" if name is None else f"layers/{name}"
             for writer in writers:
-                summary.write(writer, f"{prefix}/{QUANTITIES[letter]}", step)
+                summary.write(writer, f"{prefix}/{quantities[letter]}", step)
                 if name is None and summary.std > 0:
-                    summary.standardised().write(writer, f"{prefix}_in_stds/{QUANTITIES[letter]}", step)
+                    summary.standardised().write(writer, f"{prefix}_in_stds/{quantities[letter]}", step)
             if name is None or letter == "u":
                 scalars |= summary.scalars(f"{prefix}/{letter}")
         for name, (threshold, count) in seen.thresholds.items():

@@ -11,10 +11,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import MixedPrecision
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates
+from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from tests.integration.test_failures import SOON, caught
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
 from tests.processes import run_ranks
@@ -269,3 +272,19 @@ def test_ranks_that_would_exchange_different_things_are_told_so():
         assert kind == "ValueError"
         assert "Ranks differ in what they exchange: rank 0: gradient, rank 1: update" in text
         assert seconds < SOON
+
+
+def test_callbacks_show_updates(tmp_path):
+    def run(rank: int) -> None:
+        watching = [GradientDistribution(), ContractionRatio(), CommunicationMonitor()]
+        logger = TensorBoardLogger(tmp_path, name="", version="")
+        fit(rank, AdamNet, {}, callbacks=watching, log_every_n_steps=2, logger=logger)
+
+    lightning_ranks(2, run)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    tags = found.Tags()
+    assert {"distribution/update g", "distribution/residual e", "distribution/u = g + e"} <= set(tags["histograms"])
+    shares = [scalar.value for scalar in found.Scalars("seconds/hidden_share")]
+    assert all(share < 0.5 for share in shares), shares
+    assert 0 < found.Scalars("contraction/measured")[-1].value < 1
