@@ -33,7 +33,7 @@ import re
 import textwrap
 from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.imports import RequirementCache
 
@@ -77,6 +77,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 class CLI(LightningCLI):
     """Lightning's command line, which checks the strategy's name and says in one line what is wrong with an option."""
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = super().init_parser(**kwargs)
+        parser.__class__ = Parser  # which has no state of its own; Lightning 2.5 takes no parser_class
+        return parser
 
     def before_instantiate_classes(self) -> None:
         name = self._get(self.config, "trainer.strategy")
@@ -126,7 +131,6 @@ def main(args: ArgsType = None) -> None:
     if not RequirementCache("jsonargparse[signatures]>=4.52"):
         raise SystemExit("The command line needs jsonargparse, 4.52 or later: pip install 'lightning_sparse[cli]'")
     CLI(
-        parser_class=Parser,
         parser_kwargs={
             "prog": "python -m lightning_sparse",
             "description": "Train with PyTorch Lightning over slow links. "

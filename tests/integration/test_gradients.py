@@ -13,12 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import (
-    BaseFinetuning,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-)
+from pytorch_lightning import callbacks
+from pytorch_lightning.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -205,7 +201,11 @@ FORMS = {
     "reentrant checkpointing": Form(partial(Checkpointed, True)),
     "compiled part": Form(Compiled, bucket_cap_mb=25),
     "compiled module": Form(lambda: torch.compile(Net(), backend="aot_eager"), bucket_cap_mb=25),
-    "EMA": Form(Net, lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]}),
+    **(
+        {"EMA": Form(Net, lambda: {"callbacks": [callbacks.EMAWeightAveraging(decay=0.5)]})}
+        if hasattr(callbacks, "EMAWeightAveraging")  # since Lightning 2.6
+        else {}
+    ),
     "SWA": Form(Net, lambda: {"callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1)], "max_epochs": 3}),
     "unused on one rank": Form(partial(Unused, lambda rank, step: rank == 0, momentum=0.9), **FIND),
     "unused on all ranks": Form(partial(Unused, lambda rank, step: False, weight_decay=0.1), **FIND),
