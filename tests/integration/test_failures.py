@@ -336,7 +336,8 @@ def refused(rank: int) -> list[tuple[str, str, float]]:
     return [
         caught(lambda: attach(nn.Linear(2, 2))),
         caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.float64))))),
-        caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.complex64))))),
+        # Without the first synchronisation, in which gloo of torch 2.8 refuses complex numbers itself.
+        caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.complex64)), init_sync=False))),
         caught(lambda: attach(stock(nn.Embedding(4, 4, sparse=True)))),
         caught(lambda: attach(stock(nn.Linear(2, 2), skip_all_reduce_unused_params=True))),
         caught(lambda: attach(good, "topk", warmup=[0.1])),
