@@ -48,11 +48,20 @@ class Updates:
             reducer.setup(self._params, numbers)
         self._weights = {name: param.detach().clone() for name, param in self._params.items()}
 
-    def adopt(self) -> None:
-        """Take in parameters that optimizers were given since the last step; to be called before each step.
+    @torch.no_grad()
+    def begin(self, optimizer: Optimizer) -> None:
+        """Take an optimizer's present weights for those that all ranks agree on; to be called before it steps.
 
-        Until now they were equal on all ranks, as nothing has changed them.
+        They are so after each exchange, unless all ranks have changed them alike, by clipping weights for example, or
+        by going back to a checkpoint. Parameters that the optimizer was given since then are taken in.
         """
+        self._adopt()
+        for name, weights in self._weights.items():
+            if self._optimizer_of[name] is optimizer:
+                weights.copy_(self._params[name])
+
+    def _adopt(self) -> None:
+        """Take in parameters that optimizers were given since the last step."""
         model = self._model()
         if model is None or sum(len(group["params"]) for group in self._groups) == len(self._params):
             return
@@ -68,11 +77,6 @@ class Updates:
     @property
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for optimizer in self._optimizers for group in optimizer.param_groups)
-
-    def begin(self) -> None:
-        """Take the present weights for those that all ranks agree on."""
-        for name, weights in self._weights.items():
-            weights.copy_(self._params[name].detach())
 
     @property
     def note(self) -> str:
@@ -148,7 +152,7 @@ def exchanged_parameters(
     Raises:
         ValueError: a parameter belongs to two optimizers, or is not the model's.
     """
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name.replace("_orig_mod.", "") for name, param in model.named_parameters()}  # of torch.compile
     found: dict[str, Optimizer] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -165,5 +169,5 @@ def exchanged_parameters(
                         f"same change would be sent twice. Give each parameter to one optimizer."
                     )
                 found[name] = optimizer
-    params: dict[str, Tensor] = {name: param for name, param in model.named_parameters() if name in found}
+    params: dict[str, Tensor] = {names[id(param)]: param for param in model.parameters() if names[id(param)] in found}
     return params, found, {name: optimizers.index(optimizer) for name, optimizer in found.items()}

@@ -348,7 +348,7 @@ def test_parameters_that_are_given_to_an_optimizer_later():
         for step in range(4):
             if step == 2:
                 optimizer.add_param_group({"params": [net.c, net.one], "lr": 0.2})
-            updates.adopt()
+            updates.begin(optimizer)
             net.backward(comm.rank, step)
             optimizer.step()
             updates.exchange(optimizer)
@@ -357,3 +357,24 @@ def test_parameters_that_are_given_to_an_optimizer_later():
     (first, steps), (second, _) = simulate(2, rank)
     assert torch.equal(first, second)
     assert steps == 4
+
+
+def test_what_all_ranks_do_to_their_weights_stays_done():
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        reducer = Reducer(method("topk", density=0.05), comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        for step in range(3):
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            updates.exchange(optimizer)
+            for param in net.parameters():
+                param.data.clamp_(-0.1, 0.1)  # as a Wasserstein GAN does
+        return weights(net), residual(reducer)
+
+    (first, kept), (second, _) = simulate(2, rank)
+    assert torch.equal(first, second)
+    assert first.abs().max() <= 0.1
+    assert kept.abs().max() < 1  # of three gradients at rate 0.1, not of clipped weights

@@ -146,7 +146,7 @@ class UpdateExchange:
         self._updates = Updates(self.reducer, model, optimizers, payout=payout)
         self.note = self._updates.note
         self._hooks = [
-            *(optimizer.register_step_pre_hook(lambda *_: self._updates.adopt()) for optimizer in optimizers),
+            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
             *(optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers),
         ]
         self._in_step = False
@@ -155,7 +155,10 @@ class UpdateExchange:
     def begin(self) -> None:
         """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
         self._take_over([*self._params, *self._buffers])
-        self._updates.begin()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
+            self._updates.begin(optimizer)
 
     @contextlib.contextmanager
     def one_step(self, optimizer: Optimizer) -> Iterator[None]:

@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -288,3 +289,22 @@ def test_callbacks_show_updates(tmp_path):
     shares = [scalar.value for scalar in found.Scalars("seconds/hidden_share")]
     assert all(share < 0.5 for share in shares), shares
     assert 0 < found.Scalars("contraction/measured")[-1].value < 1
+
+
+@pytest.mark.skipif(
+    Version(pl.__version__) < Version("2.5.3"),
+    reason="after its learning rate finder Lightning 2.5.0 trains no step, with any strategy",
+)
+def test_a_learning_rate_finder_leaves_nothing_behind():
+    def run(rank: int) -> list[Tensor]:
+        found = []
+        for callbacks in ([], [pl.callbacks.LearningRateFinder(num_training_steps=5, update_attr=False)]):
+            net = AdamNet()
+            net.lr = 0.0
+            batches = torch.utils.data.DataLoader(list(Loader(rank, 2)), batch_size=None)
+            trainer(sparse(), 2, callbacks=callbacks, enable_checkpointing=False).fit(net, batches)
+            found.append(net.weights)
+        return found
+
+    ranks = lightning_ranks(2, run)
+    assert all(torch.equal(weights, ranks[0][0]) for found in ranks for weights in found)
