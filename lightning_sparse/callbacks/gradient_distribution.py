@@ -81,7 +81,7 @@ class GradientDistribution(StepCallback):
             )
 
     def observer(self, reducer: Reducer) -> Observer:
-        return _Distributions(self.per_layer)
+        return _Distributions(self.per_layer, reducer.exchanged)
 
     def report(
         self,
@@ -92,7 +92,7 @@ class GradientDistribution(StepCallback):
         step: int,
     ) -> dict[str, float]:
         scalars: dict[str, float] = {}
-        quantities = QUANTITIES | {"g": f"{trainer.strategy.reducer.exchanged} g"}
+        quantities = QUANTITIES | {"g": f"{seen.exchanged} g"}
         wholes = {letter: distribution.summary() for letter, distribution in seen.wholes.items()}
         summaries: dict[tuple[str | None, str], Summary | None] = {(None, key): whole for key, whole in wholes.items()}
         for (name, letter), summary in (summaries | seen.layers).items():
@@ -123,8 +123,8 @@ class _Distributions(Observer):
         thresholds: parameter name, or None for the model, to (smallest |u| sent, number of entries sent).
     """
 
-    def __init__(self, per_layer: bool) -> None:
-        self.per_layer = per_layer
+    def __init__(self, per_layer: bool, exchanged: str) -> None:
+        self.per_layer, self.exchanged = per_layer, exchanged
         self.wholes: dict[str, Distribution] = {}
         self.layers: dict[tuple[str | None, str], Summary | None] = {}
         self.thresholds: dict[str | None, tuple[float, int]] = {}
