@@ -55,7 +55,13 @@ def lower_bounds() -> list[str]:
     config.read(ROOT / "setup.cfg")
     lines = [config["options"]["install_requires"], *config["options.extras_require"].values()]
     named = re.finditer(r"^([\w-]+)(?:\[.*\])?>=([\d.]+)", "\n".join(lines), re.MULTILINE)
-    return [f"{found[1]}=={found[2]}" for found in named if found[1] not in ("ruff", "mypy")]
+    tools = (
+        "ruff",
+        "mypy",
+        "mkdocs-material",
+        "mkdocstrings",
+    )  # of this project's developers, with the newest of theirs
+    return [f"{found[1]}=={found[2]}" for found in named if found[1] not in tools]
 
 
 def python_of(version: str) -> str:
