@@ -60,7 +60,7 @@ def lower_bounds() -> list[str]:
         "mypy",
         "mkdocs-material",
         "mkdocstrings",
-    )  # of this project's developers, with the newest of theirs
+    )  # for developers: the newest
     return [f"{found[1]}=={found[2]}" for found in named if found[1] not in tools]
 
 
