@@ -10,6 +10,7 @@ weight of its position, a constant.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +61,9 @@ def weighted_sum(words: Tensor) -> Tensor:
     """
     count, device = words.shape[-1], words.device
     blocks = count // BLOCK
-    within, of_block = _weights(min(BLOCK, count), 0, device), _weights(blocks + 1, 1 << 40, device)
+    # Weights are kept, but not tensors of another kind, such as torch's fake ones, which belong to their own mode.
+    weights = _kept_weights if type(words) is Tensor else _weights
+    within, of_block = weights(min(BLOCK, count), 0, device), weights(blocks + 1, 1 << 40, device)
     full = words[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)) if blocks else words[..., :0].unsqueeze(-2)
     rest = words[..., blocks * BLOCK :]
     sums = [(rest * within[: rest.shape[-1]]).sum(-1) * of_block[-1]]
@@ -75,6 +78,9 @@ def _weights(count: int, start: int, device: torch.device) -> Tensor:
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift)) * factor
     return (x ^ (x >> 31)) | 1
+
+
+_kept_weights = functools.lru_cache(maxsize=64)(_weights)
 
 
 def _row_bytes(part: Tensor) -> int:
