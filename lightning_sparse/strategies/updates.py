@@ -59,6 +59,11 @@ class UpdateOrGradientExchange(GradientExchange):
         if self._update_exchange is not None:
             self._update_exchange.exchange_pending()
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._update_exchange is not None:
+            self._update_exchange.exchange_pending()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._update_exchange is not None:
             self._update_exchange.exchange_pending()  # so that a checkpoint has the weights of all ranks
