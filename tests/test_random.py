@@ -155,7 +155,7 @@ class Run:
         options = {"on_nonfinite": "skip"} if case.scale is None else {"loss_scale": lambda: case.scale}
         if not any(step.overflow for step in case.before + case.after) and case.scale is None:
             options = {}  # one segment after the other, without a look ahead
-        options |= {"granularity": granularity, "bucket_cap_mb": case.cap, "seed": case.seed, "lr": 0.1}
+        options |= {"granularity": granularity, "bucket_cap_mb": case.cap, "seed": case.seed}
         self.reducer = Reducer(made, comm, **options)
         if isinstance(made.aggregator, Mean | AllReduceMean):
             self.reducer.observers = [Counter(made.compressor)]
