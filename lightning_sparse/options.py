@@ -122,8 +122,16 @@ class _HasDensity(Protocol):
     def density(self) -> float | None: ...
 
 
-def check_warmup(method: _HasDensity, warmup: Any, warmup_steps: Any) -> tuple[tuple[float, ...], int | None]:
+def check_warmup(
+    method: _HasDensity, warmup: Any, warmup_steps: Any, *, counts_epochs: bool = True
+) -> tuple[tuple[float, ...], int | None]:
     """Return the densities of a warm-up, and how many steps each lasts, if they make sense for the method.
+
+    Args:
+        method: whose density comes after the warm-up.
+        warmup: what the user gave.
+        warmup_steps: what the user gave; None is an epoch.
+        counts_epochs: whether there is somebody who counts epochs; outside of Lightning nobody does.
 
     Raises:
         ValueError: a density or a number of steps out of range, one without the other, or a method without density.
@@ -140,6 +148,10 @@ def check_warmup(method: _HasDensity, warmup: Any, warmup_steps: Any) -> tuple[t
     if densities and method.density is None:
         raise ValueError(f"warmup={densities!r}: {method!r} has no density to warm up.")
     if warmup_steps is None:
+        if densities and not counts_epochs:
+            raise ValueError(
+                f"warmup={densities!r} without epochs: say how many steps each density lasts, warmup_steps."
+            )
         return densities, None
     if not densities:
         raise ValueError(

@@ -67,9 +67,7 @@ def attach(
         RankFailure: other ranks use other settings, or do not attach.
     """
     method = resolve_method(method, density)
-    warmup, warmup_steps = check_warmup(method, warmup, warmup_steps)
-    if warmup and warmup_steps is None:
-        raise ValueError(f"warmup={warmup!r} without epochs: say how many steps each density lasts, warmup_steps.")
+    warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
     return start_comm_thread(
         ddp,
         method,

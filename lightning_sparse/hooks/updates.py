@@ -72,7 +72,7 @@ def attach_updates(
         RankFailure: other ranks use other settings, or do not attach.
     """
     method = resolve_method(method, density)
-    warmup, warmup_steps = check_warmup(method, warmup, warmup_steps)
+    warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
     exchange = UpdateExchange(
         model,
         [optimizer] if isinstance(optimizer, Optimizer) else optimizer,

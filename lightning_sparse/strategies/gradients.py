@@ -33,8 +33,8 @@ class GradientExchange(Checkpointing):
         # Without a residual, clipping does what it does under stock ddp.
         if self._method.memory.error_feedback and self.global_rank == 0:
             warn_of_clipping(self.lightning_module, type(self).__name__)
-        # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
         self._own_scaler = None
+        # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
         self._exchange = start_comm_thread(
             self.model,  # type: ignore[arg-type]
             self._method,

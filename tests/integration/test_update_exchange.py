@@ -308,3 +308,9 @@ def test_a_learning_rate_finder_leaves_nothing_behind():
 
     ranks = lightning_ranks(2, run)
     assert all(torch.equal(weights, ranks[0][0]) for found in ranks for weights in found)
+
+
+def test_a_warm_up_needs_steps_where_nobody_counts_epochs():
+    net = nn.Linear(4, 1)
+    with pytest.raises(ValueError, match=r"warmup=\(0.1,\) without epochs: say how many steps each density lasts"):
+        attach_updates(net, ADAMW(net.parameters()), warmup=[0.1])
