@@ -55,6 +55,11 @@ SENDS = {
     "randk": ("k entries drawn at random, the same on all ranks", "2k(P − 1)/P"),
     "qsgd": ("each value rounded at random to one of 31 levels, in a byte", "about d(P − 1)/4"),
     "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent", "d(P − 1)/32"),
+    "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),
+    "dgc": ("as `memsgd`, and momentum is set to zero where entries are sent", "2k(P − 1)"),
+    "sparseloco": ("after 30 steps of its own, the k largest entries of what they changed, k = d/64", "2k(P − 1)/30"),
+    "local_sgd": ("after 8 steps of its own, all that they changed", "2d(P − 1)/8P"),
+    "diloco": ("after 500 steps of its own, all that they changed, for an outer Nesterov step", "2d(P − 1)/500P"),
     "dense": ("everything, by all-reduce: what `ddp` does", "2d(P − 1)/P"),
 }
 """Method to what a worker sends, and the words per step; a method without an entry gets its compressor's first line."""
@@ -306,6 +311,7 @@ def methods(suffix: str = "") -> str:
         sends, words = SENDS.get(name, ((spec.make.__doc__ or "").partition("\n")[0].rstrip("."), ""))
         keeps = "nothing" if not spec.memory.error_feedback else "the rest"
         keeps += ", and what merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
+        keeps += ", which decays" * (not spec.traits.conserves and spec.memory.error_feedback)
         rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0]])
     return table(
         ["strategy" if suffix else "method", "sends", "words per step and worker", "keeps", "source"],

@@ -4,7 +4,8 @@
 
 Selection is timed here and now, on the GPU where there is one. So run it on a machine like those that train. The rest
 is computed, see `lightning_sparse.cost`; it says nothing about accuracy: compare that yourself, at a tuned learning
-rate.
+rate. With AdamW and its kin, methods that keep a residual exchange updates, after backward; with SGD gradients, beside
+it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
 from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, step
+from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
 
@@ -31,6 +33,11 @@ BASELINES = {"ddp": 4, "ddp, 16-bit hook": 2}
 CAUTIONS = {
     "randk": "a random choice: needs many more steps",
     **{name: "loses what it does not send" for name, spec in METHODS.items() if not spec.traits.conserves},
+    **{
+        name: f"{spec.updates.every} steps of its own between exchanges: may need more steps"
+        for name, spec in METHODS.items()
+        if spec.updates and spec.updates.every > 1
+    },
     **{name: "a vote, not a mean: has its own learning rate" for name, spec in METHODS.items() if not spec.averages},
 }
 """Methods that are listed but never recommended, because a step with them is worth less, and why."""
@@ -95,11 +102,12 @@ def measure(chosen: Method, params: int) -> Costs:
 
 
 def estimates(
-    work: Workload, workers: int, link: Link, density: float | None
+    work: Workload, workers: int, link: Link, density: float | None, adaptive: bool
 ) -> tuple[list[tuple[str, Step, float | None]], dict[str, str]]:
     """Return (name, step, break-even bandwidth) of methods and dense baselines, fastest first, and failures.
 
-    A failure is the name of a method that could not be timed here, to the reason.
+    A failure is the name of a method that could not be timed here, to the reason. `adaptive`: whether the optimizer
+    divides by past gradients.
     """
     rows: list[tuple[str, Step, float | None]] = [
         (name, step(DENSE, work, workers, link, Costs(), dense_bytes=each), None) for name, each in BASELINES.items()
@@ -119,10 +127,10 @@ def estimates(
             if kind not in timed:
                 timed[kind] = measure(chosen, sum(work.segments))
             costs = timed[kind]
-            found = step(chosen, work, workers, link, costs)
-            rows.append(
-                (name, found, break_even_bandwidth(chosen, work, workers, link, costs, list(BASELINES.values())))
-            )
+            what: Exchanged = "update" if adaptive and chosen.is_sparse else "gradient"
+            found = step(chosen, work, workers, link, costs, exchanged=what)
+            point = break_even_bandwidth(chosen, work, workers, link, costs, list(BASELINES.values()), what)
+            rows.append((name, found, point))
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
     return sorted(rows, key=lambda row: row[1].seconds), failed
@@ -149,6 +157,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--latency", type=number, default=50e-6, metavar="SECONDS", help="of a message. Default: 50e-6, one switch"
     )
     parser.add_argument(
+        "--optimizer", choices=["adamw", "sgd"], default="adamw", help="adamw stands for all that divide by gradients"
+    )
+    parser.add_argument(
         "--density", type=number, help="fraction of entries to send. Default: that of each method, 0.001"
     )
     args = parser.parse_args(argv)
@@ -163,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
 
-    rows, failed = estimates(work, args.workers, link, args.density)
+    rows, failed = estimates(work, args.workers, link, args.density, args.optimizer == "adamw")
     ddp = next(found for name, found, _ in rows if name == "ddp").seconds
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine's CPU"
     print(

@@ -5,9 +5,10 @@
 
 The model: backward delivers the segments one after the other. Each is selected, sent and added up; the link carries one
 at a time and does so beside backward, while selecting and adding up take their time from backward where one device does
-both (`Costs.shared`). A message takes the link's latency, and its bytes over the bandwidth. Not in the model: slow
-workers, other traffic, and the collectives' own weaknesses. `benchmarks/scaling.py` fits it to measured steps, and says
-how far off it is.
+both (`Costs.shared`). A message takes the link's latency, and its bytes over the bandwidth. Updates of optimizers come
+after backward, and nothing hides their exchange; the optimizer's own step is left out. Not in the model: slow workers,
+other traffic, and the collectives' own weaknesses. `benchmarks/scaling.py` fits it to measured steps, and says how far
+off it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from scipy.optimize import brentq
 
 from lightning_sparse.aggregators import AllReduceMean
 from lightning_sparse.compressors import Compressor, Identity, Sparsifier
+from lightning_sparse.exchange import Exchanged
 from lightning_sparse.layout import Segment
 from lightning_sparse.methods import Method
 
@@ -119,6 +121,7 @@ def step(
     *,
     density: float | None = None,
     dense_bytes: int = 4,
+    exchanged: Exchanged = "gradient",
 ) -> Step:
     """Return the time of a step.
 
@@ -130,16 +133,21 @@ def step(
         costs: of the method's own work.
         density: fraction of entries to send; None keeps the method's own.
         dense_bytes: per element where gradients go dense: 4, or 2 with a 16-bit hook.
+        exchanged: "gradient", or "update", which is what a method with an `UpdateRule` always exchanges, after
+            `UpdateRule.every` steps; times and bytes are of a step.
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
+    every = 1 if method.updates is None else method.updates.every
+    after_backward = exchanged == "update" or method.updates is not None
     dense_rounds = 2 * (workers - 1)
     device = work.forward  # when the device is free again
     arrival, wire, sent = 0.0, 0.0, 0.0
     done: list[
         tuple[float, float]
     ] = []  # per segment: when its exchange ends, and the time to add up the received entries
-    for index, (numel, fraction) in enumerate(zip(work.segments, work.arrivals, strict=True)):
+    arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
+    for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
         segment = Segment(index, ("",), ((numel,),), 0)
         dense = dense_bytes * numel * dense_rounds / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
@@ -162,12 +170,17 @@ def step(
             device = max(device, arrives) + before
         arrival = fraction
         wire = max(wire, device) + rounds * link.latency + nbytes / link.bandwidth
+        if after_backward:  # one segment after the other, in the training thread
+            device = wire = wire + after
+            after = 0.0
         done.append((wire, after))
         sent += nbytes
     end = max(device, work.forward + work.backward)
-    for exchanged, after in done:
-        end = max(end, exchanged) + after
-    return Step(end, end - work.forward - work.backward, sent)
+    for received, after in done:
+        end = max(end, received) + after
+    computing = work.forward + work.backward
+    exposed = (end - computing) / every
+    return Step(computing + exposed, exposed, sent / every)
 
 
 def _entries_per_byte(compressor: Compressor, segment: Segment, density: float | None) -> float:
@@ -178,7 +191,13 @@ def _entries_per_byte(compressor: Compressor, segment: Segment, density: float |
 
 
 def break_even_bandwidth(
-    method: Method, work: Workload, workers: int, link: Link, costs: Costs, baselines: Sequence[int]
+    method: Method,
+    work: Workload,
+    workers: int,
+    link: Link,
+    costs: Costs,
+    baselines: Sequence[int],
+    exchanged: Exchanged = "gradient",
 ) -> float:
     """Return the bandwidth, in bytes/s, above which a dense step is at least as fast: 0 for always, inf for never.
 
@@ -189,12 +208,13 @@ def break_even_bandwidth(
         link: its latency counts; its bandwidth does not.
         costs: of the method's own work.
         baselines: bytes per element of the dense steps to compare with.
+        exchanged: as in `step`.
     """
 
     def gain(log_bandwidth: float) -> float:
         at = Link(math.exp(log_bandwidth), link.latency)
         dense = min(step(DENSE, work, workers, at, costs, dense_bytes=each).seconds for each in baselines)
-        return dense - step(method, work, workers, at, costs).seconds
+        return dense - step(method, work, workers, at, costs, exchanged=exchanged).seconds
 
     low, high = math.log(1e3), math.log(1e14)
     if gain(low) <= 0:

@@ -12,6 +12,7 @@ from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.write_back import add_entries_
+from lightning_sparse.options import check
 
 
 class Memory(abc.ABC):
@@ -89,3 +90,21 @@ class Residual(Memory):
                 add_entries_(residual, indices, gather(u, indices) - gather(residual, indices))
         if rounding_error is not None:
             add_(residual, rounding_error)
+
+
+@dataclass(frozen=True)
+class DecayingResidual(Residual):
+    """Error feedback that forgets: u = g + decay · e (SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706).
+
+    Attributes:
+        decay: what remains of the residual from one exchange to the next, in (0, 1].
+    """
+
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decay", check("decay", self.decay, "DecayingResidual"))
+
+    def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
+        ctx.state["residual"].mul_(self.decay)
+        return super().compensate(grads, ctx)

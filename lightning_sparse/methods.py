@@ -10,6 +10,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sign import Sign
-from lightning_sparse.memory import Memory, NoMemory, Residual
+from lightning_sparse.memory import DecayingResidual, Memory, NoMemory, Residual
+from lightning_sparse.update_rule import UpdateRule
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Method:
         compressor: chooses and encodes what a rank sends.
         memory: keeps what a rank did not send.
         aggregator: makes one result of what all ranks send.
+        updates: how optimizers' updates are exchanged; a method that has it exchanges no gradients. None leaves the
+            choice to the user: gradients, or updates by `UpdateRule()`.
 
     Raises:
         TypeError: a part is not of its kind.
@@ -38,6 +42,7 @@ class Method:
     compressor: Compressor
     memory: Memory = Residual()
     aggregator: Aggregator = Mean()  # type: ignore[type-arg]  # the command line finds no classes for Aggregator[Any]
+    updates: UpdateRule | None = None
 
     def __post_init__(self) -> None:
         for part, kind in (("compressor", Compressor), ("memory", Memory), ("aggregator", Aggregator)):
@@ -47,6 +52,8 @@ class Method:
             value: Any = getattr(self, part)
             if not is_dataclass(value) or not value.__dataclass_params__.frozen:  # type: ignore[union-attr]
                 raise TypeError(f"Method({part}={value!r}): make {type(value).__name__} a @dataclass(frozen=True).")
+        if self.updates is not None and not isinstance(self.updates, UpdateRule):
+            raise TypeError(f"Method(updates={self.updates!r}): updates must be an UpdateRule, or None.")
         if not self.aggregator.supports(self.compressor):
             raise ValueError(
                 f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. Use Mean(), which gathers all "
@@ -55,12 +62,18 @@ class Method:
 
     def __str__(self) -> str:
         """The parts, with what differs from their defaults; `repr` has everything."""
-        return " + ".join(map(_short_repr, (self.compressor, self.memory, self.aggregator)))
+        parts = (self.compressor, self.memory, self.aggregator, self.updates)
+        return " + ".join(_short_repr(part) for part in parts if part is not None)
 
     @property
     def density(self) -> float | None:
         """The fraction of entries that it sends, None where that is not an option of its compressor."""
         return getattr(self.compressor, "density", None)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether most entries wait in a residual: then an optimizer that divides by past gradients needs updates."""
+        return self.memory.error_feedback and self.density is not None
 
 
 def _short_repr(part: Any) -> str:
@@ -97,6 +110,7 @@ class MethodSpec(NamedTuple):
     aggregator: Aggregator[Any]
     citation: str
     traits: Traits = SPARSE
+    updates: UpdateRule | None = None
 
     @property
     def averages(self) -> bool:
@@ -126,6 +140,36 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "signsgd": MethodSpec(
             Sign, NoMemory(), MajorityVote(), "Bernstein et al. 2019, arXiv 1810.05291", Traits(False, None)
         ),
+        "memsgd": MethodSpec(
+            TopK, Residual(), Mean(), "Stich et al. 2018, arXiv 1809.07599", updates=UpdateRule(momentum="keep")
+        ),
+        "dgc": MethodSpec(
+            TopK, Residual(), Mean(), "Lin et al. 2018, arXiv 1712.01887", updates=UpdateRule(momentum="mask")
+        ),
+        "local_sgd": MethodSpec(
+            Identity,
+            NoMemory(),
+            AllReduceMean(),
+            "Stich 2019, arXiv 1805.09767",
+            Traits(True, {}),
+            UpdateRule(every=8, momentum="keep"),
+        ),
+        "diloco": MethodSpec(
+            Identity,
+            NoMemory(),
+            AllReduceMean(),
+            "Douillard et al. 2023, arXiv 2311.08105",
+            Traits(True, {}),
+            UpdateRule(every=500, momentum="keep", outer_lr=0.7, outer_momentum=0.9),
+        ),
+        "sparseloco": MethodSpec(
+            partial(TopK, density=64 / 4096),
+            DecayingResidual(),
+            Mean(),
+            "Sarfi et al. 2025, arXiv 2508.15706",
+            Traits(conserves=False, exact={"density": 1.0}, test_options={"density": 0.05}),
+            UpdateRule(every=30, momentum="keep"),
+        ),
     }
 )
 
@@ -154,7 +198,7 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
         raise TypeError(
             f"Method {name!r} has no option {unknown[0]!r}" + (f"; it has {', '.join(known)}." if known else "s.")
         )
-    return Method(spec.make(**options), spec.memory, spec.aggregator)
+    return Method(spec.make(**options), spec.memory, spec.aggregator, spec.updates)
 
 
 def resolve_method(given: str | Method, density: float | None) -> Method:

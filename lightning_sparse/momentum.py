@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.compressors.base import Entries, Update
+from lightning_sparse.compressors.base import Entries
 from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
 
@@ -53,11 +53,9 @@ class SegmentMomentum:
         self, segment: Segment, kind: Momentum, groups: Sequence[State], states: Sequence[State], device: torch.device
     ) -> None:
         self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
-        self._paid = False
 
     def to_come(self) -> Tensor:
         """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
-        self._paid = True
         return torch.cat(
             [
                 self._kind.to_come(group, state).reshape(-1)
@@ -69,11 +67,8 @@ class SegmentMomentum:
             ]
         )
 
-    def take_out(self, applied: Update) -> None:
-        """Set the moments to zero where entries were applied, if they were paid out."""
-        if not self._paid:
-            return
-        assert isinstance(applied, Entries)
+    def take_out(self, applied: Entries) -> None:
+        """Set the moments to zero where entries were applied."""
         moments = [state.get(self._kind.key) for state in self._states]
         if self._device.type == "cpu":
             edges = torch.tensor(self._segment.bounds)

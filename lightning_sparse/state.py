@@ -29,7 +29,9 @@ class SegmentStates:
 
     def __init__(self, method: Method, exchanged: Exchanged) -> None:
         self._method = method
-        parts = (method.memory, method.aggregator, method.compressor)
+        parts: list[Any] = [method.memory, method.aggregator, method.compressor]
+        if method.updates is not None:
+            parts.append(method.updates)
         declared = [(spec, repr(part)) for part in parts for spec in part.state]
         self.specs = {spec.name: spec for spec, _ in declared}
         of = "" if exchanged == "gradient" else f" of {exchanged}s"  # which are of another size

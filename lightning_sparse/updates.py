@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sparse.compressors.base import Entries
 from lightning_sparse.layout import Segment
 from lightning_sparse.momentum import SegmentMomentum, momentum_of
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.update_rule import UpdateRule
 
 
 class Updates:
@@ -32,16 +34,13 @@ class Updates:
         reducer: of `exchanged="update"`; set up here, unless it has been for the same parameters.
         model: the model; its weights are equal on all ranks.
         optimizers: its optimizers.
-        payout: whether momentum is paid out where entries are sent, see `momentum`.
 
     Raises:
         ValueError: a parameter belongs to two optimizers, or is not the model's; or see `Reducer.setup`.
     """
 
-    def __init__(
-        self, reducer: Reducer, model: nn.Module, optimizers: Sequence[Optimizer], *, payout: bool = True
-    ) -> None:
-        self._reducer, self._payout = reducer, payout
+    def __init__(self, reducer: Reducer, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._reducer, self._rule = reducer, reducer.method.updates or UpdateRule()
         self._model, self._optimizers = weakref.ref(model), optimizers
         self._params, self._optimizer_of, numbers = exchanged_parameters(model, optimizers)
         if reducer.layout is None:
@@ -83,8 +82,12 @@ class Updates:
         """One sentence about what is exchanged."""
         names = sorted({type(optimizer).__name__ for optimizer in self._optimizer_of.values()})
         text = f"Each rank steps its own {' and '.join(names)}, and the updates are exchanged"
-        paid = any(self._pays_out(optimizer) for optimizer in self._optimizer_of.values())
-        return f"{text}; momentum is paid out where entries are sent." if paid else f"{text}."
+        if self._rule.every > 1:
+            text += f" after every {self._rule.every} steps"
+        if any(self._empties_momentum(optimizer) for optimizer in self._optimizer_of.values()):
+            text += f"; momentum is {'paid out' if self._rule.momentum == 'pay_out' else 'set to zero'} where entries "
+            text += "are sent"
+        return f"{text}."
 
     @torch.no_grad()
     def exchange(self, optimizer: Optimizer) -> None:
@@ -104,15 +107,17 @@ class Updates:
         stepped = [self._params[name].detach() for name in segment.names]
         weights = [self._weights[name] for name in segment.names]
         reducer = self._reducer
-        if reducer.comm.size == 1 and (reducer.density or 1) == 1:
+        if reducer.comm.size == 1 and (reducer.density or 1) == 1 and not self._rule.has_outer_step:
             for x, w in zip(weights, stepped, strict=True):
                 x.copy_(w)  # exactly: x - (x - w) need not be w
             return
         changes = [(x.float() - w.float()).reshape(-1) for x, w in zip(weights, stepped, strict=True)]
         momentum = self._momentum(segment, optimizer)
-        applied = reducer.reduce_segment_(segment, changes, payout=momentum.to_come if momentum else None)
-        if momentum:
+        payout = momentum.to_come if momentum and self._rule.momentum == "pay_out" else None
+        applied = reducer.reduce_segment_(segment, changes, payout=payout)
+        if momentum and isinstance(applied, Entries):  # a dense segment leaves no residual, hence no second delay
             momentum.take_out(applied)
+        self._rule.outer_step_(changes, segment, reducer.states[segment.index])
         residual = reducer.states[segment.index].get("residual")
         kept = [None] * len(weights) if residual is None else segment.views(residual)
         for x, w, mean, rest in zip(weights, stepped, changes, kept, strict=True):
@@ -124,7 +129,7 @@ class Updates:
 
     def _momentum(self, segment: Segment, optimizer: Optimizer) -> SegmentMomentum | None:
         kind = momentum_of(optimizer)
-        if kind is None or not self._pays_out(optimizer):
+        if kind is None or not self._empties_momentum(optimizer):
             return None
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         params = [self._params[name] for name in segment.names]
@@ -132,11 +137,13 @@ class Updates:
         states = [optimizer.state.get(param, {}) for param in params]
         return SegmentMomentum(segment, kind, groups, states, params[0].device)
 
-    def _pays_out(self, optimizer: Optimizer) -> bool:
+    def _empties_momentum(self, optimizer: Optimizer) -> bool:
         """Return whether there is momentum whose delay adds to that of the residual."""
         kind = momentum_of(optimizer)
-        if kind is None or not self._payout or not self._reducer.method.memory.error_feedback:
+        if kind is None or self._rule.momentum == "keep" or not self._reducer.method.memory.error_feedback:
             return False
+        if self._rule.momentum == "mask":
+            return True
         # Entries that are sent about as often as momentum decays have no delay to make up for.
         return (self._reducer.density or 1) < 1 - max(map(kind.beta, optimizer.param_groups))
 

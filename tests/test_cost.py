@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, step
 from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method
+from lightning_sparse.update_rule import UpdateRule
 from tests.test_methods import make
 
 
@@ -59,6 +60,7 @@ def test_bytes_are_those_of_a_reducer(name, size):
 
     work = Workload((numel,), (1.0,), 0.0, 1.0)
     said = step(DENSE if name == "dense" else chosen, work, size, Link(1e9), Costs()).sent_bytes
+    said *= chosen.updates.every if chosen.updates else 1
     sent = simulate(size, rank)
     # In gTopK not all ranks send as often as the busiest; in ScaleCom each leads in turn, and sends more then.
     assert said <= max(sent) * 1.001
@@ -69,6 +71,19 @@ def test_bytes_are_those_of_a_reducer(name, size):
 def test_dense_is_sent_where_that_is_less():
     work = Workload((1000,), (1.0,), 0.0, 1.0)
     assert step(method("topk", density=0.5), work, 64, Link(1e6), Costs()) == step(DENSE, work, 64, Link(1e6), Costs())
+
+
+def test_updates_come_after_backward():
+    """Two segments of 0.1 s on the wire: gradients hide one behind backward, updates none; four steps share them."""
+    work = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0)
+    link = Link(4000 / 0.1, latency=0.0)
+    local = replace(DENSE, updates=UpdateRule(every=4))
+    assert step(DENSE, work, 2, link, Costs()).exposed == pytest.approx(0.1)
+    assert step(DENSE, work, 2, link, Costs(), exchanged="update").exposed == pytest.approx(0.2)
+    found = step(local, work, 2, link, Costs())
+    assert found.exposed == pytest.approx(0.05)
+    assert found.seconds == pytest.approx(2.05)
+    assert found.sent_bytes == 2000
 
 
 def test_messages_of_each_way():
@@ -83,6 +98,8 @@ def test_messages_of_each_way():
         "scalecom": [0, 4, 15, 24],
         "qsgd": [0, 1, 4, 7],
         "signsgd": [0, 1, 4, 7],
+        **{key: [0, 1, 4, 7] for key in ["memsgd", "dgc", "sparseloco"]},
+        **{key: [0, 3, 12, 21] for key in ["local_sgd", "diloco"]},
     }
     assert TwoLevel(ranks_per_node=4).messages(8) == 1
 

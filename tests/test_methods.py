@@ -223,7 +223,7 @@ def test_rows_are_complete(name):
     assert hash(made) == hash(make(name)), "configuration is frozen"
     if isinstance(made.compressor, Sparsifier):
         assert made.density == 0.05
-        assert method(name).density == 0.001
+        assert method(name).density == {"sparseloco": 1 / 64}.get(name, 0.001)
 
 
 def test_randk_is_worse_than_topk():

@@ -93,7 +93,6 @@ def train(
     chosen: Method,
     *,
     steps: int = 6,
-    payout: bool = True,
     granularity: Any = "model",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +104,7 @@ def train(
     net = Net(dtype)
     optim = OPTIMIZERS[optimizer](net.parameters())
     reducer = Reducer(chosen, comm, granularity=granularity, exchanged="update")
-    updates = Updates(reducer, net, [optim], payout=payout)
+    updates = Updates(reducer, net, [optim])
     reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
     kind = momentum_of(optim)
     lost, bound = torch.zeros_like(weights(net)), torch.zeros_like(weights(net))
@@ -259,8 +258,8 @@ def test_without_a_payout_the_optimizer_is_left_alone():
     def rank(comm: Comm) -> bool:
         net = Net()
         optimizer = ADAMW(net.parameters(), 0.01)
-        reducer = Reducer(method("topk", density=0.05), comm, granularity="model", exchanged="update")
-        updates = Updates(reducer, net, [optimizer], payout=False)
+        reducer = Reducer(method("memsgd", density=0.05), comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
         net.backward(comm.rank, 0)
         optimizer.step()
         before = flat(optimizer.state[param]["exp_avg"] for param in net.parameters())

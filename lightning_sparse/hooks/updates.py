@@ -15,6 +15,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +27,9 @@ from torch.optim import Optimizer
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_method
-from lightning_sparse.options import check, check_warmup
+from lightning_sparse.options import check_warmup
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates, exchanged_parameters
 
 
@@ -39,8 +41,7 @@ def attach_updates(
     density: float | None = None,
     granularity: Granularity = "bucket",
     bucket_cap_mb: float = 25,
-    every: int = 1,
-    payout: bool = True,
+    every: int | None = None,
     seed: int = 0,
     warmup: Sequence[float] = (),
     warmup_steps: int | None = None,
@@ -57,8 +58,7 @@ def attach_updates(
         density: fraction of entries to send, in (0, 1]; None keeps the method's own. Only beside a name.
         granularity: what is compressed together: "layer", "bucket" or "model".
         bucket_cap_mb: size of a "bucket" in MiB.
-        every: number of steps of an optimizer before each exchange.
-        payout: whether the optimizer's momentum is paid out where entries are sent, see `lightning_sparse.momentum`.
+        every: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most.
         seed: of all random choices; equal on all ranks.
         warmup: densities to use in turn before `density`, `warmup_steps` exchanges each.
         warmup_steps: number of exchanges for each density of `warmup`.
@@ -78,7 +78,6 @@ def attach_updates(
         [optimizer] if isinstance(optimizer, Optimizer) else optimizer,
         method,
         every=every,
-        payout=payout,
         timeout=timeout,
         granularity=granularity,
         bucket_cap_mb=bucket_cap_mb,
@@ -97,8 +96,7 @@ class UpdateExchange:
         model: the model; its weights and buffers become rank 0's.
         optimizers: the optimizers; each parameter belongs to one of them at most.
         method: the compression method.
-        every: number of steps of an optimizer before each exchange.
-        payout: whether momentum is paid out where entries are sent.
+        every: number of steps of an optimizer before each exchange; None keeps the method's own.
         group: the process group whose ranks take part; None is the default one.
         timeout: time to wait for other ranks; None takes the group's.
         options: of the `Reducer`.
@@ -116,13 +114,14 @@ class UpdateExchange:
         optimizers: Sequence[Optimizer],
         method: Method,
         *,
-        every: int = 1,
-        payout: bool = True,
+        every: int | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        self.optimizers, self._every = optimizers, check("every", every)
+        rule = (method.updates or UpdateRule()).with_every(every)
+        method = replace(method, updates=rule)
+        self.optimizers, self._every = optimizers, rule.every
         self._steps = [0] * len(optimizers)
         self._buffers = list(model.buffers())
 
@@ -143,7 +142,7 @@ class UpdateExchange:
         self.reducer, self.comm = self._session.reducer, self._session.comm
         self._params = [param.detach() for param in model.parameters()]
         self._take_over([*self._params, *self._buffers])
-        self._updates = Updates(self.reducer, model, optimizers, payout=payout)
+        self._updates = Updates(self.reducer, model, optimizers)
         self.note = self._updates.note
         self._hooks = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),

@@ -37,6 +37,7 @@ from lightning_sparse.strategies.fit_checks import (
 )
 from lightning_sparse.strategies.summary import run_summary
 from lightning_sparse.strategies.updates import UpdateOrGradientExchange
+from lightning_sparse.update_rule import UpdateRule
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class SparseDDP(UpdateOrGradientExchange):
             network card. Nodes must have equal numbers of devices.
         exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
             gradient. "auto" takes updates for optimizers that divide by past gradients, such as AdamW.
-        every: number of optimizer steps before each exchange, of updates.
+        every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
         **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel; `gradient_as_bucket_view` is on
             unless you say otherwise.
 
@@ -108,7 +109,7 @@ class SparseDDP(UpdateOrGradientExchange):
         clip_norm: float | None = None,
         two_level: bool = False,
         exchange: Literal["auto", "gradient", "update"] = "auto",
-        every: int = 1,
+        every: int | None = None,
         **kwargs: Any,
     ) -> None:
         for option in UNSUPPORTED:
@@ -139,12 +140,19 @@ class SparseDDP(UpdateOrGradientExchange):
             "on_nonfinite": on_nonfinite,
             "clip_norm": check_overflow_options(on_nonfinite, clip_norm),
         }
-        self._what, self._every = check("exchange", exchange), check("every", every)
-        if self._every > 1 and exchange == "gradient":
+        self._what, self._every = check("exchange", exchange), None if every is None else check("every", every)
+        if exchange == "gradient" and self._method.updates is not None:
+            raise ValueError(
+                f"exchange='gradient' with {self._method}: it is made to exchange updates. Leave exchange out, or take "
+                f"another method, such as 'topk'."
+            )
+        if exchange == "gradient" and (self._every or 1) > 1:
             raise ValueError(
                 f"every={every!r} with exchange='gradient': gradients are exchanged in every step. Set "
                 f"exchange='update' to let each rank take {every} steps before each exchange."
             )
+        if self._every is not None:
+            (self._method.updates or UpdateRule()).with_every(self._every)  # raises where they do not go together
         self._exchange: CommThread | UpdateExchange | None = None
         # The reducer outlives fit, so that a checkpoint can be written afterwards.
         self._reducer: Reducer | None = None
@@ -192,8 +200,9 @@ class SparseDDP(UpdateOrGradientExchange):
     def _exchanges_updates(self) -> bool:
         if self._what != "auto":
             return bool(self._what == "update")
-        keeps_residuals = self._compresses and self._method.memory.error_feedback
-        return self._every > 1 or (keeps_residuals and any(map(is_adaptive, self.optimizers)))
+        if self._method.updates is not None or (self._every or 1) > 1:
+            return True
+        return self._method.is_sparse and any(map(is_adaptive, self.optimizers))
 
     def on_train_start(self) -> None:
         super().on_train_start()

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class UpdateOrGradientExchange(GradientExchange):
     """Exchanges what optimizers change, after their steps; or gradients. In the first case the model is not wrapped."""
 
-    _every: int
+    _every: int | None
 
     def _begin_updates(self) -> None:
         clip_norm = self._options["clip_norm"]

@@ -86,6 +86,9 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "qsgd": (AdamNet, {"method": "qsgd", "density": None, "exchange": "update"}, {}),
     "warm-up": (AdamNet, {"warmup": [0.5, 0.1], "warmup_steps": 2}, {}),
     "every third step": (AdamNet, {"every": 3}, {}),
+    "diloco": (AdamNet, {"method": "diloco", "density": None, "every": 3}, {}),
+    "sparseloco": (AdamNet, {"method": "sparseloco", "density": None, "every": 3}, {}),
+    "dgc": (partial(Net, partial(torch.optim.SGD, momentum=0.9), lr=0.01), {"method": "dgc"}, {}),
 }
 
 
@@ -97,7 +100,11 @@ def test_weights_and_buffers_are_equal_in_every_form(form):
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["buffers"], second["buffers"])
     # Every third of 16, and at the end what was left.
-    assert first["steps"] == {"accumulation": 8, "gan": 32, "every third step": 6}.get(form, 16)
+    assert first["steps"] == {
+        "accumulation": 8,
+        "gan": 32,
+        **dict.fromkeys(["every third step", "diloco", "sparseloco"], 6),
+    }.get(form, 16)
 
 
 class Overflowing(Net):
@@ -136,13 +143,15 @@ def saving(rank: int, folder: Path, net: Any, strategy: dict[str, Any], size: in
     return module.weights, run.strategy.reducer.state_dict(), states
 
 
-@pytest.mark.parametrize("method", tiers(["topk", "gtopk", "oktopk", "scalecom"], ["topk"]))
+@pytest.mark.parametrize("method", tiers(["topk", "gtopk", "oktopk", "scalecom", "diloco"], ["topk", "diloco"]))
 def test_resume_is_bit_for_bit(tmp_path, method):
+    strategy = {"method": method} | ({"density": None, "every": 3} if method == "diloco" else {})
+
     def run(rank: int) -> bool:
-        whole = saving(rank, tmp_path, AdamNet, {"method": method}, 2)
+        whole = saving(rank, tmp_path, AdamNet, strategy, 2)
         dist.barrier()
-        start = tmp_path / "step=5.ckpt"
-        return same(whole, saving(rank, tmp_path / "again", AdamNet, {"method": method}, 2, ckpt_path=start))
+        start = tmp_path / "step=5.ckpt"  # for diloco between two exchanges
+        return same(whole, saving(rank, tmp_path / "again", AdamNet, strategy, 2, ckpt_path=start))
 
     assert lightning_ranks(2, run) == [True, True]
 
@@ -210,11 +219,13 @@ def test_plain_torch():
         ({"every": 2.5}, "every=2.5 must be a whole number"),
         ({"exchange": "weights"}, "exchange='weights' is not known; choose from auto, gradient, update"),
         ({"exchange": "gradient", "every": 4}, "gradients are exchanged in every step"),
+        ({"method": "diloco", "exchange": "gradient"}, "it is made to exchange updates"),
+        ({"method": "diloco", "every": 1}, "Take several local steps"),
     ],
 )
 def test_options_that_make_no_sense(options, text):
     with pytest.raises(ValueError, match=text):
-        SparseDDPStrategy("topk", **options)
+        SparseDDPStrategy(**{"method": "topk", **options})
 
 
 def test_a_vote_makes_no_updates():

@@ -1,0 +1,216 @@
+"""Local steps, the outer optimizer, momentum factor masking and a residual that decays."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse import METHODS, Method, Reducer, method, simulate
+from lightning_sparse.aggregators import AllReduceMean
+from lightning_sparse.comm import Comm
+from lightning_sparse.compressors import Identity, TopK
+from lightning_sparse.memory import DecayingResidual, NoMemory
+from lightning_sparse.methods import MethodSpec
+from lightning_sparse.state import resized
+from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates import Updates
+from tests.support.tiers import tiers
+from tests.test_updates import ADAMW, SGD, Net, residual, weights
+
+LOCAL = [name for name, spec in METHODS.items() if spec.updates and spec.updates.every > 1]
+
+
+def local_steps(net: Net, optimizer: torch.optim.Optimizer, rank: int, first: int, steps: int) -> None:
+    for step in range(first, first + steps):
+        net.backward(rank, step)
+        optimizer.step()
+
+
+def dense(rule: UpdateRule) -> Method:
+    return Method(Identity(), NoMemory(), AllReduceMean(), rule)
+
+
+def test_the_outer_step_by_hand():
+    """Mean update 3, then 1; m = 3, then 0.5 · 3 + 1; weights change by 2 · (mean + 0.5 m)."""
+
+    def rank(comm: Comm) -> list[float]:
+        net = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(net.weight, 100.0)
+        optimizer = SGD(net.parameters(), 1.0)
+        rule = UpdateRule(every=2, outer_lr=2.0, outer_momentum=0.5)
+        updates, seen = Updates(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer]), []
+        for grads in ([[2.0, 2.0], [1.0, 1.0]], [[1.0, 2.0], [-2.0, 1.0]]):
+            updates.begin(optimizer)
+            for grad in grads[comm.rank]:
+                net.weight.grad = torch.full((1, 1), grad)
+                optimizer.step()
+            updates.exchange(optimizer)
+            seen.append(net.weight.item())
+        return seen
+
+    assert simulate(2, rank) == [[91.0, 86.5], [91.0, 86.5]]
+
+
+@pytest.mark.parametrize("size", tiers([1, 2, 3, 5, 8], [1, 3]))
+def test_the_outer_optimizer_is_torchs_sgd_with_nesterov_on_the_mean_update(size):
+    rule = UpdateRule(every=3, outer_lr=0.7, outer_momentum=0.9)
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        net, theirs = Net(), Net()
+        optimizer, inner = ADAMW(net.parameters(), 0.01), ADAMW(theirs.parameters(), 0.01)
+        outer_net = copy.deepcopy(theirs)
+        outer = SGD(outer_net.parameters(), 0.7, momentum=0.9, nesterov=True)
+        updates = Updates(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer])
+        for first in (0, 3, 6):
+            updates.begin(optimizer)
+            local_steps(net, optimizer, comm.rank, first, 3)
+            updates.exchange(optimizer)
+            local_steps(theirs, inner, comm.rank, first, 3)
+            for x, w in zip(outer_net.parameters(), theirs.parameters(), strict=True):
+                x.grad = comm.all_reduce((x.detach() - w.detach()).reshape(-1)).view(x.shape) / comm.size
+            outer.step()
+            for x, w in zip(outer_net.parameters(), theirs.parameters(), strict=True):
+                w.data.copy_(x)
+        return weights(net), weights(theirs)
+
+    for ours, theirs in simulate(size, rank):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_local_sgd_is_the_mean_of_the_weights():
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        updates = Updates(Reducer("local_sgd", comm, exchanged="update"), net, [optimizer])
+        updates.begin(optimizer)
+        local_steps(net, optimizer, comm.rank, 0, 4)
+        mean = comm.all_reduce(weights(net)) / comm.size
+        updates.exchange(optimizer)
+        return weights(net), mean
+
+    (one, mean), (two, _), _ = simulate(3, rank)
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, mean, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", ["pay_out", "mask", "keep"])
+def test_what_becomes_of_momentum_where_entries_are_sent(momentum):
+    def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        net = Net()
+        optimizer = SGD(net.parameters(), 1.0, momentum=0.75)
+        chosen = Method(TopK(density=0.05), updates=UpdateRule(momentum=momentum))
+        reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense
+        before = weights(net)
+        net.backward(comm.rank, 0)
+        grads = torch.cat([param.grad.reshape(-1) for _, param in sorted(net.named_parameters())])
+        optimizer.step()
+        updates.exchange(optimizer)
+        left = [optimizer.state[param]["momentum_buffer"].reshape(-1) for _, param in sorted(net.named_parameters())]
+        return grads, torch.cat(left), before - weights(net), residual(reducer)
+
+    (grads, buffer, moved, kept) = simulate(1, rank)[0]
+    sent = moved != 0
+    assert int(sent.sum()) == round(0.05 * len(grads))
+    assert torch.equal(buffer[~sent], grads[~sent])
+    assert torch.equal(kept, torch.where(sent, 0.0, grads))
+    assert torch.equal(buffer[sent], grads[sent] if momentum == "keep" else torch.zeros_like(grads[sent]))
+    # What momentum still owes: 0.75 + 0.75² + … = 3 times the gradient.
+    torch.testing.assert_close(moved[sent], grads[sent] * (4 if momentum == "pay_out" else 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_decaying_residual_by_hand():
+    def rank(comm: Comm) -> list[list[float]]:
+        chosen = Method(TopK(density=0.25), DecayingResidual(0.5))
+        reducer, kept = Reducer(chosen, comm), []
+        reducer.setup({"w": torch.zeros(4)})
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+        for grad in ([4.0, 2.0, -1.0, 0.0], [0.0, 2.0, 0.0, -8.0], [0.0, 0.0, 0.0, 0.0]):
+            reducer.reduce_({"w": torch.tensor(grad)})
+            kept.append(reducer.states[0]["residual"].tolist())
+        return kept
+
+    assert simulate(1, rank)[0] == [[0.0, 2.0, -1.0, 0.0], [0.0, 3.0, -0.5, 0.0], [0.0, 0.0, -0.25, 0.0]]
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("size", [2, 3])
+def test_saved_and_loaded_goes_on_bit_for_bit(name, size):
+    def train(comm: Comm, saved: dict[str, Any] | None, stop: int) -> tuple[Tensor, dict[str, Any]]:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer(name, comm, exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        first = 0
+        if saved:
+            net.load_state_dict(saved["net"])
+            optimizer.load_state_dict(saved["optimizer"])
+            reducer.load_state_dict(saved["reducer"])
+            first = 2
+        for exchange in range(first, stop):
+            updates.begin(optimizer)
+            local_steps(net, optimizer, comm.rank, 3 * exchange, 3)
+            updates.exchange(optimizer)
+        parts = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "reducer": reducer.state_dict()}
+        return weights(net), copy.deepcopy(parts)
+
+    whole = simulate(size, lambda comm: train(comm, None, 4)[0])
+    half = simulate(size, lambda comm: train(comm, None, 2)[1])
+    rest = simulate(size, lambda comm: train(comm, half[comm.rank], 4)[0])
+    assert all(torch.equal(one, other) for one, other in zip(whole, rest, strict=True))
+
+
+def test_another_number_of_ranks_keeps_the_outer_momentum():
+    def rank(comm: Comm) -> dict[str, Any]:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer("diloco", comm, exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        updates.begin(optimizer)
+        local_steps(net, optimizer, comm.rank, 0, 3)
+        updates.exchange(optimizer)
+        return reducer.state_dict()
+
+    states = simulate(3, rank)
+    for new in range(2):
+        kept = resized([states[0], *(state for state in states if state["rank"] % 2 == new)], new, 2)
+        for name, momentum in kept["elements"]["outer_momentum"].items():
+            assert momentum.numel() == 0 or momentum.any()
+            assert torch.equal(momentum, states[0]["elements"]["outer_momentum"][name])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, r"UpdateRule\(every=0\): every must be a whole number of steps, 1 or more"),
+        ({"momentum": "payout"}, "choose from pay_out, mask, keep"),
+        ({"outer_lr": 0.0}, "outer_lr must be a number above 0"),
+        ({"outer_lr": math.nan}, "outer_lr must be a number above 0"),
+        ({"outer_momentum": 1.0, "every": 2}, r"outer_momentum must be in \[0, 1\)"),
+        ({"outer_momentum": 0.9}, "Take several local steps"),
+    ],
+)
+def test_bad_rules(options, text):
+    with pytest.raises(ValueError, match=text):
+        UpdateRule(**options)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.5, "1", math.nan])
+def test_bad_decays(decay):
+    with pytest.raises(ValueError, match=r"DecayingResidual\(decay=.*must be in \(0, 1\]"):
+        DecayingResidual(decay)
+
+
+def test_a_rule_that_is_none():
+    with pytest.raises(TypeError, match="updates must be an UpdateRule, or None"):
+        Method(TopK(), updates=8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, spec in METHODS.items() if spec.updates])
+def test_rows_have_their_rule(name: str, spec: MethodSpec):
+    assert method(name).updates == spec.updates
+    assert f"UpdateRule({'every' if spec.updates and spec.updates.every > 1 else 'momentum'}=" in str(method(name))
