@@ -55,7 +55,6 @@ MANY = {
     "count": "i32",
     "numel": "i32",
     "many": "i32",
-    "steps": "i32",
 }
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
 PACK = {
@@ -112,9 +111,9 @@ KERNELS = {
     "add to many fp32": (
         write_back._add_to_many,
         {**MANY, "typed": "*fp32", "values": "*fp32"},
-        {"TILE": write_back.TILE, "WHEN": False},
+        {"TILE": write_back.TILE, "STEPS": 4, "WHEN": False},
     ),
-    "add to many": (write_back._add_to_many, MANY, {"TILE": write_back.TILE, "WHEN": True}),
+    "add to many": (write_back._add_to_many, MANY, {"TILE": write_back.TILE, "STEPS": 4, "WHEN": True}),
 }
 
 

@@ -24,7 +24,8 @@ def peak_bytes(chosen: Method, rank: int) -> int:
     generator = torch.Generator().manual_seed(rank)
     reducer.reduce_({"w": torch.randn(NUMEL, generator=generator)})
     grads = {"w": torch.randn(NUMEL, generator=generator)}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         reducer.reduce_(grads)
     events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     assert events
@@ -34,7 +35,11 @@ def peak_bytes(chosen: Method, rank: int) -> int:
 def methods(size: int) -> dict[str, Method]:
     return {
         # Quantizers decode into tensors of the gradient's length.
-        **{name: method(name) for name, spec in METHODS.items() if spec.traits.exact is not None},
+        **{
+            name: method(name, density=0.001 if "density" in spec.options else None)
+            for name, spec in METHODS.items()
+            if spec.traits.exact is not None
+        },
         "two levels": Method(TopK(), aggregator=TwoLevel(ranks_per_node=max(1, size // 2))),
     }
 

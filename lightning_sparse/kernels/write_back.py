@@ -109,13 +109,23 @@ def _add_to_all(
     for indices, values in terms:
         if count := indices.numel():
             args = (table, grads[0], indices, values, table if step_ok is None else step_ok)
-            sizes = (count, bounds[-1], len(grads), steps)
-            launch(_add_to_many, -(-count // TILE), *args, *sizes, TILE=TILE, WHEN=step_ok is not None)
+            constants = {"TILE": TILE, "STEPS": steps, "WHEN": step_ok is not None}
+            launch(_add_to_many, -(-count // TILE), *args, count, bounds[-1], len(grads), **constants)
 
 
-@kernel("count", "numel", "many", "steps")
+@kernel("count", "numel", "many")
 def _add_to_many(
-    table, typed, indices, values, step_ok, count, numel, many, steps, TILE: tl.constexpr, WHEN: tl.constexpr
+    table,
+    typed,
+    indices,
+    values,
+    step_ok,
+    count,
+    numel,
+    many,
+    TILE: tl.constexpr,
+    STEPS: tl.constexpr,  # Triton 3.6's interpreter takes no tensor as a range, with NumPy 2.5
+    WHEN: tl.constexpr,
 ):
     """`table` holds where each gradient starts in the segment, then its address; `typed` only says their dtype."""
     positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -128,7 +138,7 @@ def _add_to_many(
     # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
     first = tl.zeros([TILE], dtype=tl.int32)
     behind = first + many
-    for _ in range(steps):
+    for _ in range(STEPS):
         middle = (first + behind) // 2
         reached = tl.load(table + middle, mask=middle < many, other=0x7FFFFFFFFFFFFFFF) <= index
         first = tl.where(reached, middle, first)
