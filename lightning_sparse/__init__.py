@@ -10,6 +10,7 @@ from lightning_sparse.hooks import attach, attach_updates
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies import SparseDDPStrategy
+from lightning_sparse.update_rule import UpdateRule
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "RankFailure",
     "Reducer",
     "SparseDDPStrategy",
+    "UpdateRule",
     "attach",
     "attach_updates",
     "method",

@@ -141,10 +141,18 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             Sign, NoMemory(), MajorityVote(), "Bernstein et al. 2019, arXiv 1810.05291", Traits(False, None)
         ),
         "memsgd": MethodSpec(
-            TopK, Residual(), Mean(), "Stich et al. 2018, arXiv 1809.07599", updates=UpdateRule(momentum="keep")
+            TopK,
+            Residual(),
+            Mean(),
+            "Stich et al. 2018, arXiv 1809.07599",
+            updates=UpdateRule(momentum="keep", rescale=False),
         ),
         "dgc": MethodSpec(
-            TopK, Residual(), Mean(), "Lin et al. 2018, arXiv 1712.01887", updates=UpdateRule(momentum="mask")
+            TopK,
+            Residual(),
+            Mean(),
+            "Lin et al. 2018, arXiv 1712.01887",
+            updates=UpdateRule(momentum="mask", rescale=False),
         ),
         "local_sgd": MethodSpec(
             Identity,
@@ -152,7 +160,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             AllReduceMean(),
             "Stich 2019, arXiv 1805.09767",
             Traits(True, {}),
-            UpdateRule(every=8, momentum="keep"),
+            UpdateRule(every=8, momentum="keep", rescale=False),
         ),
         "diloco": MethodSpec(
             Identity,
@@ -160,7 +168,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             AllReduceMean(),
             "Douillard et al. 2023, arXiv 2311.08105",
             Traits(True, {}),
-            UpdateRule(every=500, momentum="keep", outer_lr=0.7, outer_momentum=0.9),
+            UpdateRule(every=500, momentum="keep", rescale=False, outer_lr=0.7, outer_momentum=0.9),
         ),
         "sparseloco": MethodSpec(
             partial(TopK, density=64 / 4096),
@@ -168,7 +176,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             Mean(),
             "Sarfi et al. 2025, arXiv 2508.15706",
             Traits(conserves=False, exact={"density": 1.0}, test_options={"density": 0.05}),
-            UpdateRule(every=30, momentum="keep"),
+            UpdateRule(every=30, momentum="keep", rescale=False),
         ),
     }
 )

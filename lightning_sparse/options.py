@@ -60,6 +60,7 @@ OPTIONS = {
     "exchange": _choice(What),
     "every": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
     "momentum": _choice(Literal["pay_out", "mask", "keep"]),
+    "rescale": Option(bool, lambda x: True, "must be True or False."),
     "outer_lr": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0."),
     "outer_momentum": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1)."),
     "decay": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], what remains of the residual in each step."),

@@ -22,8 +22,10 @@ class UpdateRule:
     Attributes:
         every: H, the number of optimizer steps before each exchange.
         momentum: what becomes of the optimizer's momentum where entries are sent. "pay_out": what it would still add is
-            sent, too, and it is set to zero, see `lightning_sparse.momentum`. "mask": it is set to zero (momentum
+            sent, too, and it is set to zero. "mask": it is set to zero (momentum
             factor masking, Lin et al. 2018). "keep": nothing.
+        rescale: whether updates are made as large as those of dense training, whose optimizer sees the batches of all
+            ranks: by up to √P, see `lightning_sparse.moments`.
         outer_lr: factor on the mean of the updates.
         outer_momentum: Nesterov momentum of the means, on all ranks alike (DiLoCo, Douillard et al. 2023): with m ←
             μm + mean, weights change by outer_lr · (mean + μm).
@@ -34,11 +36,12 @@ class UpdateRule:
 
     every: int = 1
     momentum: Literal["pay_out", "mask", "keep"] = "pay_out"
+    rescale: bool = True
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("every", "momentum", "outer_lr", "outer_momentum"):
+        for name in ("every", "momentum", "rescale", "outer_lr", "outer_momentum"):
             object.__setattr__(self, name, check(name, getattr(self, name), "UpdateRule"))
         if self.every == 1 and self.outer_momentum:
             raise ValueError(

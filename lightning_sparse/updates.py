@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.layout import Segment
-from lightning_sparse.momentum import SegmentMomentum, momentum_of
+from lightning_sparse.moments import SegmentMoments, moments_of
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
 
@@ -87,6 +87,8 @@ class Updates:
         if any(self._empties_momentum(optimizer) for optimizer in self._optimizer_of.values()):
             text += f"; momentum is {'paid out' if self._rule.momentum == 'pay_out' else 'set to zero'} where entries "
             text += "are sent"
+        if any(self._rescales(optimizer) for optimizer in self._optimizer_of.values()):
+            text += f"; updates are made up to √{self._reducer.comm.size} times as large, as of all ranks' batches"
         return f"{text}."
 
     @torch.no_grad()
@@ -112,11 +114,13 @@ class Updates:
                 x.copy_(w)  # exactly: x - (x - w) need not be w
             return
         changes = [(x.float() - w.float()).reshape(-1) for x, w in zip(weights, stepped, strict=True)]
-        momentum = self._momentum(segment, optimizer)
-        payout = momentum.to_come if momentum and self._rule.momentum == "pay_out" else None
+        moments, empties = self._moments(segment, optimizer), self._empties_momentum(optimizer)
+        if self._rescales(optimizer):
+            moments.rescale_(changes, weights, reducer.comm.size)
+        payout = moments.to_come if empties and self._rule.momentum == "pay_out" else None
         applied = reducer.reduce_segment_(segment, changes, payout=payout)
-        if momentum and isinstance(applied, Entries):  # a dense segment leaves no residual, hence no second delay
-            momentum.take_out(applied)
+        if empties and isinstance(applied, Entries):  # a dense segment leaves no residual, hence no second delay
+            moments.take_out(applied)
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
         residual = reducer.states[segment.index].get("residual")
         kept = [None] * len(weights) if residual is None else segment.views(residual)
@@ -127,19 +131,21 @@ class Updates:
             if x.dtype != torch.float32 and rest is not None:
                 rest.add_((x.float() - exact).reshape(-1))  # what rounding has added to the weights
 
-    def _momentum(self, segment: Segment, optimizer: Optimizer) -> SegmentMomentum | None:
-        kind = momentum_of(optimizer)
-        if kind is None or not self._empties_momentum(optimizer):
-            return None
+    def _moments(self, segment: Segment, optimizer: Optimizer) -> SegmentMoments:
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         params = [self._params[name] for name in segment.names]
         groups = [group_of[id(param)] for param in params]
         states = [optimizer.state.get(param, {}) for param in params]
-        return SegmentMomentum(segment, kind, groups, states, params[0].device)
+        return SegmentMoments(segment, moments_of(optimizer), groups, states, params[0].device)
+
+    def _rescales(self, optimizer: Optimizer) -> bool:
+        """Return whether updates of one rank's batches are smaller than those of all ranks' batches would be."""
+        kind = moments_of(optimizer)
+        return self._rule.rescale and kind is not None and kind.second is not None and self._reducer.comm.size > 1
 
     def _empties_momentum(self, optimizer: Optimizer) -> bool:
         """Return whether there is momentum whose delay adds to that of the residual."""
-        kind = momentum_of(optimizer)
+        kind = moments_of(optimizer)
         if kind is None or self._rule.momentum == "keep" or not self._reducer.method.memory.error_feedback:
             return False
         if self._rule.momentum == "mask":

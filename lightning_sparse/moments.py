@@ -1,9 +1,16 @@
-"""The momentum of torch's optimizers: what it would still change, so that it can be paid out and taken out.
+"""The moments of torch's optimizers: what momentum would still change, and how much of the second moment is noise.
 
-A first moment spreads each gradient over the steps to come. If no further gradient came, the weights would still move
-by p = β / (1 − β) times the present update. Where entries are sent seldom, this delay comes on top of the residual's.
-So p is paid out at once where an entry is sent, and the moment is set to zero there. (Momentum factor masking, Lin et
-al. 2018, arXiv 1712.01887, sets it to zero and drops p.)
+**Payout.** A first moment spreads each gradient over the steps to come. If no further gradient came, the weights would
+still move by p = β / (1 − β) times the present update. Where entries are sent seldom, this delay comes on top of the
+residual's. So p is paid out at once where an entry is sent, and the moment is set to zero there. (Momentum factor
+masking, Lin et al. 2018, arXiv 1712.01887, sets it to zero and drops p.)
+
+**Rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's batch has P times
+the variance of the mean over P ranks. So where noise dominates, a rank's v is P times as large as in dense training,
+its updates are √P times smaller, and a learning rate that is right for dense training is too small. With q, the part of
+v that is signal, v of the mean gradient would be (q + (1 − q)/P) v, so updates are multiplied with 1/√(q + (1 − q)/P),
+parameter by parameter. Adam's moments estimate q: of a gradient's signal all is in m̂, and of the variance of its noise
+c = (1 − β₁)/(1 + β₁), so Σm̂² = (q + (1 − q)c) Σv̂.
 """
 
 from __future__ import annotations
@@ -23,43 +30,77 @@ from lightning_sparse.layout import Segment
 State = Mapping[str, Any]
 
 
-class Momentum(NamedTuple):
+class Moments(NamedTuple):
     """How an optimizer keeps its momentum.
 
     Attributes:
-        key: of the moment in the optimizer's state of a parameter.
+        first: key of the first moment in the optimizer's state of a parameter.
         beta: what the moment is multiplied with in each step, from a parameter group.
         to_come: from a parameter group and a parameter's state, what would still be subtracted from the parameter: a
             new fp32 tensor of its shape.
+        second: key of the second moment, the mean of squared gradients, by whose root the first is divided; None if
+            there is none.
     """
 
-    key: str
+    first: str
     beta: Callable[[State], float]
     to_come: Callable[[State, State], Tensor]
+    second: str | None = None
 
 
-class SegmentMomentum:
-    """The momentum of the parameters of one segment, in one step.
+class SegmentMoments:
+    """The moments of the parameters of one segment, in one step.
 
     Args:
         segment: the segment.
-        kind: how the optimizer keeps its momentum.
+        kind: how the optimizer keeps them; None if it is not known, or has none.
         groups: the parameter group of each parameter, in the segment's order.
         states: the optimizer's state of each parameter; empty for one that has had no gradient.
         device: where the parameters are.
     """
 
     def __init__(
-        self, segment: Segment, kind: Momentum, groups: Sequence[State], states: Sequence[State], device: torch.device
+        self,
+        segment: Segment,
+        kind: Moments | None,
+        groups: Sequence[State],
+        states: Sequence[State],
+        device: torch.device,
     ) -> None:
-        self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
+        self._segment, self._groups, self._states, self._device = segment, groups, states, device
+        if kind is not None:
+            self._kind = kind
+
+    def rescale_(self, changes: Sequence[Tensor], weights: Sequence[Tensor], size: int) -> None:
+        """Multiply what the optimizer has changed with 1/√(q + (1 − q)/P), in place.
+
+        Decoupled weight decay keeps its size: it has no noise.
+
+        Args:
+            changes: weights before the step minus weights after it, 1-D fp32, one per parameter.
+            weights: the weights before the step.
+            size: P, the number of ranks.
+        """
+        assert self._kind.second is not None
+        stepped = [index for index, state in enumerate(self._states) if self._kind.second in state]
+        if not stepped:
+            return
+        firsts = torch._foreach_norm([self._states[index][self._kind.first].float() for index in stepped])
+        seconds = torch._foreach_norm([self._states[index][self._kind.second].float() for index in stepped], 1)
+        for index, first, second in zip(stepped, firsts, seconds, strict=True):
+            group = self._groups[index]
+            factor = batch_factor(first.square(), second, group["betas"], _step(self._states[index]), size)
+            changes[index].mul_(factor)
+            if group.get("decoupled_weight_decay") and group["weight_decay"]:
+                decay = (1 - factor) * (group["lr"] * group["weight_decay"])
+                changes[index].addcmul_(weights[index].float().reshape(-1), decay)
 
     def to_come(self) -> Tensor:
         """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
         return torch.cat(
             [
                 self._kind.to_come(group, state).reshape(-1)
-                if self._kind.key in state
+                if self._kind.first in state
                 else torch.zeros(stop - start, device=self._device)
                 for group, state, (start, stop) in zip(
                     self._groups, self._states, pairwise(self._segment.bounds), strict=True
@@ -69,7 +110,7 @@ class SegmentMomentum:
 
     def take_out(self, applied: Entries) -> None:
         """Set the moments to zero where entries were applied."""
-        moments = [state.get(self._kind.key) for state in self._states]
+        moments = [state.get(self._kind.first) for state in self._states]
         if self._device.type == "cpu":
             edges = torch.tensor(self._segment.bounds)
             for indices, _ in applied.lists:
@@ -89,9 +130,17 @@ class SegmentMomentum:
                 moment.mul_(part.view(moment.shape) > 0)
 
 
-def momentum_of(optimizer: Optimizer) -> Momentum | None:
+def batch_factor(first: Tensor, second: Tensor, betas: tuple[float, float], step: Any, size: int) -> Tensor:
+    """Return 1/√(q + (1 − q)/P), from 1 to √P, of a parameter with Σm² = `first` and Σv = `second`, fp32 scalars."""
+    noise = (1 - betas[0]) / (1 + betas[0])
+    ratio = first / (1 - betas[0] ** step) ** 2 / (second / (1 - betas[1] ** step)).clamp(min=1e-38)
+    signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
+    return torch.rsqrt(signal + (1 - signal) / size)
+
+
+def moments_of(optimizer: Optimizer) -> Moments | None:
     """Return how an optimizer keeps its momentum; None if it is not known."""
-    return next((MOMENTA[kind] for kind in type(optimizer).__mro__ if kind in MOMENTA), None)
+    return next((MOMENTS[kind] for kind in type(optimizer).__mro__ if kind in MOMENTS), None)
 
 
 def _sgd(group: State, state: State) -> Tensor:
@@ -150,12 +199,12 @@ def _beta(group: State) -> float:
     return float(group["betas"][0])
 
 
-MOMENTA: Mapping[type[Optimizer], Momentum] = {
-    torch.optim.SGD: Momentum("momentum_buffer", lambda group: float(group["momentum"]), _sgd),
-    torch.optim.Adam: Momentum("exp_avg", _beta, _adam),
-    torch.optim.AdamW: Momentum("exp_avg", _beta, _adam),
-    torch.optim.NAdam: Momentum("exp_avg", _beta, _nadam),
-    torch.optim.RAdam: Momentum("exp_avg", _beta, _radam),
-    torch.optim.Adamax: Momentum("exp_avg", _beta, _adamax),
+MOMENTS: Mapping[type[Optimizer], Moments] = {
+    torch.optim.SGD: Moments("momentum_buffer", lambda group: float(group["momentum"]), _sgd),
+    torch.optim.Adam: Moments("exp_avg", _beta, _adam, "exp_avg_sq"),
+    torch.optim.AdamW: Moments("exp_avg", _beta, _adam, "exp_avg_sq"),
+    torch.optim.NAdam: Moments("exp_avg", _beta, _nadam, "exp_avg_sq"),
+    torch.optim.RAdam: Moments("exp_avg", _beta, _radam),
+    torch.optim.Adamax: Moments("exp_avg", _beta, _adamax),
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""
