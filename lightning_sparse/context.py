@@ -78,7 +78,8 @@ class Context:
 
         They are made on the host. Nothing about them needs saving, and the global generator is not touched.
         """
-        key = (self.seed, self.step, self.segment.index, "shared" if shared else self.rank)
+        # A part of a segment has the segment's index, and draws its own numbers.
+        key = (self.seed, self.step, self.segment.index, self.segment.start, "shared" if shared else self.rank)
         # Two checksums of different text give 64 bits; crc32 alone would give every 2³² th key the same numbers.
         low, high = zlib.crc32(repr(key).encode()), zlib.crc32(repr(("high", *key)).encode())
         return torch.Generator().manual_seed(high << 32 | low)

@@ -107,28 +107,35 @@ class Exchange:
         device, in_sync = self.device, self.in_sync
         return Exchange(comm, ctx or self.ctx, self._fingerprint, device=device, in_sync=in_sync, parent=self)
 
-    def compress(self, u: Tensor, compressor: Compressor) -> tuple[Payload, Update]:
-        """Compress `u`, and note in the status where it is not finite, or too large for the compressor."""
-        payload, update = compressor.compress(u, self.ctx)
+    def compress(self, u: Tensor, compressor: Compressor, region: Context | None = None) -> tuple[Payload, Update]:
+        """Compress `u`, and note in the status where it is not finite, or too large for the compressor.
+
+        Args:
+            u: 1-D, fp32.
+            compressor: of the method.
+            region: the context of the part of the segment that `u` is; None if it is all of it.
+        """
+        ctx = region or self.ctx
+        payload, update = compressor.compress(u, ctx)
         floats = [part for part in payload if part.is_floating_point() and part is not u]
         exposed = compressor.exposes_nonfinite
         if not uses_triton(u):
-            self._check(u, floats if exposed else [u, *floats])
+            self._check(u, floats if exposed else [u, *floats], ctx)
         elif exposed and isinstance(update, Entries):
             values = gather(u, update.indices)  # the update's own are rounded
-            self._note(first_nonfinite(values, update.indices, u.numel()))
+            self._note(first_nonfinite(values, update.indices, u.numel()), ctx)
         else:
-            self.check_finite(u)
+            self._note(first_nonfinite_parameter(u, ctx.segment), ctx)
             for part in floats:
-                self._note(torch.where(part.isfinite().all(), 0, TOO_LARGE))
+                self._note(torch.where(part.isfinite().all(), 0, TOO_LARGE), ctx)
         return payload, update
 
     def check_finite(self, u: Tensor) -> None:
         """Note in the status where `u` is not finite, for aggregators that do not compress all of it."""
         if uses_triton(u):
-            self._note(first_nonfinite_parameter(u, self.ctx.segment))
+            self._note(first_nonfinite_parameter(u, self.ctx.segment), self.ctx)
         else:
-            self._check(u, [u])
+            self._check(u, [u], self.ctx)
 
     def pin(self, x: Tensor) -> None:
         """Make `x` (int64) part of the fingerprint: from here on ranks whose `x` differ are out of step."""
@@ -187,20 +194,20 @@ class Exchange:
         self.step_ok = self._root._worst == OK
         self.deferred = lambda: self._raise(worst())
 
-    def _check(self, u: Tensor, floats: Sequence[Tensor]) -> None:
+    def _check(self, u: Tensor, floats: Sequence[Tensor], ctx: Context) -> None:
         """Note non-finite elements, on the CPU; `floats` hold one if `u` does, or if it cannot be compressed."""
         # A sum of finite values may overflow, so it only raises the suspicion; `isfinite` costs ten times as much.
         if all(torch.isfinite(part.sum()) for part in floats):
             return
         positions = (~torch.isfinite(u)).nonzero()
         if len(positions):
-            self._note(1 + positions[0, 0])
+            self._note(1 + positions[0, 0], ctx)
         elif not all(torch.isfinite(part).all() for part in floats):
-            self._note(torch.tensor(TOO_LARGE))
+            self._note(torch.tensor(TOO_LARGE), ctx)
 
-    def _note(self, code: Tensor) -> None:
+    def _note(self, code: Tensor, ctx: Context) -> None:
         """Add an error of this rank to the status: 0 for none, 1 + the index of an element, or a code below 0."""
-        offset = self.ctx.segment.start - self._root.ctx.segment.start
+        offset = ctx.segment.start - self._root.ctx.segment.start
         own = self._senders[self.rank] + torch.where(code > 0, code + offset, code)
         # An error that is known already is the cause: in TwoLevel, a NaN of one rank is in the sum of its node.
         self._note_status(torch.where((code == 0) | (self._root._worst != OK), OK, own))

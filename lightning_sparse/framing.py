@@ -30,12 +30,20 @@ def frame(parts: Sequence[Tensor]) -> Tensor:
     Parts with several rows become as many messages, as rows.
     """
     blank = torch.zeros(*parts[0].shape[:-1], CHECKSUM_BYTES, dtype=torch.uint8, device=parts[0].device)
-    pieces = []
-    for part in parts:
-        pieces += [part.contiguous().view(torch.uint8), blank[..., : _aligned(part) - _row_bytes(part)]]
-    message = torch.cat([*pieces, blank], -1)
+    message = torch.cat([*_pieces(parts, blank), blank], -1)
     message.view(torch.int64)[..., -1] = INTACT - weighted_sum(message.view(torch.int32)[..., :-2])
     return message
+
+
+def join(parts: Sequence[Tensor], nbytes: int) -> Tensor:
+    """Return tensors (1-D) one after the other, as bytes, each aligned to 8, with zeros behind; see `unframe`."""
+    blank = torch.zeros(nbytes, dtype=torch.uint8, device=parts[0].device)
+    return torch.cat([*_pieces(parts, blank), blank[: nbytes - joined_bytes(parts)]])
+
+
+def joined_bytes(parts: Sequence[Tensor]) -> int:
+    """Return how many bytes tensors take one after the other, each aligned to 8."""
+    return sum(map(_aligned, parts))
 
 
 def intact(messages: Tensor) -> Tensor:
@@ -44,7 +52,7 @@ def intact(messages: Tensor) -> Tensor:
 
 
 def unframe(messages: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors of `frame`, as views, given some with rows of the same lengths and dtypes."""
+    """Return the tensors of `frame` or `join`, as views, given some with rows of the same lengths and dtypes."""
     parts, start = [], 0
     for part in like:
         parts.append(messages[..., start : start + _row_bytes(part)].view(part.dtype))
@@ -81,6 +89,13 @@ def _weights(count: int, start: int, device: torch.device) -> Tensor:
 
 
 _kept_weights = functools.lru_cache(maxsize=64)(_weights)
+
+
+def _pieces(parts: Sequence[Tensor], blank: Tensor) -> list[Tensor]:
+    pieces = []
+    for part in parts:
+        pieces += [part.contiguous().view(torch.uint8), blank[..., : _aligned(part) - _row_bytes(part)]]
+    return pieces
 
 
 def _row_bytes(part: Tensor) -> int:

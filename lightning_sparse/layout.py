@@ -10,11 +10,12 @@ number, grouping, order and index change after the first step and after a resume
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -58,6 +59,27 @@ class Segment:
     def owner(self, index: int) -> str:
         """Return the name of the parameter that holds the element `index` of the segment."""
         return next(name for name, stop in zip(self.names, self.bounds[1:], strict=True) if index < stop)
+
+
+@functools.lru_cache(maxsize=1024)
+def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
+    """Return a segment in consecutive regions, as `tensor_split` cuts: their lengths differ by one at most.
+
+    Parameters are cut where a region ends. A piece of a vector is a vector, of any other parameter a matrix of one row.
+    """
+    each, more = divmod(segment.numel, count)
+    edges = [region * each + min(region, more) for region in range(count + 1)]
+    regions = []
+    for first, last in pairwise(edges):
+        names, shapes = [], []
+        for name, shape, (start, stop) in zip(segment.names, segment.shapes, pairwise(segment.bounds), strict=True):
+            numel = min(last, stop) - max(first, start)
+            if numel > 0:
+                names.append(name)
+                piece = (numel,) if len(shape) == 1 else (1, numel)
+                shapes.append(shape if numel == stop - start else piece)
+        regions.append(Segment(segment.index, tuple(names), tuple(shapes), segment.start + first))
+    return tuple(regions)
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,7 @@ class Reducer:
             state=self.states[segment.index],
             seed=self.seed,
             rank=self.comm.rank,
-            # If ranks divide a segment among them, it is their sum that is selected from.
-            stats=compressor.block_stats(segment.numel, density) if aggregator.ranks_per_link == 1 else None,
+            stats=None if aggregator.divides else compressor.block_stats(segment.numel, density),
             payout=None if payout is None or parts is DENSE else payout(),
         )
         masked = []

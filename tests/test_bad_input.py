@@ -18,11 +18,13 @@ from lightning_sparse.aggregators import (
     OkTopK,
     ScaleCom,
     TwoLevel,
+    TwoPass,
 )
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import TopK, encoding
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context
+from lightning_sparse.framing import unframe
 from tests.processes import run_ranks
 from tests.support.representatives import in_turn
 from tests.support.tiers import tiers
@@ -34,6 +36,7 @@ AGGREGATORS = {
     "gtopk": GlobalTopK(),
     "oktopk": OkTopK(),
     "scalecom": ScaleCom(),
+    "two passes": TwoPass(),
     "two levels": TwoLevel(Mean(), ranks_per_node=2),
     "two levels, oktopk": TwoLevel(OkTopK(), ranks_per_node=2),
 }
@@ -141,7 +144,14 @@ DAMAGES = {
 @pytest.mark.parametrize(
     ("aggregator", "sender"),
     # In the second step rank 1 leads. Rank 3 is the second one of those with the second part of the segment.
-    [(Mean(), 2), (OkTopK(), 2), (ScaleCom(), 1), (TwoLevel(Mean(), 2), 3), (TwoLevel(ScaleCom(), 2), 3)],
+    [
+        (Mean(), 2),
+        (OkTopK(), 2),
+        (ScaleCom(), 1),
+        (TwoPass(), 2),
+        (TwoLevel(Mean(), 2), 3),
+        (TwoLevel(ScaleCom(), 2), 3),
+    ],
 )
 def test_who_sent_a_damaged_message_is_named(aggregator, sender, monkeypatch):
     original = exchange.frame
@@ -189,7 +199,10 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
             parts = [part.clone() for part in parts]
             if parts[-1].dtype == torch.int64:
                 return original(parts)  # a header alone, or with the digest of OkTopK's regions
-            if len(parts) == 2 or (len(parts) == 4 and parts[1].shape[-1] > 1):
+            if parts[-1].dtype == torch.uint8:  # TwoPass: payloads of a quarter of the elements, as bytes
+                like = torch.empty(1).int(), torch.empty(K // 4), torch.empty(K // 4).int()
+                count, _, indices = unframe(parts[-1].view(-1, parts[-1].shape[-1])[-1], like)
+            elif len(parts) == 2 or (len(parts) == 4 and parts[1].shape[-1] > 1):
                 indices = parts[-1]  # padded, without a count: ScaleCom's, and what the ranks of a host tell each other
                 count = (indices < NUMEL).sum()
             else:

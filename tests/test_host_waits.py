@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import Method, Reducer, method
-from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, TwoPass
 from lightning_sparse.compressors import GaussianK, TopK, randk
 from lightning_sparse.kernels import launch
 from tests.support.tiers import tiers
@@ -208,6 +208,7 @@ AGGREGATORS = [
     (OkTopK(), {1: 4, 2: 4, 5: 4}),
     (OkTopK(refresh=2), {4: 4}),
     (ScaleCom(), {1: 4, 2: 4, 3: 4}),
+    (TwoPass(), {1: 3, 2: 3, 5: 3}),
     (TwoLevel(Mean(), ranks_per_node=2), {2: 3, 4: 3, 6: 3}),
     (TwoLevel(GlobalTopK(), ranks_per_node=2), {4: 3, 6: 3}),
     (TwoLevel(OkTopK(refresh=2), ranks_per_node=2), {4: 4}),

@@ -20,7 +20,7 @@ ALLOWED = {
     "memory": {"context", "compressors", "kernels"},
     "framing": set(),
     "exchange": {"comm", "compressors", "context", "framing", "kernels"},
-    "aggregators": {"layout", "context", "compressors", "exchange", "kernels"},
+    "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels"},
     "methods": {"compressors", "memory", "aggregators"},
     "observer": {"context", "compressors"},
     "state": {"context", "exchange", "layout", "methods"},

@@ -6,5 +6,6 @@ from lightning_sparse.aggregators.mean import AllReduceMean, Mean
 from lightning_sparse.aggregators.oktopk import OkTopK
 from lightning_sparse.aggregators.scalecom import ScaleCom
 from lightning_sparse.aggregators.two_level import TwoLevel
+from lightning_sparse.aggregators.two_pass import TwoPass
 
-__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "OkTopK", "ScaleCom", "TwoLevel"]
+__all__ = ["Aggregator", "AllReduceMean", "GlobalTopK", "Mean", "OkTopK", "ScaleCom", "TwoLevel", "TwoPass"]

@@ -28,6 +28,9 @@ class Aggregator(abc.ABC, Generic[C]):
     averages: bool = True
     """Whether the result approximates the mean, so that a dense mean may replace the method where it sends less."""
 
+    divides: bool = False
+    """Whether ranks divide a segment among them, so that statistics of all of `u` are of no use to the compressor."""
+
     ranks_per_link: int = 1
     """How many ranks share a network card, and divide a segment among them."""
 

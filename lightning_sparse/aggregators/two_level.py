@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator, sends_entries
 from lightning_sparse.aggregators.mean import Mean
+from lightning_sparse.aggregators.two_pass import TwoPass
 from lightning_sparse.compressors.base import Compressor, Entries, Update
 from lightning_sparse.compressors.encoding import check_indices
 from lightning_sparse.compressors.sparsifier import Sparsifier
@@ -17,7 +18,7 @@ from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
-from lightning_sparse.layout import Segment
+from lightning_sparse.layout import Segment, cut
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,18 @@ class TwoLevel(Aggregator[Sparsifier]):
     inter_node: Aggregator[Any] = Mean()  # noqa: RUF009
     ranks_per_node: int = 1
 
+    divides = True
+
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
             raise ValueError(f"TwoLevel(ranks_per_node={self.ranks_per_node!r}): at least one rank on each node.")
         if isinstance(self.inter_node, TwoLevel):
             raise ValueError("TwoLevel(inter_node=TwoLevel(...)): there are two levels, nodes and their ranks.")
+        if isinstance(self.inter_node, TwoPass):
+            raise ValueError(
+                "TwoLevel(inter_node=TwoPass()): between nodes, use OkTopK(), whose bytes do not grow with their "
+                "number either."
+            )
 
     @property
     def state(self) -> tuple[StateSpec, ...]:  # type: ignore[override]
@@ -67,7 +75,8 @@ class TwoLevel(Aggregator[Sparsifier]):
         exchange.agree()
         first = exchange.rank // count * count
         intra = exchange.sub(range(first, first + count), counted=False)
-        part = self._part(segment, intra.rank)
+        parts = cut(segment, count)
+        part = parts[intra.rank]
         members = range(exchange.rank % count, exchange.size, count)
         inner = replace(ctx, segment=part, rank=members.index(exchange.rank), stats=None)
         inter = exchange.sub(members, ctx=inner)
@@ -79,7 +88,7 @@ class TwoLevel(Aggregator[Sparsifier]):
         update = Entries(*coalesce(update.lists, part.numel))
 
         # No update has more entries than were selected, nor than there are elements; the first parts are the longest.
-        longest = self._part(segment, 0).numel
+        longest = parts[0].numel
         capacity = min(longest, inter.size * compressor.capacity(longest, ctx.density))
 
         def to_segment_indices(indices: Tensor) -> Tensor:
@@ -100,14 +109,9 @@ class TwoLevel(Aggregator[Sparsifier]):
             taken, gather(u, taken) + lookup(taken, (own.long(), _resized(rest, capacity, 0)))
         )
 
-    def _part(self, segment: Segment, rank: int) -> Segment:
-        """Return the part of a segment that a rank of the node sums, as one parameter: `tensor_split`'s cut."""
-        each, more = divmod(segment.numel, self.ranks_per_node)
-        start = segment.start + rank * each + min(rank, more)
-        return Segment(segment.index, segment.names[:1], ((each + (rank < more),),), start)
-
     def nbytes(self, compressor: Sparsifier, segment: Segment, density: float | None, size: int) -> float:
-        return self.inter_node.nbytes(compressor, self._part(segment, 0), density, size // self.ranks_per_node)
+        part = cut(segment, self.ranks_per_node)[0]
+        return self.inter_node.nbytes(compressor, part, density, size // self.ranks_per_node)
 
     def messages(self, size: int) -> int:
         return self.inter_node.messages(size // self.ranks_per_node)  # those inside a node take no time beside them

@@ -1,0 +1,131 @@
+"""TwoPass: regions of the gradient are summed by their owners, who compress the mean once more."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.aggregators.base import Aggregator
+from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update, add_
+from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.context import Context
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.framing import join, joined_bytes, unframe
+from lightning_sparse.kernels.pack import gather
+from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
+from lightning_sparse.layout import Segment, cut
+
+
+@dataclass(frozen=True)
+class TwoPass(Aggregator[Compressor]):
+    """Compressed reduce-scatter and compressed all-gather, in bytes that do not grow with P, for any compressor.
+
+    Two passes of compression with error feedback in both: Tang et al. 2019, arXiv 1905.05957, "DoubleSqueeze". Here
+    each rank is the server of one of P regions of equal length.
+
+    1. Each rank compresses its u in every region of another rank, and sends it to the region's owner.
+    2. The owner adds what it decodes to its own u of the region, which is not compressed, and divides by P: the mean M.
+    3. It compresses M; all gather the payloads, and decode the result, C(M).
+
+    The part of the sum that the second compression leaves out, P·(M − C(M)), is the owner's: in its region, applied =
+    u − P·(M − C(M)), which makes that part its residual. So Σ u = P·result + Σ residuals, without any state of the
+    aggregator's own, and another number of ranks finds everything in the residuals, whose sum a resume preserves.
+    """
+
+    divides = True
+
+    def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
+        rank, size = exchange.rank, exchange.size
+        regions = [replace(ctx, segment=region, stats=None) for region in cut(ctx.segment, size)]
+        own, parts = regions[rank], u.split([region.segment.numel for region in regions])
+        likes = [_payload_like(compressor, region.segment, ctx.density, u.device) for region in regions]
+        # Regions hold other parameters, so their payloads may differ in length; messages are of equal length.
+        nbytes = max(map(joined_bytes, likes))
+
+        rows: list[Tensor] = []
+        sent: list[Update] = []
+        for region, part in zip(regions, parts, strict=True):
+            if region is own:
+                rows.append(torch.zeros(nbytes, dtype=torch.uint8, device=u.device))
+                continue
+            payload, update = exchange.compress(part, compressor, region)
+            rows.append(join(payload, nbytes))
+            sent.append(update)
+        (received,) = exchange.all_to_all((torch.stack(rows),))
+
+        mean, others = parts[rank] / size, []
+        for row in (*received[:rank], *received[rank + 1 :]):
+            others.append(compressor.decode(unframe(row, likes[rank]), own))
+            # Divided before it is added, so that sums stay in range.
+            add_(mean, others[-1], 1 / size)
+
+        payload, _ = exchange.compress(mean, compressor, own)
+        (gathered,) = exchange.all_gather((join(payload, nbytes),))
+        result = [
+            compressor.decode(unframe(row, like), region)
+            for row, like, region in zip(gathered, likes, regions, strict=True)
+        ]
+        applied = [*sent[:rank], _applied(parts[rank], mean, others, result[rank], size), *sent[rank:]]
+        return _of_segment(result, regions, ctx.segment), _of_segment(applied, regions, ctx.segment)
+
+    def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
+        return 2 * (size - 1) * _most_bytes(compressor, segment, density, size)
+
+    def messages(self, size: int) -> int:
+        return 2 * (size - 1)
+
+    def supports(self, compressor: Compressor) -> bool:
+        return not isinstance(compressor, Sign)  # signs do not approximate u, so there is no sum to compress
+
+
+@functools.lru_cache(maxsize=4096)
+def _part_shapes(
+    compressor: Compressor, segment: Segment, density: float | None, device: torch.device
+) -> tuple[tuple[int, torch.dtype], ...]:
+    zeros = torch.zeros(segment.numel, dtype=torch.float32, device=device)
+    payload, _ = compressor.compress(zeros, Context(segment, density=density))
+    return tuple((part.numel(), part.dtype) for part in payload)
+
+
+def _payload_like(compressor: Compressor, segment: Segment, density: float | None, device: torch.device) -> Payload:
+    """Return tensors without values, of the shapes and dtypes of a payload for a segment."""
+    shapes = _part_shapes(compressor, segment, density, device)
+    return tuple(torch.empty(numel, dtype=dtype, device="meta") for numel, dtype in shapes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _most_bytes(compressor: Compressor, segment: Segment, density: float | None, size: int) -> int:
+    return max(compressor.nbytes(region, density) for region in cut(segment, size))
+
+
+def _applied(u: Tensor, mean: Tensor, others: Sequence[Update], result: Update, size: int) -> Update:
+    """Return the part of the owner's u (1-D, of its region) that is applied: u − P·(M − C(M)).
+
+    Entries that neither other ranks have sent nor are in C(M) are 0, as M is u / P there.
+    """
+    if isinstance(result, Tensor):
+        return u - (mean - result).mul_(size)
+    terms = [term for update in (*others, result) if isinstance(update, Entries) for term in update.lists]
+    indices, _ = coalesce(terms, u.numel())
+    rest = (gather(mean, indices) - lookup(indices, result)) * size
+    return Entries(indices, gather(u, indices) - rest)
+
+
+def _of_segment(updates: Sequence[Update], regions: Sequence[Context], segment: Segment) -> Update:
+    """Return the updates of all regions as one of the segment."""
+    if isinstance(updates[0], Tensor):
+        return torch.cat([update for update in updates if isinstance(update, Tensor)])
+    indices, values = [], []
+    for update, region in zip(updates, regions, strict=True):
+        assert isinstance(update, Entries)
+        part = region.segment
+        indices.append(
+            torch.where(update.indices < part.numel, update.indices + (part.start - segment.start), segment.numel)
+        )
+        values.append(update.values)
+    # One region after the other, so they ascend.
+    return Entries(*drop_empty((torch.cat(indices), torch.cat(values)), segment.numel))
