@@ -25,3 +25,6 @@ class Observer:
 
         If everything was sent, `applied` is u itself, and holds the sum over the ranks by now.
         """
+
+    def written(self, grads: list[Tensor], ctx: Context) -> None:
+        """See what has taken the place of this rank's raw gradients: the result of all ranks."""

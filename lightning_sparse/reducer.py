@@ -234,6 +234,8 @@ class Reducer:
         with timed(self.seconds, "write"):
             scale = self.gradient_check.loss_scale
             rounding_error = write_(grads, segment, update, scale, memory.error_feedback, exchange.step_ok)
+        for observer in self.observers:
+            observer.written(grads, ctx)
         with timed(self.seconds, "keep"):
             memory.update(u, applied, rounding_error, ctx)
             for view, value in masked:

@@ -21,6 +21,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from lightning_sparse import METHODS, Method, Reducer, SparseDDPStrategy, method, simulate
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.callbacks.base import _TimedObserver
+from lightning_sparse.callbacks.communication_monitor import _Norms
 from lightning_sparse.callbacks.histogram import BINS, REACH, Distribution
 from lightning_sparse.compressors import Compressor, Sparsifier, TopK
 from lightning_sparse.strategies.summary import run_summary
@@ -597,3 +598,16 @@ def test_both_namespaces_take_them(namespace):
     assert isinstance(first, GradientDistribution)
     assert first.per_layer
     assert isinstance(second, CommunicationMonitor)
+
+
+def test_drift_by_hand():
+    """Rank 0 changes 3 where the mean is 2, and nothing elsewhere: off by 1, relative to 2."""
+
+    def rank(comm):
+        seen = _Norms(drifts=True)
+        reducer = Reducer("local_sgd", comm, exchanged="update")
+        reducer.observers.append(seen)
+        reducer.reduce_({"w": torch.tensor([[3.0, 0.0], [1.0, 0.0]][comm.rank])})
+        return math.sqrt(seen.difference / seen.mean)
+
+    assert simulate(2, rank) == [0.5, 0.5]

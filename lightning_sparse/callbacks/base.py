@@ -1,7 +1,8 @@
 """The callbacks' base class: observes rank 0's reductions on the steps that log, and logs what observing costs.
 
 A callback adds an observer to the reducer before the backward pass of a step that logs, and removes it after the step,
-so all other steps cost one comparison. Everything logged is rank 0's own: its gradient, its residual, its payload. That
+so all other steps cost one comparison. If ranks take several steps before an exchange, the next exchange is observed.
+Everything logged is rank 0's own: its gradient, its residual, its payload. That
 needs no collective; all ranks see data of the same distribution.
 """
 
@@ -115,6 +116,8 @@ class StepCallback(Callback, abc.ABC):
         return None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._waits_for_an_exchange(trainer):
+            return
         if self._timed_observer is not None:
             self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
         # Lightning's own condition for logging, known before the batch runs.
@@ -130,7 +133,7 @@ class StepCallback(Callback, abc.ABC):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (watch := self._timed_observer) is None:
+        if (watch := self._timed_observer) is None or self._waits_for_an_exchange(trainer):
             return
         started = time.perf_counter()
         # Backward has waited for the communication thread, which calls observers.
@@ -144,6 +147,11 @@ class StepCallback(Callback, abc.ABC):
         finite = {name: value for name, value in scalars.items() if math.isfinite(value)}
         for logger in trainer.loggers:
             logger.log_metrics(finite, step)
+
+    def _waits_for_an_exchange(self, trainer: Trainer) -> bool:
+        """Return whether a step that logs had no exchange, as there are several to each: the next one is reported."""
+        updates, watch = trainer.strategy.reducer.method.updates, self._timed_observer
+        return updates is not None and updates.every > 1 and watch is not None and watch.observer is None
 
     def _detach(self, reducer: Reducer) -> None:
         if self._timed_observer in reducer.observers:
@@ -170,6 +178,9 @@ class _TimedObserver(Observer):
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
         self._timed(self.observer.aggregated, u, applied, ctx)
+
+    def written(self, grads: list[Tensor], ctx: Context) -> None:
+        self._timed(self.observer.written, grads, ctx)
 
     def _timed(self, look: Callable[..., None], *args: Any) -> None:
         started = time.perf_counter()

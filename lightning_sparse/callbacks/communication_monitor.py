@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.callbacks.base import Charts, StepCallback, Trainer, sum_of_squares
@@ -42,6 +43,8 @@ class CommunicationMonitor(StepCallback):
     - `communication/density`: entries sent by entries there are, for methods that choose entries;
     - `residual/norm`, `residual/gradient_norm` and their ratio. A residual that grows beyond what error feedback
       allows is warned of, once (see below);
+    - `communication/drift`, where ranks take several steps before an exchange: by how much rank 0's weights differed
+      from what all ranks went on with, relative to the size of their common update;
     - `seconds/compensate`, `select` (with packing and adding up), `exchange` (waiting for slower ranks included) and
       `decode` (writing results back, keeping the rest), per step, and `seconds/hidden_share`: the part of it that
       went on behind backward. These are means over the steps since the last log, without those that log, where there
@@ -75,6 +78,11 @@ class CommunicationMonitor(StepCallback):
                 "communication/times_fewer_than_fp32",
                 "communication/times_fewer_than_bf16",
             ],
+            **(
+                {"Distance of rank 0's weights from the ranks' mean, by the mean update": ["communication/drift"]}
+                if reducer.method.updates is not None and reducer.method.updates.every > 1
+                else {}
+            ),
             "2-norms of the residual e and of the gradient g": ["residual/norm", "residual/gradient_norm"],
             "Seconds per step: compensate, select, exchange, decode": [f"seconds/{phase}" for phase in PHASES],
         }
@@ -109,7 +117,8 @@ class CommunicationMonitor(StepCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def observer(self, reducer: Reducer) -> Observer:
-        return _Norms()
+        updates = reducer.method.updates
+        return _Norms(drifts=updates is not None and updates.every > 1)
 
     def report(
         self, seen: _Norms, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
@@ -126,6 +135,8 @@ class CommunicationMonitor(StepCallback):
             "communication/density": seen.sent / seen.numel,
             "residual/gradient_norm": math.sqrt(seen.gradient),
         }
+        if seen.mean > 0:
+            scalars["communication/drift"] = math.sqrt(seen.difference / seen.mean)
         if per_step > 0:
             scalars["communication/times_fewer_than_fp32"] = reducer.routing.dense_nbytes / per_step
             scalars["communication/times_fewer_than_bf16"] = reducer.routing.dense_nbytes / 2 / per_step
@@ -195,9 +206,13 @@ class _Norms(Observer):
         residual: Σe²; None without a residual.
         sent: number of entries sent; NaN for methods that do not send entries.
         numel: number of elements.
+        difference, mean: Σ(g − m)² and Σm² of the result m; 0 unless ranks drift apart before they exchange.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drifts: bool) -> None:
+        self._drifts = drifts
+        self._own: list[Tensor] = []
+        self.difference = self.mean = 0.0
         self.gradient = 0.0
         self.residual: float | None = None
         self.sent = 0.0
@@ -207,6 +222,14 @@ class _Norms(Observer):
         self.gradient += ctx.scale**2 * float(sum_of_squares(grads))
         if "residual" in ctx.state:
             self.residual = (self.residual or 0.0) + float(sum_of_squares([ctx.state["residual"]]))
+        if self._drifts:
+            self._own = [grad.clone() for grad in grads]
+
+    def written(self, grads: list[Tensor], ctx: Context) -> None:
+        if self._drifts:
+            self.mean += float(sum_of_squares(grads))
+            self.difference += float(sum_of_squares(torch._foreach_sub(self._own, grads)))
+            self._own = []
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
         self.numel += u.numel()

@@ -302,6 +302,28 @@ def test_callbacks_show_updates(tmp_path):
     assert 0 < found.Scalars("contraction/measured")[-1].value < 1
 
 
+def test_callbacks_wait_for_the_exchange_and_show_how_far_ranks_drift(tmp_path):
+    """Of 16 steps every fifth logs, and every third has an exchange: 5, 10 and 15 are reported with 6, 12 and 15."""
+
+    def run(rank: int) -> None:
+        options = {"callbacks": [CommunicationMonitor()], "logger": TensorBoardLogger(tmp_path, name="", version="")}
+        fit(
+            rank,
+            AdamNet,
+            {"method": "local_sgd", "density": None, "every": 3},
+            log_every_n_steps=5,
+            max_epochs=2,
+            **options,
+        )
+
+    lightning_ranks(2, run)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    drift = found.Scalars("communication/drift")
+    assert [scalar.step for scalar in drift] == [5, 11, 14]  # counted from 0
+    assert all(0 < scalar.value < 10 for scalar in drift)
+
+
 @pytest.mark.skipif(
     Version(pl.__version__) < Version("2.5.3"),
     reason="after its learning rate finder Lightning 2.5.0 trains no step, with any strategy",
