@@ -139,13 +139,8 @@ def launch(
                     reason = f"no news for {patience:g} s"
         finally:
             for process in processes:
-                process.terminate()
-            for process in processes:
-                try:
-                    process.wait(timeout=3)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                process.kill()
+                process.wait()
         return records, reason
 
 

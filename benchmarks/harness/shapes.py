@@ -65,11 +65,9 @@ def resnet50() -> Iterator[nn.Module]:
     before = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            yield from [
-                *convolution(before, width, 1),
-                *convolution(width, width, 3),
-                *convolution(width, 4 * width, 1),
-            ]
+            yield from convolution(before, width, 1)
+            yield from convolution(width, width, 3)
+            yield from convolution(width, 4 * width, 1)
             if block == 0:
                 yield from convolution(before, 4 * width, 1)
             before = 4 * width
