@@ -15,8 +15,6 @@ gradient, to read and write the residual in fp32, and to write the result, 16 by
 limit is 1.6 floors and a millisecond.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

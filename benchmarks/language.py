@@ -21,8 +21,6 @@ Bytes are what a worker puts on the wire; for DDP and its hooks, which do not co
 comparison, `language_seconds.csv` has what left the network interface too, headers and acknowledgements included.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ charged for the link only. That favours dense. Compute time is in proportion to 
 that `benchmarks.network` has measured, between links of that rate, with compute times of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

@@ -17,8 +17,6 @@ All others are paced: gradients of that model's shapes come after the published 
 sleep. Contestants: see `benchmarks.harness.baselines`; "ddp_accumulated" and "local_sgd" take part in trainings only.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

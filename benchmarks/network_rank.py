@@ -6,8 +6,6 @@ gradients of all ranks must equal the averages handed out plus the residuals. Th
 direction, so that the check sends two numbers instead of whole gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

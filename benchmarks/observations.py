@@ -28,8 +28,6 @@ Written: `results/observations.csv`, where "distribution" is a row per layer and
 density, layer and step (layers only of the shown steps; the verdict counts all); and `results/observations.png`.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

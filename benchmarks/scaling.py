@@ -7,8 +7,6 @@ cost model (`lightning_sparse.cost`) to some of these runs, checks it against th
 off it is. Efficiency is the time of a step without communication over that of a step with it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

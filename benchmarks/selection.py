@@ -21,8 +21,6 @@ at the rate at which the card copies as many elements. "scratch" is the highest 
 residual, as a share of the residual. "within" says whether TopK keeps to `LIMITS` floors and `SCRATCH_LIMIT`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -18,8 +18,6 @@ Beside the bytes of the busiest and of the average rank are
 The step is the first, the most expensive: OkTopK agrees on its regions in one of 64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

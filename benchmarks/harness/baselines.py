@@ -3,8 +3,6 @@
 `CONTESTANTS["topk"].wrap(model, Options())` makes a model ready for one of them, on every rank of a gloo process group.
 """
 
-# No `from __future__ import annotations` here: DDP looks at a hook's annotations and refuses strings.
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A process for each rank, on hosts behind shaped links or on loopback, and the records that rank 0 writes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

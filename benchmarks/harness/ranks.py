@@ -1,7 +1,5 @@
 """What the processes that `launch` started do together."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

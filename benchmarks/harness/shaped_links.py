@@ -18,8 +18,6 @@ Needs root, `ip` and `tc`, and util-linux. This module imports nothing but the s
 program that calibration runs on the hosts: `python shaped_links.py receive …` and `python shaped_links.py send …`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -141,7 +139,7 @@ class ShapedLinks:
         self._holders: list[subprocess.Popen[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
 
-    def __enter__(self) -> ShapedLinks:
+    def __enter__(self) -> "ShapedLinks":
         if reason := missing():
             raise RuntimeError(f"ShapedLinks(hosts={self.hosts}, rate={self.rate!r}): {reason}.")
         try:

@@ -4,8 +4,6 @@ Only shapes, so models are made on the meta device: `workloads.Paced` yields gra
 the time of the computation.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 

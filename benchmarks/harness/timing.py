@@ -1,7 +1,5 @@
 """Clocks, quantiles, and the load that other programs put on the machine."""
 
-from __future__ import annotations
-
 import collections
 import os
 import time

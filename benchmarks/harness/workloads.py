@@ -1,7 +1,5 @@
 """Models and data of the benchmarks over links: a large one to time, small ones to train, and paced ones."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
