@@ -37,6 +37,14 @@ def inhabitants(namespace: str) -> list[str]:
     return found
 
 
+def remaining(namespace: str, expected: int) -> int:
+    """Return the number of processes in a namespace, when it is as expected or after ten seconds."""
+    deadline = time.monotonic() + 10
+    while (count := len(inhabitants(namespace))) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return count
+
+
 def test_rates_are_read_as_tc_writes_them() -> None:
     assert bits_per_second("100mbit") == 1e8
     assert bits_per_second("2.5gbit") == 2.5e9
@@ -76,14 +84,12 @@ def test_links_slow_every_transfer_down_and_disappear_after_an_error() -> None:
 @needs_links
 def test_terminating_what_popen_returned_ends_the_program() -> None:
     with ShapedLinks(2, "1gbit") as links:
-        program = links.popen(
-            0, ["sh", "-c", "trap '' TERM; readlink /proc/self/ns/net; read line"], stdout=subprocess.PIPE
-        )
+        script = "trap '' TERM; readlink /proc/self/ns/net; exec sleep 100"
+        program = links.popen(0, ["sh", "-c", script], stdout=subprocess.PIPE)
         namespace = program.stdout.readline().strip()
-        holders = len(inhabitants(namespace)) - 1
         program.terminate()
         program.communicate()  # ends with the program, which holds the other end
-        assert len(inhabitants(namespace)) == holders
+        assert remaining(namespace, 2) == 2  # which hold the namespaces
 
 
 @needs_links
@@ -110,7 +116,4 @@ def test_links_disappear_when_their_program_is_stopped(number: signal.Signals) -
     program.wait(timeout=30)
     program.stdout.read()  # ends with the last process on the host, which holds the other end
     program.stdout.close()
-    deadline = time.monotonic() + 10
-    while inhabitants(namespace) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert inhabitants(namespace) == []
+    assert remaining(namespace, 0) == 0
