@@ -10,8 +10,6 @@ Written: `results/callbacks.csv`, two rows per contestant. "ms" is rank 0's time
 "extra_ms" the difference to no callback, both as medians with 20th and 80th percentiles.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 import time

@@ -21,8 +21,6 @@ needs little or no momentum. The best rate of dense, of TopK at 0.01 and of Rand
 The bounds cover the scatter between seeds, not that between sets of 360 digits, of which one is 0.28 points.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

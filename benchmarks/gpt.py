@@ -15,8 +15,6 @@ gradient, to read and write the residual in fp32, and to write the result, 16 by
 limit is 1.6 floors and a millisecond.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 
@@ -29,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import results
 from benchmarks.harness.results import Row
-from benchmarks.harness.timing import cold, elapsed_ms, eviction, quantiles, spread
+from benchmarks.harness.timing import cold, elapsed_ms, eviction, spread
 from examples.models import GPT
 from lightning_sparse import attach
 
@@ -108,19 +106,18 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
         counted = 8 + 2 * dtype.itemsize
         floor = counted * params / rate
         del x, other
-        for turn in range(turns + 1):
+        for _ in range(1 + turns):
             for contestant in contestants:
                 contestant.step()
                 ms = elapsed_ms(lambda run=contestant.step: [run() for _ in range(steps)], device)
-                if turn:  # the first one compiles and warms up
-                    times[contestant.method].append(ms / steps)
-        plain, _, _ = quantiles(times["ddp"])
-        for name, values in times.items():
-            row: Row = {"precision": precision, "contestant": name, **spread(values)}
+                times[contestant.method].append(ms / steps)
+        spreads = {name: spread(ms[1:]) for name, ms in times.items()}  # the first turn compiles and warms up
+        for name, found in spreads.items():
+            row: Row = {"precision": precision, "contestant": name, **found}
             row |= {"params": params, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
             row |= {"copy_bytes_per_s": 1e3 * rate, "counted_bytes": counted, "floor_ms": floor}
             if name != "ddp":
-                added, limit = row["ms"] - plain, FLOORS * floor + CONSTANT_MS
+                added, limit = row["ms"] - spreads["ddp"]["ms"], FLOORS * floor + CONSTANT_MS
                 row |= {"added_ms": added, "limit_ms": limit, "within": added <= limit}
             yield row
         del contestants

@@ -21,22 +21,20 @@ Bytes are what a worker puts on the wire; for DDP and its hooks, which do not co
 comparison, `language_seconds.csv` has what left the network interface too, headers and acknowledgements included.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
+from torch.utils.data import default_collate
 
-from benchmarks.harness import results
+from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import CONTESTANTS, Options, Wrapped
 from benchmarks.harness.launch import hosts, launch
 from benchmarks.harness.ranks import check_weights, gather, join, leave, timed, write
@@ -61,20 +59,13 @@ STEPS = {"tune": 250, "retune": 500, "final": 1000}
 EVERY = {"tune": 125, "retune": 125, "final": 50}
 """Steps between two evaluations."""
 SEEDS = {"tune": 100, "retune": 100, "final": 0}
+GRID = [0.001, 0.002, 0.005, 0.01]
 TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
-    ("adamw", "ddp"): {
-        "tune": [0.0005, 0.001, 0.002, 0.005, 0.01],
-        "retune": [0.0005, 0.001, 0.002, 0.005],
-        "final": [0.002],
-    },
+    ("adamw", "ddp"): {"tune": [0.0005, *GRID], "retune": [0.0005, 0.001, 0.002, 0.005], "final": [0.002]},
     ("adamw", "bf16"): {"final": [0.002]},
     ("adamw", "powersgd"): {"tune": [0.0005, 0.001, 0.002, 0.005], "final": [0.001, 0.002]},
-    ("adamw", "topk"): {
-        "tune": [0.001, 0.002, 0.005, 0.01],
-        "retune": [0.001, 0.002, 0.005, 0.01],
-        "final": [0.001, 0.002, 0.005],
-    },
-    ("adamw", "gaussiank"): {"tune": [0.001, 0.002, 0.005, 0.01], "final": [0.0005, 0.001, 0.002]},
+    ("adamw", "topk"): {"tune": GRID, "retune": GRID, "final": [0.001, 0.002, 0.005]},
+    ("adamw", "gaussiank"): {"tune": GRID, "final": [0.0005, 0.001, 0.002]},
     ("adamw", "gtopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "oktopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "scalecom"): {"final": [0.0005, 0.001, 0.002]},
@@ -118,9 +109,6 @@ class Run(NamedTuple):
     seed: int
 
 
-# One rank.
-
-
 def factor(step: int, steps: int) -> float:
     """Return the factor on the learning rate: linear warm-up over a tenth, then half a cosine to zero."""
     warmup = max(1, steps // 10)
@@ -154,7 +142,8 @@ class Trainee:
     def step(self) -> None:
         """Train on the next batch."""
         first = (self.done * WORKERS + dist.get_rank()) * BATCH_SIZE
-        tokens, following = sequences(self.text.train_set, self.order[first : first + BATCH_SIZE])
+        chosen = self.order[first : first + BATCH_SIZE]
+        tokens, following = default_collate([self.text.train_set[index] for index in chosen])
         self.optimizer.zero_grad()
         functional.cross_entropy(self.wrapped.module(tokens).flatten(0, 1), following.flatten()).backward()
         self.optimizer.step()
@@ -172,7 +161,7 @@ class Trainee:
         chosen = torch.linspace(0, len(held_out) - 1, VAL_SEQUENCES).long()[dist.get_rank() :: WORKERS]
         total = torch.zeros((), dtype=torch.float64)
         for part in chosen.split(32):
-            tokens, following = sequences(held_out, part)
+            tokens, following = default_collate([held_out[index] for index in part])
             total += functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten(), reduction="sum")
         dist.all_reduce(total)
         return total.item() / (VAL_SEQUENCES * LENGTH)
@@ -185,42 +174,31 @@ def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=run.lr, momentum=FIXED["momentum"])
 
 
-def sequences(data: Any, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen sequences and the bytes that follow theirs, int64 (batch, length) both."""
-    tokens, following = zip(*(data[index] for index in chosen.tolist()), strict=True)
-    return torch.stack(tokens), torch.stack(following)
-
-
-def curve(run: Run, text: StandardLibrary) -> list[Row]:
-    """Train, and return the validation loss and the bytes sent so far after every `EVERY` steps."""
+def curve(run: Run, text: StandardLibrary, out: str) -> None:
+    """Train; report the validation loss and the bytes sent so far at the start and after every `EVERY` steps."""
     trainee = Trainee(run, text)
-    points = [{"step": 0, "val_loss": trainee.loss(), "sent_bytes": 0}]
-    while trainee.done < trainee.steps:
-        trainee.step()
-        if trainee.done % EVERY[run.part] == 0:
-            sent = max(gather(trainee.sent_bytes()))
-            points.append({"step": trainee.done, "val_loss": trainee.loss(), "sent_bytes": sent})
+    for step in range(trainee.steps + 1):
+        if step % EVERY[run.part] == 0:
+            write(out, step=step, val_loss=trainee.loss(), sent_bytes=max(gather(trainee.sent_bytes())))
+        if step < trainee.steps:
+            trainee.step()
     check_weights(trainee.model)
-    return points
 
 
-def step_times(runs: Sequence[Run], text: StandardLibrary) -> list[list[Row]]:
-    """Time some steps of each run in turn, several rounds, and return what each round found, by run."""
+def step_times(runs: Sequence[Run], text: StandardLibrary, out: str) -> None:
+    """Time some steps of each run in turn, several rounds, and report what each round found."""
     trainees = [Trainee(run, text) for run in runs]
     for trainee in trainees:  # DDP forms its buckets anew in the second step
         for _ in range(3):
             trainee.step()
-    found: list[list[Row]] = [[] for _ in runs]
-    for _ in range(ROUNDS):
-        for rounds, trainee in zip(found, trainees, strict=True):
-            trainee.step()  # brings the model back into the caches
-            sent_before = trainee.sent_bytes()
-            row = timed(trainee.step, TIMED_STEPS)
-            sent = max(gather(trainee.sent_bytes() - sent_before)) / TIMED_STEPS
-            rounds.append(row | {"sent_bytes": sent})
+    for number, trainee in list(enumerate(trainees)) * ROUNDS:
+        trainee.step()  # brings the model back into the caches
+        sent_before = trainee.sent_bytes()
+        found = timed(trainee.step, TIMED_STEPS)
+        sent = max(gather(trainee.sent_bytes() - sent_before)) / TIMED_STEPS
+        write(out, run=number, sent_bytes=sent, **found)
     for trainee in trainees:
         check_weights(trainee.model)
-    return found
 
 
 def work(argument: str) -> None:
@@ -229,20 +207,20 @@ def work(argument: str) -> None:
     text = StandardLibrary(LENGTH, BATCH_SIZE)
     text.setup()
     runs = [Run(*run) for run in job["runs"]]
-    write(job["out"], rows=curve(runs[0], text) if job["what"] == "curve" else step_times(runs, text))
+    if job["what"] == "curve":
+        curve(runs[0], text, job["out"])
+    else:
+        step_times(runs, text, job["out"])
     leave()
 
 
-# The program that starts the ranks.
-
-
-def run_ranks(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list[Any], list[Any]]:
-    """Run two ranks of this module; return the rows of rank 0 and those of the links' calibration."""
+def run_ranks(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list[Row], list[Row]]:
+    """Run two ranks of this module; return what rank 0 reports and what the links' calibration found."""
     with hosts(WORKERS, link) as where:
         records, reason = launch("benchmarks.language", {"what": what, "runs": runs}, where, WORKERS)
     if reason:
         raise SystemExit(f"The ranks ended early: {reason}")
-    return records[0]["rows"], where.calibration
+    return records, where.calibration
 
 
 def train(run: Run, path: Path) -> None:
@@ -258,10 +236,10 @@ def train(run: Run, path: Path) -> None:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
     density = DENSITY if run.method in [*SPARSE, *UPDATES] else 1.0
     common = {**run._asdict(), **FIXED, "density": density, "workers": WORKERS, "batch_size_per_worker": BATCH_SIZE}
+    common["steps"] = STEPS[run.part]
     rows = [
         {
             **common,
-            "steps": STEPS[run.part],
             "step": point["step"],
             "val_loss": f"{point['val_loss']:.6f}",
             "val_bits_per_byte": f"{point['val_loss'] / math.log(2):.5f}",
@@ -295,14 +273,14 @@ def measure_seconds(path: Path) -> None:
     runs = [Run("tune", optimizer, method, 0.001, 0) for optimizer, method in TRIED]
     rows = []
     for link in RATES:
-        found, calibration = run_ranks("step_times", runs, link)
+        records, calibration = run_ranks("step_times", runs, link)
         off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
-        for run, rounds in zip(runs, found, strict=True):
-            row = {"rate": link, "optimizer": run.optimizer, "method": run.method}
-            row |= step_columns([ms for one in rounds for ms in one["ms"]])
-            row["sent_bytes_per_step"] = round(mean(one["sent_bytes"] for one in rounds))
-            row["transmitted_bytes_per_step"] = round(mean(one["tx_bytes"] for one in rounds))
-            row |= {"foreign_load": round(mean(one["foreign_load"] for one in rounds), 3)}
+        for number, rounds in pd.DataFrame(records).groupby("run"):
+            row = {"rate": link, "optimizer": runs[number].optimizer, "method": runs[number].method}
+            row |= step_columns(rounds["ms"].sum())  # of lists
+            row["sent_bytes_per_step"] = round(rounds["sent_bytes"].mean())
+            row["transmitted_bytes_per_step"] = round(rounds["tx_bytes"].mean())
+            row["foreign_load"] = round(rounds["foreign_load"].mean(), 3)
             row |= {"largest_calibration_error": off, "threads_per_rank": 1, **results.origin()}
             rows.append(row)
     print(pd.DataFrame(rows).to_string())
@@ -313,8 +291,6 @@ def measure_seconds(path: Path) -> None:
 
 def draw(folder: Path) -> None:
     """Draw the losses of each method at its best rate against steps, bytes and seconds."""
-    from benchmarks.harness import plots
-
     table = results.load(folder / "language.csv").query("part == 'final'")
     timed = results.load(folder / "language_seconds.csv").set_index(["rate", "optimizer", "method"])["median_ms"]
     losses = table.groupby(["optimizer", "method", "lr"])["val_loss"].last()

@@ -9,8 +9,6 @@ charged for the link only. That favours dense. Compute time is in proportion to 
 that `benchmarks.network` has measured, between links of that rate, with compute times of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -25,7 +23,7 @@ from scipy.interpolate import RegularGridInterpolator
 from benchmarks.harness import plots, results
 from benchmarks.harness.results import RESULTS, Row
 from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
-from benchmarks.scaling import BUSY, FITTED_TO, NAMES, chosen, fit, read
+from benchmarks.scaling import NAMES, chosen, fit, read
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 
 WORKERS = 4
@@ -74,9 +72,8 @@ EDGE = "#1c1c1c"
 
 def fields(panel: str) -> Iterator[Row]:
     """Compute one map: seconds of a step, by contestant, at points that lie close enough to interpolate."""
-    runs = [run for run in read(RESULTS / "network_paced.csv") if run["busy"] <= BUSY]
-    fitted = fit([run for run in runs if (run["workload"], run["workers"]) in FITTED_TO])
-    ours = {name: value for name, value in zip(NAMES, fitted, strict=True) if name in ("element", "entry", "segment")}
+    fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")), strict=True)
+    ours = {name: value for name, value in fitted if name in ("element", "entry", "segment")}
     costs = Costs(**{name: value * PANELS[panel].share for name, value in ours.items()}, shared=False)
     for params, rate in product(np.geomspace(1e5, 1e9, POINTS), np.geomspace(1e7, 1e11, POINTS)):
         compute = params * SECONDS_PER_PARAM

@@ -17,8 +17,6 @@ All others are paced: gradients of that model's shapes come after the published 
 sleep. Contestants: see `benchmarks.harness.baselines`; "ddp_accumulated" and "local_sgd" take part in trainings only.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -29,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.harness import results
+from benchmarks.harness import plots, results
 from benchmarks.harness.launch import hosts, launch
 from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import bits_per_second, missing
@@ -80,10 +78,7 @@ def contestants(args: argparse.Namespace) -> list[str]:
     if args.workload not in TRAININGS:
         return [name for name in args.contestants if name not in ("ddp_accumulated", "local_sgd")]
     tuned = results.load(args.out / "network_tuning.csv")
-    best = {}
-    if not tuned.empty:
-        tuned = tuned[tuned["workload"] == args.workload]
-        best = dict(zip(tuned["contestant"], tuned["learning_rate"], strict=True))
+    best = {} if tuned.empty else tuned[tuned["workload"] == args.workload].set_index("contestant")["learning_rate"]
     return [
         f"{name}@{rate}"
         for name in args.contestants
@@ -98,9 +93,9 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     todo = contestants(args) * (1 if training else args.rounds)
     options = {name: value for name, value in vars(args).items() if name != "out"}
     options |= {"todo": todo, "compute": COMPUTE_SECONDS.get(args.workload, 0.0) * args.dilate}
-    found: dict[str, list[Any]] = {}
     with hosts(args.workers, rate, ranks_per_host=args.ranks_per_host, dilate=args.dilate) as where:
         records, reason = launch("benchmarks.network_rank", options, where, args.workers, args.patience)
+    found: dict[str, list[Any]] = {}
     for record in records:
         found.setdefault(record["finished"], []).append(record["result"])
     if reason:
@@ -111,34 +106,33 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     key = {"workload": args.workload, "rate": rate, "workers": args.workers, "ranks_per_host": args.ranks_per_host}
     common = {**key, "dilate": f"{args.dilate:g}", "links": where.links, "batch": BATCH, "density": args.density}
     common |= {"threads_per_rank": 1, **results.origin()}
+    if not found:
+        return
     if training:
         save_curves(args, {tuple(name.split("@")): curve for name, (curve, *_) in found.items()}, common, list(key))
-        return
-    rows = [{**row, **common} for row in summarise(found, args.workers, args.dilate)]
-    paced = args.workload in COMPUTE_SECONDS
-    results.save(args.out / ("network_paced.csv" if paced else "network.csv"), rows, list(key))
-    report(rows)
+    else:
+        rows = [{**row, **common} for row in summarise(found, args.workers, args.dilate)]
+        paced = args.workload in COMPUTE_SECONDS
+        results.save(args.out / ("network_paced.csv" if paced else "network.csv"), rows, list(key))
+        report(rows)
 
 
 def save_curves(args: argparse.Namespace, curves: dict[Any, list[Row]], common: Row, key: list[str]) -> None:
     """Write the test loss over time, or the best learning rates."""
-    for (name, rate), curve in curves.items():
-        last = "rate {} test loss {test_loss:.3f}, accuracy {test_accuracy:.3f} after {step} steps, {seconds:.1f} s"
-        print(f"  {name:12}", last.format(rate, **curve[-1]))
-    if not args.tune:
-        rows = [
-            {"contestant": name, "learning_rate": rate, **point, **common}
-            for (name, rate), curve in curves.items()
-            for point in curve
-        ]
-        results.save(args.out / "network_real.csv", rows, key, digits=6)
-        return
-    best: dict[str, Row] = {}
-    for (name, rate), curve in curves.items():
-        steps = curve[-1]["step"]
-        if curve[-1]["test_loss"] < TARGET_LOSS and (name not in best or steps < best[name]["steps"]):
-            best[name] = {"contestant": name, "learning_rate": rate, "steps": steps, **common}
-    results.save(args.out / "network_tuning.csv", best.values(), ["contestant", "workload"])
+    points = pd.DataFrame(
+        {"contestant": name, "learning_rate": rate, **point}
+        for (name, rate), curve in curves.items()
+        for point in curve
+    )
+    ends = points.groupby(["contestant", "learning_rate"], sort=False).tail(1)
+    print(ends.to_string(index=False))
+    if args.tune:
+        reached = ends[ends["test_loss"] < TARGET_LOSS].rename(columns={"step": "steps"})
+        best = reached.sort_values("steps", kind="stable").drop_duplicates("contestant")
+        rows = best[["contestant", "learning_rate", "steps"]].assign(**common).to_dict("records")
+        results.save(args.out / "network_tuning.csv", rows, ["contestant", "workload"])
+    else:
+        results.save(args.out / "network_real.csv", points.assign(**common).to_dict("records"), key, digits=6)
 
 
 def summarise(found: dict[str, list[Any]], workers: int, dilate: float) -> list[Row]:
@@ -206,8 +200,6 @@ def draw(folder: Path) -> None:
 
 def draw_steps(rows: Any, path: Path) -> None:
     """Draw the step times of all contestants, a panel for each rate."""
-    from benchmarks.harness import plots
-
     rates = ordered(rows["rate"])
     lines = math.ceil(len(rates) / 2)
     figure, panels = plots.panels(lines, 2, (11, 3.6 * lines))
@@ -233,8 +225,6 @@ def draw_steps(rows: Any, path: Path) -> None:
 
 def draw_trainings(rows: Any, path: Path) -> None:
     """Draw test loss against seconds: a row for each workload, a column for each rate."""
-    from benchmarks.harness import plots
-
     workloads, rates = list(dict.fromkeys(rows["workload"])), ordered(rows["rate"])
     figure, panels = plots.panels(len(workloads), len(rates), (4 * len(rates), 3.2 * len(workloads)))
     for line, workload in zip(panels, workloads, strict=True):

@@ -6,8 +6,6 @@ gradients of all ranks must equal the averages handed out plus the residuals. Th
 direction, so that the check sends two numbers instead of whole gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -26,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness.baselines import CONTESTANTS, Options, along
 from benchmarks.harness.ranks import WrongResult, check_weights, gather, join, leave, timed, write
 from benchmarks.harness.timing import elapsed_ms
-from benchmarks.harness.workloads import BATCH, TARGET_LOSS, TRAININGS, build, digits
+from benchmarks.harness.workloads import BATCH, TARGET_LOSS, TRAININGS, build
+from examples.data.digits import digits
 
 LEARNING_RATE = 0.01
 LEAST, MOST = 3, 30

@@ -28,8 +28,6 @@ Written: `results/observations.csv`, where "distribution" is a row per layer and
 density, layer and step (layers only of the shown steps; the verdict counts all); and `results/observations.png`.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time
@@ -46,7 +44,7 @@ from scipy import special, stats
 from sklearn.isotonic import isotonic_regression
 from torch import Tensor
 
-from benchmarks.harness import results
+from benchmarks.harness import plots, results
 from benchmarks.harness.results import Row
 from examples.data import Digits, StandardLibrary
 from examples.models import LSTM, LanguageModel, OneCycleClassifier, ResNet20
@@ -86,7 +84,7 @@ WORKLOADS: dict[str, Callable[[], tuple[pl.LightningModule, pl.LightningDataModu
 
 
 class Look(Observer):
-    """Copies u of one step, and makes sure that it is the gradient plus the residual."""
+    """Copies u of the last step, and makes sure that it is the gradient plus the residual."""
 
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
         self.segment, self.u = ctx.segment, torch.cat(grads) + ctx.state.get("residual", 0.0)
@@ -100,32 +98,25 @@ class Recorder(pl.Callback):
     """Records rank 0's u at some steps, counted from 1, and writes a file: layers' places, u, losses."""
 
     def __init__(self, steps: Sequence[int], path: Path) -> None:
-        self.steps, self.path = set(steps), path
-        self.look: Look | None = None
+        self.steps, self.path, self.look = set(steps), path, Look()
         self.recorded: dict[str, Any] = {"layers": {}, "u": {}, "loss": []}
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Attach the observer, before the step's gradients come."""
-        if trainer.is_global_zero and trainer.global_step + 1 in self.steps:
-            self.look = Look()
-            trainer.strategy.reducer.observers.append(self.look)
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        """Attach the observer."""
+        trainer.strategy.reducer.observers.append(self.look)
 
     def on_train_batch_end(self, trainer: Any, _: Any, outputs: Mapping[str, Tensor], *batch: Any) -> None:
         """Compare u with the new residual, and record u."""
         self.recorded["loss"].append(float(outputs["loss"]))
-        if self.look is None:
+        if trainer.global_step not in self.steps:
             return
-        reducer, segment, u = trainer.strategy.reducer, self.look.segment, self.look.u
-        reducer.observers.remove(self.look)
-        if "residual" in reducer.states[0]:
-            rest = u.index_fill(0, TopK(DENSITY).select(u), 0.0)
-            if not torch.equal(reducer.states[0]["residual"], rest):
-                raise RuntimeError(f"Step {trainer.global_step}: the residual is not u without its largest entries.")
+        state, segment, u = trainer.strategy.reducer.states[0], self.look.segment, self.look.u
+        if "residual" in state and not torch.equal(state["residual"], u.index_fill(0, TopK(DENSITY).select(u), 0.0)):
+            raise RuntimeError(f"Step {trainer.global_step}: the residual is not u without its largest entries.")
         names = [name.removeprefix("module.").removeprefix("network.") for name in segment.names]
         places = zip(segment.bounds, segment.bounds[1:], strict=False)
         self.recorded["layers"] = dict(zip(names, places, strict=True))
         self.recorded["u"][trainer.global_step] = u
-        self.look = None
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         """Write the file."""
@@ -274,8 +265,6 @@ def tally(layers: pd.Series, held: pd.Series) -> str:
 
 def draw(table: pd.DataFrame, path: Path) -> None:
     """Draw for each workload the layers' histograms, and below them contraction and width over the steps."""
-    from benchmarks.harness import plots
-
     workloads = list(table.groupby("workload", sort=False))
     counts = [rows[rows["histogram"] != ""]["layer"].nunique() for _, rows in workloads]
     lines = [math.ceil((count + 1) / COLUMNS) for count in counts]  # with a place for the legend

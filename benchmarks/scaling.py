@@ -7,8 +7,6 @@ cost model (`lightning_sparse.cost`) to some of these runs, checks it against th
 off it is. Efficiency is the time of a step without communication over that of a step with it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from benchmarks.harness import results
+from benchmarks.harness import plots, results
 from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
 from benchmarks.harness.shapes import COMPUTE_SECONDS, shapes
@@ -80,8 +78,9 @@ def exposed(run: Row, values: Any) -> float:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the measured runs of `METHODS`, seconds beside the time without communication."""
+    """Return the measured runs of `METHODS` that are valid, seconds beside the time without communication."""
     table = results.load(path).query("kind == 'step'")
+    table = table[(table["contestant"] == "none") | (table["busy"] <= BUSY)]
     table["seconds"] = table["median_ms"] / 1e3
     case = ["workload", "workers", "rate"]
     alone = table[table["contestant"] == "none"].set_index(case)["seconds"].rename("none")
@@ -89,15 +88,18 @@ def read(path: Path) -> list[Row]:
     table["bandwidth"] = table["rate"].map(bits_per_second) / 8 * PAYLOAD_SHARE
     # Ranks share the cores, and where time is slowed down, their work counts for less.
     table["share"] = (table["workers"] / table["cores"]).clip(lower=1) / table["dilate"]
-    columns = [*case, "contestant", "seconds", "none", "bandwidth", "dilate", "share", "busy"]
+    columns = [*case, "contestant", "seconds", "none", "bandwidth", "dilate", "share"]
     return table[columns].to_dict("records")
 
 
 def fit(runs: list[Row]) -> Any:
-    """Return the constants that make the model's steps most alike to measured ones, relative to each."""
+    """Return the constants that make the model's steps most alike to those of `FITTED_TO`, relative to each."""
+    fitted = [run for run in runs if (run["workload"], run["workers"]) in FITTED_TO]
+    if not fitted:
+        raise SystemExit(f"Of {FITTED_TO} no run was measured by benchmarks.network: measure these first.")
 
     def off(scaled: Any) -> list[float]:
-        return [(run["none"] + exposed(run, scaled * SCALES)) / run["seconds"] - 1 for run in runs]
+        return [(run["none"] + exposed(run, scaled * SCALES)) / run["seconds"] - 1 for run in fitted]
 
     return least_squares(off, np.ones(len(NAMES)), bounds=(0, np.inf), x_scale="jac", diff_step=1e-3).x * SCALES
 
@@ -110,44 +112,36 @@ def published(name: str, workers: int, contestant: str) -> float | str:
 
 def compute(folder: Path) -> None:
     """Fit the model, check it, print how far off it is, and write the table."""
-    runs = [run for run in read(folder / "network_paced.csv") if run["busy"] <= BUSY and run["workload"] in MODELS]
-    if not (fitted := [run for run in runs if (run["workload"], run["workers"]) in FITTED_TO]):
-        raise SystemExit(f"{folder / 'network_paced.csv'} holds no run of {FITTED_TO}: measure these first.")
-    values = fit(fitted)
+    runs = [run for run in read(folder / "network_paced.csv") if run["workload"] in MODELS]
+    values = fit(runs)
     print("Fitted: " + ", ".join(f"{name} {value:.3g} s" for name, value in zip(NAMES, values, strict=True)))
-    rows: list[Row] = []
-
-    def add(run: Row, source: str, seconds: float, modelled: float) -> None:
-        model, workers, contestant = run["workload"], run["workers"], run["contestant"]
-        row = {"model": model, "workers": workers, "method": contestant, "source": source}
-        row |= {"efficiency": round(run["none"] / seconds, 4), "by_cost_model": round(run["none"] / modelled, 4)}
-        rows.append(row | {"published": published(model, workers, contestant)})
-
     for run in runs:
-        run["modelled"] = run["none"] + exposed(run, values)
-        run["off"] = run["modelled"] / run["seconds"] - 1
-        run["fitted"] = run in fitted
-        add(run, "measured", run["seconds"], run["modelled"])
+        run |= {"source": "measured", "modelled": run["none"] + exposed(run, values)}
     table = pd.DataFrame(runs)
+    table["off"] = table["modelled"] / table["seconds"] - 1
+    table["fitted"] = [(run["workload"], run["workers"]) in FITTED_TO for run in runs]
     print(table[["workload", "workers", "contestant", "seconds", "modelled", "off", "fitted"]].to_string(index=False))
     print(table["off"].abs().groupby(table["fitted"]).agg(["median", "max"]))
 
-    measured = {(row["model"], row["workers"], row["method"]) for row in rows}
+    measured = {(run["workload"], run["workers"], run["contestant"]) for run in runs}
     for name, workers, contestant in itertools.product(MODELS, EXTRAPOLATED, METHODS):
-        if (name, workers, contestant) in measured:
-            continue
-        # Everything as with four workers, but their number.
-        alike = next(run for run in runs if (run["workload"], run["workers"]) == (name, 4))
-        run = {**alike, "workers": workers, "contestant": contestant}
-        modelled = run["none"] + exposed(run, values)
-        add(run, "extrapolated", modelled, modelled)
-    results.save(folder / "scaling.csv", rows)
+        if (name, workers, contestant) not in measured:
+            # Everything as with four workers, but their number.
+            alike = next(run for run in runs if (run["workload"], run["workers"]) == (name, 4))
+            run = {**alike, "workers": workers, "contestant": contestant, "source": "extrapolated"}
+            run["modelled"] = run["seconds"] = run["none"] + exposed(run, values)
+            runs.append(run)
+    table = pd.DataFrame(runs).rename(columns={"workload": "model", "contestant": "method"})
+    table["efficiency"] = (table["none"] / table["seconds"]).round(4)
+    table["by_cost_model"] = (table["none"] / table["modelled"]).round(4)
+    cases = table[["model", "workers", "method"]].itertuples(index=False)
+    table["published"] = [published(*case) for case in cases]
+    columns = ["model", "workers", "method", "source", "efficiency", "by_cost_model", "published"]
+    results.save(folder / "scaling.csv", table[columns].to_dict("records"))
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
     """Draw efficiency against the number of workers, a panel for each model."""
-    from benchmarks.harness import plots
-
     figure, panels = plots.panels(2, 3, (12, 6.4), sharey=True)
     for panel, name in zip(panels.flat, MODELS, strict=True):
         for contestant in METHODS:

@@ -21,8 +21,6 @@ at the rate at which the card copies as many elements. "scratch" is the highest 
 residual, as a share of the residual. "within" says whether TopK keeps to `LIMITS` floors and `SCRATCH_LIMIT`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -201,9 +199,6 @@ def skipped_if_out_of_memory(name: str) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-# On the CPU.
-
-
 def in_memory(part: str, data: Tensor, density: float, repetitions: int) -> list[Row]:
     """Check and time selections of `data`, or whole steps with it, beside reading it once and adding it once."""
     e = torch.zeros_like(data)
@@ -261,9 +256,6 @@ def on_cpu(arguments: argparse.Namespace) -> None:
             results.save(arguments.out / CPU, [case | row | more for row in rows], CASE, digits=4)
 
 
-# On CUDA, or, as a rehearsal, on the CPU.
-
-
 def scratch(run: Callable[[], object], numel: int) -> float:
     """Return the highest memory that a run needs beyond what there is, as a share of a residual."""
     before = torch.cuda.memory_allocated()
@@ -273,7 +265,7 @@ def scratch(run: Callable[[], object], numel: int) -> float:
 
 
 def on_device(numel: int, density: float, repetitions: int, device: str) -> list[Row]:
-    """Check and time selections and whole steps."""
+    """Check and time selections and whole steps, on CUDA, or, as a rehearsal, on the CPU."""
     cuda, other = device == "cuda", eviction(device) if device == "cuda" else torch.empty(1)
     grad = torch.randn(numel, device=device)
     copied = cold(functools.partial(torch.empty_like(grad).copy_, grad), repetitions, other)

@@ -18,8 +18,6 @@ Beside the bytes of the busiest and of the average rank are
 The step is the first, the most expensive: OkTopK agrees on its regions in one of 64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.harness import results
+from benchmarks.harness import plots, results
 from benchmarks.harness.results import Row
 from lightning_sparse import METHODS, Comm, Method, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoLevel
@@ -120,8 +118,6 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
 
 def draw(folder: Path) -> None:
     """Draw `volume.csv`, beside it."""
-    from benchmarks.harness import plots
-
     # Within one node nothing leaves it.
     table = results.load(folder / "volume.csv").query("published_words > 0")
     numel, k = table["elements"].iloc[0], table["k"].iloc[0]

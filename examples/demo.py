@@ -62,7 +62,8 @@ def train(job: dict[str, Any]) -> None:
     from torch import Tensor
     from torch.nn import functional
 
-    from benchmarks.harness.workloads import convnet, digits
+    from examples.data.digits import digits
+    from examples.models import convnet
     from examples.train import make_strategy, quiet, sent_bytes
 
     class Digits(pl.LightningModule):

@@ -1,32 +1,48 @@
 """Imitated links: rates, and that nothing of them stays behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.shaped_links import (
     PAYLOAD_SHARE,
-    PREFIX,
     Probe,
     ShapedLinks,
     bits_per_second,
     burst,
     missing,
-    stale,
 )
 
 REASON = missing()
 needs_links = pytest.mark.skipif(REASON is not None, reason=f"no imitated links here: {REASON}")
 
 
-def namespaces(pid: int) -> list[str]:
-    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
-    return [name for name in names if name.startswith(f"{PREFIX}{pid}-")]
+STUBBORN = ["sh", "-c", "trap '' TERM HUP INT; setsid sleep 100 & readlink /proc/self/ns/net; wait"]
+"""A program that ignores signals and starts another in a session of its own. It prints its namespace."""
+
+
+def inhabitants(namespace: str) -> list[str]:
+    """Return the processes in a network namespace as `readlink` names it. It ends with the last of them."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(FileNotFoundError):  # a process that has just ended
+            found += [link.parts[2]] if os.readlink(link) == namespace else []
+    return found
+
+
+def remaining(namespace: str, expected: int) -> int:
+    """Return the number of processes in a namespace, when it is as expected or after ten seconds."""
+    deadline = time.monotonic() + 10
+    while (count := len(inhabitants(namespace))) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return count
 
 
 def test_rates_are_read_as_tc_writes_them() -> None:
@@ -52,23 +68,38 @@ def test_links_slow_every_transfer_down_and_disappear_after_an_error() -> None:
         with ShapedLinks(3, "500mbit") as links:
             # Other load on the machine may slow transfers down further, but nothing may exceed the rate.
             assert all(0.2 < probe.ratio < 1.2 for probe in links.calibrate())
-            started.append(links.popen(1, ["sleep", "100"]))
+            started.append(links.popen(1, STUBBORN, stdout=subprocess.PIPE))
+            started.append(started[0].stdout.readline().strip())
+            assert len(inhabitants(started[1])) >= 3
             raise KeyError("on purpose")
 
     with pytest.raises(KeyError, match="on purpose"):
         fail()
-    assert started[0].returncode == -signal.SIGTERM
-    assert namespaces(os.getpid()) == []
+    program, namespace = started
+    program.stdout.close()
+    assert program.returncode == -signal.SIGKILL
+    assert inhabitants(namespace) == []
 
 
 @needs_links
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_links_disappear_when_their_program_is_told_to_stop(number: signal.Signals) -> None:
-    script = """
+def test_terminating_what_popen_returned_ends_the_program() -> None:
+    with ShapedLinks(2, "1gbit") as links:
+        script = "trap '' TERM; readlink /proc/self/ns/net; exec sleep 100"
+        program = links.popen(0, ["sh", "-c", script], stdout=subprocess.PIPE)
+        namespace = program.stdout.readline().strip()
+        program.terminate()
+        program.communicate()  # ends with the program, which holds the other end
+        assert remaining(namespace, 2) == 2  # which hold the namespaces
+
+
+@needs_links
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_links_disappear_when_their_program_is_stopped(number: signal.Signals) -> None:
+    script = f"""
         import time
         from benchmarks.harness.shaped_links import ShapedLinks
         with ShapedLinks(2, "1gbit") as links:
-            print(links.popen(0, ["sleep", "100"]).pid, flush=True)
+            links.popen(0, {STUBBORN})
             time.sleep(100)
     """
     program = subprocess.Popen(
@@ -79,23 +110,10 @@ def test_links_disappear_when_their_program_is_told_to_stop(number: signal.Signa
         text=True,
     )
     assert program.stdout is not None
-    sleeper = int(program.stdout.readline())
-    assert len(namespaces(program.pid)) == 3
+    namespace = program.stdout.readline().strip()
+    assert len(inhabitants(namespace)) >= 3
     program.send_signal(number)
     program.wait(timeout=30)
+    program.stdout.read()  # ends with the last process on the host, which holds the other end
     program.stdout.close()
-    assert namespaces(program.pid) == []
-    assert not Path(f"/proc/{sleeper}").exists()
-
-
-@needs_links
-def test_links_remove_what_a_killed_program_left_behind() -> None:
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    name = f"{PREFIX}{dead.pid}-0-host0"
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    sleeper = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "100"])
-    assert name in stale()
-    with ShapedLinks(2, "1gbit"):
-        assert sleeper.wait(timeout=10) == -signal.SIGTERM
-        assert namespaces(dead.pid) == []
+    assert remaining(namespace, 0) == 0

@@ -3,8 +3,6 @@
 `CONTESTANTS["topk"].wrap(model, Options())` makes a model ready for one of them, on every rank of a gloo process group.
 """
 
-# No `from __future__ import annotations` here: DDP looks at a hook's annotations and refuses strings.
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import ProcessGroupComm, Reducer, attach, method
@@ -22,7 +20,6 @@ RANK = 4
 """Rank of the factors that PowerSGD sends."""
 
 Bucket = dist.GradBucket  # type: ignore[attr-defined]
-Averaged = torch.futures.Future[Tensor]
 AS_OURS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
 """Options of DDP, as our strategies set them."""
 
@@ -105,24 +102,9 @@ def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **optio
     return ddp
 
 
-def completed(result: Tensor) -> Averaged:
-    """Return a future that is done."""
-    future = Averaged()
-    future.set_result(result)
-    return future
-
-
-def idle_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
-    """Return every bucket unchanged: the cost of buckets without communication."""
-    return completed(bucket.buffer())
-
-
 def bf16_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
-    """Torch's bf16_compress_hook, which refuses to run without NCCL, although gloo can add up bf16."""
-    buffer = bucket.buffer()
-    work = dist.all_reduce(buffer.to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
-    future: Averaged = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
-    return future
+    """Torch's bf16_compress_hook by another name: DDP refuses that one without NCCL, although gloo can add up bf16."""
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def _half(hook: Any) -> Wrap:
@@ -169,7 +151,9 @@ def _naive_topk(model: nn.Module, options: Options) -> Wrapped:
         u.zero_()
         for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
             u.index_add_(0, rank_indices, rank_values / ranks)
-        return completed(u)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(u)
+        return future
 
     return Wrapped(data_parallel(model, hook), lambda: {name: kept[param] for name, param in model.named_parameters()})
 
@@ -200,7 +184,9 @@ def _seldom(averages: bool) -> Wrap:
 
 CONTESTANTS = {
     "none": Contestant(lambda model, options: Wrapped(model), alone=True),
-    "idle_hook": Contestant(lambda model, options: Wrapped(data_parallel(model, idle_hook, **AS_OURS)), alone=True),
+    "idle_hook": Contestant(
+        lambda model, options: Wrapped(data_parallel(model, debugging_hooks.noop_hook, **AS_OURS)), alone=True
+    ),
     "ddp": Contestant(
         lambda model, options: Wrapped(data_parallel(model), all_reduced=lambda steps: 4 * size(model) * steps),
         tolerance=1e-4,

@@ -1,7 +1,5 @@
 """A process for each rank, on hosts behind shaped links or on loopback, and the records that rank 0 writes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -139,13 +137,8 @@ def launch(
                     reason = f"no news for {patience:g} s"
         finally:
             for process in processes:
-                process.terminate()
-            for process in processes:
-                try:
-                    process.wait(timeout=3)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                process.kill()
+                process.wait()
         return records, reason
 
 

@@ -1,7 +1,5 @@
 """One style for all figures: the same colour for the same method in each of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

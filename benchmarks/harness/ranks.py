@@ -1,8 +1,7 @@
 """What the processes that `launch` started do together."""
 
-from __future__ import annotations
-
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness.timing import Meter, elapsed_ms
+from benchmarks.harness.timing import elapsed_ms, spent
 
 
 class WrongResult(RuntimeError):
@@ -50,16 +49,18 @@ def gather(value: Any) -> list[Any]:
 def timed(step: Callable[[], object], count: int) -> dict[str, Any]:
     """Take steps on all ranks together; return milliseconds, and per step bytes and processor time."""
     dist.barrier()
-    with Meter() as meter:
-        times = [elapsed_ms(step) for _ in range(count)]
-        dist.barrier()
-    all_times, transmitted, own = zip(*gather((times, meter.transmitted, meter.own)), strict=True)
+    before = spent()
+    times = [elapsed_ms(step) for _ in range(count)]
+    dist.barrier()
+    seconds, own, machine, transmitted = (spent() - before).tolist()
+    all_times, all_own, all_transmitted = zip(*gather((times, own, transmitted)), strict=True)
     return {
         # A step is over when its slowest rank is.
         "ms": [max(column) for column in zip(*all_times, strict=True)],
-        "tx_bytes": max(transmitted) / count,
-        "cpu_ms": 1e3 * sum(own) / len(own) / count,
-        "foreign_load": meter.foreign_load(own),
+        "tx_bytes": max(all_transmitted) / count,
+        "cpu_ms": 1e3 * sum(all_own) / len(all_own) / count,
+        # The share of the processors that other programs used.
+        "foreign_load": max(0.0, machine - sum(all_own)) / (seconds * (os.cpu_count() or 1)),
     }
 
 

@@ -1,7 +1,5 @@
 """CSV files of results: read, replace rows by key, write with library versions and hardware."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -6,24 +6,23 @@
         worker = links.popen(0, [sys.executable, "train.py"])
 
 Every host is a namespace with one interface, `eth0`; the other end of its veth pair is a port of a bridge in a
-namespace of its own. So nothing is added to the machine's own network, there is no way out to any other network, and
-deleting the namespaces deletes everything. A token bucket (`tc … tbf`) shapes both ends of each pair: one end alone
-would leave the sum of what several hosts send to one of them unlimited.
+namespace of its own. So nothing is added to the machine's own network, and there is no way out to any other network. A
+token bucket (`tc … tbf`) shapes both ends of each pair: one end alone would leave the sum of what several hosts send to
+one of them unlimited.
 
-Needs root, `ip` and `tc`. This module imports nothing but the standard library, because it is also the program that
-calibration runs inside the namespaces: `python shaped_links.py receive …` and `python shaped_links.py send …`.
+The namespaces have no names. A host's hold a `cat`, the first process of its own process namespace, and end with it; it
+ends when this program closes its input or is gone, for whatever reason, SIGKILL included. So the kernel ends every
+process on the hosts, and removes the interfaces.
+
+Needs root, `ip` and `tc`, and util-linux. This module imports nothing but the standard library, because it is also the
+program that calibration runs on the hosts: `python shaped_links.py receive …` and `python shaped_links.py send …`.
 """
 
-from __future__ import annotations
-
-import contextlib
-import itertools
 import json
 import math
 import os
 import re
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
@@ -32,16 +31,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, final
 
 INTERFACE = "eth0"
-PREFIX = "sparse"
 # Of the 1514 bytes of a full frame, as the shaper counts it, TCP with time stamps leaves 1448 to the application.
 PAYLOAD_SHARE = 1448 / 1514
 TOLERANCE = 0.10
 _PORT = 29400
-_names = itertools.count()
 
 
 def bits_per_second(rate: str) -> float:
@@ -69,18 +65,16 @@ def burst(rate: str) -> str:
 
 def missing() -> str | None:
     """Say what this machine lacks for namespaces, or None."""
-    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    absent = [tool for tool in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
     if absent:
-        return f"{' and '.join(absent)} not found (Linux, package iproute2)"
+        return f"{' and '.join(absent)} not found (Linux, packages iproute2 and util-linux)"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    name = f"{PREFIX}{os.getpid()}-{next(_names)}-try"
     # Root inside a container often may not; the only way to know is to try.
     try:
-        _run(f"ip netns add {name}")
+        _run("unshare --net --pid --fork true")
     except RuntimeError as error:
         return str(error)
-    _run(f"ip netns del {name}")
     return None
 
 
@@ -128,10 +122,7 @@ class Probe:
 
 @final
 class ShapedLinks:
-    """A context manager that makes the hosts and removes them again.
-
-    Removal happens also after an exception, SIGINT, SIGTERM or SIGHUP, and ends every process in the hosts. What a
-    killed (SIGKILL) run left behind is removed at the next start.
+    """A context manager that makes the hosts; leaving it ends every process on them.
 
     Args:
         hosts: number of hosts.
@@ -145,30 +136,24 @@ class ShapedLinks:
         self.hosts = hosts
         self.rate = rate
         self.burst = burst(rate)
-        base = f"{PREFIX}{os.getpid()}-{next(_names)}"
-        self._switch = f"{base}-switch"
-        self._namespaces = [f"{base}-host{host}" for host in range(hosts)]
-        self._processes: list[subprocess.Popen[Any]] = []
-        self._handlers: dict[int, Any] = {}
+        self._holders: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[str]] = []
 
-    def __enter__(self) -> ShapedLinks:
-        reason = missing()
-        if reason:
+    def __enter__(self) -> "ShapedLinks":
+        if reason := missing():
             raise RuntimeError(f"ShapedLinks(hosts={self.hosts}, rate={self.rate!r}): {reason}.")
-        for name in stale():
-            _remove(name)
-        # SIGINT raises KeyboardInterrupt already; the others would end Python without unwinding.
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             self._make()
         except BaseException:
-            self._clean_up()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._clean_up()
+        for process in self._holders:
+            process.communicate()  # closes its input
+        for process in self._processes:
+            process.wait()
 
     def address(self, host: int) -> str:
         """Return a host's IPv4 address."""
@@ -177,14 +162,16 @@ class ShapedLinks:
     @property
     def congestion_control(self) -> str:
         """TCP's congestion control on the hosts."""
-        path = "/proc/sys/net/ipv4/tcp_congestion_control"
-        return _run(f"ip netns exec {self._namespaces[0]} cat {path}").strip()
+        with self.popen(0, ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"], stdout=subprocess.PIPE) as program:
+            return program.communicate()[0].strip()
 
     def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a process on a host, with options of `subprocess.Popen`. Removing the links ends the process."""
-        # `ip netns exec` becomes the program, so the process id is the program's own. A session of its own keeps the
+        """Start a process on a host, with options of `subprocess.Popen`. Terminating that kills the program."""
+        # `nsenter` waits for the program, which setpriv has the kernel kill with it. A session of its own keeps the
         # terminal's Ctrl-C for us alone.
-        command = ["ip", "netns", "exec", self._namespaces[host], *argv]
+        namespaces = f"/proc/{self._holders[1 + host].pid}/ns"
+        enter = ["nsenter", f"--net={namespaces}/net", f"--pid={namespaces}/pid_for_children"]
+        command = [*enter, "setpriv", "--pdeathsig", "KILL", *argv]
         process = subprocess.Popen(command, text=True, start_new_session=True, **options)
         self._processes.append(process)
         return process
@@ -221,63 +208,31 @@ class ShapedLinks:
         script = [sys.executable, "-S", __file__, end, self.address(0), *map(str, numbers)]
         return self.popen(host, script, stdout=subprocess.PIPE)
 
+    def _hold(self) -> int:
+        """Make namespaces for network and processes; return the process that holds them."""
+        command = ["unshare", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", "echo made; exec cat"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        holder = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        return holder.pid
+
     def _make(self) -> None:
-        switch, shape = self._switch, f"root tbf rate {self.rate} burst {self.burst} latency 100ms"
-        _run(f"ip netns add {switch}")
-        _run(f"ip -n {switch} link add bridge type bridge")
-        _run(f"ip -n {switch} link set bridge up")
-        for host, name in enumerate(self._namespaces):
-            port = f"host{host}"
-            _run(f"ip netns add {name}")
-            _run(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
-            _run(f"ip -n {switch} link set {port} master bridge up")
-            _run(f"ip -n {name} addr add {self.address(host)}/24 dev {INTERFACE}")
-            _run(f"ip -n {name} link set {INTERFACE} up")
-            _run(f"ip -n {name} link set lo up")
-            _run(f"tc -n {name} qdisc add dev {INTERFACE} {shape}")
-            _run(f"tc -n {switch} qdisc add dev {port} {shape}")
-
-    def _clean_up(self) -> None:
-        # A second Ctrl-C must not stop what the first one started.
-        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        try:
-            for process in self._processes:
-                process.terminate()
-            for name in {*self._namespaces, self._switch}.intersection(_namespaces()):
-                _remove(name)
-            for process in self._processes:
-                process.wait()
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def stale() -> list[str]:
-    """Return the namespaces of programs that have ended without removing them."""
-    matches = (re.fullmatch(PREFIX + r"(\d+)-\d+-\w+", name) for name in _namespaces())
-    return [match[0] for match in matches if match and not os.path.exists(f"/proc/{match[1]}")]
-
-
-def _namespaces() -> list[str]:
-    return [line.split()[0] for line in _run("ip netns list").splitlines()]
-
-
-def _remove(name: str) -> None:
-    # A namespace lives as long as a process in it, whatever becomes of its name.
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + 3
-        for pid in _run(f"ip netns pids {name}").split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), number)
-        while _run(f"ip netns pids {name}").split() and time.monotonic() < deadline:
-            time.sleep(0.05)
-    _run(f"ip netns del {name}")
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+        shape = f"root tbf rate {self.rate} burst {self.burst} latency 100ms"
+        switch, *hosts = (self._hold() for _ in range(1 + self.hosts))
+        on_switch = f"nsenter --net=/proc/{switch}/ns/net"
+        _run(f"{on_switch} ip link add bridge type bridge")
+        _run(f"{on_switch} ip link set bridge up")
+        for number, host in enumerate(hosts):
+            port, on_host = f"host{number}", f"nsenter --net=/proc/{host}/ns/net"
+            _run(f"{on_switch} ip link add {port} type veth peer name {INTERFACE} netns {host}")
+            _run(f"{on_switch} ip link set {port} master bridge up")
+            _run(f"{on_host} ip addr add {self.address(number)}/24 dev {INTERFACE}")
+            _run(f"{on_host} ip link set {INTERFACE} up")
+            _run(f"{on_host} ip link set lo up")
+            _run(f"{on_host} tc qdisc add dev {INTERFACE} {shape}")
+            _run(f"{on_switch} tc qdisc add dev {port} {shape}")
 
 
 def _run(command: str) -> str:

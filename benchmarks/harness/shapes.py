@@ -4,8 +4,6 @@ Only shapes, so models are made on the meta device: `workloads.Paced` yields gra
 the time of the computation.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
@@ -65,11 +63,9 @@ def resnet50() -> Iterator[nn.Module]:
     before = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            yield from [
-                *convolution(before, width, 1),
-                *convolution(width, width, 3),
-                *convolution(width, 4 * width, 1),
-            ]
+            yield from convolution(before, width, 1)
+            yield from convolution(width, width, 3)
+            yield from convolution(width, 4 * width, 1)
             if block == 0:
                 yield from convolution(before, 4 * width, 1)
             before = 4 * width

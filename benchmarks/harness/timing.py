@@ -1,7 +1,5 @@
 """Clocks, quantiles, and the load that other programs put on the machine."""
 
-from __future__ import annotations
-
 import collections
 import os
 import time
@@ -19,20 +17,14 @@ FOREIGN_LOAD = 0.05
 """Share of the processors that other programs may use during a measurement."""
 
 
-def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return median and 20th and 80th percentiles."""
-    p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
-    return median, p20, p80
-
-
 def spread(ms: Sequence[float], name: str = "ms") -> dict[str, float]:
-    """Return the quantiles as columns of a table."""
-    return dict(zip((name, f"{name}_p20", f"{name}_p80"), quantiles(ms), strict=True))
+    """Return median and 20th and 80th percentiles as columns of a table."""
+    return dict(zip((name, f"{name}_p20", f"{name}_p80"), np.percentile(ms, [50, 20, 80]).tolist(), strict=True))
 
 
 def step_columns(ms: Sequence[float], divisor: float = 1) -> dict[str, float]:
     """Return number and quantiles of steps as columns of a table, rounded, each time divided."""
-    median, p20, p80 = (round(value / divisor, 1) for value in quantiles(ms))
+    median, p20, p80 = (round(value / divisor, 1) for value in spread(ms).values())
     return {"steps": len(ms), "median_ms": median, "p20_ms": p20, "p80_ms": p80}
 
 
@@ -58,12 +50,10 @@ def eviction(device: str = "cpu") -> Tensor:
 def cold(run: Callable[[], object], repetitions: int, other: Tensor) -> dict[str, float]:
     """Time repeated runs on the device of `other`, whose caches are filled with `other` before each."""
     times = []
-    for repetition in range(repetitions + 2):
+    for _ in range(2 + repetitions):
         other.zero_()
-        ms = elapsed_ms(run, other.device.type)
-        if repetition >= 2:  # the first ones compile and warm up
-            times.append(ms)
-    return spread(times)
+        times.append(elapsed_ms(run, other.device.type))
+    return spread(times[2:])  # the first ones compile and warm up
 
 
 def in_turns(contestants: Mapping[str, Callable[[], object]], repetitions: int) -> list[dict[str, Any]]:
@@ -74,35 +64,18 @@ def in_turns(contestants: Mapping[str, Callable[[], object]], repetitions: int) 
     """
     other = eviction()
     times = collections.defaultdict(list)
-    for repetition in range(repetitions + 1):
+    for _ in range(1 + repetitions):
         for name, run in contestants.items():
             other.sum()
             for cache in ("cold", "warm"):
-                ms = elapsed_ms(run)
-                if repetition:  # the first round is to warm up
-                    times[name, cache].append(ms)
-    return [{"contestant": name, "cache": cache, **spread(ms)} for (name, cache), ms in times.items()]
+                times[name, cache].append(elapsed_ms(run))
+    # The first round is to warm up.
+    return [{"contestant": name, "cache": cache, **spread(ms[1:])} for (name, cache), ms in times.items()]
 
 
-class Meter:
-    """Measures, while it is entered: seconds, `own` and the machine's processor seconds, and transmitted bytes."""
-
-    def __enter__(self) -> Meter:
-        self._before = self._now()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds, self.own, self.machine, self.transmitted = (
-            after - before for before, after in zip(self._before, self._now(), strict=True)
-        )
-
-    def foreign_load(self, own: Sequence[float]) -> float:
-        """Return the share of the processors that other programs used, given `own` of every rank."""
-        return max(0.0, self.machine - sum(own)) / (self.seconds * (os.cpu_count() or 1))
-
-    @staticmethod
-    def _now() -> tuple[float, float, float, int]:
-        return time.perf_counter(), time.process_time(), machine_seconds(), interface_bytes()
+def spent() -> Any:
+    """Return what was spent so far: seconds, processor seconds of this rank and of the machine, transmitted bytes."""
+    return np.array([time.perf_counter(), time.process_time(), machine_seconds(), interface_bytes()])
 
 
 def machine_seconds() -> float:
@@ -117,4 +90,8 @@ def machine_seconds() -> float:
 def interface_bytes() -> int:
     """Return the bytes that this rank's interface has transmitted so far; 0 if the ranks share one."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return 0 if name.startswith("lo") else int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+    if name.startswith("lo"):
+        return 0
+    # Not in /sys, which shows the interfaces of the namespace in which it was mounted.
+    lines = (line.replace(":", " ").split() for line in Path("/proc/net/dev").read_text().splitlines())
+    return next(int(line[9]) for line in lines if line[0] == name)

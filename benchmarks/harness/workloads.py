@@ -1,18 +1,17 @@
 """Models and data of the benchmarks over links: a large one to time, small ones to train, and paced ones."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.harness.shapes import mlp, shapes
-from examples.models.resnet import ResNet20
+from examples.data.digits import digits
+from examples.models import ResNet20, convnet
 
 TRAININGS = {"real": "convolutional network, 2.1 M", "real_resnet20": "ResNet-20, 0.27 M"}
 """Workloads that train on the digits."""
@@ -20,33 +19,6 @@ TARGET_LOSS = 0.2
 """Test loss at which such a training ends."""
 BATCH = 16
 """Examples per rank and step."""
-
-
-def convnet() -> nn.Module:
-    """Return the model for 8 × 8 digits; 2.1 million parameters, nearly all in one layer."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(64 * 64, 512), nn.ReLU(), nn.Linear(512, 10)),
-    )
-
-
-class Split(NamedTuple):
-    """Images, fp32 (n, 1, 8, 8) from 0 to 1, and labels, int64 (n)."""
-
-    images: Tensor
-    labels: Tensor
-
-
-def digits(seed: int | None = 0) -> tuple[Split, Split]:
-    """Return scikit-learn's handwritten digits, 1,500 to train and 297 to test, shuffled unless the seed is None."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
-    if seed is not None:
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-        images, labels = images[order], labels[order]
-    return Split(images[:1500], labels[:1500]), Split(images[1500:], labels[1500:])
 
 
 def build(workload: str, compute: float, rank: int) -> nn.Module:

@@ -1,6 +1,6 @@
 """Networks, one per file, and how Lightning trains them.
 
-    Classifier(ResNet20(in_channels=1))      # images; VGG16 is the other one
+    Classifier(ResNet20(in_channels=1))      # images; VGG16 and convnet are others
     LanguageModel(GPT(context=128))          # bytes of text; LSTM is the other one
 
 The two modules leave the optimizer to the command line's `optimizer:` and `lr_scheduler:`; `OneCycleClassifier` brings
@@ -8,10 +8,11 @@ its own.
 """
 
 from examples.models.classifier import Classifier, OneCycleClassifier
+from examples.models.convnet import convnet
 from examples.models.gpt import GPT
 from examples.models.language_model import LanguageModel
 from examples.models.lstm import LSTM
 from examples.models.resnet import ResNet20
 from examples.models.vgg import VGG16
 
-__all__ = ["GPT", "LSTM", "VGG16", "Classifier", "LanguageModel", "OneCycleClassifier", "ResNet20"]
+__all__ = ["GPT", "LSTM", "VGG16", "Classifier", "LanguageModel", "OneCycleClassifier", "ResNet20", "convnet"]

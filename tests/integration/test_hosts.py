@@ -21,6 +21,7 @@ SCRIPT = """
     import pytorch_lightning as pl
     import torch
 
+    from benchmarks.harness.timing import interface_bytes
     from examples.elastic import train
     from examples.train import quiet
     from lightning_sparse import SparseDDPStrategy
@@ -36,7 +37,7 @@ SCRIPT = """
                 "interfaces": [name for _, name in socket.if_nameindex()],
                 "steps": reducer.step,
                 "sent": reducer.comm.sent_bytes,
-                "on the wire": int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()),
+                "on the wire": interface_bytes(),
                 "weights": [float(param.double().sum()) for param in module.parameters()],
             }
 
