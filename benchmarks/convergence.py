@@ -9,6 +9,7 @@ where that upper end is below 1.
     python -m benchmarks.convergence --epochs-needed   # how DENSE_EPOCHS was found
     python -m benchmarks.convergence --tune            # how RATES were found
     python -m benchmarks.convergence                   # the comparison
+    python -m benchmarks.convergence --momentum        # gradients against updates, with momentum 0.9
 
 Epochs. One budget is what dense needs for every one of five seeds to end at 98 % or more (4 epochs); the other is what
 it needs for their mean (2 epochs): `convergence_epochs.csv`, on the same held-out digits, with other seeds.
@@ -17,6 +18,9 @@ Rates. What a method keeps back arrives late and at once, and momentum prolongs 
 the best rate and momentum of one grid, the same for all and for dense, found in 3 epochs on fold 1 with seeds of its
 own: `convergence_tuning.csv`. Two seeds (dense: five) do not tell neighbours of the grid apart; they do tell that RandK
 needs little or no momentum. The best rate of dense, of TopK at 0.01 and of RandK at 0.001 is the grid's highest.
+
+Momentum. Whether updates are better than gradients under SGD with momentum is looked at with momentum 0.9, which all
+cases get at two rates, the grid's, in `DENSE_EPOCHS` epochs: `convergence_momentum.csv`.
 
 The bounds cover the scatter between seeds, not that between sets of 360 digits, of which one is 0.28 points.
 """
@@ -35,15 +39,16 @@ from lightning_sparse import SparseDDPStrategy
 
 
 class Case(NamedTuple):
-    """A method, how much it sends, and the densities that it starts with, a quarter of an epoch each."""
+    """A method, how much it sends, the densities that it starts with, a quarter of an epoch each, and what it sends."""
 
     method: str
     density: float | None = None
     warmup: tuple[float, ...] = ()
+    exchange: str = "gradient"
 
     def __str__(self) -> str:
         parts = [self.method, *([f"{self.density:g}"] if self.density else []), *(["warm-up"] if self.warmup else [])]
-        return " ".join(parts)
+        return " ".join([*parts, *(["updates"] if self.exchange == "update" else [])])
 
 
 class Rate(NamedTuple):
@@ -85,6 +90,16 @@ RATES = {
     Case("gaussiank", 0.001, WARMUP): TUNED[Case("topk", 0.001)],
 }
 
+MOMENTUM = [
+    DENSE,
+    *(
+        Case(method, density, exchange=exchange)
+        for density in (0.01, 0.001)
+        for method, exchange in (("topk", "gradient"), ("memsgd", "update"), ("dgc", "update"), ("topk", "update"))
+    ),
+]
+"""Gradients; updates with momentum left alone, set to zero where entries are sent, and paid out."""
+
 TUNING_EPOCHS = 3
 DENSE_EPOCHS = 4
 """Epochs after which every dense training of `find_epochs` had reached 98 %."""
@@ -98,7 +113,8 @@ def run(case: Case, rate: Rate, epochs: int, seed: int, fold: int) -> Row:
     strategy: str | SparseDDPStrategy = "ddp_fork"
     if case != DENSE:
         quarter = STEPS_PER_EPOCH // 4 if case.warmup else None
-        options = {"warmup": case.warmup, "warmup_steps": quarter, "start_method": "fork"}
+        options: Row = {"warmup": case.warmup, "warmup_steps": quarter, "start_method": "fork"}
+        options["exchange"] = case.exchange
         strategy = SparseDDPStrategy(case.method, case.density, **options)
     training = {**rate._asdict(), "seed": seed, "fold": fold}
     result = train(strategy, devices=WORKERS, epochs=epochs, batch_size=BATCH_SIZE, **training)
@@ -106,6 +122,7 @@ def run(case: Case, rate: Rate, epochs: int, seed: int, fold: int) -> Row:
     return {
         "method": case.method,
         "density": case.density or 1.0,
+        "exchange": case.exchange,
         "warmup": "/".join(f"{density:g}" for density in case.warmup),
         "epochs": epochs,
         "batch_size_per_worker": BATCH_SIZE,
@@ -154,6 +171,20 @@ def compare(out: Path) -> None:
     print(summary[[*KEY, *summary.columns[-5:]]].to_string(index=False))
 
 
+def compare_with_momentum(out: Path) -> None:
+    """Train every case of `MOMENTUM` at two rates, and print its mean accuracy and loss at the better one."""
+    rows: list[Row] = []
+    for seed in SEEDS:
+        rows += [run(case, rate, DENSE_EPOCHS, seed, 0) for case in MOMENTUM for rate in GRID if rate.momentum == 0.9]
+        results.save(out / "convergence_momentum.csv", rows)
+    means = (
+        pd.DataFrame(rows)
+        .groupby(["method", "exchange", "density", "max_lr"], sort=False)[["val_accuracy_percent", "val_loss"]]
+        .mean()
+    )
+    print(means.sort_values("val_loss").groupby(level=[0, 1, 2], sort=False).head(1).to_string())
+
+
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """Return one row per case: mean accuracy over the seeds, and the gap to dense with its upper bound."""
     runs = runs.fillna({"warmup": ""})
@@ -185,10 +216,12 @@ def main() -> None:
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--epochs-needed", action="store_true", help="find the number of epochs that dense needs")
     parser.add_argument("--tune", action="store_true", help="try the grid of rates and momenta for every method")
+    parser.add_argument("--momentum", action="store_true", help="compare gradients and updates with momentum 0.9")
     args = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
-    part = find_epochs if args.epochs_needed else tune if args.tune else compare
+    comparison = compare_with_momentum if args.momentum else compare
+    part = find_epochs if args.epochs_needed else tune if args.tune else comparison
     part(args.out)
 
 

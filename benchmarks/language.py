@@ -25,6 +25,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import pandas as pd
@@ -35,7 +36,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from benchmarks.harness import plots, results
-from benchmarks.harness.baselines import CONTESTANTS, Options, Wrapped
+from benchmarks.harness.baselines import AS_OURS, CONTESTANTS, Options, Wrapped, data_parallel
 from benchmarks.harness.launch import hosts, launch
 from benchmarks.harness.ranks import check_weights, gather, join, leave, timed, write
 from benchmarks.harness.results import Row
@@ -43,11 +44,15 @@ from benchmarks.harness.shaped_links import missing
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from examples.data.text import StandardLibrary
 from examples.models.gpt import GPT
-from lightning_sparse import attach_updates
+from lightning_sparse import attach, attach_updates, method
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
-UPDATES = ["topk updates", "gaussiank updates"]
-METHODS = {"adamw": ["ddp", "bf16", "powersgd", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
+UPDATES = {"topk updates": 1, "gaussiank updates": 1, "local_sgd": 77, "diloco": 30, "sparseloco": 30}
+"""What exchanges updates, and after how many steps; local_sgd so seldom that it sends as many bytes as topk."""
+METHODS = {
+    "adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES],
+    "sgd": ["ddp", "topk", "gaussiank"],
+}
 DENSITY = 0.01
 WORKERS = 2
 BATCH_SIZE = 8
@@ -59,6 +64,8 @@ STEPS = {"tune": 250, "retune": 500, "final": 1000}
 EVERY = {"tune": 125, "retune": 125, "final": 50}
 """Steps between two evaluations."""
 SEEDS = {"tune": 100, "retune": 100, "final": 0}
+REPEATED = [("adamw", "ddp"), ("adamw", "topk updates")]
+"""What is trained with two more seeds, to see how far seeds scatter."""
 GRID = [0.001, 0.002, 0.005, 0.01]
 TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
     ("adamw", "ddp"): {"tune": [0.0005, *GRID], "retune": [0.0005, 0.001, 0.002, 0.005], "final": [0.002]},
@@ -69,8 +76,12 @@ TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
     ("adamw", "gtopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "oktopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "scalecom"): {"final": [0.0005, 0.001, 0.002]},
+    ("adamw", "int4"): {"final": [0.002]},
     ("adamw", "topk updates"): {"final": [0.002]},
     ("adamw", "gaussiank updates"): {"final": [0.002]},
+    ("adamw", "local_sgd"): {"final": [0.002]},
+    ("adamw", "diloco"): {"final": [0.002]},
+    ("adamw", "sparseloco"): {"final": [0.002]},
     ("sgd", "ddp"): {"tune": [0.05, 0.1, 0.2, 0.5], "retune": [0.05, 0.1, 0.2], "final": [0.1]},
     ("sgd", "topk"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "retune": [0.01, 0.02, 0.05, 0.1], "final": [0.02]},
     ("sgd", "gaussiank"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "final": [0.02]},
@@ -79,8 +90,8 @@ TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
 
 With AdamW and sparse gradients, 250 and 500 steps prefer a rate that 1,000 do not: so it was with topk and gaussiank,
 and the other sparse methods were not tried in short runs. PowerSGD was, and 250 steps preferred 0.001. bf16 takes the
-rate of ddp, and so do updates, untuned; for gaussiank with SGD the longer runs of topk, which likes the same rates of
-the grid, are enough.
+rate of ddp, and so do int4 and all that exchange updates, untuned; for gaussiank with SGD the longer runs of topk,
+which likes the same rates of the grid, are enough.
 """
 TARGET = 2.6
 """Nats per byte: the lowest tenth that every contestant reaches, at its best rate."""
@@ -121,16 +132,23 @@ class Trainee:
     Args:
         run: how to train it.
         text: the data, set up.
+        every: number of steps from one exchange of updates to the next; None takes that of `UPDATES`.
     """
 
-    def __init__(self, run: Run, text: StandardLibrary) -> None:
+    def __init__(self, run: Run, text: StandardLibrary, every: int | None = None) -> None:
         self.run, self.text, self.steps = run, text, STEPS[run.part]
         torch.manual_seed(run.seed)
         self.model = GPT(context=LENGTH)
         if run.method in UPDATES:
             self.optimizer = optimizer(run, self.model)
-            reducer = attach_updates(self.model, self.optimizer, run.method.split()[0], density=DENSITY)
+            name, density = run.method.split()[0], DENSITY if "updates" in run.method else None
+            every = every or UPDATES[run.method]
+            reducer = attach_updates(self.model, self.optimizer, name, density=density, every=every)
             self.wrapped = Wrapped(self.model, reducer=reducer)
+        elif run.method == "int4":
+            ddp = data_parallel(self.model, **AS_OURS)
+            self.wrapped = Wrapped(ddp, reducer=attach(ddp, "int4"))
+            self.optimizer = optimizer(run, self.model)
         else:
             self.wrapped = CONTESTANTS[run.method].wrap(self.model, Options(DENSITY))
             self.optimizer = optimizer(run, self.model)
@@ -187,7 +205,8 @@ def curve(run: Run, text: StandardLibrary, out: str) -> None:
 
 def step_times(runs: Sequence[Run], text: StandardLibrary, out: str) -> None:
     """Time some steps of each run in turn, several rounds, and report what each round found."""
-    trainees = [Trainee(run, text) for run in runs]
+    # Of steps between exchanges one in each round exchanges; `measure_seconds` knows how many really do.
+    trainees = [Trainee(run, text, min(TIMED_STEPS, UPDATES.get(run.method, 1))) for run in runs]
     for trainee in trainees:  # DDP forms its buckets anew in the second step
         for _ in range(3):
             trainee.step()
@@ -234,7 +253,9 @@ def train(run: Run, path: Path) -> None:
     started = set() if table.empty else set(table.query("step == 0 and seed == @run.seed")["val_loss"])
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
-    density = DENSITY if run.method in [*SPARSE, *UPDATES] else 1.0
+    density = DENSITY if run.method in SPARSE or "updates" in run.method else 1.0
+    if run.method == "sparseloco":
+        density = method("sparseloco").density or 1.0
     common = {**run._asdict(), **FIXED, "density": density, "workers": WORKERS, "batch_size_per_worker": BATCH_SIZE}
     common["steps"] = STEPS[run.part]
     rows = [
@@ -263,6 +284,8 @@ def missing_runs(path: Path) -> list[Run]:
         for part, rates in parts.items()
         for lr in rates
     ]
+    for contestant in REPEATED:
+        runs += [Run("final", *contestant, lr, seed) for lr in TRIED[contestant]["final"] for seed in (1, 2)]
     return [run for run in runs if run not in found]
 
 
@@ -270,16 +293,18 @@ def measure_seconds(path: Path) -> None:
     """Time the steps of all contestants over shaped links, and write a CSV file."""
     if reason := missing():
         raise SystemExit(f"No links can be made here: {reason}.")
-    runs = [Run("tune", optimizer, method, 0.001, 0) for optimizer, method in TRIED]
+    runs = [Run("tune", *contestant, 0.001, 0) for contestant in TRIED]
     rows = []
     for link in RATES:
         records, calibration = run_ranks("step_times", runs, link)
         off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
         for number, rounds in pd.DataFrame(records).groupby("run"):
             row = {"rate": link, "optimizer": runs[number].optimizer, "method": runs[number].method}
-            row |= step_columns(rounds["ms"].sum())  # of lists
-            row["sent_bytes_per_step"] = round(rounds["sent_bytes"].mean())
-            row["transmitted_bytes_per_step"] = round(rounds["tx_bytes"].mean())
+            every = UPDATES.get(runs[number].method, 1)
+            share = min(TIMED_STEPS, every) / every  # of the exchanges timed, how many a training has
+            row |= step_columns([amortized(ms, share) for ms in rounds["ms"]] if share < 1 else rounds["ms"].sum())
+            row["sent_bytes_per_step"] = round(rounds["sent_bytes"].mean() * share)
+            row["transmitted_bytes_per_step"] = round(rounds["tx_bytes"].mean() * share)
             row["foreign_load"] = round(rounds["foreign_load"].mean(), 3)
             row |= {"largest_calibration_error": off, "threads_per_rank": 1, **results.origin()}
             rows.append(row)
@@ -289,20 +314,26 @@ def measure_seconds(path: Path) -> None:
     results.save(path, rows)
 
 
+def amortized(ms: Sequence[float], share: float) -> float:
+    """Return the mean time of a step, if only a share of the exchanges took place; one of the steps had one."""
+    *steps, exchange = sorted(ms)
+    return mean(steps) + (exchange - mean(steps)) * share / len(ms)
+
+
 def draw(folder: Path) -> None:
     """Draw the losses of each method at its best rate against steps, bytes and seconds."""
-    table = results.load(folder / "language.csv").query("part == 'final'")
+    table = results.load(folder / "language.csv").query("part == 'final' and seed == 0")
     timed = results.load(folder / "language_seconds.csv").set_index(["rate", "optimizer", "method"])["median_ms"]
     losses = table.groupby(["optimizer", "method", "lr"])["val_loss"].last()
     figure, panels = plots.panels(len(METHODS), 2 + len(RATES), (14, 7.5), sharey=True)
     for row, optimizer in zip(panels, METHODS, strict=True):
-        for method in METHODS[optimizer]:
-            lr = losses[optimizer, method].idxmin()
-            curve = table.query("optimizer == @optimizer and method == @method and lr == @lr and step > 0")
+        for name in METHODS[optimizer]:
+            lr = losses[optimizer, name].idxmin()
+            curve = table.query("optimizer == @optimizer and method == @name and lr == @lr and step > 0")
             sent, steps = curve["sent_bytes_per_worker"], curve["step"]
-            seconds = [timed.get((rate, optimizer, method), math.nan) / 1e3 * steps for rate in RATES]
+            seconds = [timed.get((rate, optimizer, name), math.nan) / 1e3 * steps for rate in RATES]
             for panel, x in zip(row, [steps, sent / 1e6, *seconds], strict=True):
-                panel.plot(x, curve["val_loss"], **plots.line(method), label=f"{method}, rate {lr:g}")
+                panel.plot(x, curve["val_loss"], **plots.line(name), label=f"{name}, rate {lr:g}")
         row[0].set(ylabel=f"{TITLES[optimizer]}\nvalidation loss, nats per byte", xlabel="steps")
         row[1].set(xscale="log", xlabel="sent per worker, MB")
         for panel, rate in zip(row[2:], RATES.values(), strict=True):

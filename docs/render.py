@@ -206,12 +206,13 @@ def accuracy() -> str:
 
 def language() -> str:
     """Byte-level GPT: each optimizer and method at its best rate."""
-    finals = read("language").query("part == 'final'")
+    finals = read("language").query("part == 'final' and seed == 0")
     medians = read("language_seconds").set_index(["rate", "optimizer", "method"]).median_ms
     optimizers = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
     rows = []
     for optimizer, label in optimizers.items():
-        for method in ["ddp", "bf16", "powersgd", *OURS, "topk updates", "gaussiank updates"]:
+        updates = ["topk updates", "gaussiank updates", "local_sgd", "diloco", "sparseloco"]
+        for method in ["ddp", "bf16", "powersgd", "int4", *OURS, *updates]:
             runs = finals.query("optimizer == @optimizer and method == @method")
             if runs.empty:
                 continue

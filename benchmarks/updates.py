@@ -1,0 +1,292 @@
+"""Which form of exchanging updates needs the fewest steps? Variants of the rule, each beside its controls.
+
+The GPT, the data, their order and the schedule are those of `benchmarks.language`, with AdamW. Ranks are threads of
+this process, so that a machine with few cores can train eight of them; what they send to each other is counted, not
+timed. Dense AdamW and one worker alone are the controls, at the same rates.
+
+    python -m benchmarks.updates            # train what `updates.csv` lacks of `TRIED`, in its order
+    python -m benchmarks.updates --figure   # draw, and print steps and losses
+
+A run of fewer steps than `STEPS` is the start of a training of `STEPS`: its schedule is the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.harness import results
+from benchmarks.harness.results import Row
+from benchmarks.language import BATCH_SIZE, LENGTH, TARGET, VAL_SEQUENCES, factor, sequences
+from examples.data.text import StandardLibrary
+from examples.models.gpt import GPT
+from lightning_sparse import Method, Reducer, UpdateRule, simulate
+from lightning_sparse.aggregators import Aggregator, TwoPass
+from lightning_sparse.comm import Comm
+from lightning_sparse.layout import Segment
+from lightning_sparse.methods import method
+from lightning_sparse.moments import SegmentMoments, batch_factor
+from lightning_sparse.updates import Updates
+
+STEPS, EVERY = 1000, 25
+"""Steps of the schedule, and between two evaluations."""
+
+
+class Variant(NamedTuple):
+    """A way to make one training of what several ranks' gradients say.
+
+    Attributes:
+        exchanged: "update", "gradient" of all ranks, or "nothing": one rank alone, with its share of the data.
+        method: name of the method, whose options are its defaults but for the density.
+        rule: how updates are exchanged.
+        aggregator: in place of the method's own.
+        beta1: of AdamW.
+        factor: what each rank's update is multiplied with beside `rule`: "root", √P; "payout too", as the rule's
+            `rescale`, and what momentum would still deliver as well.
+        payout: share of what momentum would still deliver that is paid out.
+        weight_decay: of AdamW.
+        decay_outside: whether weights decay after the exchange, on all ranks alike, and not in the update.
+    """
+
+    exchanged: str = "update"
+    method: str = "topk"
+    rule: UpdateRule = UpdateRule()
+    aggregator: Aggregator[Any] | None = None
+    beta1: float = 0.9
+    factor: str = ""
+    payout: float = 1.0
+    weight_decay: float = 0.01
+    decay_outside: bool = False
+
+
+KEEP = UpdateRule(momentum="keep", rescale=False)
+VARIANTS = {
+    "dense": Variant("gradient", "dense"),
+    "alone": Variant("nothing", "dense"),
+    "topk of gradients": Variant("gradient"),
+    "topk": Variant(),
+    "neither": Variant(rule=KEEP),
+    "beta1 0.5": Variant(rule=KEEP, beta1=0.5),
+    "not rescaled": Variant(rule=UpdateRule(rescale=False)),
+    "not paid out": Variant(rule=UpdateRule(momentum="keep")),
+    "masked": Variant(rule=UpdateRule(momentum="mask")),
+    "times root P": Variant(rule=UpdateRule(rescale=False), factor="root"),
+    "payout rescaled too": Variant(factor="payout too"),
+    "half paid out": Variant(payout=0.5),
+    "two passes": Variant(aggregator=TwoPass()),
+    "gaussiank": Variant(method="gaussiank"),
+    "gtopk": Variant(method="gtopk"),
+    "oktopk": Variant(method="oktopk"),
+    "scalecom": Variant(method="scalecom"),
+    "randk": Variant(method="randk"),
+    "dense, decay 0.1": Variant("gradient", "dense", weight_decay=0.1),
+    "decay 0.1": Variant(weight_decay=0.1),
+    "decay 0.1 outside": Variant(weight_decay=0.1, decay_outside=True),
+}
+
+
+class Run(NamedTuple):
+    """One training: a variant, the number of ranks, density, learning rate, seed and the number of steps."""
+
+    variant: str
+    workers: int
+    density: float
+    lr: float
+    seed: int
+    steps: int
+
+
+TRIED = [
+    Run("two passes", 8, 0.01, 0.002, 0, 200),
+    Run("dense", 4, 1.0, 0.002, 0, 1000),
+    Run("two passes", 4, 0.01, 0.002, 0, 1000),
+    Run("dense", 2, 1.0, 0.003, 0, 1000),
+    Run("dense", 2, 1.0, 0.002, 0, 1000),
+    Run("topk", 2, 0.01, 0.002, 0, 1000),
+]
+"""What to train, in this order."""
+
+
+class Trial(Updates):
+    """Updates by a rule, with the variations of `Variant`."""
+
+    def __init__(self, *args: Any, variant: Variant) -> None:
+        super().__init__(*args)
+        self.variant = variant
+
+    def _moments(self, segment: Segment, optimizer: torch.optim.Optimizer) -> SegmentMoments:
+        moments, size = super()._moments(segment, optimizer), self._reducer.comm.size
+        to_come, factors = moments.to_come, torch.ones(len(segment.names))
+
+        def varied() -> Tensor:
+            p = to_come().mul_(self.variant.payout)
+            for part, times in zip(segment.views(p), factors, strict=True):
+                part.mul_(times)
+            return p
+
+        if self.variant.factor == "payout too":
+            for index, (group, state) in enumerate(zip(moments._groups, moments._states, strict=True)):
+                first, second = state["exp_avg"].square().sum(), state["exp_avg_sq"].sum()
+                factors[index] = batch_factor(first, second, group["betas"], state["step"], size)
+        if self.variant.payout != 1 or self.variant.factor == "payout too":
+            moments.to_come = varied  # type: ignore[method-assign]
+        return moments
+
+    def exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.variant.factor == "root":
+            with torch.no_grad():
+                for name, param in self._params.items():
+                    param.lerp_(self._weights[name], 1 - self._reducer.comm.size**0.5)
+        super().exchange(optimizer)
+
+
+class Trainee:
+    """A model in training on one rank of several.
+
+    Args:
+        run: what to train.
+        text: the data, set up.
+        model: of this rank.
+        comm: to the other ranks.
+    """
+
+    def __init__(self, run: Run, text: StandardLibrary, model: GPT, comm: Comm) -> None:
+        self.run, self.text, self.model, self.comm, self.variant = run, text, model, comm, VARIANTS[run.variant]
+        variant, self.params = self.variant, dict(model.named_parameters())
+        decay = 0.0 if variant.decay_outside else variant.weight_decay
+        betas = (variant.beta1, 0.999)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=betas, weight_decay=decay)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, STEPS))
+        self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
+        self.done = 0
+        if variant.exchanged == "update":
+            self.reducer = Reducer(make(run), comm, exchanged="update")
+            self.updates = Trial(self.reducer, model, [self.optimizer], variant=variant)
+        elif variant.exchanged == "gradient":
+            self.reducer = Reducer(make(run), comm)
+
+    def step(self) -> None:
+        """Train on the next batch."""
+        first = (self.done * self.run.workers + self.comm.rank) * BATCH_SIZE
+        tokens, following = sequences(self.text.train_set, self.order[first : first + BATCH_SIZE])
+        self.optimizer.zero_grad()
+        functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten()).backward()
+        if self.variant.exchanged == "update":
+            self.updates.begin(self.optimizer)
+            self.optimizer.step()
+            self.updates.exchange(self.optimizer)
+        else:
+            if self.variant.exchanged == "gradient":
+                self.reducer.reduce_({name: param.grad for name, param in self.params.items()})  # type: ignore[misc]
+            self.optimizer.step()
+        if self.variant.decay_outside:
+            shrunk = 1 - self.optimizer.param_groups[0]["lr"] * self.variant.weight_decay
+            torch._foreach_mul_([param.data for param in self.params.values()], shrunk)
+        self.schedule.step()
+        self.done += 1
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Return the mean loss over the held-out sequences, nats per byte, the same on all ranks."""
+        held_out = self.text.val_set
+        chosen = torch.linspace(0, len(held_out) - 1, VAL_SEQUENCES).long()[self.comm.rank :: self.comm.size]
+        total = torch.zeros(1, dtype=torch.float64)
+        for part in chosen.split(32):
+            tokens, following = sequences(held_out, part)
+            total += functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten(), reduction="sum")
+        return self.comm.all_reduce(total).item() / (VAL_SEQUENCES * LENGTH)
+
+
+def make(run: Run) -> Method:
+    """Return the method of a run."""
+    variant = VARIANTS[run.variant]
+    rule = variant.rule if variant.exchanged == "update" else None
+    made = method(variant.method, density=None if variant.method == "dense" else run.density)
+    return replace(made, aggregator=variant.aggregator or made.aggregator, updates=rule)
+
+
+def train(run: Run, text: StandardLibrary) -> list[Row]:
+    """Train with ranks as threads; return the loss and the bytes that a rank has sent, every `EVERY` steps."""
+    torch.manual_seed(run.seed)
+    first = GPT(context=LENGTH)
+    ranks = 1 if VARIANTS[run.variant].exchanged == "nothing" else run.workers
+    models = [GPT(context=LENGTH) for _ in range(ranks)]
+    for model in models:
+        model.load_state_dict(first.state_dict())
+
+    def rank(comm: Comm) -> list[Row]:
+        trainee = Trainee(run, text, models[comm.rank], comm)
+        points, sent = [{"step": 0, "val_loss": trainee.loss(), "sent_bytes": 0}], 0
+        while trainee.done < run.steps:
+            sent_before = comm.sent_bytes
+            trainee.step()
+            sent += comm.sent_bytes - sent_before
+            if trainee.done % EVERY == 0:
+                points.append({"step": trainee.done, "val_loss": trainee.loss(), "sent_bytes": sent})
+        return points
+
+    points = simulate(ranks, rank)[0]
+    for model in models[1:]:
+        for one, other in zip(models[0].parameters(), model.parameters(), strict=True):
+            if not torch.equal(one, other):
+                raise SystemExit(f"{run}: weights of two ranks differ.")
+    return points
+
+
+def missing_runs(table: pd.DataFrame) -> list[Run]:
+    """Return the runs of `TRIED` that a table does not have."""
+    found = set() if table.empty else set(table[list(Run._fields)].itertuples(index=False, name=None))
+    return [run for run in TRIED if run not in found]
+
+
+def steps_to(curve: pd.DataFrame, target: float = TARGET) -> float:
+    """Return after how many steps a curve reaches a loss, by linear interpolation; NaN if it does not."""
+    below = curve["val_loss"].to_numpy() <= target
+    if not below.any():
+        return math.nan
+    at = int(below.argmax())
+    (a, high), (b, low) = curve[["step", "val_loss"]].iloc[[at - 1, at]].to_numpy()
+    return float(a + (b - a) * (high - target) / (high - low))
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per run: steps to the target, the last loss, and the share of dense fp32 all-reduce's bytes."""
+    rows = []
+    dense = 2 * 4 * sum(param.numel() for param in GPT(context=LENGTH).parameters())
+    for key, curve in table.groupby(list(Run._fields), sort=False):
+        run, last = Run(*key), curve.iloc[-1]
+        whole = dense * (run.workers - 1) / run.workers * last["step"]
+        rows.append(
+            run._asdict()
+            | {"steps_to_target": steps_to(curve), "val_loss": last["val_loss"]}
+            | {"percent": 100 * last["sent_bytes"] / whole}
+        )
+    return pd.DataFrame(rows)
+
+
+def main() -> None:
+    """Read the command line and run."""
+    args = results.command_line(__doc__).parse_args()
+    path = args.out / "updates.csv"
+    if not args.figure:
+        torch.set_num_threads(1)  # ranks run side by side
+        text = StandardLibrary(LENGTH, BATCH_SIZE)
+        text.setup()
+        for run in missing_runs(results.load(path)):
+            started = time.time()
+            points = train(run, text)
+            rows = [run._asdict() | point | results.origin() for point in points]
+            results.save(path, rows, Run._fields, digits=7)
+            print(f"{run}: {points[-1]['val_loss']:.4f}, {time.time() - started:.0f} s", flush=True)
+    print(summary(results.load(path)).to_string(index=False, float_format="{:.4g}".format))
+
+
+if __name__ == "__main__":
+    main()
