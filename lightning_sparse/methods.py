@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom
+from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom, TwoPass
 from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
+from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.memory import Memory, NoMemory, Residual
@@ -86,6 +87,17 @@ class Traits(NamedTuple):
     test_options: Mapping[str, Any] = MappingProxyType({})
 
 
+def _int4(block: int = 64) -> Blocks:
+    """All values in 4 bits, with a scale for each block."""
+    return Blocks(4, block)
+
+
+def _int8(block: int = 64) -> Blocks:
+    """All values in 8 bits, with a scale for each block."""
+    return Blocks(8, block)
+
+
+TWO_PASS = "Dettmers et al. 2022, arXiv 2110.02861; Tang et al. 2019, arXiv 1905.05957"
 SPARSE = Traits(conserves=True, exact={"density": 1.0}, test_options={"density": 0.05})
 
 
@@ -120,6 +132,8 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
         "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
         "scalecom": MethodSpec(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
+        "int8": MethodSpec(_int8, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
+        "int4": MethodSpec(_int4, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
         "qsgd": MethodSpec(
             QSGD, NoMemory(), Mean(), "Alistarh et al. 2017, arXiv 1610.02132", Traits(False, None, {"bucket": 64})
         ),

@@ -87,7 +87,8 @@ class SparseDDP(UpdateOrGradientExchange):
         two_level: add up densely inside each node, and exchange sparsely between nodes: for several devices behind one
             network card. Nodes must have equal numbers of devices.
         exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
-            gradient. "auto" takes updates for optimizers that divide by past gradients, such as AdamW.
+            gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,
+            such as AdamW.
         every: number of optimizer steps before each exchange, of updates.
         **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel; `gradient_as_bucket_view` is on
             unless you say otherwise.
@@ -192,8 +193,9 @@ class SparseDDP(UpdateOrGradientExchange):
     def _exchanges_updates(self) -> bool:
         if self._what != "auto":
             return bool(self._what == "update")
-        keeps_residuals = self._compresses and self._method.memory.error_feedback
-        return self._every > 1 or (keeps_residuals and any(map(is_adaptive, self.optimizers)))
+        # Adam's trouble is with gradients that arrive seldom. Methods without a density send each in every step.
+        sparse = self._method.density is not None and self._method.memory.error_feedback
+        return self._every > 1 or (sparse and any(map(is_adaptive, self.optimizers)))
 
     def on_train_start(self) -> None:
         super().on_train_start()
