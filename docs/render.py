@@ -53,6 +53,8 @@ SENDS = {
     "oktopk": ("the k/P largest sums of each of P regions", "about 6k(P − 1)/P"),
     "scalecom": ("its values at the k indices of one rank, which lead in turn", "at most 3k"),
     "randk": ("k entries drawn at random, the same on all ranks", "2k(P − 1)/P"),
+    "int8": ("each value in 8 bits, with a scale for each block of 64; the mean the same way", "about 0.52d(P − 1)/P"),
+    "int4": ("each value in 4 bits, with a scale for each block of 64; the mean the same way", "about 0.27d(P − 1)/P"),
     "qsgd": ("each value rounded at random to one of 31 levels, in a byte", "about d(P − 1)/4"),
     "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent", "d(P − 1)/32"),
     "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),

@@ -73,8 +73,8 @@ def measure(chosen: Method, params: int) -> Costs:
     """Time a method's own work on this machine: a step in a world of one, and adding up the entries of another rank."""
     numel = min(params, TIMED_ELEMENTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gradient = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(0))
-    out = torch.zeros_like(gradient)
+    gradient = torch.randn(1, numel, device=device, generator=torch.Generator(device).manual_seed(0))
+    out = torch.zeros(numel, device=device)
 
     def now() -> float:
         if device == "cuda":
@@ -89,8 +89,9 @@ def measure(chosen: Method, params: int) -> Costs:
             started = now()
             reducer.reduce_(grads)
             steps.append(now() - started)
-            indices = grads["all"].nonzero().view(-1)
-            values = grads["all"][indices]
+            sent = grads["all"].view(-1)
+            indices = sent.nonzero().view(-1)
+            values = sent[indices]
             started = now()
             out.index_add_(0, indices, values)
             entries.append((now() - started) / max(1, len(indices)))

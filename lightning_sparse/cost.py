@@ -148,7 +148,7 @@ def step(
     ] = []  # per segment: when its exchange ends, and the time to add up the received entries
     arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
     for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
-        segment = Segment(index, ("",), ((numel,),), 0)
+        segment = Segment(index, ("",), ((1, numel),), 0)  # a matrix: vectors may travel otherwise, see `Blocks`
         dense = dense_bytes * numel * dense_rounds / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
         # As in `Reducer`: only a method whose result is a mean may fall back to the dense mean.

@@ -14,9 +14,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom
+from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom, TwoPass
 from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
+from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.memory import DecayingResidual, Memory, NoMemory, Residual
@@ -72,7 +73,7 @@ class Method:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether most entries wait in a residual: then an optimizer that divides by past gradients needs updates."""
+        """Whether most entries wait in a residual. Optimizers that divide by past gradients then need updates."""
         return self.memory.error_feedback and self.density is not None
 
 
@@ -99,6 +100,17 @@ class Traits(NamedTuple):
     test_options: Mapping[str, Any] = MappingProxyType({})
 
 
+def _int4(block: int = 64) -> Blocks:
+    """All values in 4 bits, with a scale for each block."""
+    return Blocks(4, block)
+
+
+def _int8(block: int = 64) -> Blocks:
+    """All values in 8 bits, with a scale for each block."""
+    return Blocks(8, block)
+
+
+TWO_PASS = "Dettmers et al. 2022, arXiv 2110.02861; Tang et al. 2019, arXiv 1905.05957"
 SPARSE = Traits(conserves=True, exact={"density": 1.0}, test_options={"density": 0.05})
 
 
@@ -134,6 +146,8 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
         "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
         "scalecom": MethodSpec(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
+        "int8": MethodSpec(_int8, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
+        "int4": MethodSpec(_int4, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
         "qsgd": MethodSpec(
             QSGD, NoMemory(), Mean(), "Alistarh et al. 2017, arXiv 1610.02132", Traits(False, None, {"bucket": 64})
         ),

@@ -54,7 +54,7 @@ def test_bytes_are_those_of_a_reducer(name, size):
 
     def rank(comm):
         reducer = Reducer(chosen, comm, granularity="model")
-        grads = {"w": torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))}
+        grads = {"w": torch.randn(1, numel, generator=torch.Generator().manual_seed(comm.rank))}
         reducer.reduce_(grads)
         return comm.sent_bytes
 
@@ -96,6 +96,8 @@ def test_messages_of_each_way():
         "gtopk": [0, 1, 4, 3],
         "oktopk": [0, 3, 12, 21],
         "scalecom": [0, 4, 15, 24],
+        "int8": [0, 2, 8, 14],
+        "int4": [0, 2, 8, 14],
         "qsgd": [0, 1, 4, 7],
         "signsgd": [0, 1, 4, 7],
         **{key: [0, 1, 4, 7] for key in ["memsgd", "dgc", "sparseloco"]},

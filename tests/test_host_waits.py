@@ -195,6 +195,12 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
         assert {"_histogram", "_count", "_write", "_gather"} <= set(fake_cuda)
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_no_step_of_quantizers_waits(name, size, fake_cuda):
+    assert steps(method(name), torch.bfloat16, size) == 3
+
+
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "gtopk", "randk"])
 def test_no_step_of_a_warm_up_waits(name, fake_cuda):
     """The first goes dense, the next two not."""

@@ -57,11 +57,13 @@ class TwoPass(Aggregator[Compressor]):
             sent.append(update)
         (received,) = exchange.all_to_all((torch.stack(rows),))
 
-        mean, others = parts[rank] / size, []
+        mean = parts[rank] / size
+        entries: list[tuple[Tensor, Tensor]] = []
         for row in (*received[:rank], *received[rank + 1 :]):
-            others.append(compressor.decode(unframe(row, likes[rank]), own))
+            update = compressor.decode(unframe(row, likes[rank]), own)
             # Divided before it is added, so that sums stay in range.
-            add_(mean, others[-1], 1 / size)
+            add_(mean, update, 1 / size)
+            entries += update.lists if isinstance(update, Entries) else []
 
         payload, _ = exchange.compress(mean, compressor, own)
         (gathered,) = exchange.all_gather((join(payload, nbytes),))
@@ -69,7 +71,7 @@ class TwoPass(Aggregator[Compressor]):
             compressor.decode(unframe(row, like), region)
             for row, like, region in zip(gathered, likes, regions, strict=True)
         ]
-        applied = [*sent[:rank], _applied(parts[rank], mean, others, result[rank], size), *sent[rank:]]
+        applied = [*sent[:rank], _applied(parts[rank], mean, entries, result[rank], size), *sent[rank:]]
         return _of_segment(result, regions, ctx.segment), _of_segment(applied, regions, ctx.segment)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
@@ -102,15 +104,14 @@ def _most_bytes(compressor: Compressor, segment: Segment, density: float | None,
     return max(compressor.nbytes(region, density) for region in cut(segment, size))
 
 
-def _applied(u: Tensor, mean: Tensor, others: Sequence[Update], result: Update, size: int) -> Update:
+def _applied(u: Tensor, mean: Tensor, received: Sequence[tuple[Tensor, Tensor]], result: Update, size: int) -> Update:
     """Return the part of the owner's u (1-D, of its region) that is applied: u − P·(M − C(M)).
 
-    Entries that neither other ranks have sent nor are in C(M) are 0, as M is u / P there.
+    Where no other rank has sent an entry, and C(M) has none, it is 0, as M is u / P there.
     """
     if isinstance(result, Tensor):
         return u - (mean - result).mul_(size)
-    terms = [term for update in (*others, result) if isinstance(update, Entries) for term in update.lists]
-    indices, _ = coalesce(terms, u.numel())
+    indices, _ = coalesce([*received, *result.lists], u.numel())
     rest = (gather(mean, indices) - lookup(indices, result)) * size
     return Entries(indices, gather(u, indices) - rest)
 

@@ -51,7 +51,7 @@ class CommThread:
         comm: the reducer's wire.
     """
 
-    note = ""
+    note = "Gradients are exchanged."
     """What the summary of a run says about it."""
 
     def __init__(self, session: Session, ddp: DistributedDataParallel, params: Mapping[str, Tensor]) -> None:

@@ -88,7 +88,8 @@ class SparseDDP(UpdateOrGradientExchange):
         two_level: add up densely inside each node, and exchange sparsely between nodes: for several devices behind one
             network card. Nodes must have equal numbers of devices.
         exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
-            gradient. "auto" takes updates for optimizers that divide by past gradients, such as AdamW.
+            gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,
+            such as AdamW.
         every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
         **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel; `gradient_as_bucket_view` is on
             unless you say otherwise.

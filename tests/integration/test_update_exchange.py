@@ -40,8 +40,9 @@ def fit(
     module = net()
     if scaled:  # by precision="16-mixed" Lightning takes bf16 on a CPU
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))]
-    messages = Messages()
+    messages, first_lines = Messages(), []
     run = trainer(sparse(**strategy), size, **options)
+    run.strategy._inform = first_lines.append
     run.fit(module, Loader(rank, size))
     reducer = run.strategy.reducer
     return {
@@ -51,6 +52,7 @@ def fit(
         "steps": reducer.step,
         "residual": reducer.state_dict()["elements"].get("residual"),
         "messages": messages.texts,
+        "first line": " ".join(first_lines[:1]),  # of rank 0
     }
 
 
@@ -66,9 +68,20 @@ def fit(
 def test_adaptive_optimizers_exchange_updates_unless_it_is_said(net, given, exchanged):
     first, second = lightning_ranks(2, fit, net, {"exchange": given})
     assert first["exchanged"] == exchanged
+    assert ("the updates are exchanged" in first["first line"]) == (exchanged == "update")
+    assert ("Gradients are exchanged." in first["first line"]) == (exchanged == "gradient")
     assert torch.equal(first["weights"], second["weights"])
     warned = any("takes too large steps" in text for text in first["messages"])
     assert warned == (net is AdamNet and exchanged == "gradient")
+
+
+@pytest.mark.parametrize("method", tiers(["int4", "int8", "qsgd"], ["int4"]))
+def test_methods_that_send_every_element_exchange_gradients_with_any_optimizer(method):
+    first, second = lightning_ranks(2, fit, AdamNet, {"method": method, "density": None})
+    assert first["exchanged"] == "gradient"
+    assert torch.equal(first["weights"], second["weights"])
+    assert "Gradients are exchanged." in first["first line"]
+    assert not any("takes too large steps" in text for text in first["messages"])
 
 
 FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -84,6 +97,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "gaussiank": (AdamNet, {"method": "gaussiank"}, {}),
     "dense": (AdamNet, {"method": "dense", "density": None, "exchange": "update"}, {}),
     "qsgd": (AdamNet, {"method": "qsgd", "density": None, "exchange": "update"}, {}),
+    "int4": (AdamNet, {"method": "int4", "density": None, "exchange": "update"}, {}),
     "warm-up": (AdamNet, {"warmup": [0.5, 0.1], "warmup_steps": 2}, {}),
     "every third step": (AdamNet, {"every": 3}, {}),
     "diloco": (AdamNet, {"method": "diloco", "density": None, "every": 3}, {}),

@@ -1,0 +1,162 @@
+"""Blocks: all values in 4 or 8 bits, with a scale for each block."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.context import Context
+from lightning_sparse.layout import Segment
+
+CHUNK = 1 << 17
+"""Elements that are worked on at a time on the CPU, where they stay in cache from one operation to the next."""
+
+
+@dataclass(frozen=True)
+class Blocks(Compressor):
+    """Q(v) = s · round(v / s) for each block v of consecutive elements of a parameter, with s = max|v| / L.
+
+    Block-wise quantization: Dettmers et al. 2022, arXiv 2110.02861; here with even steps, L = 7 or 127 on either side
+    of 0. s travels in bf16, rounded up, so that the largest value stays within L steps. Parameters of less than two
+    dimensions, biases and norms, travel exactly, in fp32.
+
+    Attributes:
+        bits: 4 or 8, of each value.
+        block: elements that share a scale. Of Student's t with 3 degrees of freedom, the relative error in 4 bits is
+            0.14 with blocks of 32 (0.563 bytes an element), 0.18 with 64 (0.531), 0.23 with 128 (0.516).
+    """
+
+    bits: int
+    block: int = 64
+
+    exposes_nonfinite = True  # the scale of a block with a NaN or an infinity is one
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or self.bits not in (4, 8):
+            raise ValueError(f"Blocks(bits={self.bits!r}): choose 4 or 8.")
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 2 or self.block % 2:
+            raise ValueError(f"Blocks(block={self.block!r}): an even integer of at least 2, the elements of a scale.")
+
+    def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        pieces = _pieces(ctx.segment, self.block, _at_a_time(u))
+        scales = torch.empty(pieces.rows, 1, dtype=torch.bfloat16, device=u.device)
+        codes = torch.empty(pieces.rows, self._row_bytes, dtype=torch.uint8, device=u.device)
+        update = torch.empty_like(u)
+        # A fresh temporary for each piece would cost as much as the arithmetic: its pages have to be mapped first.
+        scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=u.device)
+        for start, stop, first, last in pieces.matrices:
+            x, steps, whole = u[start:stop], scratch[: last - first], stop - start == (last - first) * self.block
+            rows = (x if whole else torch.nn.functional.pad(x, (0, self.block - len(x)))).view(-1, self.block)
+            largest = torch.abs(rows, out=steps).amax(1, keepdim=True)
+            scale = scales[first:last].copy_(self._scale(largest)).float()
+            # A block of zeros has the scale 0.
+            torch.div(rows, torch.where(scale > 0, scale, 1), out=steps).round_()
+            self._pack(steps, codes[first:last])
+            update[start:stop] = steps.mul_(scale).view(-1)[: stop - start]
+        for start, stop in pieces.vectors:
+            update[start:stop] = u[start:stop]
+        exact = torch.cat([u[:0], *(u[start:stop] for start, stop in pieces.vectors)])
+        return (scales.view(-1), codes.view(-1), exact), update
+
+    def decode(self, payload: Payload, ctx: Context) -> Update:
+        scales, codes, exact = payload
+        pieces = _pieces(ctx.segment, self.block, _at_a_time(codes))
+        rows, scales = codes.view(-1, self._row_bytes), scales.view(-1, 1)
+        update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=codes.device)
+        scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=codes.device)
+        for start, stop, first, last in pieces.matrices:
+            steps = scratch[: last - first]
+            self._unpack(rows[first:last], steps)
+            update[start:stop] = steps.mul_(scales[first:last]).view(-1)[: stop - start]
+        begin = 0
+        for start, stop in pieces.vectors:
+            update[start:stop] = exact[begin : begin + stop - start]
+            begin += stop - start
+        return update
+
+    def nbytes(self, segment: Segment, density: float | None) -> int:
+        pieces = _pieces(segment, self.block, sys.maxsize)
+        return pieces.rows * (2 + self._row_bytes) + 4 * sum(stop - start for start, stop in pieces.vectors)
+
+    @property
+    def _levels(self) -> int:
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.block * self.bits // 8
+
+    def _scale(self, largest: Tensor) -> Tensor:
+        """Return the scale of blocks with these largest magnitudes, in bf16; NaN and infinity stay."""
+        exact = largest / self._levels
+        nearest = exact.bfloat16()
+        scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
+        # L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value.
+        too_large = (scale.float() * self._levels == math.inf) & (exact < math.inf)
+        return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16)
+
+    def _pack(self, steps: Tensor, out: Tensor) -> None:
+        """Write whole numbers of steps, -L to L, (rows, block) in fp32, as bytes."""
+        if self.bits == 8:
+            out.view(torch.int8).copy_(steps)
+            return
+        # The first half of a block in the lower four bits, the other in the upper ones, each 8 higher than it is.
+        first, other = steps.split(self.block // 2, 1)
+        out.copy_(torch.add(first, other, alpha=16).add_(8 + 16 * 8))
+
+    def _unpack(self, rows: Tensor, out: Tensor) -> None:
+        """Write the numbers of steps that `_pack` has written as bytes, (rows, block), in fp32."""
+        if self.bits == 8:
+            out.copy_(rows.view(torch.int8))
+            return
+        first, other = out.split(self.block // 2, 1)
+        first.copy_(rows & 15)
+        other.copy_(rows >> 4)
+        out.sub_(8)
+
+
+class _Pieces(NamedTuple):
+    """Where a segment's blocks are.
+
+    Attributes:
+        matrices: start and stop of pieces of parameters of two or more dimensions, and of their blocks.
+        vectors: start and stop of the others.
+        rows: the number of blocks.
+        longest: the most blocks of a piece.
+    """
+
+    matrices: tuple[tuple[int, int, int, int], ...]
+    vectors: tuple[tuple[int, int], ...]
+    rows: int
+    longest: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _pieces(segment: Segment, block: int, most: int) -> _Pieces:
+    """Return the pieces of a segment, of at most about `most` elements."""
+    matrices, vectors, rows = [], [], 0
+    each = max(1, most // block) * block
+    for shape, (start, stop) in zip(segment.shapes, pairwise(segment.bounds), strict=True):
+        if len(shape) < 2:
+            vectors.append((start, stop))
+            continue
+        # The last block, if it is not full, is a piece of its own.
+        full = stop - (stop - start) % block
+        for first, last in pairwise([*range(start, full, each), *sorted({full, stop})]):
+            matrices.append((first, last, rows, rows := rows - (first - last) // block))
+    return _Pieces(
+        tuple(matrices), tuple(vectors), rows, max((last - first for *_, first, last in matrices), default=0)
+    )
+
+
+def _at_a_time(x: Tensor) -> int:
+    """Return how many elements to work on at a time."""
+    return CHUNK if x.device.type == "cpu" else sys.maxsize
