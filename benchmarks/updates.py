@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import results
+from benchmarks.harness import plots, results
 from benchmarks.harness.results import Row
 from benchmarks.language import BATCH_SIZE, LENGTH, TARGET, VAL_SEQUENCES, factor, sequences
 from examples.data.text import StandardLibrary
@@ -271,6 +272,23 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def draw(table: pd.DataFrame, path: Path) -> None:
+    """Draw the losses of all runs against steps, as differences to dense training, a panel for each number of ranks."""
+    sizes = sorted(table["workers"].unique())
+    figure, panels = plots.panels(1, len(sizes), (5 * len(sizes), 4.5), sharey=True)
+    for panel, size in zip(panels[0], sizes, strict=True):
+        runs = table.query("workers == @size and step > 0")
+        dense = runs.query("variant == 'dense' and lr == 0.002").groupby("step")["val_loss"].mean()
+        for (variant, density, lr), curves in runs.groupby(["variant", "density", "lr"], sort=False):
+            losses = curves.groupby("step")["val_loss"].mean()
+            label = f"{variant}, rate {lr:g}" + (f", density {density:g}" if density < 1 else "")
+            panel.plot(losses.index, losses - dense.reindex(losses.index), label=label)
+        panel.set(title=f"{size} ranks", xlabel="steps", ylim=(-0.15, 0.25))
+        panel.legend()
+    panels[0][0].set_ylabel("validation loss minus that of dense training, nats per byte")
+    plots.write(figure, path)
+
+
 def main() -> None:
     """Read the command line and run."""
     args = results.command_line(__doc__).parse_args()
@@ -285,7 +303,9 @@ def main() -> None:
             rows = [run._asdict() | point | results.origin() for point in points]
             results.save(path, rows, Run._fields, digits=7)
             print(f"{run}: {points[-1]['val_loss']:.4f}, {time.time() - started:.0f} s", flush=True)
-    print(summary(results.load(path)).to_string(index=False, float_format="{:.4g}".format))
+    table = results.load(path)
+    print(summary(table).to_string(index=False, float_format="{:.4g}".format))
+    draw(table, args.out / "updates.png")
 
 
 if __name__ == "__main__":

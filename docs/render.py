@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
+from benchmarks.updates import summary  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-\d.,%/ ]*|not in \d+")
@@ -234,6 +235,28 @@ def language() -> str:
     return table(["", "rate", "loss at the end", "kB per step", "steps to 2.6", "s, 1 Gbit/s", "s, 100 Mbit/s"], rows)
 
 
+def updates() -> str:
+    """Variants of the exchange of updates: the mean over seeds."""
+    rows = []
+    runs = summary(read("updates"))
+    for (workers, steps), group in runs.groupby(["workers", "steps"]):
+        for (variant, density, lr), seeds in group.groupby(["variant", "density", "lr"], sort=False):
+            reached = seeds.steps_to_target
+            rows.append(
+                [
+                    f"{workers}, {steps}",
+                    variant,
+                    f"{density:g}",
+                    f"{lr:g}",
+                    str(len(seeds)),
+                    "" if reached.isna().any() else f"{reached.mean():.0f}",
+                    f"{seeds.val_loss.mean():.3f}",
+                    f"{seeds.percent.mean():.2g}",
+                ]
+            )
+    return table(["ranks, steps", "variant", "density", "rate", "seeds", "steps to 2.6", "loss", "% of bytes"], rows)
+
+
 def steps_to(target: float, run: pd.DataFrame) -> float:
     """Return after how many steps the loss is at the target, interpolated between tests."""
     points = list(zip(run.step, run.val_loss, strict=True))
@@ -348,6 +371,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "accuracy": accuracy,
     "language": language,
+    "updates": updates,
     "volume": volume,
     "selection": selection,
     "callbacks": callbacks,
