@@ -55,6 +55,7 @@ HOSTILE = {
     "largest": lambda g: LARGEST * (1 - 2 * torch.rand(1000, generator=g)).sign(),
     "next to largest": lambda g: torch.full((1000,), LARGEST).mul_(1 - torch.rand(1000, generator=g) / 100),
     "denormal": lambda g: torch.randn(1000, generator=g) * 1e-42,
+    "scales of one or two bits": lambda g: 2.0**-133 * torch.linspace(1, 999, 1000),
     "smallest": lambda g: torch.full((1000,), 2.0**-149),
 }
 
