@@ -55,6 +55,7 @@ HOSTILE = {
     "largest": lambda g: LARGEST * (1 - 2 * torch.rand(1000, generator=g)).sign(),
     "next to largest": lambda g: torch.full((1000,), LARGEST).mul_(1 - torch.rand(1000, generator=g) / 100),
     "denormal": lambda g: torch.randn(1000, generator=g) * 1e-42,
+    "scales of one or two bits": lambda g: 2.0**-133 * torch.linspace(1, 999, 1000),
     "smallest": lambda g: torch.full((1000,), 2.0**-149),
 }
 
@@ -178,6 +179,7 @@ def test_bytes_for_an_element_do_not_grow_with_the_number_of_ranks(name, most):
     [
         ({"bits": 2}, r"Blocks\(bits=2\): choose 4 or 8"),
         ({"bits": True}, r"Blocks\(bits=True\)"),
+        ({"bits": 4.0}, r"Blocks\(bits=4.0\)"),
         ({"bits": 4, "block": 7}, r"Blocks\(block=7\): an even integer of at least 2"),
         ({"bits": 8, "block": 0}, r"Blocks\(block=0\)"),
         ({"bits": 8, "block": 64.0}, r"Blocks\(block=64.0\)"),

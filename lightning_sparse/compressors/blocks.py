@@ -40,7 +40,7 @@ class Blocks(Compressor):
     exposes_nonfinite = True  # the scale of a block with a NaN or an infinity is one
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in (4, 8):
+        if not isinstance(self.bits, int) or self.bits not in (4, 8):
             raise ValueError(f"Blocks(bits={self.bits!r}): choose 4 or 8.")
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 2 or self.block % 2:
             raise ValueError(f"Blocks(block={self.block!r}): an even integer of at least 2, the elements of a scale.")
