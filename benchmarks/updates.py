@@ -22,10 +22,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import default_collate
 
 from benchmarks.harness import plots, results
 from benchmarks.harness.results import Row
-from benchmarks.language import BATCH_SIZE, LENGTH, TARGET, VAL_SEQUENCES, factor, sequences
+from benchmarks.language import BATCH_SIZE, LENGTH, TARGET, VAL_SEQUENCES, factor
 from examples.data.text import StandardLibrary
 from examples.models.gpt import GPT
 from lightning_sparse import Method, Reducer, UpdateRule, simulate
@@ -176,7 +177,8 @@ class Trainee:
     def step(self) -> None:
         """Train on the next batch."""
         first = (self.done * self.run.workers + self.comm.rank) * BATCH_SIZE
-        tokens, following = sequences(self.text.train_set, self.order[first : first + BATCH_SIZE])
+        batch = [self.text.train_set[index] for index in self.order[first : first + BATCH_SIZE]]
+        tokens, following = default_collate(batch)
         self.optimizer.zero_grad()
         functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten()).backward()
         if self.variant.exchanged == "update":
@@ -200,7 +202,7 @@ class Trainee:
         chosen = torch.linspace(0, len(held_out) - 1, VAL_SEQUENCES).long()[self.comm.rank :: self.comm.size]
         total = torch.zeros(1, dtype=torch.float64)
         for part in chosen.split(32):
-            tokens, following = sequences(held_out, part)
+            tokens, following = default_collate([held_out[index] for index in part])
             total += functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten(), reduction="sum")
         return self.comm.all_reduce(total).item() / (VAL_SEQUENCES * LENGTH)
 

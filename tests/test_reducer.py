@@ -220,7 +220,7 @@ def test_an_observer_sees_what_is_added_sent_and_kept_and_changes_nothing(name):
         assert torch.equal(result, expected)
         assert len(seen) == 2 * 3
         for g, e, u, rest in seen:
-            assert torch.equal(u, g + e)
+            assert torch.equal(u, g + e * getattr(METHODS[name].memory, "decay", 1.0))
             assert rest.norm() <= u.norm()
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.callbacks.base import Charts, StepCallback, Trainer, sum_of_squares
@@ -228,7 +227,7 @@ class _Norms(Observer):
     def written(self, grads: list[Tensor], ctx: Context) -> None:
         if self._drifts:
             self.mean += float(sum_of_squares(grads))
-            self.difference += float(sum_of_squares(torch._foreach_sub(self._own, grads)))
+            self.difference += float(sum_of_squares([own - mean for own, mean in zip(self._own, grads, strict=True)]))
             self._own = []
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
