@@ -327,7 +327,7 @@ def draw(folder: Path) -> None:
     losses = table.groupby(["optimizer", "method", "lr"])["val_loss"].last()
     figure, panels = plots.panels(len(METHODS), 2 + len(RATES), (14, 7.5), sharey=True)
     for row, optimizer in zip(panels, METHODS, strict=True):
-        for name in METHODS[optimizer]:
+        for name in [name for name in METHODS[optimizer] if (optimizer, name) in losses]:
             lr = losses[optimizer, name].idxmin()
             curve = table.query("optimizer == @optimizer and method == @name and lr == @lr and step > 0")
             sent, steps = curve["sent_bytes_per_worker"], curve["step"]

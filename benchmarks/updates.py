@@ -134,9 +134,11 @@ class Trial(Updates):
             return p
 
         if self.variant.factor == "payout too":
-            for index, (group, state) in enumerate(zip(moments._groups, moments._states, strict=True)):
-                first, second = state["exp_avg"].square().sum(), state["exp_avg_sq"].sum()
-                factors[index] = batch_factor(first, second, group["betas"], state["step"], size)
+            states = moments._states
+            first = torch.stack([state["exp_avg"].square().sum() for state in states])
+            second = torch.stack([state["exp_avg_sq"].sum() for state in states])
+            betas = [[self.variant.beta1] * len(states), [0.999] * len(states)]
+            factors = batch_factor(first, second, betas, [state["step"] for state in states], size)
         if self.variant.payout != 1 or self.variant.factor == "payout too":
             moments.to_come = varied  # type: ignore[method-assign]
         return moments

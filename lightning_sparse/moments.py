@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import Entries
+from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
 
@@ -85,15 +86,19 @@ class SegmentMoments:
         stepped = [index for index, state in enumerate(self._states) if self._kind.second in state]
         if not stepped:
             return
-        firsts = torch._foreach_norm([self._states[index][self._kind.first].float() for index in stepped])
-        seconds = torch._foreach_norm([self._states[index][self._kind.second].float() for index in stepped], 1)
-        for index, first, second in zip(stepped, firsts, seconds, strict=True):
-            group = self._groups[index]
-            factor = batch_factor(first.square(), second, group["betas"], _step(self._states[index]), size)
-            changes[index].mul_(factor)
-            if group.get("decoupled_weight_decay") and group["weight_decay"]:
-                decay = (1 - factor) * (group["lr"] * group["weight_decay"])
-                changes[index].addcmul_(weights[index].float().reshape(-1), decay)
+        groups, states = [self._groups[index] for index in stepped], [self._states[index] for index in stepped]
+        first = torch.stack(torch._foreach_norm([state[self._kind.first].float() for state in states])).square()
+        second = torch.stack(torch._foreach_norm([state[self._kind.second].float() for state in states], 1))
+        betas = [[group["betas"][which] for group in groups] for which in (0, 1)]
+        steps = [_step(state) for state in states]
+        factors = batch_factor(first, second, betas, steps, size)
+        torch._foreach_mul_([changes[index] for index in stepped], list(factors.unbind()))
+        decays = [
+            group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0 for group in groups
+        ]
+        for index, decay, rest in zip(stepped, decays, (1 - factors).unbind(), strict=True):
+            if self._groups[index]["weight_decay"]:
+                changes[index].addcmul_(weights[index].float().reshape(-1), rest * decay)
 
     def to_come(self) -> Tensor:
         """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
@@ -130,12 +135,27 @@ class SegmentMoments:
                 moment.mul_(part.view(moment.shape) > 0)
 
 
-def batch_factor(first: Tensor, second: Tensor, betas: tuple[float, float], step: Any, size: int) -> Tensor:
-    """Return 1/√(q + (1 − q)/P), from 1 to √P, of a parameter with Σm² = `first` and Σv = `second`, fp32 scalars."""
-    noise = (1 - betas[0]) / (1 + betas[0])
-    ratio = first / (1 - betas[0] ** step) ** 2 / (second / (1 - betas[1] ** step)).clamp(min=1e-38)
+def batch_factor(
+    first: Tensor, second: Tensor, betas: Sequence[Sequence[Any]], steps: Sequence[Any], size: int
+) -> Tensor:
+    """Return 1/√(q + (1 − q)/P), from 1 to √P, of parameters with these Σm² and Σv, after so many steps (1-D, fp32).
+
+    Numbers of the optimizer, β₁ and β₂ of each parameter and its steps, may be tensors on the device.
+    """
+    corrections = [
+        _vector([1 - beta**step for beta, step in zip(each, steps, strict=True)], first.device) for each in betas
+    ]
+    noise = _vector([(1 - beta) / (1 + beta) for beta in betas[0]], first.device)
+    ratio = first / corrections[0].square() / (second / corrections[1]).clamp(min=1e-38)
     signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
     return torch.rsqrt(signal + (1 - signal) / size)
+
+
+def _vector(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Return numbers, or scalars on the device, as a tensor there."""
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.stack([torch.as_tensor(value, device=device).reshape(()).float() for value in values])
+    return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
 def moments_of(optimizer: Optimizer) -> Moments | None:

@@ -55,9 +55,10 @@ class Updates:
         by going back to a checkpoint. Parameters that the optimizer was given since then are taken in.
         """
         self._adopt()
-        for name, weights in self._weights.items():
-            if self._optimizer_of[name] is optimizer:
-                weights.copy_(self._params[name])
+        names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
+        if names:
+            params = [self._params[name].detach() for name in names]
+            torch._foreach_copy_([self._weights[name] for name in names], params)
 
     def _adopt(self) -> None:
         """Take in parameters that optimizers were given since the last step."""
@@ -113,7 +114,8 @@ class Updates:
             for x, w in zip(weights, stepped, strict=True):
                 x.copy_(w)  # exactly: x - (x - w) need not be w
             return
-        changes = [(x.float() - w.float()).reshape(-1) for x, w in zip(weights, stepped, strict=True)]
+        differences = torch._foreach_sub([x.float() for x in weights], [w.float() for w in stepped])
+        changes = [difference.reshape(-1) for difference in differences]
         moments, empties = self._moments(segment, optimizer), self._empties_momentum(optimizer)
         if self._rescales(optimizer):
             moments.rescale_(changes, weights, reducer.comm.size)
@@ -122,14 +124,17 @@ class Updates:
         if empties and isinstance(applied, Entries):  # a dense segment leaves no residual, hence no second delay
             moments.take_out(applied)
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
-        residual = reducer.states[segment.index].get("residual")
-        kept = [None] * len(weights) if residual is None else segment.views(residual)
-        for x, w, mean, rest in zip(weights, stepped, changes, kept, strict=True):
-            exact = x.float().sub_(mean.view(x.shape))
-            x.copy_(exact)
-            w.copy_(x)
-            if x.dtype != torch.float32 and rest is not None:
-                rest.add_((x.float() - exact).reshape(-1))  # what rounding has added to the weights
+        means = [mean.view(x.shape) for x, mean in zip(weights, changes, strict=True)]
+        if all(x.dtype == torch.float32 for x in weights):
+            torch._foreach_sub_(weights, means)
+        else:
+            exact = torch._foreach_sub([x.float() for x in weights], means)
+            torch._foreach_copy_(weights, list(exact))
+            residual = reducer.states[segment.index].get("residual")
+            if residual is not None:  # it keeps what rounding has added to the weights
+                rounding = torch._foreach_sub([x.float() for x in weights], exact)
+                torch._foreach_add_(segment.views(residual), [rest.reshape(-1) for rest in rounding])
+        torch._foreach_copy_(stepped, weights)
 
     def _moments(self, segment: Segment, optimizer: Optimizer) -> SegmentMoments:
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
