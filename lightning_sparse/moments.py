@@ -102,6 +102,8 @@ class SegmentMoments:
 
     def to_come(self) -> Tensor:
         """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
+        if (whole := self._whole_state()) is not None:
+            return self._kind.to_come(self._groups[0], whole)
         return torch.cat(
             [
                 self._kind.to_come(group, state).reshape(-1)
@@ -112,6 +114,22 @@ class SegmentMoments:
                 )
             ]
         )
+
+    def _whole_state(self) -> State | None:
+        """Return the state of all parameters as that of one, if they are alike: few long operations are the faster."""
+        shapes, first, states = self._segment.shapes, self._states[0], self._states
+        alike = all(group is self._groups[0] for group in self._groups) and all(
+            state.keys() == first.keys() for state in states
+        )
+        steps = [_step(state) for state in states if "step" in state]
+        if not alike or any(isinstance(step, Tensor) or step != steps[0] for step in steps):
+            return None
+        # Scalars, such as the number of steps, have no dimensions; neither have parameters of none.
+        tensors = [key for key, value in first.items() if isinstance(value, Tensor) and value.dim()]
+        fits = all(state[key].shape == shape for key in tensors for state, shape in zip(states, shapes, strict=True))
+        if not fits or self._kind.first not in tensors:
+            return None
+        return {**first, **{key: torch.cat([state[key].reshape(-1) for state in states]) for key in tensors}}
 
     def take_out(self, applied: Entries) -> None:
         """Set the moments to zero where entries were applied."""
