@@ -47,8 +47,8 @@ from examples.models.gpt import GPT
 from lightning_sparse import attach, attach_updates, method
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
-UPDATES = {"topk updates": 1, "gaussiank updates": 1, "local_sgd": 77, "diloco": 30, "sparseloco": 30}
-"""What exchanges updates, and after how many steps; local_sgd so seldom that it sends as many bytes as topk."""
+UPDATES = {"topk updates": 1, "gaussiank updates": 1, "local_sgd": 50, "diloco": 25, "sparseloco": 25}
+"""What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
 METHODS = {
     "adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES],
     "sgd": ["ddp", "topk", "gaussiank"],

@@ -106,12 +106,14 @@ class Run(NamedTuple):
 
 
 TRIED = [
-    Run("two passes", 8, 0.01, 0.002, 0, 200),
     Run("dense", 4, 1.0, 0.002, 0, 1000),
     Run("two passes", 4, 0.01, 0.002, 0, 1000),
-    Run("dense", 2, 1.0, 0.003, 0, 1000),
-    Run("dense", 2, 1.0, 0.002, 0, 1000),
-    Run("topk", 2, 0.01, 0.002, 0, 1000),
+    Run("topk", 4, 0.0075, 0.002, 0, 1000),
+    Run("not rescaled", 4, 0.01, 0.002, 0, 300),
+    Run("topk", 4, 0.01, 0.002, 0, 300),
+    Run("payout rescaled too", 4, 0.01, 0.002, 0, 300),
+    Run("dense", 8, 1.0, 0.002, 0, 200),
+    Run("two passes", 8, 0.01, 0.002, 0, 200),
 ]
 """What to train, in this order."""
 
@@ -262,17 +264,22 @@ def steps_to(curve: pd.DataFrame, target: float = TARGET) -> float:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per run: steps to the target, the last loss, and the share of dense fp32 all-reduce's bytes."""
+    """Return steps to the target, the last loss, and the share of dense fp32 all-reduce's bytes, of each run.
+
+    Longer runs are listed beside shorter ones of as many ranks, too, as they were after as many steps.
+    """
     rows = []
     dense = 2 * 4 * sum(param.numel() for param in GPT(context=LENGTH).parameters())
-    for key, curve in table.groupby(list(Run._fields), sort=False):
-        run, last = Run(*key), curve.iloc[-1]
-        whole = dense * (run.workers - 1) / run.workers * last["step"]
-        rows.append(
-            run._asdict()
-            | {"steps_to_target": steps_to(curve), "val_loss": last["val_loss"]}
-            | {"percent": 100 * last["sent_bytes"] / whole}
-        )
+    for workers, steps in sorted(set(table[["workers", "steps"]].itertuples(index=False, name=None))):
+        group = table.query("workers == @workers and steps >= @steps and step <= @steps")
+        for key, curve in group.groupby(list(Run._fields), sort=False):
+            run, last = Run(*key)._replace(steps=steps), curve.iloc[-1]
+            whole = dense * (workers - 1) / workers * steps
+            rows.append(
+                run._asdict()
+                | {"steps_to_target": steps_to(curve), "val_loss": last["val_loss"]}
+                | {"percent": 100 * last["sent_bytes"] / whole}
+            )
     return pd.DataFrame(rows)
 
 

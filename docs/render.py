@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -207,31 +207,31 @@ def accuracy() -> str:
     return table(["method", "density", "accuracy", "gap", "at most", "bytes per step"], rows)
 
 
-def language() -> str:
-    """Byte-level GPT: each optimizer and method at its best rate."""
+def language(contestants: Sequence[tuple[str, str]] = ()) -> str:
+    """Byte-level GPT: each optimizer and method at its best rate; all, or some."""
+    labels = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
+    updates = ["topk updates", "gaussiank updates", "local_sgd", "diloco", "sparseloco"]
+    methods = ["ddp", "bf16", "powersgd", "int4", *OURS, *updates]
     finals = read("language").query("part == 'final' and seed == 0")
     medians = read("language_seconds").set_index(["rate", "optimizer", "method"]).median_ms
-    optimizers = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
     rows = []
-    for optimizer, label in optimizers.items():
-        updates = ["topk updates", "gaussiank updates", "local_sgd", "diloco", "sparseloco"]
-        for method in ["ddp", "bf16", "powersgd", "int4", *OURS, *updates]:
-            runs = finals.query("optimizer == @optimizer and method == @method")
-            if runs.empty:
-                continue
-            ends = runs.sort_values("step").groupby("lr").val_loss.last()
-            run = runs[runs.lr == ends.idxmin()].sort_values("step")
-            steps = steps_to(2.6, run)
-            rows.append(
-                [
-                    f"{method}, {label}",
-                    f"{ends.idxmin():g}",
-                    f"{ends.min():.2f}",
-                    f"{run.sent_bytes_per_worker.iloc[-1] / run.step.iloc[-1] / 1e3:,.1f}",
-                    f"{steps:.0f}",
-                    *(f"{steps * medians[rate, optimizer, method] / 1e3:.0f}" for rate in ("1gbit", "100mbit")),
-                ]
-            )
+    for optimizer, method in contestants or [(optimizer, method) for optimizer in labels for method in methods]:
+        runs = finals.query("optimizer == @optimizer and method == @method")
+        if runs.empty:
+            continue
+        ends = runs.sort_values("step").groupby("lr").val_loss.last()
+        run = runs[runs.lr == ends.idxmin()].sort_values("step")
+        steps = steps_to(2.6, run)
+        rows.append(
+            [
+                f"{method}, {labels[optimizer]}",
+                f"{ends.idxmin():g}",
+                f"{ends.min():.2f}",
+                f"{run.sent_bytes_per_worker.iloc[-1] / run.step.iloc[-1] / 1e3:,.1f}",
+                f"{steps:.0f}",
+                *(f"{steps * medians[rate, optimizer, method] / 1e3:.0f}" for rate in ("1gbit", "100mbit")),
+            ]
+        )
     return table(["", "rate", "loss at the end", "kB per step", "steps to 2.6", "s, 1 Gbit/s", "s, 100 Mbit/s"], rows)
 
 
@@ -371,6 +371,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "accuracy": accuracy,
     "language": language,
+    "adamw": partial(
+        language,
+        [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "sparseloco")],
+    ),
     "updates": updates,
     "volume": volume,
     "selection": selection,
