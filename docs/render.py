@@ -251,7 +251,7 @@ def updates() -> str:
                     str(len(seeds)),
                     "" if reached.isna().any() else f"{reached.mean():.0f}",
                     f"{seeds.val_loss.mean():.3f}",
-                    f"{seeds.percent.mean():.2g}",
+                    digits(seeds.percent.mean()),
                 ]
             )
     return table(["ranks, steps", "variant", "density", "rate", "seeds", "steps to 2.6", "loss", "% of bytes"], rows)

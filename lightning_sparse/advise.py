@@ -38,6 +38,7 @@ CAUTIONS = {
         for name, spec in METHODS.items()
         if spec.updates and spec.updates.every > 1
     },
+    **dict.fromkeys(("memsgd", "dgc"), "for SGD"),
     **{name: "a vote, not a mean: has its own learning rate" for name, spec in METHODS.items() if not spec.averages},
 }
 """Methods that are listed but never recommended, because a step with them is worth less, and why."""

@@ -74,7 +74,7 @@ class Method:
     @property
     def is_sparse(self) -> bool:
         """Whether most entries wait in a residual. Optimizers that divide by past gradients then need updates."""
-        return self.memory.error_feedback and self.density is not None
+        return self.memory.error_feedback and (self.density or 1) < 1
 
 
 def _short_repr(part: Any) -> str:

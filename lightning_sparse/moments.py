@@ -3,7 +3,8 @@
 **Payout.** A first moment spreads each gradient over the steps to come. If no further gradient came, the weights would
 still move by p = β / (1 − β) times the present update. Where entries are sent seldom, this delay comes on top of the
 residual's. So p is paid out at once where an entry is sent, and the moment is set to zero there. (Momentum factor
-masking, Lin et al. 2018, arXiv 1712.01887, sets it to zero and drops p.)
+masking, Lin et al. 2018, arXiv 1712.01887, sets it to zero and drops p.) p is not rescaled as below, although it would
+have been, step by step: with four ranks the GPT of `benchmarks.updates` was worse with p rescaled.
 
 **Rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's batch has P times
 the variance of the mean over P ranks. So where noise dominates, a rank's v is P times as large as in dense training,
@@ -54,7 +55,7 @@ class SegmentMoments:
 
     Args:
         segment: the segment.
-        kind: how the optimizer keeps them; None if it is not known, or has none.
+        kind: how the optimizer keeps them.
         groups: the parameter group of each parameter, in the segment's order.
         states: the optimizer's state of each parameter; empty for one that has had no gradient.
         device: where the parameters are.
@@ -63,23 +64,24 @@ class SegmentMoments:
     def __init__(
         self,
         segment: Segment,
-        kind: Moments | None,
+        kind: Moments,
         groups: Sequence[State],
         states: Sequence[State],
         device: torch.device,
     ) -> None:
-        self._segment, self._groups, self._states, self._device = segment, groups, states, device
-        if kind is not None:
-            self._kind = kind
+        self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
 
-    def rescale_(self, changes: Sequence[Tensor], weights: Sequence[Tensor], size: int) -> None:
-        """Multiply what the optimizer has changed with 1/√(q + (1 − q)/P), in place.
+    def rescale_(
+        self, changes: Sequence[Tensor], weights: Sequence[Tensor], steps_before: Sequence[Any], size: int
+    ) -> None:
+        """Multiply what the optimizer has changed in a step with 1/√(q + (1 − q)/P), in place.
 
-        Decoupled weight decay keeps its size: it has no noise.
+        Decoupled weight decay keeps its size: it has no noise. Parameters that have not been stepped stay as they are.
 
         Args:
             changes: weights before the step minus weights after it, 1-D fp32, one per parameter.
             weights: the weights before the step.
+            steps_before: the optimizer's steps of each parameter before it, see `steps_of`.
             size: P, the number of ranks.
         """
         assert self._kind.second is not None
@@ -90,8 +92,10 @@ class SegmentMoments:
         first = torch.stack(torch._foreach_norm([state[self._kind.first].float() for state in states])).square()
         second = torch.stack(torch._foreach_norm([state[self._kind.second].float() for state in states], 1))
         betas = [[group["betas"][which] for group in groups] for which in (0, 1)]
-        steps = [_step(state) for state in states]
+        steps = [steps_of(state) for state in states]
         factors = batch_factor(first, second, betas, steps, size)
+        was_stepped = _vector(steps, first.device) > _vector([steps_before[index] for index in stepped], first.device)
+        factors = torch.where(was_stepped, factors, 1.0)
         torch._foreach_mul_([changes[index] for index in stepped], list(factors.unbind()))
         decays = [
             group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0 for group in groups
@@ -121,7 +125,7 @@ class SegmentMoments:
         alike = all(group is self._groups[0] for group in self._groups) and all(
             state.keys() == first.keys() for state in states
         )
-        steps = [_step(state) for state in states if "step" in state]
+        steps = [steps_of(state) for state in states]
         if not alike or any(isinstance(step, Tensor) or step != steps[0] for step in steps):
             return None
         # Scalars, such as the number of steps, have no dimensions; neither have parameters of none.
@@ -195,7 +199,7 @@ def _adam(group: State, state: State) -> Tensor:
 
 
 def _nadam(group: State, state: State) -> Tensor:
-    beta, step = group["betas"][0], _step(state)
+    beta, step = group["betas"][0], steps_of(state)
     # As with Nesterov, by a factor of its own that grows with the steps towards β.
     ahead = beta * (1 - 0.5 * 0.96 ** ((step + 1) * group["momentum_decay"]))
     factor = group["lr"] * ahead * beta / (1 - beta) / (1 - state["mu_product"] * ahead)
@@ -204,7 +208,7 @@ def _nadam(group: State, state: State) -> Tensor:
 
 
 def _radam(group: State, state: State) -> Tensor:
-    beta, step = group["betas"][1], torch.as_tensor(_step(state))
+    beta, step = group["betas"][1], torch.as_tensor(steps_of(state))
     longest = 2 / (1 - beta) - 1
     length = longest - 2 * step * beta**step / (1 - beta**step)
     rectifier = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
@@ -220,17 +224,19 @@ def _moment(group: State, state: State) -> Tensor:
     """Return lr · β / (1 − β) · m̂."""
     beta = group["betas"][0]
     moment: Tensor = state["exp_avg"].float()
-    return moment.mul(group["lr"] * beta / (1 - beta) / (1 - beta ** _step(state)))
+    return moment.mul(group["lr"] * beta / (1 - beta) / (1 - beta ** steps_of(state)))
 
 
 def _root(square: Tensor, group: State, state: State) -> Tensor:
-    return square.float().sqrt().mul_((1 - group["betas"][1] ** _step(state)) ** -0.5).add_(group["eps"])
+    return square.float().sqrt().mul_((1 - group["betas"][1] ** steps_of(state)) ** -0.5).add_(group["eps"])
 
 
-def _step(state: State) -> Any:
-    """Return the number of steps; a tensor only where reading it would wait for the device."""
-    step = state["step"]
-    return step.item() if isinstance(step, Tensor) and step.device.type == "cpu" else step
+def steps_of(state: State) -> Any:
+    """Return the number of steps, 0 if none is kept; a new tensor only where reading it would wait for the device."""
+    step = state.get("step", 0)
+    if not isinstance(step, Tensor):
+        return step
+    return step.item() if step.device.type == "cpu" else step.clone()
 
 
 def _beta(group: State) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ class SegmentStates:
         parts: list[Any] = [method.memory, method.aggregator, method.compressor]
         if method.updates is not None:
             parts.append(method.updates)
-        declared = [(spec, repr(part)) for part in parts for spec in part.state]
+        declared = [(spec, type(part).__name__) for part in parts for spec in part.state]
         self.specs = {spec.name: spec for spec, _ in declared}
         of = "" if exchanged == "gradient" else f" of {exchanged}s"  # which are of another size
         self._owners = {spec.name: f"{owner}{of}" for spec, owner in declared if spec.per != "scratch"}
@@ -109,11 +110,13 @@ class SegmentStates:
         if (layout := self._layout) is None:
             self._loaded = saved
             return
-        fitting = {name for name, owner in saved["owners"].items() if self._owners.get(name) == owner}
+        # Up to now owners were named with their options, `Residual()`.
+        owners = {name: re.sub(r"\(.*\)", "", owner) for name, owner in saved["owners"].items()}
+        fitting = {name for name, owner in owners.items() if self._owners.get(name) == owner}
         if dropped := sorted(saved["owners"].keys() - fitting):
             log.warning(
                 f"The saved state of {saved['method']} holds {', '.join(dropped)}, for which {self._method!r} has no "
-                f"use: what was kept there is not sent any more."
+                f"use: what was kept there has no further effect."
             )
         for name in fitting & saved["elements"].keys():
             per_param = saved["elements"][name]

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.layout import Segment
-from lightning_sparse.moments import SegmentMoments, moments_of
+from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
 
@@ -46,6 +46,7 @@ class Updates:
         if reducer.layout is None:
             reducer.setup(self._params, numbers)
         self._weights = {name: param.detach().clone() for name, param in self._params.items()}
+        self._steps_before: dict[str, Any] = {}
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer) -> None:
@@ -54,14 +55,19 @@ class Updates:
         They are so after each exchange, unless all ranks have changed them alike, by clipping weights for example, or
         by going back to a checkpoint. Parameters that the optimizer was given since then are taken in.
         """
-        self._adopt()
+        self.adopt()
+        self._steps_before = {
+            name: steps_of(optimizer.state.get(self._params[name], {}))
+            for name in self._weights
+            if self._optimizer_of[name] is optimizer
+        }
         names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
         if names:
             params = [self._params[name].detach() for name in names]
             torch._foreach_copy_([self._weights[name] for name in names], params)
 
-    def _adopt(self) -> None:
-        """Take in parameters that optimizers were given since the last step."""
+    def adopt(self) -> None:
+        """Take in parameters that optimizers were given since the last step; to be called before each step."""
         model = self._model()
         if model is None or sum(len(group["params"]) for group in self._groups) == len(self._params):
             return
@@ -85,7 +91,8 @@ class Updates:
         text = f"Each rank steps its own {' and '.join(names)}, and the updates are exchanged"
         if self._rule.every > 1:
             text += f" after every {self._rule.every} steps"
-        if any(self._empties_momentum(optimizer) for optimizer in self._optimizer_of.values()):
+        density = self._reducer.method.density  # after the warm-up
+        if any(self._empties_momentum(optimizer, density) for optimizer in self._optimizer_of.values()):
             text += f"; momentum is {'paid out' if self._rule.momentum == 'pay_out' else 'set to zero'} where entries "
             text += "are sent"
         if any(self._rescales(optimizer) for optimizer in self._optimizer_of.values()):
@@ -116,12 +123,14 @@ class Updates:
             return
         differences = torch._foreach_sub([x.float() for x in weights], [w.float() for w in stepped])
         changes = [difference.reshape(-1) for difference in differences]
-        moments, empties = self._moments(segment, optimizer), self._empties_momentum(optimizer)
-        if self._rescales(optimizer):
-            moments.rescale_(changes, weights, reducer.comm.size)
-        payout = moments.to_come if empties and self._rule.momentum == "pay_out" else None
+        rescales, empties = self._rescales(optimizer), self._empties_momentum(optimizer, reducer.density)
+        moments = self._moments(segment, optimizer) if rescales or empties else None
+        if moments and rescales:
+            before = [self._steps_before.get(name, 0) for name in segment.names]
+            moments.rescale_(changes, weights, before, reducer.comm.size)
+        payout = moments.to_come if moments and empties and self._rule.momentum == "pay_out" else None
         applied = reducer.reduce_segment_(segment, changes, payout=payout)
-        if empties and isinstance(applied, Entries):  # a dense segment leaves no residual, hence no second delay
+        if moments and empties and isinstance(applied, Entries):  # a dense segment leaves no residual, no second delay
             moments.take_out(applied)
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
         means = [mean.view(x.shape) for x, mean in zip(weights, changes, strict=True)]
@@ -141,22 +150,26 @@ class Updates:
         params = [self._params[name] for name in segment.names]
         groups = [group_of[id(param)] for param in params]
         states = [optimizer.state.get(param, {}) for param in params]
-        return SegmentMoments(segment, moments_of(optimizer), groups, states, params[0].device)
+        kind = moments_of(optimizer)
+        assert kind is not None
+        return SegmentMoments(segment, kind, groups, states, params[0].device)
 
     def _rescales(self, optimizer: Optimizer) -> bool:
         """Return whether updates of one rank's batches are smaller than those of all ranks' batches would be."""
         kind = moments_of(optimizer)
-        return self._rule.rescale and kind is not None and kind.second is not None and self._reducer.comm.size > 1
+        if kind is None or kind.second is None or not self._rule.rescale or self._reducer.comm.size == 1:
+            return False
+        # Without a first moment there is no telling signal from noise; and several steps are not one of dense training.
+        return self._rule.every == 1 and min(map(kind.beta, optimizer.param_groups)) > 0
 
-    def _empties_momentum(self, optimizer: Optimizer) -> bool:
+    def _empties_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
         """Return whether there is momentum whose delay adds to that of the residual."""
         kind = moments_of(optimizer)
-        if kind is None or self._rule.momentum == "keep" or not self._reducer.method.memory.error_feedback:
+        if kind is None or self._rule.momentum == "keep" or not self._reducer.method.is_sparse:
             return False
-        if self._rule.momentum == "mask":
-            return True
+        beta = max(map(kind.beta, optimizer.param_groups))
         # Entries that are sent about as often as momentum decays have no delay to make up for.
-        return (self._reducer.density or 1) < 1 - max(map(kind.beta, optimizer.param_groups))
+        return beta > 0 and (self._rule.momentum == "mask" or (density or 1) < 1 - beta)
 
 
 def exchanged_parameters(

@@ -175,7 +175,7 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
         kind, state = moments_of(mine), mine.state[one.weight]
         unscaled = change.clone()
         moments = SegmentMoments(segment, kind, mine.param_groups, [state], change.device)
-        moments.rescale_([change], [before], size)
+        moments.rescale_([change], [before], [0], size)
         wanted = (dense_before - all_ranks.weight).detach()
         return change.mean().item(), wanted.mean().item(), unscaled.mean().item()
 
@@ -184,6 +184,85 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
         # 5 % of the former where noise is 10, and by 0.7 % where it is 1. Three times that, and dense training's own.
         assert change / wanted == pytest.approx(1, abs={0.0: 1e-4, 1.0: 0.03, 10.0: 0.17}[noise])
         assert change / unscaled <= size**0.5 * (1 + 1e-6)
+
+
+def exchanged_once(comm: Comm, net: torch.nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Updates:
+    """Exchange the update of a step with gradients of 1, everything sent."""
+    updates = Updates(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer])
+    updates.begin(optimizer)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    updates.exchange(optimizer)
+    return updates
+
+
+def test_a_parameter_that_was_not_stepped_is_not_rescaled():
+    """AdamW leaves a parameter without a gradient alone, weight decay included, though it has state."""
+
+    def rank(comm: Comm) -> bool:
+        net = torch.nn.Linear(3, 2)
+        optimizer = ADAMW(net.parameters(), 0.1, weight_decay=0.5)
+        updates, before = exchanged_once(comm, net, optimizer, UpdateRule()), net.weight.detach().clone()
+        updates.begin(optimizer)
+        net.weight.grad = None
+        net.bias.grad = torch.full_like(net.bias, -1.0)
+        optimizer.step()
+        updates.exchange(optimizer)
+        return torch.equal(net.weight, before)
+
+    torch.manual_seed(0)
+    assert all(simulate(4, rank))
+
+
+@pytest.mark.parametrize(("betas", "every"), [((0.0, 0.9), 1), ((0.9, 0.999), 2)])
+def test_what_cannot_be_rescaled_is_not(betas, every):
+    """Without a first moment noise cannot be told from signal; several steps are not a step of dense training."""
+
+    def rank(comm: Comm) -> float:
+        net = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(net.weight, 5.0)
+        optimizer = torch.optim.Adam(net.parameters(), 0.5, betas=betas)
+        updates = exchanged_once(comm, net, optimizer, UpdateRule(every=every))
+        assert "times as large" not in updates.note
+        return net.weight.item()
+
+    assert simulate(3, rank) == pytest.approx([4.5] * 3)
+
+
+def test_momentum_of_0_is_not_paid_out():
+    def rank(comm: Comm) -> str:
+        net = Net()
+        reducer = Reducer(method("topk"), comm, exchanged="update")
+        return Updates(reducer, net, [SGD(net.parameters(), 0.1)]).note
+
+    assert "paid out" not in simulate(1, rank)[0]
+
+
+def test_outer_momentum_is_loaded_with_another_number_of_steps():
+    def rank(comm: Comm) -> bool:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer("diloco", comm, exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        updates.begin(optimizer)
+        local_steps(net, optimizer, comm.rank, 0, 3)
+        updates.exchange(optimizer)
+        saved = reducer.state_dict()
+        again = Reducer(
+            replace(method("diloco"), updates=method("diloco").updates.with_every(7)), comm, exchanged="update"
+        )
+        again.setup(dict(net.named_parameters()))
+        again.load_state_dict(saved)
+        kept, loaded = (each["elements"]["outer_momentum"] for each in (saved, again.state_dict()))
+        return all(torch.equal(kept[name], loaded[name]) for name in kept) and any(part.any() for part in kept.values())
+
+    assert all(simulate(2, rank))
+
+
+def test_at_density_1_nothing_waits_so_gradients_are_exchanged():
+    assert method("topk", density=0.5).is_sparse
+    assert not method("topk", density=1.0).is_sparse
 
 
 def test_a_decaying_residual_by_hand():

@@ -85,6 +85,7 @@ class StepCallback(Callback, abc.ABC):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        self._timed_observer = None
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         if message := self._why_nothing_logs(trainer):
@@ -119,7 +120,10 @@ class StepCallback(Callback, abc.ABC):
         if self._waits_for_an_exchange(trainer):
             return
         if self._timed_observer is not None:
-            self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
+            if self._steps_per_exchange(trainer) > 1:
+                self._report_observed(trainer, pl_module)  # validation or a checkpoint has asked for the exchange
+            else:
+                self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
         # Lightning's own condition for logging, known before the batch runs.
         if not (logs_next_step(trainer) or trainer.fast_dev_run):
             return
@@ -133,9 +137,16 @@ class StepCallback(Callback, abc.ABC):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (watch := self._timed_observer) is None or self._waits_for_an_exchange(trainer):
-            return
-        started = time.perf_counter()
+        if self._timed_observer is not None and not self._waits_for_an_exchange(trainer):
+            self._report_observed(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        if self._timed_observer is not None:
+            self._report_observed(trainer, pl_module)  # the last exchange, after the last batch
+
+    def _report_observed(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        watch, started = self._timed_observer, time.perf_counter()
+        assert watch is not None
         # Backward has waited for the communication thread, which calls observers.
         self._detach(trainer.strategy.reducer)
         if watch.observer is None:
@@ -150,8 +161,12 @@ class StepCallback(Callback, abc.ABC):
 
     def _waits_for_an_exchange(self, trainer: Trainer) -> bool:
         """Return whether a step that logs had no exchange, as there are several to each: the next one is reported."""
-        updates, watch = trainer.strategy.reducer.method.updates, self._timed_observer
-        return updates is not None and updates.every > 1 and watch is not None and watch.observer is None
+        watch = self._timed_observer
+        return watch is not None and watch.observer is None and self._steps_per_exchange(trainer) > 1
+
+    def _steps_per_exchange(self, trainer: Trainer) -> int:
+        updates = trainer.strategy.reducer.method.updates
+        return 1 if updates is None else int(updates.every)
 
     def _detach(self, reducer: Reducer) -> None:
         if self._timed_observer in reducer.observers:

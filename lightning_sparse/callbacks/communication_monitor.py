@@ -179,7 +179,8 @@ class _Totals:
 
     @staticmethod
     def of(reducer: Reducer) -> _Totals:
-        return _Totals(reducer.step, reducer.comm.sent_bytes, {**reducer.seconds, "exchange": reducer.comm.seconds})
+        steps = reducer.step * (reducer.method.updates.every if reducer.method.updates else 1)
+        return _Totals(steps, reducer.comm.sent_bytes, {**reducer.seconds, "exchange": reducer.comm.seconds})
 
     def seconds_since(self, before: _Totals) -> dict[str, float]:
         steps = self.steps - before.steps

@@ -97,6 +97,7 @@ class UpdateExchange:
         optimizers: the optimizers; each parameter belongs to one of them at most.
         method: the compression method.
         every: number of steps of an optimizer before each exchange; None keeps the method's own.
+        broadcast_buffers: whether buffers become rank 0's after each exchange, as DistributedDataParallel does it.
         group: the process group whose ranks take part; None is the default one.
         timeout: time to wait for other ranks; None takes the group's.
         options: of the `Reducer`.
@@ -115,6 +116,7 @@ class UpdateExchange:
         method: Method,
         *,
         every: int | None = None,
+        broadcast_buffers: bool = True,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         **options: Any,
@@ -123,7 +125,7 @@ class UpdateExchange:
         method = replace(method, updates=rule)
         self.optimizers, self._every = optimizers, rule.every
         self._steps = [0] * len(optimizers)
-        self._buffers = list(model.buffers())
+        self._buffers = list(model.buffers()) if broadcast_buffers else []
 
         def parameters() -> Mapping[str, Tensor]:
             check_updates(method, optimizers)
@@ -140,8 +142,8 @@ class UpdateExchange:
             **options,
         )
         self.reducer, self.comm = self._session.reducer, self._session.comm
-        self._params = [param.detach() for param in model.parameters()]
-        self._take_over([*self._params, *self._buffers])
+        self._all = [*(param.detach() for param in model.parameters()), *model.buffers()]
+        self._take_over(self._all)
         self._updates = Updates(self.reducer, model, optimizers)
         self.note = self._updates.note
         self._hooks = [
@@ -153,9 +155,12 @@ class UpdateExchange:
 
     def begin(self) -> None:
         """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
-        self._take_over([*self._params, *self._buffers])
+        self._take_over(self._all)
+        for optimizer in self.optimizers:
+            self._updates.begin(optimizer)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._updates.adopt()
         if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
             self._updates.begin(optimizer)
 
@@ -165,6 +170,7 @@ class UpdateExchange:
 
         A gradient scaler may leave a step out on one rank, and the others exchange.
         """
+        self._before_step(optimizer)  # all ranks start from the same weights, also one that leaves the step out
         self._in_step = True
         try:
             yield

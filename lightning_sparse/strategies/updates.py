@@ -35,6 +35,7 @@ class UpdateOrGradientExchange(GradientExchange):
             self.optimizers,
             self._method,
             every=self._every,
+            broadcast_buffers=ddp_options(self).get("broadcast_buffers", True),
             timeout=self._timeout,
             bucket_cap_mb=ddp_options(self)["bucket_cap_mb"],
             **options,
@@ -65,8 +66,10 @@ class UpdateOrGradientExchange(GradientExchange):
             self._update_exchange.exchange_pending()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._update_exchange is not None:
-            self._update_exchange.exchange_pending()  # so that a checkpoint has the weights of all ranks
+        assert self.lightning_module is not None
+        # A checkpoint has the weights of all ranks, unless one rank writes it as an error ends its training.
+        if self._update_exchange is not None and not self.lightning_module.trainer.interrupted:
+            self._update_exchange.exchange_pending()
         return super().lightning_module_state_dict()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
