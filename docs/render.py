@@ -210,7 +210,7 @@ def accuracy() -> str:
 def language(contestants: Sequence[tuple[str, str]] = ()) -> str:
     """Byte-level GPT: each optimizer and method at its best rate; all, or some."""
     labels = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
-    updates = ["topk updates", "gaussiank updates", "local_sgd", "diloco", "sparseloco"]
+    updates = ["topk updates", "sparseloco"]
     methods = ["ddp", "bf16", "powersgd", "int4", *OURS, *updates]
     finals = read("language").query("part == 'final' and seed == 0")
     medians = read("language_seconds").set_index(["rate", "optimizer", "method"]).median_ms
