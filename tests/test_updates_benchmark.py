@@ -1,0 +1,57 @@
+"""The benchmark of the exchange of updates: its pure parts, and every variant for some steps."""
+
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import updates
+from benchmarks.harness import results
+from benchmarks.language import LENGTH
+from benchmarks.updates import VARIANTS, Run, steps_to, summary, train
+from examples.models.gpt import GPT
+from tests.support.tiers import tiers
+
+
+def test_all_that_is_committed_belongs_to_a_run_of_the_benchmark():
+    table = results.load(results.RESULTS / "updates.csv")
+    found = set(table[list(Run._fields)].itertuples(index=False, name=None))
+    assert found
+    assert found <= set(updates.TRIED)
+    assert {run.variant for run in updates.TRIED} <= VARIANTS.keys()
+
+
+def test_a_target_is_reached_between_two_evaluations():
+    curve = pd.DataFrame({"step": [0, 100, 200], "val_loss": [5.0, 3.0, 2.0]})
+    assert steps_to(curve, 2.6) == pytest.approx(140)
+    assert pd.isna(steps_to(curve, 1.0))
+
+
+def test_a_long_run_stands_beside_a_short_one_as_it_was_after_as_many_steps():
+    dense = 8 * sum(param.numel() for param in GPT(context=LENGTH).parameters()) // 2  # two ranks, of a step
+    rows = [
+        Run(variant, 2, 1.0, 0.1, 0, steps)._asdict() | {"step": step, "val_loss": 3 - step, "sent_bytes": dense * step}
+        for variant, steps in (("long", 2), ("short", 1))
+        for step in range(steps + 1)
+    ]
+    found = summary(pd.DataFrame(rows))
+    assert list(zip(found.variant, found.steps, found.val_loss, strict=True)) == [
+        ("long", 1, 2),
+        ("short", 1, 2),
+        ("long", 2, 1),
+    ]
+    assert set(found.percent) == {100}
+
+
+@pytest.mark.parametrize("variant", tiers(VARIANTS, ["topk", "two passes", "payout rescaled too", "decay 0.1 outside"]))
+def test_every_variant_trains_and_keeps_weights_equal(variant, monkeypatch):
+    monkeypatch.setattr(updates, "BATCH_SIZE", 1)
+    monkeypatch.setattr(updates, "VAL_SEQUENCES", 2)
+    monkeypatch.setattr(updates, "EVERY", 4)
+    sequence = torch.arange(LENGTH + 1) % 7
+    data = [(sequence[:-1], sequence[1:])] * 100
+    points = train(Run(variant, 2, 0.05, 0.005, 0, 4), SimpleNamespace(train_set=data, val_set=data))
+    assert [point["step"] for point in points] == [0, 4]
+    assert points[1]["val_loss"] < points[0]["val_loss"]
+    assert (points[1]["sent_bytes"] > 0) == (VARIANTS[variant].exchanged != "nothing")
