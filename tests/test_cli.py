@@ -24,7 +24,7 @@ CLASSES = [
     Method,
     *(getattr(callbacks, name) for name in callbacks.__all__),
     *(getattr(compressors, name) for name in ("TopK", "RandK", "GaussianK")),
-    *(getattr(examples.models, name) for name in examples.models.__all__),
+    *(model for name in examples.models.__all__ if isinstance(model := getattr(examples.models, name), type)),
     *(getattr(examples.data, name) for name in examples.data.__all__),
 ]
 

@@ -33,6 +33,7 @@ from lightning_sparse.kernels.threshold import gaussian_indices
 from lightning_sparse.kernels.write_back import add_entries_, write_entries_
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
+from tests.support.representatives import DISTINCT
 from tests.support.tiers import full, tiers
 from tests.test_gaussiank import SMOOTH
 from tests.test_methods import make
@@ -514,7 +515,7 @@ def test_what_is_wrong_harms_no_weights_of_several_dtypes(order, use):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     tiers(
-        itertools.product(METHODS, (torch.float32, torch.bfloat16)),
+        itertools.product(DISTINCT, (torch.float32, torch.bfloat16)),
         [("topk", torch.float32), ("randk", torch.bfloat16), ("scalecom", torch.float32)],
     ),
 )

@@ -12,6 +12,7 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, Sparsifier, TopK
 from lightning_sparse.memory import NoMemory, Residual
 from tests.processes import run_ranks
+from tests.support.representatives import DISTINCT
 from tests.support.tiers import tiers
 
 SHAPES = {"conv": (7, 3, 3, 3), "bias": (7,), "one": (1,), "scalar": (), "none": (0, 4), "wide": (37, 53)}
@@ -74,7 +75,7 @@ def train(
 SIZES, GRANULARITIES = [1, 2, 3, 5, 8], ["layer", "bucket", "model"]
 CASES = [
     (name, size, GRANULARITIES[(row + column) % 3])
-    for row, name in enumerate(METHODS)
+    for row, name in enumerate(DISTINCT)
     for column, size in enumerate(SIZES)
 ]
 
@@ -102,7 +103,7 @@ def test_equal_on_all_ranks_and_nothing_lost(name, size, granularity):
         assert (given - found).abs().max() <= tolerance + 64 * 2**-149, kind
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_same_numbers_over_processes_and_run_to_run(name):
     from lightning_sparse import ProcessGroupComm
 
@@ -116,7 +117,7 @@ def test_same_numbers_over_processes_and_run_to_run(name):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_a_non_finite_gradient_is_an_error_everywhere(name, bad):
     def rank(comm: Comm) -> str:
         reducer = Reducer(make(name), comm, granularity="model")
@@ -133,8 +134,8 @@ def test_a_non_finite_gradient_is_an_error_everywhere(name, bad):
     assert "'wide' is not finite on rank 1 at step 1" in texts[0]
 
 
-exact = pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if spec.traits.exact is not None])
-conserves = pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if spec.traits.conserves])
+exact = pytest.mark.parametrize("name", [name for name in DISTINCT if METHODS[name].traits.exact is not None])
+conserves = pytest.mark.parametrize("name", [name for name in DISTINCT if METHODS[name].traits.conserves])
 
 
 @exact
@@ -179,14 +180,14 @@ def test_exact_options_give_the_mean(name):
         assert torch.allclose(out.float(), mean, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_global_random_state_is_left_alone(name):
     before = torch.get_rng_state()
     simulate(2, lambda comm: train(comm, name, "normal", "model"))
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("granularity", ["layer", "model"])
 def test_saved_state_goes_on_bit_for_bit(name, granularity):
     def rank(comm: Comm) -> bool:

@@ -13,6 +13,7 @@ from lightning_sparse.compressors.base import add_
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.observer import Observer
 from lightning_sparse.state import resized
+from tests.support.representatives import DISTINCT
 from tests.support.tiers import tiers
 
 
@@ -200,7 +201,7 @@ class Recorder(Observer):
         self.seen.append((self.g, self.e, self.u, rest))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_an_observer_sees_what_is_added_sent_and_kept_and_changes_nothing(name):
     def rank(comm: Comm, watched: bool) -> tuple[Tensor, list]:
         reducer = Reducer(name, comm, granularity="layer")
@@ -246,7 +247,7 @@ def watched_run(comm: Comm, name: str, steps: list[dict], **options) -> tuple[li
     return outs, reducer.state_dict()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize(
     ("where", "what"), tiers([("a", math.inf), ("b", math.nan), ("b", -math.inf)], [("a", math.inf)])
 )
@@ -333,7 +334,7 @@ def test_bad_options_about_large_gradients(options, message):
 @pytest.mark.parametrize(
     ("old", "new"), tiers([(4, 2), (2, 3), (2, 1), (1, 2), (3, 2), (5, 8), (8, 3)], [(4, 2), (2, 3)])
 )
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_another_number_of_ranks_keeps_the_mean_of_what_was_kept(name, old, new):
     def total(states: list[dict]) -> Tensor:
         elements = [per_param.values() for state in states for per_param in state["elements"].values()]
@@ -391,7 +392,7 @@ def test_reset_forgets_whatever_was_before():
     assert simulate(1, rank) == [(1, [0.0] * 4)]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("how", ["reset", "loaded"])
 def test_a_rank_that_alone_starts_anew_is_out_of_step(how, name):
     """It would make other collectives than the rest, or have lost what it kept."""

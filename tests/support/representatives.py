@@ -30,6 +30,12 @@ REPRESENTATIVES = list({kind(spec): name for name, spec in reversed(GRADIENTS.it
 OTHERS = [name for name in REPRESENTATIVES if name != "topk"]
 
 
+DISTINCT = list(
+    {(spec.make, repr(spec.memory), repr(spec.aggregator)): name for name, spec in reversed(METHODS.items())}.values()
+)[::-1]
+"""The first row of each combination of parts: to a Reducer rows that differ only in how they exchange updates are one."""
+
+
 def in_turn(cases: Iterable[Any], methods: Iterable[str] = OTHERS) -> dict[Any, str]:
     """Return the method that accompanies `topk` in each case."""
     return dict(zip(cases, cycle(methods), strict=False))
