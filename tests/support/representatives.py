@@ -33,7 +33,7 @@ OTHERS = [name for name in REPRESENTATIVES if name != "topk"]
 DISTINCT = list(
     {(spec.make, repr(spec.memory), repr(spec.aggregator)): name for name, spec in reversed(METHODS.items())}.values()
 )[::-1]
-"""The first row of each combination of parts: to a Reducer rows that differ only in how they exchange updates are one."""
+"""The first row of each combination of parts: a Reducer does not see how updates are exchanged."""
 
 
 def in_turn(cases: Iterable[Any], methods: Iterable[str] = OTHERS) -> dict[Any, str]:
