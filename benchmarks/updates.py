@@ -287,13 +287,17 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     """Draw the losses of all runs against steps, as differences to dense training, a panel for each number of ranks."""
     sizes = sorted(table["workers"].unique())
     figure, panels = plots.panels(1, len(sizes), (5 * len(sizes), 4.5), sharey=True)
+    variants = [variant for variant in table["variant"].unique() if variant != "dense"]
+    colors = {"dense": "black"} | {variant: f"C{index}" for index, variant in enumerate(variants)}
     for panel, size in zip(panels[0], sizes, strict=True):
         runs = table.query("workers == @size and step > 0")
         dense = runs.query("variant == 'dense' and lr == 0.002").groupby("step")["val_loss"].mean()
         for (variant, density, lr), curves in runs.groupby(["variant", "density", "lr"], sort=False):
             losses = curves.groupby("step")["val_loss"].mean()
             label = f"{variant}, rate {lr:g}" + (f", density {density:g}" if density < 1 else "")
-            panel.plot(losses.index, losses - dense.reindex(losses.index), label=label)
+            style = "-" if density in (0.01, 1.0) else "--"
+            difference = losses - dense.reindex(losses.index)
+            panel.plot(losses.index, difference, style, color=colors[variant], label=label)
         panel.set(title=f"{size} ranks", xlabel="steps", ylim=(-0.15, 0.25))
         panel.legend()
     panels[0][0].set_ylabel("validation loss minus that of dense training, nats per byte")

@@ -79,7 +79,7 @@ class SparseDDP(UpdateOrGradientExchange):
         density: fraction of gradient entries to send, in (0, 1]; None keeps the method's own, 0.001.
         granularity: what is compressed together: each "layer", each "bucket" of `bucket_cap_mb`, or the whole "model".
         warmup: densities to use in turn before `density`, an epoch each, or `warmup_steps` steps each.
-        warmup_steps: number of optimizer steps for each density of `warmup`.
+        warmup_steps: number of optimizer steps, or of exchanges of updates, for each density of `warmup`.
         seed: of the method's random choices.
         on_nonfinite: what a gradient with a NaN or an infinity means where no gradient scaler is at work: "raise" an
             error on all ranks, or "skip" the step on all ranks and count it.
