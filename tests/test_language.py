@@ -11,7 +11,7 @@ from benchmarks.harness import results
 from benchmarks.harness.baselines import RANK
 from benchmarks.harness.ranks import check_weights
 from benchmarks.harness.results import RESULTS
-from benchmarks.language import LENGTH, METHODS, TRIED, Run, Trainee, factor, missing_runs
+from benchmarks.language import LENGTH, METHODS, TRIED, UPDATES, Run, Trainee, factor, missing_runs
 from examples.models.gpt import GPT
 from tests.processes import run_ranks
 from tests.support.tiers import full
@@ -42,7 +42,8 @@ def train_each(rank: int) -> list[tuple[str, float, float, int]]:
     data = [(sequence[:-1], sequence[1:])] * 1000
     answers = []
     for method in METHODS["adamw"]:
-        trainee = Trainee(Run("tune", "adamw", method, 0.005, 0), SimpleNamespace(train_set=data, val_set=data))
+        run, text = Run("tune", "adamw", method, 0.005, 0), SimpleNamespace(train_set=data, val_set=data)
+        trainee = Trainee(run, text, every=min(UPDATES.get(method, 1), STEPS_TRAINED))
         before = trainee.loss()
         for _ in range(STEPS_TRAINED):
             trainee.step()
@@ -68,8 +69,8 @@ def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.Monkey
         "powersgd": 2 * dense + (STEPS_TRAINED - 2) * factors,
     }
     for method, before, after, sent in answers:
-        assert after < before - 0.5, method
+        assert after < before - (0.5 if UPDATES.get(method, 1) == 1 else 0.2), method  # of several steps one exchange
         if method in expected:
             assert sent == expected[method], method
         else:
-            assert 0 < sent < 0.04 * STEPS_TRAINED * dense, method
+            assert 0 < sent < (0.15 if method == "int4" else 0.04) * STEPS_TRAINED * dense, method
