@@ -125,8 +125,8 @@ class Trial(Updates):
         super().__init__(*args)
         self.variant = variant
 
-    def _moments(self, segment: Segment, optimizer: torch.optim.Optimizer) -> SegmentMoments:
-        moments, size = super()._moments(segment, optimizer), self._reducer.comm.size
+    def _moments(self, segment: Segment, *args: Any) -> SegmentMoments:
+        moments, size = super()._moments(segment, *args), self._reducer.comm.size
         to_come, factors = moments.to_come, torch.ones(len(segment.names))
 
         def varied() -> Tensor:

@@ -138,7 +138,6 @@ def step(
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
-    every = 1 if method.updates is None else method.updates.every
     after_backward = exchanged == "update" or method.updates is not None
     dense_rounds = 2 * (workers - 1)
     device = work.forward  # when the device is free again
@@ -179,8 +178,8 @@ def step(
     for received, after in done:
         end = max(end, received) + after
     computing = work.forward + work.backward
-    exposed = (end - computing) / every
-    return Step(computing + exposed, exposed, sent / every)
+    exposed = (end - computing) / method.every
+    return Step(computing + exposed, exposed, sent / method.every)
 
 
 def _entries_per_byte(compressor: Compressor, segment: Segment, density: float | None) -> float:

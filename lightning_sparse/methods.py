@@ -72,6 +72,11 @@ class Method:
         return getattr(self.compressor, "density", None)
 
     @property
+    def every(self) -> int:
+        """H, the number of optimizer steps before each exchange: 1, unless it exchanges updates by another rule."""
+        return 1 if self.updates is None else self.updates.every
+
+    @property
     def is_sparse(self) -> bool:
         """Whether most entries wait in a residual. Optimizers that divide by past gradients then need updates."""
         return self.memory.error_feedback and (self.density or 1) < 1

@@ -13,7 +13,7 @@ gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,12 +56,8 @@ class Updates:
         by going back to a checkpoint. Parameters that the optimizer was given since then are taken in.
         """
         self.adopt()
-        self._steps_before = {
-            name: steps_of(optimizer.state.get(self._params[name], {}))
-            for name in self._weights
-            if self._optimizer_of[name] is optimizer
-        }
         names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
+        self._steps_before.update({name: steps_of(optimizer.state.get(self._params[name], {})) for name in names})
         if names:
             params = [self._params[name].detach() for name in names]
             torch._foreach_copy_([self._weights[name] for name in names], params)
@@ -108,12 +104,13 @@ class Updates:
             RankFailure: another rank has failed, or is out of step.
         """
         assert self._reducer.layout is not None
+        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         for segment in self._reducer.layout.segments:
             if self._optimizer_of[segment.names[0]] is optimizer:
-                self._exchange_segment(segment, optimizer)
+                self._exchange_segment(segment, optimizer, group_of)
         self._reducer.finish_step()
 
-    def _exchange_segment(self, segment: Segment, optimizer: Optimizer) -> None:
+    def _exchange_segment(self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]) -> None:
         stepped = [self._params[name].detach() for name in segment.names]
         weights = [self._weights[name] for name in segment.names]
         reducer = self._reducer
@@ -124,7 +121,7 @@ class Updates:
         differences = torch._foreach_sub([x.float() for x in weights], [w.float() for w in stepped])
         changes = [difference.reshape(-1) for difference in differences]
         rescales, empties = self._rescales(optimizer), self._empties_momentum(optimizer, reducer.density)
-        moments = self._moments(segment, optimizer) if rescales or empties else None
+        moments = self._moments(segment, optimizer, group_of) if rescales or empties else None
         if moments and rescales:
             before = [self._steps_before.get(name, 0) for name in segment.names]
             moments.rescale_(changes, weights, before, reducer.comm.size)
@@ -145,8 +142,7 @@ class Updates:
                 torch._foreach_add_(segment.views(residual), [rest.reshape(-1) for rest in rounding])
         torch._foreach_copy_(stepped, weights)
 
-    def _moments(self, segment: Segment, optimizer: Optimizer) -> SegmentMoments:
-        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    def _moments(self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]) -> SegmentMoments:
         params = [self._params[name] for name in segment.names]
         groups = [group_of[id(param)] for param in params]
         states = [optimizer.state.get(param, {}) for param in params]

@@ -32,6 +32,17 @@ def local_steps(net: Net, optimizer: torch.optim.Optimizer, rank: int, first: in
         optimizer.step()
 
 
+def after_an_outer_step(comm: Comm, net: Net) -> dict[str, Any]:
+    """Take one outer step of DiLoCo's, and return the reducer's state."""
+    optimizer = ADAMW(net.parameters(), 0.01)
+    reducer = Reducer("diloco", comm, exchanged="update")
+    updates = Updates(reducer, net, [optimizer])
+    updates.begin(optimizer)
+    local_steps(net, optimizer, comm.rank, 0, 3)
+    updates.exchange(optimizer)
+    return reducer.state_dict()
+
+
 def dense(rule: UpdateRule) -> Method:
     return Method(Identity(), NoMemory(), AllReduceMean(), rule)
 
@@ -242,13 +253,7 @@ def test_momentum_of_0_is_not_paid_out():
 def test_outer_momentum_is_loaded_with_another_number_of_steps():
     def rank(comm: Comm) -> bool:
         net = Net()
-        optimizer = ADAMW(net.parameters(), 0.01)
-        reducer = Reducer("diloco", comm, exchanged="update")
-        updates = Updates(reducer, net, [optimizer])
-        updates.begin(optimizer)
-        local_steps(net, optimizer, comm.rank, 0, 3)
-        updates.exchange(optimizer)
-        saved = reducer.state_dict()
+        saved = after_an_outer_step(comm, net)
         again = Reducer(
             replace(method("diloco"), updates=method("diloco").updates.with_every(7)), comm, exchanged="update"
         )
@@ -307,17 +312,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(name, size):
 
 
 def test_another_number_of_ranks_keeps_the_outer_momentum():
-    def rank(comm: Comm) -> dict[str, Any]:
-        net = Net()
-        optimizer = ADAMW(net.parameters(), 0.01)
-        reducer = Reducer("diloco", comm, exchanged="update")
-        updates = Updates(reducer, net, [optimizer])
-        updates.begin(optimizer)
-        local_steps(net, optimizer, comm.rank, 0, 3)
-        updates.exchange(optimizer)
-        return reducer.state_dict()
-
-    states = simulate(3, rank)
+    states = simulate(3, lambda comm: after_an_outer_step(comm, Net()))
     for new in range(2):
         kept = resized([states[0], *(state for state in states if state["rank"] % 2 == new)], new, 2)
         for name, momentum in kept["elements"]["outer_momentum"].items():

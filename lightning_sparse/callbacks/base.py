@@ -2,8 +2,8 @@
 
 A callback adds an observer to the reducer before the backward pass of a step that logs, and removes it after the step,
 so all other steps cost one comparison. If ranks take several steps before an exchange, the next exchange is observed.
-Everything logged is rank 0's own: its gradient, its residual, its payload. That
-needs no collective; all ranks see data of the same distribution.
+Everything logged is rank 0's own: its gradient, its residual, its payload. That needs no collective; all ranks see data
+of the same distribution.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class StepCallback(Callback, abc.ABC):
         if self._waits_for_an_exchange(trainer):
             return
         if self._timed_observer is not None:
-            if self._steps_per_exchange(trainer) > 1:
+            if trainer.strategy.reducer.method.every > 1:
                 self._report_observed(trainer, pl_module)  # validation or a checkpoint has asked for the exchange
             else:
                 self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
@@ -162,11 +162,7 @@ class StepCallback(Callback, abc.ABC):
     def _waits_for_an_exchange(self, trainer: Trainer) -> bool:
         """Return whether a step that logs had no exchange, as there are several to each: the next one is reported."""
         watch = self._timed_observer
-        return watch is not None and watch.observer is None and self._steps_per_exchange(trainer) > 1
-
-    def _steps_per_exchange(self, trainer: Trainer) -> int:
-        updates = trainer.strategy.reducer.method.updates
-        return 1 if updates is None else int(updates.every)
+        return watch is not None and watch.observer is None and trainer.strategy.reducer.method.every > 1
 
     def _detach(self, reducer: Reducer) -> None:
         if self._timed_observer in reducer.observers:

@@ -79,7 +79,7 @@ class CommunicationMonitor(StepCallback):
             ],
             **(
                 {"Distance of rank 0's weights from the ranks' mean, by the mean update": ["communication/drift"]}
-                if reducer.method.updates is not None and reducer.method.updates.every > 1
+                if reducer.method.every > 1
                 else {}
             ),
             "2-norms of the residual e and of the gradient g": ["residual/norm", "residual/gradient_norm"],
@@ -116,8 +116,7 @@ class CommunicationMonitor(StepCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def observer(self, reducer: Reducer) -> Observer:
-        updates = reducer.method.updates
-        return _Norms(drifts=updates is not None and updates.every > 1)
+        return _Norms(drifts=reducer.method.every > 1)
 
     def report(
         self, seen: _Norms, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
@@ -179,7 +178,7 @@ class _Totals:
 
     @staticmethod
     def of(reducer: Reducer) -> _Totals:
-        steps = reducer.step * (reducer.method.updates.every if reducer.method.updates else 1)
+        steps = reducer.step * reducer.method.every
         return _Totals(steps, reducer.comm.sent_bytes, {**reducer.seconds, "exchange": reducer.comm.seconds})
 
     def seconds_since(self, before: _Totals) -> dict[str, float]:

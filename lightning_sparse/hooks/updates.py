@@ -150,7 +150,7 @@ class UpdateExchange:
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
             *(optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers),
         ]
-        self._in_step = False
+        self._in_step = self._stepped = False
         self.is_consistent = True
 
     def begin(self) -> None:
@@ -160,9 +160,10 @@ class UpdateExchange:
             self._updates.begin(optimizer)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._updates.adopt()
         if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
             self._updates.begin(optimizer)
+        else:
+            self._updates.adopt()
 
     @contextlib.contextmanager
     def one_step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -170,16 +171,18 @@ class UpdateExchange:
 
         A gradient scaler may leave a step out on one rank, and the others exchange.
         """
-        self._before_step(optimizer)  # all ranks start from the same weights, also one that leaves the step out
-        self._in_step = True
+        self._in_step, self._stepped = True, False
         try:
             yield
         finally:
             self._in_step = False
+        if not self._stepped:
+            self._before_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
         self._count(optimizer)
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.is_consistent = False  # until the exchange, weights differ among ranks
+        self._stepped = True
         if not self._in_step:
             self._count(optimizer)
 

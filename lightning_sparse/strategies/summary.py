@@ -26,10 +26,8 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
     if dense_segments and not isinstance(method.compressor, Identity):
         numel = sum(segment.numel for segment in dense_segments)
         text += f"; {numel:,} of them go dense, as {type(method.compressor).__name__} would send no less"
-    if sent := reducer.routing.nbytes(method.density):
+    if sent := reducer.routing.nbytes(method.density) / method.every:
         dense = reducer.routing.dense_nbytes
-        if method.updates is not None:
-            sent /= method.updates.every
         text += f"; bytes per step and rank: {sent:,.0f}, dense fp32 {dense:,.0f} ({dense / sent:.3g} times as many)"
     text += f". {note}" if note else "."
     for writer in summary_writers(trainer):

@@ -129,6 +129,21 @@ class Overflowing(Net):
         return loss * math.inf if self.global_rank == 1 and index == 2 else loss
 
 
+class ClippedAndOverflowing(Overflowing):
+    """Its weights are clipped on all ranks alike before each step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for param in self.parameters():
+                param.clamp_(-0.05, 0.05)
+
+
+def test_a_rank_that_leaves_a_step_out_takes_clipped_weights_as_the_others_do():
+    net = partial(ClippedAndOverflowing, ADAMW, lr=0.01)
+    first, second = lightning_ranks(2, partial(fit, scaled=True), net, {})
+    assert torch.equal(first["weights"], second["weights"])
+
+
 @pytest.mark.parametrize(("strategy", "options"), [({"on_nonfinite": "skip"}, {}), ({}, {"scaled": True})])
 def test_a_rank_that_leaves_a_step_out_goes_on_with_the_others(strategy, options):
     first, second = lightning_ranks(2, partial(fit, **options), partial(Overflowing, ADAMW, lr=0.01), strategy)
