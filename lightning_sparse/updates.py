@@ -114,10 +114,6 @@ class Updates:
         stepped = [self._params[name].detach() for name in segment.names]
         weights = [self._weights[name] for name in segment.names]
         reducer = self._reducer
-        if reducer.comm.size == 1 and (reducer.density or 1) == 1 and not self._rule.has_outer_step:
-            for x, w in zip(weights, stepped, strict=True):
-                x.copy_(w)  # exactly: x - (x - w) need not be w
-            return
         differences = torch._foreach_sub([x.float() for x in weights], [w.float() for w in stepped])
         changes = [difference.reshape(-1) for difference in differences]
         rescales, empties = self._rescales(optimizer), self._empties_momentum(optimizer, reducer.density)
@@ -129,6 +125,9 @@ class Updates:
         applied = reducer.reduce_segment_(segment, changes, payout=payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment leaves no residual, no second delay
             moments.take_out(applied)
+        if reducer.comm.size == 1 and (reducer.density or 1) == 1 and not self._rule.has_outer_step:
+            torch._foreach_copy_(weights, stepped)  # exactly: x - (x - w) need not be w
+            return
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
         means = [mean.view(x.shape) for x, mean in zip(weights, changes, strict=True)]
         if all(x.dtype == torch.float32 for x in weights):
