@@ -52,7 +52,7 @@ SENDS = {
     "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),
     "gtopk": ("the k largest of the sum, merged pair by pair", "2k log₂ P, and 4k more if P is no power of two"),
     "oktopk": ("the k/P largest sums of each of P regions", "about 6k(P − 1)/P"),
-    "scalecom": ("its values at the k indices of one rank, which lead in turn", "at most 3k"),
+    "scalecom": ("its values at k indices that one rank chooses; ranks take turns", "at most 3k"),
     "randk": ("k entries drawn at random, the same on all ranks", "2k(P − 1)/P"),
     "int8": ("each value in 8 bits, with a scale for each block of 64; the mean the same way", "about 0.52d(P − 1)/P"),
     "int4": ("each value in 4 bits, with a scale for each block of 64; the mean the same way", "about 0.27d(P − 1)/P"),
@@ -88,7 +88,7 @@ def digits(value: float, significant: int = 3) -> str:
 
 def network() -> str:
     """Median step of every contestant on every link, four workers."""
-    runs = read("network").query("kind == 'step' and workers == 4 and ranks_per_host == 1")
+    runs = read("network").query("kind == 'step' and workload == 'mlp' and workers == 4 and ranks_per_host == 1")
     steps = runs.set_index(["contestant", "rate"])
     rows = []
     for name in [name for name in NAMES if name in set(runs.contestant)]:
@@ -103,7 +103,7 @@ def network() -> str:
 
 def network_workers() -> str:
     """Median step at 1 Gbit/s for other numbers of workers."""
-    runs = read("network").query("kind == 'step' and rate == '1gbit'")
+    runs = read("network").query("kind == 'step' and workload == 'mlp' and rate == '1gbit'")
     steps = runs.set_index(["contestant", "workers", "ranks_per_host"]).median_ms
     places = {"2 workers": (2, 1), "4 workers": (4, 1), "8 workers": (8, 1), "4 workers, 2 a node": (4, 2)}
     names = ["none", "ddp", "topk", "topk_two_level", "gtopk", "oktopk", "scalecom"]

@@ -1,7 +1,7 @@
-"""Sidecar files: the residuals of each rank, beside the checkpoint that rank 0 writes.
+"""Sidecar files: what each rank has of its own, residuals above all, beside the checkpoint that rank 0 writes.
 
     last.ckpt                                    # written by Lightning's CheckpointIO; holds the tag of this save
-    last.ckpt.residuals/3f2a91c0.rank0-of-2.pt   # one file per rank, about the size of the gradients
+    last.ckpt.residuals/3f2a91c0.rank0-of-2.pt   # one file per rank, as large as the model or more
     last.ckpt.residuals/3f2a91c0.rank1-of-2.pt
 
 Each rank writes and reads its own sidecar file, so residuals never pass through another rank's memory. The order:

@@ -1,7 +1,8 @@
 """The input of a method beside its tensors (`Context`), and the state it declares to keep (`StateSpec`).
 
-Methods are frozen configuration. Whatever changes with time comes in a `Context`, which no part writes to; whatever is
-kept from step to step lies in the segment's state, declared beforehand, so that checkpoints need not know the method.
+Methods are frozen configuration. Whatever changes with time comes in a `Context`: no part replaces its fields, but the
+tensors in state, stats and payout are changed in place. Whatever is kept from step to step lies in the segment's state,
+declared beforehand, so that checkpoints need not know the method.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class StateSpec:
             that another granularity can load it. "segment" is a tensor of any shape that the method itself puts there;
             it is lost when the partition changes. "scratch" is an fp32 buffer of the segment's length that is not
             saved.
-        resize: what a change of the number of ranks does to the tensors. "sum": the sum over all ranks, divided by the
-            number of ranks, is preserved (error feedback). "replicate": equal on all ranks, and copied to new ones.
+        resize: what a change of the number of ranks does to the tensors. "sum": the mean over the ranks is kept (error
+            feedback). "replicate": equal on all ranks, and copied to new ones.
             "drop": starts at zero, or absent.
     """
 

@@ -5,10 +5,11 @@ A message holds these parts, each aligned to 8 bytes:
 - fingerprint: a digest of method, seed, step, density, segment and layout, and the number of the message within the
   exchange. It differs if ranks are out of step, or if a message is one of another step;
 - status: the worst error that the sender knows of. A rank passes on the worst status it has received, so after the
-  last message all ranks raise the same error, or none does;
+  last message all ranks raise the same error, or none does; only of a last message that is damaged on its way the
+  others hear by the store, when they next wait for the rank that received it;
 - the payload's tensors;
-- checksum: makes the sum of all 4-byte words, each times a weight of its position, a constant. So flipped, swapped and
-  zeroed words are found, a message of zeros included; TCP's own checksum has 16 bits.
+- checksum: chosen so that the sum of all 4-byte words, each times a weight of its position, is a fixed number. So
+  flipped, swapped and zeroed words are found, a message of zeros included; TCP's own checksum has 16 bits.
 
 Sums (`all_reduce`) cannot carry these parts: ranks `agree` before them.
 
@@ -257,8 +258,8 @@ class Exchange:
             )
         if code == OUT_OF_STEP:
             raise RankFailure(
-                f"Ranks are out of step: {where}, rank {rank} differs from other ranks in method, density, learning "
-                f"rate, step or model, or in having been loaded or reset. Give all ranks the same settings and the "
+                f"Ranks are out of step: {where}, rank {rank} differs from other ranks in method, density, seed, "
+                f"step or model, or in having been loaded or reset. Give all ranks the same settings and the "
                 f"same number of batches."
             )
         if code == FAILED:

@@ -1,4 +1,4 @@
-"""The exchanges of a run: what one segment's exchange leaves for the next one."""
+"""What one exchange of a segment leaves for the next: whether ranks are in sync, and errors that are not raised yet."""
 
 from __future__ import annotations
 

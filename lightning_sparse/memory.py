@@ -67,8 +67,8 @@ class NoMemory(Memory):
 class Residual(Memory):
     """Error feedback (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599): u = g + e, e ← u − applied.
 
-    With a payout p (see `Context`), u = g + e + p. Entries that are applied leave their rest in e; of the others p goes
-    back to the optimizer's momentum, which still has it, and e + g stays.
+    With a payout p (see `Context`), u = g + e + p. Where an entry is applied, e becomes u − applied. Elsewhere it is
+    e + g, and p stays in the optimizer's momentum, which still has it.
     """
 
     state = (StateSpec("residual"),)

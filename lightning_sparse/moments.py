@@ -3,8 +3,8 @@
 **Payout.** A first moment spreads each gradient over the steps to come. If no further gradient came, the weights would
 still move by p = β / (1 − β) times the present update. Where entries are sent seldom, this delay comes on top of the
 residual's. So p is paid out at once where an entry is sent, and the moment is set to zero there. (Momentum factor
-masking, Lin et al. 2018, arXiv 1712.01887, sets it to zero and drops p.) p is not rescaled as below, although it would
-have been, step by step: with four ranks the GPT of `benchmarks.updates` was worse with p rescaled.
+masking, Lin et al. 2018, arXiv 1712.01887, sets it to zero and drops p.) p is sent without the factor below, although
+those later updates would have got it: with four ranks the GPT of `benchmarks.updates` was worse with p rescaled.
 
 **Rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's batch has P times
 the variance of the mean over P ranks. So where noise dominates, a rank's v is P times as large as in dense training,

@@ -123,7 +123,7 @@ class Updates:
             moments.rescale_(changes, weights, before, reducer.comm.size)
         payout = moments.to_come if moments and empties and self._rule.momentum == "pay_out" else None
         applied = reducer.reduce_segment_(segment, changes, payout=payout)
-        if moments and empties and isinstance(applied, Entries):  # a dense segment leaves no residual, no second delay
+        if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
             moments.take_out(applied)
         if reducer.comm.size == 1 and (reducer.density or 1) == 1 and not self._rule.has_outer_step:
             torch._foreach_copy_(weights, stepped)  # exactly: x - (x - w) need not be w

@@ -29,9 +29,9 @@ class TwoLevel(Aggregator[Sparsifier]):
     2. Ranks with the same part, one on each node, exchange it sparsely, by the aggregator `inter_node`.
     3. The ranks of a node gather the results of all parts.
 
-    So a node sends k entries, not k for each of its ranks. The residual stays with each rank: of an entry that went
-    into the result, each rank's own value is applied; the part of the node's sum that `inter_node` did not apply stays
-    with the rank whose part it was.
+    So a node sends k entries, not k for each of its ranks. Residuals stay with each rank: where an entry is in the
+    result, each rank subtracts its own value; what `inter_node` left out of the node's sum stays with the rank whose
+    part of the segment it was.
 
     Attributes:
         inter_node: the aggregator between nodes.

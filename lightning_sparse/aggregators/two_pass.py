@@ -33,7 +33,7 @@ class TwoPass(Aggregator[Compressor]):
 
     The part of the sum that the second compression leaves out, P·(M − C(M)), is the owner's: in its region, applied =
     u − P·(M − C(M)), which makes that part its residual. So Σ u = P·result + Σ residuals, without any state of the
-    aggregator's own, and another number of ranks finds everything in the residuals, whose sum a resume preserves.
+    aggregator's own, and another number of ranks finds everything in the residuals, whose mean a resume keeps.
     """
 
     divides = True

@@ -29,9 +29,9 @@ QUANTITIES = {"g": "gradient g", "e": "residual e", "u": "u = g + e"}
 class GradientDistribution(StepCallback):
     """Logs how the gradient g, the residual e and their sum u = g + e are distributed, on the steps that log.
 
-    g counts as it enters u: without a loss scale, after the strategy's own clipping, and times the learning rate where
-    the residual holds that. All are rank 0's own, before any exchange, and with several backward passes in a batch
-    those of the last one.
+    g counts as it enters u: without a loss scale, and after the strategy's own clipping; where updates are exchanged it
+    is the update. All are rank 0's own, before any exchange, and with several backward passes in a batch those of the
+    last one.
 
     A histogram reaches over four standard deviations to either side of the mean, or as far as there are values; its
     outermost bins hold what lies beyond, since a gradient's tails would leave one bar in the middle. The whole model's

@@ -89,7 +89,7 @@ class Compressor(abc.ABC):
     """Whether the updates of different ranks are at the same indices, so that their values can be summed on the way."""
 
     exposes_nonfinite: bool = False
-    """Whether a NaN or an infinity in u always is among the update's values; otherwise all of u is checked, a pass."""
+    """Whether a NaN or an infinity in u always is among the update's values; if not, all of u is scanned."""
 
     @abc.abstractmethod
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:

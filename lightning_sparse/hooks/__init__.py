@@ -1,4 +1,4 @@
-"""Where gradients are taken over: DDP's communication hook, its communication thread, and the session below it."""
+"""Attaches a reducer to DDP's gradients or to optimizers' steps, and holds the session that both share."""
 
 from lightning_sparse.hooks.comm_thread import CommThread
 from lightning_sparse.hooks.ddp import attach, start_comm_thread

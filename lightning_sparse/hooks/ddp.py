@@ -67,6 +67,11 @@ def attach(
         RankFailure: other ranks use other settings, or do not attach.
     """
     method = resolve_method(method, density)
+    if method.updates is not None:
+        raise ValueError(
+            f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "
+            f"optimizer, ...), or another method, such as 'topk'."
+        )
     warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
     return start_comm_thread(
         ddp,

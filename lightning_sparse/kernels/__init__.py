@@ -1,1 +1,1 @@
-"""Operations whose speed decides: each file holds the plain torch reference and the public function."""
+"""The hot loops: public functions with a plain torch version, which the CPU uses, and for some a Triton one."""

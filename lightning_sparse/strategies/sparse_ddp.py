@@ -82,7 +82,8 @@ class SparseDDP(UpdateOrGradientExchange):
         warmup_steps: number of optimizer steps, or of exchanges of updates, for each density of `warmup`.
         seed: of the method's random choices.
         on_nonfinite: what a gradient with a NaN or an infinity means where no gradient scaler is at work: "raise" an
-            error on all ranks, or "skip" the step on all ranks and count it.
+            error on all ranks, or "skip" the step: on all ranks, counted in `reducer.skipped`, where gradients are
+            exchanged; on this rank alone, which then sends of its residual, where updates are.
         clip_norm: largest 2-norm of a worker's own gradient, before compression; use it in place of Trainer's
             gradient_clip_val, which destroys what has already left the residuals.
         two_level: add up densely inside each node, and exchange sparsely between nodes: for several devices behind one

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class UpdateOrGradientExchange(GradientExchange):
-    """Exchanges what optimizers change, after their steps; or gradients. In the first case the model is not wrapped."""
+    """Exchanges either updates, with a model that is not wrapped, or gradients, through DistributedDataParallel."""
 
     _every: int | None
 

@@ -32,6 +32,7 @@ from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.layout import Segment
 from tests.integration.trainers import Watch, keeps_all, lost, trainer
 from tests.processes import run_ranks
+from tests.support.representatives import GRADIENTS
 from tests.support.tiers import full
 
 pytestmark = full  # `make gpu` runs it where there is a GPU
@@ -264,7 +265,7 @@ def in_several_ways(rank: int, device: str, name: str) -> dict[str, Tensor]:
 
 
 @on_both
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_no_step_waits_and_runs_are_bit_identical(device, name):
     (runs,) = ranks(device, 1, in_several_ways, name, backend="nccl" if device == "cuda" else "gloo")
     for kind in ("fp32", "bf16-mixed", "bf16-true"):

@@ -342,6 +342,7 @@ def refused(rank: int) -> list[tuple[str, str, float]]:
         caught(lambda: attach(stock(nn.Linear(2, 2), skip_all_reduce_unused_params=True))),
         caught(lambda: attach(good, "topk", warmup=[0.1])),
         caught(lambda: attach(good, "topkk")),
+        caught(lambda: attach(good, "diloco")),
         caught(lambda: attach(good, 3)),
         caught(lambda: attach(good, granularity="row")),
     ]
@@ -359,6 +360,7 @@ def test_what_is_refused_says_why():
             ("ValueError", "skip_all_reduce_unused_params=...) bypasses the exchange of gradients"),
             ("ValueError", "warmup=(0.1,) without epochs: say how many steps"),
             ("ValueError", "Method 'topkk' is not known; choose from dense, topk"),
+            ("ValueError", "is made to exchange updates. Use attach_updates(model, optimizer, ...), or another method"),
             ("TypeError", "method=3: give a method's name, or a Method"),
             ("ValueError", "granularity='row' is not known; choose from layer, bucket, model"),
         ],
