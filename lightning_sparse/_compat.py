@@ -77,7 +77,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def exchanged_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
+def ddp_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     """Return the parameters of which DDP exchanges gradients. Private in torch 2.8 to 2.15."""
     return list(ddp._module_parameters)
 

@@ -103,7 +103,7 @@ def parameters_of_ddp(rank: int) -> tuple[list[int], int, list[int]]:
     delaying = DistributedDataParallel(
         net, delay_all_reduce_named_params=[("late", net.late)], param_to_hook_all_reduce=net.taken
     )
-    exchanged = [param.numel() for param in _compat.exchanged_parameters(plain)]
+    exchanged = [param.numel() for param in _compat.ddp_parameters(plain)]
     delayed = [param.numel() for param in _compat.delayed_parameters(delaying)]
     return exchanged, len(_compat.delayed_parameters(plain) or ()), delayed
 

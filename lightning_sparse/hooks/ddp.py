@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse._compat import delayed_parameters, exchanged_parameters, hook_name, hook_states
+from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states
 from lightning_sparse.hooks.comm_thread import CommThread
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
@@ -160,7 +160,7 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
                 f"{name or 'The model'!r} is a {type(module).__name__} with sparse=True: sparse gradients cannot be "
                 f"compressed. Set sparse=False, or train with strategy='ddp'."
             )
-    reduced = {id(param) for param in exchanged_parameters(ddp)}
+    reduced = {id(param) for param in ddp_parameters(ddp)}
     return {
         name.replace("_orig_mod.", ""): param  # torch.compile's prefix
         for name, param in ddp.module.named_parameters()

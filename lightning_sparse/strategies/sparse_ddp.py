@@ -142,7 +142,7 @@ class SparseDDP(UpdateOrGradientExchange):
             "on_nonfinite": on_nonfinite,
             "clip_norm": check_overflow_options(on_nonfinite, clip_norm),
         }
-        self._what, self._every = check("exchange", exchange), None if every is None else check("every", every)
+        self._exchanged, self._every = check("exchange", exchange), None if every is None else check("every", every)
         if exchange == "gradient" and self._method.updates is not None:
             raise ValueError(
                 f"exchange='gradient' with {self._method}: it is made to exchange updates. Leave exchange out, or take "
@@ -200,8 +200,8 @@ class SparseDDP(UpdateOrGradientExchange):
             self._inform(run_summary(self._reducer, trainer, self._exchange.note))
 
     def _exchanges_updates(self) -> bool:
-        if self._what != "auto":
-            return bool(self._what == "update")
+        if self._exchanged != "auto":
+            return bool(self._exchanged == "update")
         if self._method.updates is not None or (self._every or 1) > 1:
             return True
         return self._method.is_sparse and any(map(is_adaptive, self.optimizers))
