@@ -144,7 +144,12 @@ def failing(rank: int, how: str) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize(("how", "word"), [("report", "rank 1 has had enough"), ("leave", "rank 1 has gone home")])
+@pytest.mark.parametrize(
+    ("how", "word"),
+    tiers(
+        [("report", "rank 1 has had enough"), ("leave", "rank 1 has gone home")], [("report", "rank 1 has had enough")]
+    ),
+)
 def test_word_of_a_failure_reaches_ranks_that_wait(how, word):
     results = run_ranks(3, failing, how, timeout=30)
     for text, seconds in (results[0], results[2]):

@@ -132,7 +132,7 @@ def check_scan(mine, u):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", tiers(HOSTILE, SOME))
+@pytest.mark.parametrize("name", tiers(HOSTILE, ["few values"]))
 def test_topk_equals_the_oracle(name, use):
     use("triton")
     for numel in (0, 1, 65, 4096 + 63, 12_345):
@@ -172,7 +172,7 @@ def test_topk_takes_what_the_pass_that_makes_u_has_found(use, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", tiers([*HOSTILE, *SMOOTH], ["few values", "nan and inf", "Laplace"]))
+@pytest.mark.parametrize("name", tiers([*HOSTILE, *SMOOTH], ["Laplace"]))
 def test_gaussiank_equals_the_reference(name, use):
     for numel in (3, 4096 + 63, 20_007):
         u = {**HOSTILE, **SMOOTH}[name](numel)
@@ -414,7 +414,7 @@ def wrong_on_rank_1(rank, size):
 @full
 @needs_triton
 @interpreted
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3])
 def test_what_is_wrong_on_one_rank_harms_nobodys_weights(size):
     ranks = run_ranks(size, wrong_on_rank_1, size, timeout=300)
     for name, value in ranks[0]:
@@ -480,7 +480,7 @@ def damaged_on_its_way(rank, size):
 @full
 @needs_triton
 @interpreted
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [4])
 def test_a_damaged_message_harms_nobodys_weights(size):
     ranks = run_ranks(size, damaged_on_its_way, size, timeout=300)
     hits = set()

@@ -44,7 +44,7 @@ def methods(size: int) -> dict[str, Method]:
     }
 
 
-@pytest.mark.parametrize("size", tiers([1, 2, 3, 8], [3]))
+@pytest.mark.parametrize("size", tiers([2, 3, 8], [2]))
 def test_state_and_a_little_more(size):
     k = round(0.001 * NUMEL)
     block = block_size(NUMEL, k)

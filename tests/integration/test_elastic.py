@@ -37,7 +37,7 @@ ENDLESS = ("hangs", "freezes")
 SOON = 10.0  # the machine may be busy
 PATIENCE = 200.0  # for what takes some ten seconds on an idle machine
 FATAL, END = 6, 10  # steps: when it happens, and of the whole run
-STEPS = 80  # of the digits
+STEPS = 40  # of the digits
 SIGNALS = {"SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT, "freezes": signal.SIGSTOP}
 
 

@@ -174,7 +174,7 @@ SETTINGS = {
     checked="each rank starts with exactly its own residuals, and trains",
     methods=REPRESENTATIVES,
 )
-@pytest.mark.parametrize("setting", tiers(SETTINGS, ["granularity"]))
+@pytest.mark.parametrize("setting", tiers(SETTINGS, []))
 def test_other_settings_on_resume(setting, tmp_path):
     first = list(SETTINGS).index(setting)
     names = ["topk", *OTHERS[first :: len(SETTINGS)]]

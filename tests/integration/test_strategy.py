@@ -27,34 +27,19 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
+@full
 @pytest.mark.parametrize(
     ("namespace", "strategy", "second_fit"),
     [
         ("pytorch_lightning", "gaussiank_ddp", "ok"),
-        pytest.param(
-            *(
-                "lightning.pytorch",
-                "topk_ddp_fork",
-                "twice on the same Trainer instance using a spawn-based strategy",
-            ),
-            marks=full,
+        (
+            *("lightning.pytorch", "randk_ddp_spawn"),
+            "twice on the same Trainer instance using a spawn-based strategy",
         ),
-        pytest.param(
-            *(
-                "lightning.pytorch",
-                "randk_ddp_spawn",
-                "twice on the same Trainer instance using a spawn-based strategy",
-            ),
-            marks=full,
-        ),
-        pytest.param("pytorch_lightning", "torchrun dense_ddp", "ok", marks=full),
-        pytest.param(
-            *(
-                "pytorch_lightning",
-                "topk_ddp_notebook_find_unused_parameters_true",
-                "twice on the same Trainer instance",
-            ),
-            marks=full,
+        ("pytorch_lightning", "torchrun dense_ddp", "ok"),
+        (
+            *("lightning.pytorch", "topk_ddp_notebook_find_unused_parameters_true"),  # which forks
+            "twice on the same Trainer instance",
         ),
     ],
 )
@@ -82,7 +67,6 @@ def test_launchers(namespace, strategy, second_fit, tmp_path):
 @pytest.mark.parametrize(
     ("imports", "chosen"),
     [
-        ("import pytorch_lightning, lightning_sparse", "pytorch_lightning"),
         ("import lightning.pytorch, lightning_sparse", "lightning.pytorch"),
         ("import lightning_sparse, lightning.pytorch", "pytorch_lightning"),
         ("import pytorch_lightning, lightning.pytorch, lightning_sparse", "pytorch_lightning"),
