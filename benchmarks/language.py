@@ -36,7 +36,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from benchmarks.harness import plots, results
-from benchmarks.harness.baselines import AS_OURS, CONTESTANTS, Options, Wrapped, data_parallel
+from benchmarks.harness.baselines import CONTESTANTS, Options
 from benchmarks.harness.launch import hosts, launch
 from benchmarks.harness.ranks import check_weights, gather, join, leave, timed, write
 from benchmarks.harness.results import Row
@@ -44,7 +44,7 @@ from benchmarks.harness.shaped_links import missing
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from examples.data.text import StandardLibrary
 from examples.models.gpt import GPT
-from lightning_sparse import attach, attach_updates, method
+from lightning_sparse import method
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 UPDATES = {"topk updates": 1, "sparseloco": 25}
@@ -103,7 +103,7 @@ class Run(NamedTuple):
     Attributes:
         part: "tune", "retune" or "final".
         optimizer: "adamw" or "sgd".
-        method: one of `CONTESTANTS` in `benchmarks.harness.baselines`, or one of `UPDATES`.
+        method: one of `CONTESTANTS` in `benchmarks.harness.baselines`.
         lr: the learning rate between warm-up and cosine.
         seed: of the initial weights and of the order of the data.
     """
@@ -134,19 +134,9 @@ class Trainee:
         self.run, self.text, self.steps = run, text, STEPS[run.part]
         torch.manual_seed(run.seed)
         self.model = GPT(context=LENGTH)
-        if run.method in UPDATES:
-            self.optimizer = optimizer(run, self.model)
-            name, density = run.method.split()[0], DENSITY if "updates" in run.method else None
-            every = every or UPDATES[run.method]
-            reducer = attach_updates(self.model, self.optimizer, name, density=density, every=every)
-            self.wrapped = Wrapped(self.model, reducer=reducer)
-        elif run.method == "int4":
-            ddp = data_parallel(self.model, **AS_OURS)
-            self.wrapped = Wrapped(ddp, reducer=attach(ddp, "int4"))
-            self.optimizer = optimizer(run, self.model)
-        else:
-            self.wrapped = CONTESTANTS[run.method].wrap(self.model, Options(DENSITY))
-            self.optimizer = optimizer(run, self.model)
+        self.optimizer = optimizer(run, self.model)
+        options = Options(DENSITY, every=every or UPDATES.get(run.method, 1))
+        self.wrapped = CONTESTANTS[run.method].wrap(self.model, options, self.optimizer)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, self.steps))
         self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
         self.done = 0

@@ -11,10 +11,11 @@ and nothing is reported when they are off by more than 10 %. Without root the wo
 unshaped. The contestants run one after the other in the same processes, each checked before it is timed (see
 `benchmarks.network_rank`).
 
-Workloads. "mlp": steps of a model of 25.6 million parameters on random data. "real" and "real_resnet20": a small
-convolutional network, or ResNet-20, learns scikit-learn's handwritten digits, and the test loss over time is recorded.
-All others are paced: gradients of that model's shapes come after the published compute time, while the processors
-sleep. Contestants: see `benchmarks.harness.baselines`; "ddp_accumulated" and "local_sgd" take part in trainings only.
+Workloads. "mlp": steps of a model of 25.6 million parameters on random data, with SGD; "mlp_adamw": with AdamW. "real"
+and "real_resnet20": a small convolutional network, or ResNet-20, learns scikit-learn's handwritten digits, and the test
+loss over time is recorded. All others are paced: gradients of that model's shapes come after the published compute
+time, while the processors sleep. Contestants: see `benchmarks.harness.baselines`; "ddp_accumulated" and "local_sgd"
+take part in trainings only.
 """
 
 import argparse
@@ -36,7 +37,9 @@ from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from benchmarks.harness.workloads import BATCH, TARGET_LOSS, TRAININGS
 
 CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank"]
+WITH_ADAMW = ["none", "ddp", "bf16", "int4", "topk", "topk updates", "gaussiank updates"]
 MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level", "ddp_accumulated", "local_sgd"]
+MORE += [name for name in WITH_ADAMW if name not in CONTESTANTS]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BUSY = 0.7
 """Busy share of the processors above which a paced measurement is not valid: processors stand for accelerators there
@@ -47,7 +50,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = results.command_line(__doc__)
     add = parser.add_argument
-    workloads, others = ["mlp", *TRAININGS, *COMPUTE_SECONDS], [*CONTESTANTS, *MORE]
+    workloads, others = ["mlp", "mlp_adamw", *TRAININGS, *COMPUTE_SECONDS], [*CONTESTANTS, *MORE]
     slowed = "paced: a link of the Nth part of the rate, N times the compute time, and reported times divided by N, so \
 that two cores keep up with many ranks; latency, and work of the processors, count for less"
     tune = "real: train with each of the LEARNING_RATES and keep the one with the fewest steps in network_tuning.csv; \
@@ -56,7 +59,7 @@ other trainings use the rate kept there, or 0.05"
     add("--workload", choices=workloads, default="mlp", help="see above; default: mlp")
     add("--dilate", type=float, default=1, metavar="N", help=slowed)
     add("--ranks-per-host", type=int, default=1, metavar="N", help="number of ranks that share a link")
-    add("--contestants", nargs="+", choices=others, default=CONTESTANTS, metavar="NAME", help=f"of {others}")
+    add("--contestants", nargs="+", choices=others, metavar="NAME", help=f"of {others}")
     add("--workers", type=int, default=4, help="number of ranks; default: 4")
     add("--rounds", type=int, default=1, help="number of turns of all contestants; default: 1")
     add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
@@ -64,6 +67,7 @@ other trainings use the rate kept there, or 0.05"
     add("--tune", action="store_true", help=tune)
     add("--patience", type=float, default=120, help="seconds after which a silent contestant counts as hung")
     args = parser.parse_args()
+    args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else CONTESTANTS)
     if args.workers < 2:
         parser.error(f"--workers {args.workers}: at least two ranks are needed to communicate.")
     if args.workers % args.ranks_per_host:
@@ -154,6 +158,7 @@ def summarise(found: dict[str, list[Any]], workers: int, dilate: float) -> list[
                 "times_faster_than_ddp": round(medians["ddp"] / medians[name], 2) if "ddp" in medians else None,
                 "sent_bytes_per_step": round(quiet[0]["sent_bytes"]) or None,
                 "tx_bytes_per_step": round(quiet[0]["tx_bytes"]) or None,
+                "peak_mb": round(max(one["peak_bytes"] for one in rounds) / 1e6),
                 "cpu_ms_per_step_and_rank": round(cpu_ms / dilate, 1),
                 "busy": round(cpu_ms * workers / (os.cpu_count() or 1) / medians[name], 3),
                 "foreign_load": round(max(one["foreign_load"] for one in quiet), 3),
@@ -191,7 +196,7 @@ def draw(folder: Path) -> None:
     if not paced.empty:
         steps = pd.concat([steps, paced[paced["workload"] == "mlp_paced"]])
     if not steps.empty:
-        steps = steps.query("kind == 'step' and workers == 4 and ranks_per_host == 1")
+        steps = steps.query("kind == 'step' and workers == 4 and ranks_per_host == 1 and workload != 'mlp_adamw'")
         draw_steps(steps, folder / "network.png")
     trainings = results.load(folder / "network_real.csv")
     if not trainings.empty:

@@ -1,9 +1,10 @@
 """One rank of the network benchmark: `benchmarks.network` starts as many as there are workers.
 
 Every contestant is checked before its time counts: finite losses, weights that are bit-identical on all ranks, the same
-weights as one process that sees all batches (dense contestants), and no gradient lost: over the first steps the
+weights as one process that sees all batches (dense contestants, SGD), and no gradient lost: over the first steps the
 gradients of all ranks must equal the averages handed out plus the residuals. That sum is compared along one random
-direction, so that the check sends two numbers instead of whole gradients.
+direction, so that the check sends two numbers instead of whole gradients. Of exchanged updates the number of changed
+weights is checked.
 """
 
 import contextlib
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness.baselines import CONTESTANTS, Options, along
+from benchmarks.harness.baselines import CONTESTANTS, Options, along, steps_for_equal_bytes
 from benchmarks.harness.ranks import WrongResult, check_weights, gather, join, leave, timed, write
-from benchmarks.harness.timing import elapsed_ms
+from benchmarks.harness.timing import elapsed_ms, peak_bytes, reset_peak
 from benchmarks.harness.workloads import BATCH, TARGET_LOSS, TRAININGS, build
 from examples.data.digits import digits
 
@@ -43,7 +44,7 @@ class Rank:
     def __init__(self, job: SimpleNamespace) -> None:
         self.job = job
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.paced = job.workload not in ("mlp", *TRAININGS)
+        self.paced = job.workload not in ("mlp", "mlp_adamw", *TRAININGS)
         self.model = build(job.workload, job.compute, self.rank)
         self.options = Options(job.density, job.ranks_per_host)
 
@@ -79,11 +80,12 @@ class Rank:
 
     def measure(self, name: str) -> dict[str, Any]:
         """Check a contestant in its first steps, then time it."""
-        contestant = CONTESTANTS[name]
+        contestant, adamw = CONTESTANTS[name], self.job.workload == "mlp_adamw"
         model = copy.deepcopy(self.model)
-        wrapped = contestant.wrap(model, self.options)
+        make = torch.optim.AdamW if adamw else torch.optim.SGD
+        optimizer = make(model.parameters(), lr=LEARNING_RATE)
+        wrapped = contestant.wrap(model, self.options, optimizer)
         batches = self.batches(self.rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         losses: list[Tensor] = []
 
         def step() -> None:
@@ -101,8 +103,11 @@ class Rank:
             local = torch.autograd.grad(self.loss(model, batches[number]), list(model.parameters()))
             gradients += along(direction, local)
             norm += sum(grad.square().sum().item() for grad in local)
+            before = [param.detach().clone() for param in model.parameters()] if contestant.updates else []
             ms = elapsed_ms(step)
             averages = [param.grad for param in model.parameters() if param.grad is not None]
+            if contestant.updates:
+                averages = torch._foreach_sub(before, [param.detach() for param in model.parameters()])
             handed_out += along(direction, averages)
             if contestant.sparse:
                 # The balance below holds for every approximation; this says that it is one that saves something.
@@ -110,9 +115,9 @@ class Rank:
                 k = self.job.density * sum(grad.numel() for grad in averages)
                 if not 2 * k / 3 <= entries <= 4 * k / 3 * self.size + 100:
                     raise WrongResult(f"{entries} entries were handed out, for k = {k:.0f} on {self.size} ranks")
-            if number == 0 and contestant.tolerance is not None and not self.paced:
+            if number == 0 and contestant.tolerance is not None and not self.paced and not adamw:
                 self.check_reference(model, self.model, contestant.tolerance)
-        if not contestant.alone:
+        if not contestant.alone and not contestant.updates:
             residuals = wrapped.residuals()
             kept = along(direction, [residuals[key] for key, _ in model.named_parameters()]) if residuals else 0.0
             # The gradients of all ranks equal the averages plus the residuals.
@@ -120,13 +125,15 @@ class Rank:
             error, length = abs(sum(missing)), math.sqrt(sum(norms))
             if not error <= (contestant.tolerance or 1e-4) * length:
                 raise WrongResult(f"gradients and residuals do not add up: {error / length:.2g} is missing")
-        del direction
+        del direction, local, before, averages
         # Buffers are allocated and DDP forms its buckets anew in the second step; a slow step drowns both.
         for _ in range(2 if gather(ms)[0] < 3000 else 0):
             ms = elapsed_ms(step)
         count = max(LEAST, min(MOST, int(1e3 * self.job.seconds / gather(ms)[0])))
         sent, before = wrapped.counted_bytes, wrapped.seconds()
+        reset_peak()
         found = timed(step, count)
+        peak = peak_bytes()
         sent = wrapped.counted_bytes - sent
         phases = {phase: value - before[phase] for phase, value in wrapped.seconds().items()}
         if not torch.stack(losses).isfinite().all():
@@ -137,6 +144,7 @@ class Rank:
         return found | {
             "params": sum(param.numel() for param in model.parameters()),
             "sent_bytes": max(all_sent) / count,
+            "peak_bytes": peak,
             "phases_ms": {phase: 1e3 * max(rank[phase] for rank in all_phases) / count for phase in phases},
         }
 
@@ -144,8 +152,11 @@ class Rank:
         """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
         train, test = digits()
         model = copy.deepcopy(self.model)
-        wrapped = CONTESTANTS[name].wrap(model, self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+        options = self.options
+        if CONTESTANTS[name].updates:
+            options = options._replace(every=steps_for_equal_bytes(model, options.density))
+        wrapped = CONTESTANTS[name].wrap(model, options, optimizer)
         random = torch.Generator().manual_seed(self.rank)
         curve: list[dict[str, float]] = []
         clock, every = 0.0, wrapped.every
@@ -170,14 +181,10 @@ class Rank:
                 adds_up = not exchanges and isinstance(wrapped.module, DistributedDataParallel)
                 with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
                     step_loss = functional.cross_entropy(wrapped.module(train.images[picked]), train.labels[picked])
-                    (step_loss if wrapped.averages else step_loss / every).backward()
+                    (step_loss if CONTESTANTS[name].updates else step_loss / every).backward()
                 if not adds_up:
                     optimizer.step()
                     optimizer.zero_grad()
-                if exchanges and wrapped.averages:
-                    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-                    dist.all_reduce(weights.div_(self.size))
-                    nn.utils.vector_to_parameters(weights, model.parameters())
             clock += time.perf_counter() - started
         if not CONTESTANTS[name].alone:
             check_weights(model)

@@ -55,6 +55,8 @@ class Variant(NamedTuple):
         payout: share of what momentum would still deliver that is paid out.
         weight_decay: of AdamW.
         decay_outside: whether weights decay after the exchange, on all ranks alike, and not in the update.
+        late: whether weights change by the mean of the step before, so that the exchange could take place during the
+            next step.
     """
 
     exchanged: str = "update"
@@ -66,6 +68,7 @@ class Variant(NamedTuple):
     payout: float = 1.0
     weight_decay: float = 0.01
     decay_outside: bool = False
+    late: bool = False
 
 
 KEEP = UpdateRule(momentum="keep", rescale=False)
@@ -91,6 +94,7 @@ VARIANTS = {
     "dense, decay 0.1": Variant("gradient", "dense", weight_decay=0.1),
     "decay 0.1": Variant(weight_decay=0.1),
     "decay 0.1 outside": Variant(weight_decay=0.1, decay_outside=True),
+    "late": Variant(late=True),
 }
 
 
@@ -124,6 +128,7 @@ class Trial(Updates):
     def __init__(self, *args: Any, variant: Variant) -> None:
         super().__init__(*args)
         self.variant = variant
+        self.waiting = {name: torch.zeros_like(param) for name, param in self._params.items()}
 
     def _moments(self, segment: Segment, *args: Any) -> SegmentMoments:
         moments, size = super()._moments(segment, *args), self._reducer.comm.size
@@ -150,7 +155,15 @@ class Trial(Updates):
             with torch.no_grad():
                 for name, param in self._params.items():
                     param.lerp_(self._weights[name], 1 - self._reducer.comm.size**0.5)
+        if not self.variant.late:
+            super().exchange(optimizer)
+            return
+        before = {name: x.clone() for name, x in self._weights.items()}
         super().exchange(optimizer)
+        for name, param in self._params.items():
+            mean = before[name] - param.detach()
+            param.data.copy_(before[name] - self.waiting[name])
+            self.waiting[name] = mean
 
 
 class Trainee:

@@ -1,6 +1,7 @@
 """Ways to average gradients: stock DDP, its hooks, the usual top-k, seldom averaging, and our methods.
 
-`CONTESTANTS["topk"].wrap(model, Options())` makes a model ready for one of them, on every rank of a gloo process group.
+`CONTESTANTS["topk"].wrap(model, Options(), optimizer)` makes a model ready for one of them, on every rank of a gloo
+process group.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from lightning_sparse import ProcessGroupComm, Reducer, attach, method
+from lightning_sparse import ProcessGroupComm, Reducer, attach, attach_updates, method
 from lightning_sparse.aggregators import TwoLevel
 
 RANK = 4
@@ -25,10 +27,17 @@ AS_OURS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
 
 
 class Options(NamedTuple):
-    """The sparse contestants' density, and how many ranks share a link."""
+    """What contestants are told.
+
+    Attributes:
+        density: of the sparse ones.
+        ranks_per_host: how many ranks share a link.
+        every: steps before each exchange of updates.
+    """
 
     density: float = 0.001
     ranks_per_host: int = 1
+    every: int = 1
 
 
 @dataclass
@@ -41,7 +50,6 @@ class Wrapped:
         reducer: of our methods.
         all_reduced: returns how many bytes went into all-reduces in a number of steps; dense baselines only.
         every: number of steps from one exchange to the next.
-        averages: exchanges weights, not gradients.
     """
 
     module: nn.Module
@@ -49,7 +57,6 @@ class Wrapped:
     reducer: Reducer | None = None
     all_reduced: Callable[[int], int] | None = None
     every: int = 1
-    averages: bool = False
 
     @property
     def counted_bytes(self) -> int:
@@ -67,7 +74,7 @@ class Wrapped:
         return {**self.reducer.seconds, "wire": self.reducer.comm.seconds} if self.reducer else {}
 
 
-Wrap = Callable[[nn.Module, Options], Wrapped]
+Wrap = Callable[[nn.Module, Options, Optimizer], Wrapped]
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class Contestant:
         check_steps: steps over which gradients must balance; they are the warm-up too.
         sparse: whether few entries are handed out: at most P·⌈4k/3⌉.
         alone: ranks do not communicate at all.
+        updates: whether it exchanges what optimizers change, not gradients.
     """
 
     wrap: Wrap
@@ -87,6 +95,7 @@ class Contestant:
     check_steps: int = 1
     sparse: bool = False
     alone: bool = False
+    updates: bool = False
 
 
 def size(model: nn.Module) -> int:
@@ -108,10 +117,10 @@ def bf16_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # t
 
 
 def _half(hook: Any) -> Wrap:
-    return lambda model, options: Wrapped(data_parallel(model, hook), all_reduced=lambda steps: 2 * size(model) * steps)
+    return lambda model, *_: Wrapped(data_parallel(model, hook), all_reduced=lambda steps: 2 * size(model) * steps)
 
 
-def _powersgd(model: nn.Module, options: Options) -> Wrapped:
+def _powersgd(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     # One bucket: with several, the hook's callbacks wait for each other on gloo's threads and never end. The hook asks
     # for two dense steps at first.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
@@ -133,7 +142,7 @@ def _powersgd(model: nn.Module, options: Options) -> Wrapped:
     )
 
 
-def _naive_topk(model: nn.Module, options: Options) -> Wrapped:
+def _naive_topk(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     """Top-k as it is usually written: torch.topk over each bucket, and two all-gathers within the hook."""
     kept = {param: torch.zeros_like(param) for param in model.parameters()}
 
@@ -158,37 +167,45 @@ def _naive_topk(model: nn.Module, options: Options) -> Wrapped:
     return Wrapped(data_parallel(model, hook), lambda: {name: kept[param] for name, param in model.named_parameters()})
 
 
-def _ours(name: str, two_level: bool = False) -> Contestant:
-    def wrap(model: nn.Module, options: Options) -> Wrapped:
-        chosen = method(name, density=options.density)
+def _ours(name: str, two_level: bool = False, sparse: bool = True) -> Contestant:
+    def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
+        chosen = method(name, density=options.density if sparse else None)
         if two_level:
             chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
         ddp = data_parallel(model, **AS_OURS)
         reducer = attach(ddp, chosen)
         return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
-    return Contestant(wrap, check_steps=2, sparse=True)
+    return Contestant(wrap, check_steps=2, sparse=sparse)
 
 
-def _seldom(averages: bool) -> Wrap:
-    """Dense, but so seldom that as many bytes are sent as by top-k: gradients added up, or weights averaged."""
+def _updates(name: str, sparse: bool = False) -> Contestant:
+    def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
+        density = options.density if sparse else None
+        reducer = attach_updates(model, optimizer, name, density=density, every=options.every)
+        return Wrapped(model, reducer=reducer, every=options.every)
 
-    def wrap(model: nn.Module, options: Options) -> Wrapped:
-        reducer = Reducer(method("topk", density=options.density), ProcessGroupComm())
-        reducer.setup(dict(model.named_parameters()))
-        every = round(reducer.routing.dense_nbytes / reducer.routing.nbytes(None))
-        return Wrapped(model if averages else data_parallel(model), every=every, averages=averages)
+    return Contestant(wrap, check_steps=2, sparse=sparse, updates=True)
 
-    return wrap
+
+def steps_for_equal_bytes(model: nn.Module, density: float) -> int:
+    """Return after how many steps dense exchanges send as many bytes as top-k does in as many steps."""
+    reducer = Reducer(method("topk", density=density), ProcessGroupComm())
+    reducer.setup(dict(model.named_parameters()))
+    return round(reducer.routing.dense_nbytes / reducer.routing.nbytes(None))
+
+
+def _accumulated(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
+    return Wrapped(data_parallel(model), every=steps_for_equal_bytes(model, options.density))
 
 
 CONTESTANTS = {
-    "none": Contestant(lambda model, options: Wrapped(model), alone=True),
+    "none": Contestant(lambda model, *_: Wrapped(model), alone=True),
     "idle_hook": Contestant(
-        lambda model, options: Wrapped(data_parallel(model, debugging_hooks.noop_hook, **AS_OURS)), alone=True
+        lambda model, *_: Wrapped(data_parallel(model, debugging_hooks.noop_hook, **AS_OURS)), alone=True
     ),
     "ddp": Contestant(
-        lambda model, options: Wrapped(data_parallel(model), all_reduced=lambda steps: 4 * size(model) * steps),
+        lambda model, *_: Wrapped(data_parallel(model), all_reduced=lambda steps: 4 * size(model) * steps),
         tolerance=1e-4,
     ),
     "fp16": Contestant(_half(default_hooks.fp16_compress_hook), tolerance=1e-2),
@@ -196,9 +213,11 @@ CONTESTANTS = {
     "powersgd": Contestant(_powersgd, check_steps=4),
     "naive_topk": Contestant(_naive_topk, check_steps=2, sparse=True),
     **{name: _ours(name) for name in ("topk", "gaussiank", "gtopk", "oktopk", "scalecom", "randk")},
-    "ddp_accumulated": Contestant(_seldom(averages=False)),
-    "local_sgd": Contestant(_seldom(averages=True)),
+    "ddp_accumulated": Contestant(_accumulated),
     "topk_two_level": _ours("topk", two_level=True),
+    "int4": _ours("int4", sparse=False),
+    **{f"{name} updates": _updates(name, sparse=True) for name in ("topk", "gaussiank")},
+    **{name: _updates(name) for name in ("local_sgd", "diloco", "sparseloco")},
 }
 
 

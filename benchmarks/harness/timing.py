@@ -1,6 +1,8 @@
 """Clocks, quantiles, and the load that other programs put on the machine."""
 
 import collections
+import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -76,6 +78,19 @@ def in_turns(contestants: Mapping[str, Callable[[], object]], repetitions: int) 
 def spent() -> Any:
     """Return what was spent so far: seconds, processor seconds of this rank and of the machine, transmitted bytes."""
     return np.array([time.perf_counter(), time.process_time(), machine_seconds(), interface_bytes()])
+
+
+def reset_peak() -> None:
+    """Count the peak of this process's memory anew, after what was freed has gone back to the system; Linux only."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had since `reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def machine_seconds() -> float:

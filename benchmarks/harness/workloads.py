@@ -22,9 +22,9 @@ BATCH = 16
 
 
 def build(workload: str, compute: float, rank: int) -> nn.Module:
-    """Return the model of a workload: "mlp", one of `TRAININGS`, or a paced one of `shapes`."""
+    """Return the model of a workload: "mlp", "mlp_adamw", one of `TRAININGS`, or a paced one of `shapes`."""
     torch.manual_seed(0)
-    made: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "real": convnet}
+    made: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "mlp_adamw": mlp, "real": convnet}
     made["real_resnet20"] = lambda: ResNet20(in_channels=1)
     return made[workload]() if workload in made else Paced(shapes(workload), compute, real_gradients(rank))
 
