@@ -31,6 +31,9 @@ from lightning_sparse.layout import Segment
 
 State = Mapping[str, Any]
 
+CHUNK = 1 << 17
+"""Elements that are worked on at a time on the CPU, where temporary tensors of that length stay in cache."""
+
 
 class Moments(NamedTuple):
     """How an optimizer keeps its momentum.
@@ -108,20 +111,24 @@ class SegmentMoments:
         """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
         if (whole := self._whole_state()) is not None:
             return self._kind.to_come(self._groups[0], whole)
-        return torch.cat(
-            [
-                self._kind.to_come(group, state).reshape(-1)
-                if self._kind.first in state
-                else torch.zeros(stop - start, device=self._device)
-                for group, state, (start, stop) in zip(
-                    self._groups, self._states, pairwise(self._segment.bounds), strict=True
-                )
-            ]
-        )
+        result = torch.empty(self._segment.numel, dtype=torch.float32, device=self._device)
+        parts = zip(self._groups, self._states, self._segment.shapes, self._segment.views(result), strict=True)
+        for group, state, shape, part in parts:
+            if self._kind.first not in state:
+                part.zero_()
+                continue
+            flat = {k: x.reshape(-1) for k, x in state.items() if isinstance(x, Tensor) and x.shape == shape}
+            each = CHUNK if self._device.type == "cpu" else max(1, part.numel())
+            for start in range(0, part.numel(), each):
+                piece = {**state, **{key: x[start : start + each] for key, x in flat.items()}}
+                part[start : start + each] = self._kind.to_come(group, piece)
+        return result
 
     def _whole_state(self) -> State | None:
-        """Return the state of all parameters as that of one, if they are alike: few long operations are the faster."""
+        """Return the state of all parameters as that of one, if they are short and alike: fewer operations then."""
         shapes, first, states = self._segment.shapes, self._states[0], self._states
+        if self._segment.numel > CHUNK * len(shapes):
+            return None
         alike = all(group is self._groups[0] for group in self._groups) and all(
             state.keys() == first.keys() for state in states
         )

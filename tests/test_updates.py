@@ -237,6 +237,20 @@ def test_what_momentum_still_owes(name):
     torch.testing.assert_close(moved, owed, rtol=0.03, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("sgd", "rmsprop")])
+def test_what_momentum_owes_is_the_same_in_pieces(name, monkeypatch):
+    net = Net()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    for step in range(3):
+        net.backward(0, step)
+        optimizer.step()
+    kind = moments_of(optimizer)
+    assert kind is not None
+    whole = still_to_come(optimizer, net, kind)
+    monkeypatch.setattr("lightning_sparse.moments.CHUNK", 7)
+    assert torch.equal(still_to_come(optimizer, net, kind), whole)
+
+
 def test_a_payout_that_is_not_sent_stays_in_the_moment():
     def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         net = Net()
