@@ -11,8 +11,8 @@ and the differences of the upper bits in unary, as one bit array. k indices belo
 each, for the best w: 12.9 bits at a density of 0.001.
 
 "int8" and "int4" values are even steps of a scale, as in `Blocks`, one for each 64 entries in the order of the indices.
-What is selected is alike in magnitude, so 4 bits take it well: of the tenth of a percent of a Gaussian that is largest,
-the relative error is 0.09, and that of the whole of it, in blocks of as many, 0.12.
+What is selected is alike in magnitude: of the largest thousandth of a Gaussian, 4 bits have a relative error of 0.055,
+of all of it, in blocks of as many, one of 0.11; of Student's t with 5 degrees of freedom 0.09 and 0.15.
 """
 
 from __future__ import annotations
