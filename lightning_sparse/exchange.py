@@ -146,7 +146,8 @@ class Exchange:
 
     def check_sum(self, x: Tensor) -> None:
         """Note in the status if a sum over all ranks is not finite; as all have it, all note the same."""
-        self._note_status(torch.where(x.isfinite().all(), OK, self._senders[0] + TOO_LARGE))
+        fine = x.isfinite().all() | (self._root._worst != OK)  # an error that is known already is the cause
+        self._note_status(torch.where(fine, OK, self._senders[0] + TOO_LARGE))
 
     def pin(self, x: Tensor) -> None:
         """Make `x` (int64) part of the fingerprint: from here on ranks whose `x` differ are out of step."""

@@ -158,7 +158,8 @@ def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> T
     blocks, width = scales.shape[-1], codes.shape[-1] * 8 // bits
     steps = torch.empty(*codes.shape[:-1], width, dtype=torch.float32, device=codes.device)
     rows = _fill(unpack_steps(codes, bits, steps), blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
-    return rows.mul_(scales.unsqueeze(-1)).flatten(-2)[..., :capacity]
+    decoded: Tensor = rows.mul_(scales.unsqueeze(-1)).flatten(-2)
+    return decoded[..., :capacity]
 
 
 def _lower_bits(numel: int, capacity: int, index_format: IndexFormat) -> int | None:
