@@ -25,10 +25,9 @@ class PowerSGD(Aggregator[LowRank]):
     2. Every rank makes the same basis P̂ of P, matrix by matrix.
     3. All-reduce Q = mean of Mᵀ P̂. The result is P̂ Qᵀ; Q is kept for the next step.
 
-    Applied is P̂ P̂ᵀ M, each rank's own share of the result, so Σ u = P · result + Σ residuals. The result itself, which
-    the authors' code subtracts, conserves as well, and gives the same results; but then what ranks differ in stays in
-    their residuals and adds up for ever, where rounding eats at it, and where a rank that is absent for a step leaves
-    the others' part of it alone.
+    Applied is P̂ P̂ᵀ M, this rank's own share of the result, so Σ u = P · result + Σ residuals. To take out the result
+    instead, as the authors' code does, conserves as well and gives the same results. But then what ranks differ in never
+    leaves their residuals: it adds up and costs digits, and if a rank is absent for a step, the others' part is alone.
 
     Results are equal to the last bit on ranks with processors of one kind and equal numbers of threads, as products of
     matrices are.
