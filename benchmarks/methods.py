@@ -3,7 +3,7 @@
 All rows of `METHODS`, with their own options, on one rank's gradient of 25 matrices of 1000 · 1000, Gaussian. Before a
 time is taken, what other ranks decode is compared with what is taken out of the residual. Then a copy of as many
 elements, compressing, and a rank's whole step take turns, as in `benchmarks.selection`, each "cold", after the caches
-were filled with other data.
+were filled with other data. Times are of one core: other programs slow them down little.
 
     python -m benchmarks.methods                     # all methods
     python -m benchmarks.methods --methods qsgd      # replaces their rows only
@@ -20,6 +20,8 @@ Written: `results/methods.csv`, a row per method.
 Methods with the same compressor and memory are timed once.
 """
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,7 +33,7 @@ from benchmarks.harness.timing import in_turns
 from lightning_sparse import METHODS, Comm, Method, method, simulate
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context, State
-from lightning_sparse.layout import Layout
+from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.routing import Routing
 
 WORKERS = 8
@@ -39,8 +41,8 @@ SIDE = 1000
 
 
 def layout(matrices: int) -> Layout:
-    """Return a model of square matrices."""
-    return Layout.of({f"layer {number}": (SIDE, SIDE) for number in range(matrices)}, "model")
+    """Return a model of square matrices, in buckets."""
+    return Layout.of({f"layer {number}": (SIDE, SIDE) for number in range(matrices)})
 
 
 def volume(chosen: Method, matrices: int) -> Row:
@@ -62,36 +64,59 @@ def works(chosen: Method, matrices: int) -> dict[str, Callable[[], object]]:
     Raises:
         SystemExit: what other ranks decode differs from the update.
     """
-    (segment,) = layout(matrices).segments
-    gradient = torch.randn(segment.numel, generator=torch.Generator().manual_seed(0))
-    grads, copied = segment.views(gradient), torch.empty_like(gradient)
-    compressor, memory = chosen.compressor, chosen.memory
-    state: State = {
-        spec.name: torch.zeros_like(gradient) for spec in (*memory.state, *compressor.state) if spec.per != "segment"
-    }
+    buckets = [_Bucket(chosen, segment) for segment in layout(matrices).segments]
+    for bucket in buckets:
+        bucket.check()
+    return {part: functools.partial(_each, buckets, part) for part in ("copy", "compress", "step")}
 
-    def compensated() -> tuple[Tensor, Context]:
-        ctx = Context(segment, density=chosen.density, state=state, stats=compressor.block_stats(segment.numel))
-        return memory.compensate(grads, ctx), ctx
 
-    def step() -> None:
-        u, ctx = compensated()
-        _, update = compressor.compress(u, ctx)
-        memory.update(u, update, None, ctx)
+class _Bucket:
+    """One rank's work for a segment."""
 
-    step()
-    u, ctx = compensated()
-    payload, update = compressor.compress(u, ctx)
-    sent, decoded = (add_(torch.zeros_like(u), x) for x in (update, compressor.decode(payload, ctx)))
-    if not torch.equal(sent, decoded):
-        raise SystemExit(f"{chosen}: other ranks decode something else than the update: no times for that.")
-    del sent, decoded, update, payload
-    return {"copy": lambda: copied.copy_(gradient), "compress": lambda: compressor.compress(u, ctx), "step": step}
+    def __init__(self, chosen: Method, segment: Segment) -> None:
+        self.chosen, self.segment = chosen, segment
+        self.gradient = torch.randn(segment.numel, generator=torch.Generator().manual_seed(segment.index))
+        self.copied = torch.empty_like(self.gradient)
+        self.state: State = {
+            spec.name: torch.zeros_like(self.gradient)
+            for spec in (*chosen.memory.state, *chosen.compressor.state)
+            if spec.per != "segment"
+        }
+        self.step()
+        self.u, self.ctx = self.compensated()
+
+    def compensated(self) -> tuple[Tensor, Context]:
+        stats = self.chosen.compressor.block_stats(self.segment.numel)
+        ctx = Context(self.segment, density=self.chosen.density, state=self.state, stats=stats)
+        return self.chosen.memory.compensate(self.segment.views(self.gradient), ctx), ctx
+
+    def copy(self) -> None:
+        self.copied.copy_(self.gradient)
+
+    def compress(self) -> None:
+        self.chosen.compressor.compress(self.u, self.ctx)
+
+    def step(self) -> None:
+        u, ctx = self.compensated()
+        _, update = self.chosen.compressor.compress(u, ctx)
+        self.chosen.memory.update(u, update, None, ctx)
+
+    def check(self) -> None:
+        payload, update = self.chosen.compressor.compress(self.u, self.ctx)
+        decoded = self.chosen.compressor.decode(payload, self.ctx)
+        if not torch.equal(*(add_(torch.zeros_like(self.u), x) for x in (update, decoded))):
+            raise SystemExit(f"{self.chosen}: other ranks decode something else than the update: no times for that.")
+
+
+def _each(buckets: list[_Bucket], part: str) -> None:
+    for bucket in buckets:
+        getattr(bucket, part)()
 
 
 def times(chosen: Method, matrices: int, repetitions: int) -> Row:
     """Return the median milliseconds of each part of the work, from a cold cache."""
-    rows = {row["contestant"]: row for row in in_turns(works(chosen, matrices), repetitions) if row["cache"] == "cold"}
+    timed = in_turns(works(chosen, matrices), repetitions, time.process_time)
+    rows = {row["contestant"]: row for row in timed if row["cache"] == "cold"}
     return {
         f"{name}_{column}": value
         for name, row in rows.items()
@@ -123,9 +148,10 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, default=25, help="of a million elements each, default 25")
     parser.add_argument("--repetitions", type=int, default=15)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     rows = measure(arguments.methods, arguments.matrices, arguments.repetitions)
     case = {"elements": arguments.matrices * SIDE**2, "workers": WORKERS}
-    more = {"repetitions": arguments.repetitions, "threads": torch.get_num_threads()} | results.origin()
+    more = {"repetitions": arguments.repetitions} | results.origin()
     results.save(arguments.out / "methods.csv", [row | case | more for row in rows], ["method"], digits=4)
 
 

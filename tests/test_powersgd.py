@@ -104,8 +104,8 @@ def test_a_mean_of_low_rank_comes_back(size, granularity):
 
 
 def test_against_the_published_algorithm_in_fp64():
-    """Three ranks, eight steps. Either residual gives the same results: what is left of u beside the rank's own share, and
-    beside the result, as in the authors' code.
+    """Three ranks, eight steps. Residuals of either kind give the same results: what each rank's own share leaves of u,
+    and, as in the authors' code, what the result leaves.
     """
     size, steps = 3, 8
     given = torch.randn(steps, size, 30, 40, generator=torch.Generator().manual_seed(0))
@@ -125,7 +125,7 @@ def test_against_the_published_algorithm_in_fp64():
     def rank(comm: Comm) -> list[Tensor]:
         reducer = Reducer(method("powersgd", rank=2), comm)
         reducer.setup({"w": torch.empty(30, 40)})
-        reducer.states[0]["right"] = start.view(-1).clone()
+        reducer.states[0]["right"] = start.T.reshape(-1).clone()
         outs = []
         for grads in given:
             outs.append({"w": grads[comm.rank].clone()})

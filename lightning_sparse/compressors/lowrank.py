@@ -34,7 +34,7 @@ class LowRank(Compressor):
     dimensions. What P̂ Qᵀ = P̂ P̂ᵀ M leaves out is the residual's. A matrix of a rank up to `rank` comes back exactly, up
     to rounding: its columns are all in the span of P.
 
-    Payload: P̂ of all matrices, Q of all matrices, and what travels exactly; each 1-D, fp32.
+    Payload: P̂ of all matrices, Qᵀ of all matrices, and what travels exactly; each 1-D, fp32.
 
     Attributes:
         rank: number of columns of P̂ and Q, 1 or more.
@@ -66,8 +66,8 @@ class LowRank(Compressor):
         if known is not None and known.numel() == parts.right:
             starts = [_unit(*pair) for pair in zip(parts.right_views(known), starts, strict=True)]
         else:
-            starts = [start / math.sqrt(len(start)) for start in starts]
-        products = [matrix @ start for matrix, start in zip(parts.matrix_views(u), starts, strict=True)]
+            starts = [start / math.sqrt(start.shape[1]) for start in starts]
+        products = [matrix @ start.mT for matrix, start in zip(parts.matrix_views(u), starts, strict=True)]
         exact = [u[start:stop] for start, stop in parts.exact]
         return torch.cat([u[:0], *(x.view(-1) for x in products)]), torch.cat([u[:0], *exact])
 
@@ -82,10 +82,11 @@ class LowRank(Compressor):
         return torch.cat([products[:0], *bases])
 
     def right_products(self, u: Tensor, left: Tensor, ctx: Context) -> Tensor:
-        """Return Mᵀ P̂ of all matrices, one after the other."""
+        """Return P̂ᵀ M of all matrices, one after the other."""
         parts = _parts(ctx.segment, self.rank)
-        pairs = zip(parts.matrix_views(u), parts.left_views(left), strict=True)
-        return torch.cat([u[:0], *((matrix.mT @ basis).view(-1) for matrix, basis in pairs)])
+        pairs = zip(parts.left_views(left), parts.matrix_views(u), strict=True)
+        # Twice as fast on the CPU as with Mᵀ, or with a P̂ᵀ that is not contiguous.
+        return torch.cat([u[:0], *((basis.mT.contiguous() @ matrix).view(-1) for basis, matrix in pairs)])
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         left, right, exact = payload
@@ -93,7 +94,7 @@ class LowRank(Compressor):
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=left.device)
         factors = zip(parts.matrix_views(update), parts.left_views(left), parts.right_views(right), strict=True)
         for matrix, basis, coefficients in factors:
-            torch.mm(basis, coefficients.mT, out=matrix)
+            torch.mm(basis, coefficients, out=matrix)
         begin = 0
         for start, stop in parts.exact:
             update[start:stop] = exact[begin : begin + stop - start]
@@ -105,11 +106,11 @@ class LowRank(Compressor):
         return 4 * (parts.left + parts.right + sum(stop - start for start, stop in parts.exact))
 
 
-def _unit(columns: Tensor, drawn: Tensor) -> Tensor:
-    """Return columns of length 1, (m, rank); those that are zero are taken from `drawn`."""
+def _unit(rows: Tensor, drawn: Tensor) -> Tensor:
+    """Return rows of length 1, (rank, m); those that are zero are taken from `drawn`."""
     # In fp64: the squares of large numbers overflow, those of small ones vanish.
-    lengths = torch.linalg.vector_norm(columns, dim=0, dtype=torch.float64)
-    return torch.where(lengths > 0, (columns / lengths).float(), drawn / math.sqrt(len(drawn)))
+    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    return torch.where(lengths > 0, (rows / lengths).float(), drawn / math.sqrt(drawn.shape[1]))
 
 
 class _Parts(NamedTuple):
@@ -144,8 +145,8 @@ class _Parts(NamedTuple):
         return [x.view(-1, self.rank) for x in flat.split([self.rank * rows for _, _, rows, _ in self.matrices])]
 
     def right_views(self, flat: Tensor) -> list[Tensor]:
-        """Cut right factors, one after the other, into views, (columns, rank)."""
-        return [x.view(-1, self.rank) for x in flat.split([self.rank * columns for *_, columns in self.matrices])]
+        """Cut right factors, one after the other, into views, (rank, columns)."""
+        return [x.view(self.rank, -1) for x in flat.split([self.rank * columns for *_, columns in self.matrices])]
 
 
 @functools.lru_cache(maxsize=4096)
