@@ -388,9 +388,9 @@ def costs() -> str:
                 f"`{name}`",
                 digits(sends),
                 digits(run.dense_bytes / run.bytes),
-                digits(run.compress_ms),
-                digits(run.compress_ms / run.copy_ms, 2),
-                digits(run.step_ms / run.copy_ms, 2),
+                digits(round(run.compress_ms, 1)),
+                digits(round(run.compress_ms / run.copy_ms, 1), 2),
+                digits(round(run.step_ms / run.copy_ms, 1), 2),
                 ", ".join(needs),
                 ", ".join(guarantees),
             ]
