@@ -57,6 +57,7 @@ SENDS = {
     "int8": ("each value in 8 bits, with a scale for each block of 64; the mean the same way", "about 0.52d(P − 1)/P"),
     "int4": ("each value in 4 bits, with a scale for each block of 64; the mean the same way", "about 0.27d(P − 1)/P"),
     "qsgd": ("each value rounded at random to one of 31 levels, in a byte", "about d(P − 1)/4"),
+    "powersgd": ("two thin factors of each matrix, n × m, of r columns each; all else exactly", "2Σ(n + m)r(P − 1)/P"),
     "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent", "d(P − 1)/32"),
     "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),
     "dgc": ("as `memsgd`, and momentum is set to zero where entries are sent", "2k(P − 1)"),
@@ -222,9 +223,10 @@ def language(contestants: Sequence[tuple[str, str]] = ()) -> str:
         ends = runs.sort_values("step").groupby("lr").val_loss.last()
         run = runs[runs.lr == ends.idxmin()].sort_values("step")
         steps = steps_to(2.6, run)
+        label = "torch's PowerSGD" if method == "powersgd" else method
         rows.append(
             [
-                f"{method}, {labels[optimizer]}",
+                f"{label}, {labels[optimizer]}",
                 f"{ends.idxmin():g}",
                 f"{ends.min():.2f}",
                 f"{run.sent_bytes_per_worker.iloc[-1] / run.step.iloc[-1] / 1e3:,.1f}",
@@ -363,6 +365,48 @@ def traits() -> str:
     return table(["method", "parts", "averages", "loses nothing", "equals the mean with"], rows)
 
 
+def costs() -> str:
+    """What each method sends, takes, needs and guarantees."""
+    measured = read("methods").set_index("method")
+    rows = []
+    for name, spec in lightning_sparse.METHODS.items():
+        chosen, run = lightning_sparse.method(name), measured.loc[name]
+        parts = (chosen.memory, chosen.aggregator, chosen.compressor, *([chosen.updates] if chosen.updates else []))
+        buffers = sum(spec.per != "segment" for part in parts for spec in part.state)
+        # Where updates are exchanged, the weights before the steps.
+        needs = [f"{4 * (buffers + (chosen.updates is not None))} bytes"]
+        needs += [f"{chosen.every} steps"] * (chosen.every > 1)
+        needs += ["a rate of its own"] * (not spec.averages)
+        guarantees = ["a mean" if spec.averages else "a vote"]
+        guarantees += ["nothing lost"] * spec.traits.conserves
+        if spec.traits.exact is not None:
+            options = ", ".join(f"`{key}={value}`" for key, value in spec.traits.exact.items())
+            guarantees.append(f"exact with {options}" if options else "exact")
+        sends = run.bytes / 1e6
+        rows.append(
+            [
+                f"`{name}`",
+                digits(sends),
+                digits(run.dense_bytes / run.bytes),
+                digits(round(run.compress_ms, 1)),
+                digits(round(run.compress_ms / run.copy_ms, 1), 2),
+                digits(round(run.step_ms / run.copy_ms, 1), 2),
+                ", ".join(needs),
+                ", ".join(guarantees),
+            ]
+        )
+    header = [
+        "MB per step",
+        "times less",
+        "ms to compress",
+        "copies",
+        "step, copies",
+        "needs per element",
+        "guarantees",
+    ]
+    return table(["method", *header], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "network": network,
     "network-workers": network_workers,
@@ -382,6 +426,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "strategies": partial(methods, "_ddp"),
     "methods": methods,
     "traits": traits,
+    "costs": costs,
 }
 
 

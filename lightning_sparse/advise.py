@@ -21,7 +21,7 @@ import torch
 
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
-from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, step
+from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, matrices, step
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
@@ -72,10 +72,10 @@ def gbit(bandwidth: float) -> str:
 
 def measure(chosen: Method, params: int) -> Costs:
     """Time a method's own work on this machine: a step in a world of one, and adding up the entries of another rank."""
-    numel = min(params, TIMED_ELEMENTS)
+    shape = matrices(min(params, TIMED_ELEMENTS))[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gradient = torch.randn(1, numel, device=device, generator=torch.Generator(device).manual_seed(0))
-    out = torch.zeros(numel, device=device)
+    gradient = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
+    out = torch.zeros(gradient.numel(), device=device)
 
     def now() -> float:
         if device == "cuda":
@@ -97,7 +97,7 @@ def measure(chosen: Method, params: int) -> Costs:
             out.index_add_(0, indices, values)
             entries.append((now() - started) / max(1, len(indices)))
         # The first step also allocates memory.
-        return statistics.median(steps[1:]) / numel, statistics.median(entries[1:])
+        return statistics.median(steps[1:]) / gradient.numel(), statistics.median(entries[1:])
 
     ((element, entry),) = simulate(1, rank)
     return Costs(element=element, entry=entry)

@@ -147,7 +147,8 @@ def step(
     ] = []  # per segment: when its exchange ends, and the time to add up the received entries
     arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
     for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
-        segment = Segment(index, ("",), ((1, numel),), 0)  # a matrix: vectors may travel otherwise, see `Blocks`
+        shapes = matrices(numel)
+        segment = Segment(index, ("",) * len(shapes), shapes, 0)
         dense = dense_bytes * numel * dense_rounds / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
         # As in `Reducer`: only a method whose result is a mean may fall back to the dense mean.
@@ -180,6 +181,16 @@ def step(
     computing = work.forward + work.backward
     exposed = (end - computing) / method.every
     return Step(computing + exposed, exposed, sent / method.every)
+
+
+def matrices(numel: int) -> tuple[tuple[int, int], ...]:
+    """Return shapes of matrices of so many elements together, with 1000 rows or fewer, like those of a large layer.
+
+    Methods that code matrices, such as `LowRank`, let vectors travel otherwise.
+    """
+    rows = max(1, min(1000, math.isqrt(numel)))
+    columns, rest = divmod(numel, rows)
+    return ((rows, columns), (1, rest)) if rest else ((rows, columns),)
 
 
 def _entries_per_byte(compressor: Compressor, segment: Segment, density: float | None) -> float:

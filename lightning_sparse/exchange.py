@@ -131,12 +131,24 @@ class Exchange:
                 self._note(torch.where(part.isfinite().all(), 0, TOO_LARGE), ctx)
         return payload, update
 
-    def check_finite(self, u: Tensor) -> None:
-        """Note in the status where `u` is not finite, for aggregators that do not compress all of it."""
-        if uses_triton(u):
-            self._note(first_nonfinite_parameter(u, self.ctx.segment), self.ctx)
-        else:
-            self._check(u, [u], self.ctx)
+    def check_finite(self, u: Tensor, *made: Tensor) -> None:
+        """Note in the status where `u` is not finite, for aggregators that do not compress all of it.
+
+        Args:
+            u: 1-D, fp32.
+            made: tensors made of `u`, one of which is not finite if `u` is not, or if it is too large for them.
+        """
+        if not uses_triton(u):
+            self._check(u, made or [u], self.ctx)
+            return
+        self._note(first_nonfinite_parameter(u, self.ctx.segment), self.ctx)
+        for part in made:
+            self._note(torch.where(part.isfinite().all(), 0, TOO_LARGE), self.ctx)
+
+    def check_sum(self, x: Tensor) -> None:
+        """Note in the status if a sum over all ranks is not finite; as all have it, all note the same."""
+        fine = x.isfinite().all() | (self._root._worst != OK)  # an error that is known already is the cause
+        self._note_status(torch.where(fine, OK, self._senders[0] + TOO_LARGE))
 
     def pin(self, x: Tensor) -> None:
         """Make `x` (int64) part of the fingerprint: from here on ranks whose `x` differ are out of step."""

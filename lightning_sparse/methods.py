@@ -14,10 +14,20 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom, TwoPass
+from lightning_sparse.aggregators import (
+    Aggregator,
+    AllReduceMean,
+    GlobalTopK,
+    Mean,
+    OkTopK,
+    PowerSGD,
+    ScaleCom,
+    TwoPass,
+)
 from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.compressors.blocks import Blocks
+from lightning_sparse.compressors.lowrank import LowRank
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.memory import DecayingResidual, Memory, NoMemory, Residual
@@ -158,6 +168,9 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         ),
         "signsgd": MethodSpec(
             Sign, NoMemory(), MajorityVote(), "Bernstein et al. 2019, arXiv 1810.05291", Traits(False, None)
+        ),
+        "powersgd": MethodSpec(
+            LowRank, Residual(), PowerSGD(), "Vogels et al. 2019, arXiv 1905.13727", Traits(True, None, {"rank": 2})
         ),
         "memsgd": MethodSpec(
             TopK,

@@ -11,7 +11,7 @@ import torch
 from lightning_sparse import METHODS, Reducer, advise, method, simulate
 from lightning_sparse.aggregators import Mean, TwoLevel
 from lightning_sparse.compressors import Compressor, TopK
-from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, step
+from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, matrices, step
 from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method
 from lightning_sparse.update_rule import UpdateRule
@@ -54,7 +54,8 @@ def test_bytes_are_those_of_a_reducer(name, size):
 
     def rank(comm):
         reducer = Reducer(chosen, comm, granularity="model")
-        grads = {"w": torch.randn(1, numel, generator=torch.Generator().manual_seed(comm.rank))}
+        generator = torch.Generator().manual_seed(comm.rank)
+        grads = {str(shape): torch.randn(shape, generator=generator) for shape in reversed(matrices(numel))}
         reducer.reduce_(grads)
         return comm.sent_bytes
 
@@ -99,6 +100,7 @@ def test_messages_of_each_way():
         "int8": [0, 2, 8, 14],
         "int4": [0, 2, 8, 14],
         "qsgd": [0, 1, 4, 7],
+        "powersgd": [0, 5, 20, 35],  # headers, and two rings of all-reduce
         "signsgd": [0, 1, 4, 7],
         **{key: [0, 1, 4, 7] for key in ["memsgd", "dgc", "sparseloco"]},
         **{key: [0, 3, 12, 21] for key in ["local_sgd", "diloco"]},

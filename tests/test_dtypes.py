@@ -12,7 +12,8 @@ from tests.test_methods import make
 METHODS_AND_PARTS = {
     **{name: make(name) for name in METHODS},
     "paper": Method(GaussianK(0.05, refine="paper")),
-    "int8": Method(TopK(0.05, value_format="int8")),
+    "topk in 8 bits": Method(TopK(0.05, value_format="int8")),
+    "topk in 4 bits": Method(TopK(0.05, value_format="int4")),
     "bfloat16": Method(TopK(0.05, value_format="bfloat16")),
     "two levels": Method(GaussianK(0.05), aggregator=TwoLevel(ranks_per_node=2)),
 }

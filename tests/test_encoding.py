@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse import Method, Reducer, simulate
-from lightning_sparse.aggregators import GlobalTopK, Mean, ScaleCom
+from lightning_sparse import Method, Reducer, method, simulate
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoPass
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import GaussianK, TopK, encoding
 from lightning_sparse.compressors.base import Entries
@@ -17,7 +17,7 @@ from lightning_sparse.layout import Layout
 from tests.support.tiers import tiers
 from tests.support.updates import dense
 
-FORMATS = [(i, v) for i in ("compact", "int32") for v in ("float32", "bfloat16", "int8")]
+FORMATS = [(i, v) for i in ("compact", "int32") for v in ("float32", "bfloat16", "int8", "int4")]
 
 
 def segment(numel: int):
@@ -36,6 +36,46 @@ def test_compact_indices_by_hand():
     assert upper.tolist() == [0b10101]
     count = torch.tensor([3], dtype=torch.int32)
     assert encoding.decode_indices((upper, lower), count, 600, 4, "compact").tolist() == [5, 300, 599, 600]
+
+
+def test_four_bit_values_by_hand():
+    """Of 66 entries 64 share the scale 7 / 7, and two 1 / 7, rounded up to bf16's 8 bits: 147 / 1024."""
+    values = torch.zeros(66)
+    values[:4], values[64:] = torch.tensor([-7.0, 2.4, -2.6, 0.5]), torch.tensor([1.0, -0.5])
+    scales, codes = encoding.encode_values(values, 67, "int4")
+    assert scales.tolist() == [1.0, 147 / 1024]
+    # Steps -7, 2, -3, 0 (half to even), ..., 7 and -3, each 8 higher, and room for one entry more; the second half of
+    # them, of which only the last four are not zero, stands in the upper four bits.
+    lower, upper = [1, 10, 5, 8, *[8] * 30], [*[8] * 30, 15, 5, 8, 8]
+    assert codes.tolist() == [low + 16 * high for low, high in zip(lower, upper, strict=True)]
+    decoded = encoding.decode_values((scales, codes), 67, "int4")
+    assert decoded[:4].tolist() == [-7.0, 2.0, -3.0, 0.0]
+    assert decoded[64:].tolist() == [7 * 147 / 1024, -3 * 147 / 1024, 0.0]
+
+
+@pytest.mark.parametrize(("value_format", "levels"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize("capacity", [0, 1, 2, 63, 64, 65, 200])
+def test_multiples_of_a_blocks_scale_come_back_exactly(capacity, value_format, levels):
+    generator = torch.Generator().manual_seed(capacity)
+    steps = torch.randint(-levels, levels + 1, (3, capacity), generator=generator).float()
+    steps[:, ::64] = levels
+    powers = 2.0 ** torch.randint(-100, 100, (3, -(-capacity // 64)), generator=generator)
+    values = steps * powers.repeat_interleave(64, 1)[:, :capacity]
+    parts = encoding.encode_values(values, capacity, value_format)
+    assert torch.equal(encoding.decode_values(parts, capacity, value_format), values)
+    assert (
+        sum(part[0].numel() * part.element_size() for part in parts)
+        == Encoding("int32", value_format).nbytes(10_000, capacity) - 4 * capacity
+    )
+
+
+def test_a_large_entry_coarsens_its_own_block_alone():
+    """With one scale for all, 1000 would leave nothing of the others in 4 bits."""
+    values = torch.linspace(1, 2, 128)
+    values[0] = 1000
+    decoded = encoding.decode_values(encoding.encode_values(values, 128, "int4"), 128, "int4")
+    assert decoded[1:64].abs().max() == 0
+    assert (decoded[64:] - values[64:]).abs().max() <= 2 / 7 / 2 * (1 + 2**-7)
 
 
 NUMELS = [1, 2, 255, 256, 257, 1000, 65536, 100_003, 5_000_000]
@@ -84,17 +124,21 @@ def test_values_within_the_rounding_of_their_format(index_format, value_format):
     assert all(map(torch.equal, update, (indices, values)))
     exact = u[indices]
     assert torch.equal(indices, compressor.select(u))
+    # Of each block of 64, in the order of the indices.
+    largest = torch.cat([part.abs().max().expand(len(part)) for part in exact.split(64)])
     bound = {
         "float32": torch.zeros(()),
         "bfloat16": exact.abs() * 2**-8,  # 8 bits of mantissa, rounded to the nearest
-        "int8": exact.abs().max() / 127 / 2 * (1 + 2**-20),  # half a level, and fp32's own rounding
+        # Half a step, which is rounded up to the 8 bits of bf16's mantissa.
+        "int8": largest / 127 / 2 * (1 + 2**-7 + 2**-20),
+        "int4": largest / 7 / 2 * (1 + 2**-7 + 2**-20),
     }[value_format]
     assert ((values - exact).abs() <= bound).all()
     sent = sum(part.numel() * part.element_size() for part in payload) - 4  # without the count
     assert sent == compressor.nbytes(ctx.segment, None)
 
 
-@pytest.mark.parametrize("value_format", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("value_format", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_broken_shows_and_what_is_large_is_not_broken(bad, value_format):
     compressor, ctx = TopK(0.5, "compact", value_format), Context.of(6)
@@ -107,7 +151,9 @@ def test_what_is_broken_shows_and_what_is_large_is_not_broken(bad, value_format)
     assert compressor.decode(payload, ctx).values.isfinite().all()
 
 
-@pytest.mark.parametrize("aggregator", [Mean(), GlobalTopK(), ScaleCom()], ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize(
+    "aggregator", [Mean(), GlobalTopK(), OkTopK(), TwoPass(), ScaleCom()], ids=lambda part: type(part).__name__
+)
 @pytest.mark.parametrize("compressor", tiers([TopK, GaussianK], [GaussianK]))
 @pytest.mark.parametrize(("index_format", "value_format"), FORMATS)
 def test_nothing_is_lost_in_any_format(index_format, value_format, compressor, aggregator):
@@ -148,10 +194,17 @@ def test_damaged_payloads_are_refused(index_format):
         compressor.decode((count, values, ~indices[0], *indices[1:]), ctx)
 
 
+def test_sums_on_the_way_refuse_rounded_values_by_name():
+    with pytest.raises(ValueError, match=r"ScaleCom\(\) cannot aggregate what TopK\(.*value_format='int4'\) sends"):
+        Method(TopK(value_format="int4"), aggregator=ScaleCom())
+    with pytest.raises(TypeError, match="'randk' has no option 'value_format'"):
+        method("randk", value_format="int4")
+
+
 def test_unknown_formats_are_refused():
     with pytest.raises(ValueError, match=r"TopK\(index_format='int64'\): choose from compact, int32"):
         TopK(index_format="int64")
-    with pytest.raises(ValueError, match=r"GaussianK\(value_format='fp8'\): choose from float32, bfloat16, int8"):
+    with pytest.raises(ValueError, match=r"GaussianK\(value_format='fp8'\): choose from float32, bfloat16, int8, int4"):
         GaussianK(value_format="fp8")
 
 

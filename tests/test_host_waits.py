@@ -178,6 +178,7 @@ def steps(made, dtype, size, **options):
         ("topk", {"density": 0.01, "index_format": "int32"}),
         ("topk", {"density": 0.01, "value_format": "bfloat16"}),
         ("topk", {"density": 0.01, "value_format": "int8"}),
+        ("topk", {"density": 0.01, "value_format": "int4"}),
         ("gaussiank", {"density": 0.001}),
         ("gaussiank", {"density": 0.01}),
         ("gaussiank", {"density": 0.1}),
@@ -196,7 +197,7 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
 
 
 @pytest.mark.parametrize("size", tiers([1, 2, 5], [5]))
-@pytest.mark.parametrize("name", tiers(["int4", "int8"], ["int4"]))
+@pytest.mark.parametrize("name", tiers(["int4", "int8", "powersgd"], ["int4", "powersgd"]))
 def test_no_step_of_quantizers_waits(name, size, fake_cuda):
     assert steps(method(name), torch.bfloat16, size) == 3
 
@@ -207,7 +208,7 @@ def test_no_step_of_a_warm_up_waits(name, fake_cuda):
     steps(method(name), torch.float32, 4, warmup=(0.9, 0.01), warmup_steps=1)
 
 
-COMPRESSORS = [TopK(0.001), TopK(0.01, "int32", "int8"), GaussianK(0.01), TopK(0.0001, "compact", "bfloat16")]
+COMPRESSORS = [TopK(0.001), TopK(0.01, "int32", "int4"), GaussianK(0.01), TopK(0.0001, "compact", "bfloat16")]
 # One read of the status for each step; in the first step one more, where the collectives depend on the step.
 AGGREGATORS = [
     (GlobalTopK(), {1: 3, 2: 3, 3: 3, 4: 3, 8: 3}),

@@ -332,7 +332,7 @@ def every_method(rank, size):
         ways["two levels, oktopk"] = Method(TopK(0.02), Residual(), TwoLevel(OkTopK(refresh=2), 2))
         ways["two levels, scalecom"] = Method(TopK(0.02), Residual(), TwoLevel(ScaleCom(), 2))
     else:
-        ways["gtopk, rounded"] = Method(TopK(0.02, value_format="int8"), Residual(), GlobalTopK())
+        ways["gtopk, rounded"] = Method(TopK(0.02, value_format="int4"), Residual(), GlobalTopK())
         ways["gtopk, gaussiank"] = Method(GaussianK(0.02, index_format="int32"), Residual(), GlobalTopK())
         ways["oktopk, rounded"] = Method(TopK(0.02, value_format="bfloat16"), Residual(), OkTopK(refresh=2))
         ways["oktopk, gaussiank"] = Method(GaussianK(0.02), Residual(), OkTopK())

@@ -30,12 +30,12 @@ def step_columns(ms: Sequence[float], divisor: float = 1) -> dict[str, float]:
     return {"steps": len(ms), "median_ms": median, "p20_ms": p20, "p80_ms": p80}
 
 
-def elapsed_ms(run: Callable[[], object], device: str = "cpu") -> float:
+def elapsed_ms(run: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = time.perf_counter) -> float:
     """Run once; return milliseconds, on CUDA between two events."""
     if device == "cpu":
-        started = time.perf_counter()
+        started = clock()
         run()
-        return 1e3 * (time.perf_counter() - started)
+        return 1e3 * (clock() - started)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -58,8 +58,17 @@ def cold(run: Callable[[], object], repetitions: int, other: Tensor) -> dict[str
     return spread(times[2:])  # the first ones compile and warm up
 
 
-def in_turns(contestants: Mapping[str, Callable[[], object]], repetitions: int) -> list[dict[str, Any]]:
+def in_turns(
+    contestants: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[dict[str, Any]]:
     """Time all contestants in turn on the CPU, each twice: "cold", after the caches were filled, and "warm", again.
+
+    Args:
+        contestants: what to run.
+        repetitions: of each, after one to warm up.
+        clock: seconds; `time.process_time` leaves out what other programs take of the processors.
 
     Returns:
         A row for each contestant and cache.
@@ -70,7 +79,7 @@ def in_turns(contestants: Mapping[str, Callable[[], object]], repetitions: int) 
         for name, run in contestants.items():
             other.sum()
             for cache in ("cold", "warm"):
-                times[name, cache].append(elapsed_ms(run))
+                times[name, cache].append(elapsed_ms(run, clock=clock))
     # The first round is to warm up.
     return [{"contestant": name, "cache": cache, **spread(ms[1:])} for (name, cache), ms in times.items()]
 

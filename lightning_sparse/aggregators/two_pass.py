@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update, add_
+from lightning_sparse.compressors.lowrank import LowRank
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange
@@ -81,7 +82,8 @@ class TwoPass(Aggregator[Compressor]):
         return 2 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
-        return not isinstance(compressor, Sign)  # signs do not approximate u, so there is no sum to compress
+        # Signs do not approximate u, so there is no sum to compress; and regions cut matrices.
+        return not isinstance(compressor, Sign | LowRank)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -56,10 +56,10 @@ class Blocks(Compressor):
             x, steps, whole = u[start:stop], scratch[: last - first], stop - start == (last - first) * self.block
             rows = (x if whole else torch.nn.functional.pad(x, (0, self.block - len(x)))).view(-1, self.block)
             largest = torch.abs(rows, out=steps).amax(1, keepdim=True)
-            scale = scales[first:last].copy_(self._scale(largest)).float()
+            scale = scales[first:last].copy_(scale_of(largest, self.bits)).float()
             # A block of zeros has the scale 0.
             torch.div(rows, torch.where(scale > 0, scale, 1), out=steps).round_()
-            self._pack(steps, codes[first:last])
+            pack_steps(steps, self.bits, codes[first:last])
             update[start:stop] = steps.mul_(scale).view(-1)[: stop - start]
         for start, stop in pieces.vectors:
             update[start:stop] = u[start:stop]
@@ -74,7 +74,7 @@ class Blocks(Compressor):
         scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=codes.device)
         for start, stop, first, last in pieces.matrices:
             steps = scratch[: last - first]
-            self._unpack(rows[first:last], steps)
+            unpack_steps(rows[first:last], self.bits, steps)
             update[start:stop] = steps.mul_(scales[first:last]).view(-1)[: stop - start]
         begin = 0
         for start, stop in pieces.vectors:
@@ -87,40 +87,39 @@ class Blocks(Compressor):
         return pieces.rows * (2 + self._row_bytes) + 4 * sum(stop - start for start, stop in pieces.vectors)
 
     @property
-    def _levels(self) -> int:
-        return (1 << self.bits - 1) - 1
-
-    @property
     def _row_bytes(self) -> int:
         return self.block * self.bits // 8
 
-    def _scale(self, largest: Tensor) -> Tensor:
-        """Return the scale of blocks with these largest magnitudes, in bf16; NaN and infinity stay."""
-        exact = largest / self._levels
-        nearest = exact.bfloat16()
-        scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
-        # L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value.
-        too_large = (scale.float() * self._levels == math.inf) & (exact < math.inf)
-        return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16)
 
-    def _pack(self, steps: Tensor, out: Tensor) -> None:
-        """Write whole numbers of steps, -L to L, (rows, block) in fp32, as bytes."""
-        if self.bits == 8:
-            out.view(torch.int8).copy_(steps)
-            return
-        # The first half of a block in the lower four bits, the other in the upper ones, each 8 higher than it is.
-        first, other = steps.split(self.block // 2, 1)
-        out.copy_(torch.add(first, other, alpha=16).add_(8 + 16 * 8))
+def scale_of(largest: Tensor, bits: int) -> Tensor:
+    """Return the scale, bf16, of blocks with these largest magnitudes, fp32; NaN and infinity stay."""
+    levels = (1 << bits - 1) - 1
+    exact = largest / levels
+    nearest = exact.bfloat16()
+    scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
+    # L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value.
+    too_large = (scale.float() * levels == math.inf) & (exact < math.inf)
+    return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16)
 
-    def _unpack(self, rows: Tensor, out: Tensor) -> None:
-        """Write the numbers of steps that `_pack` has written as bytes, (rows, block), in fp32."""
-        if self.bits == 8:
-            out.copy_(rows.view(torch.int8))
-            return
-        first, other = out.split(self.block // 2, 1)
-        first.copy_(rows & 15)
-        other.copy_(rows >> 4)
-        out.sub_(8)
+
+def pack_steps(steps: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Write whole numbers of steps, -L to L, (..., even) in fp32, as bytes, (..., even * bits / 8), uint8."""
+    if bits == 8:
+        out.view(torch.int8).copy_(steps)
+        return out
+    # The first half of a row in the lower four bits, the other in the upper ones, each 8 higher than it is.
+    first, other = steps.chunk(2, -1)
+    return out.copy_(torch.add(first, other, alpha=16).add_(8 + 16 * 8))
+
+
+def unpack_steps(packed: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Write the numbers of steps that `pack_steps` has written as bytes, in fp32."""
+    if bits == 8:
+        return out.copy_(packed.view(torch.int8))
+    first, other = out.chunk(2, -1)
+    first.copy_(packed & 15)
+    other.copy_(packed >> 4)
+    return out.sub_(8)
 
 
 class _Pieces(NamedTuple):

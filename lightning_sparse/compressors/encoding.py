@@ -9,6 +9,10 @@ the rounded one.
 "compact" indices are Elias-Fano coded (Elias 1974; Fano 1971): the lower w bits of each as they are, w = 0, 8 or 16,
 and the differences of the upper bits in unary, as one bit array. k indices below d take about w + 1 + d / (2ʷ k) bits
 each, for the best w: 12.9 bits at a density of 0.001.
+
+"int8" and "int4" values are even steps of a scale, as in `Blocks`, one for each 64 entries in the order of the indices.
+What is selected is alike in magnitude: of the largest thousandth of a Gaussian, 4 bits have a relative error of 0.055,
+of all of it, in blocks of as many, one of 0.11; of Student's t with 5 degrees of freedom 0.09 and 0.15.
 """
 
 from __future__ import annotations
@@ -20,11 +24,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Entries, Payload
+from lightning_sparse.compressors.blocks import pack_steps, scale_of, unpack_steps
 from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.pack import LOWER, pack_bits, unpack_bits, upper_bytes
 
 IndexFormat = Literal["compact", "int32"]
-ValueFormat = Literal["float32", "bfloat16", "int8"]
+ValueFormat = Literal["float32", "bfloat16", "int8", "int4"]
+BITS = {"int8": 8, "int4": 4}
+BLOCK = 64
+"""Entries that share a scale, of 2 bytes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Encoding:
 
     Attributes:
         index_format: "compact" or "int32".
-        value_format: "float32", "bfloat16", or "int8" with one fp32 scale for all values of a payload.
+        value_format: "float32", "bfloat16", or "int8" and "int4", with a scale for each 64 entries.
     """
 
     index_format: IndexFormat = "compact"
@@ -48,7 +56,7 @@ class Encoding:
         count = (indices < numel).sum(-1, keepdim=True, dtype=torch.int32)
         encoded = encode_values(values, capacity, self.value_format)
         payload = (count, *encoded, *encode_indices(indices, numel, capacity, self.index_format))
-        return payload, Entries(indices, decode_values(encoded, self.value_format)[..., : values.shape[-1]])
+        return payload, Entries(indices, decode_values(encoded, capacity, self.value_format)[..., : values.shape[-1]])
 
     def decode(self, payload: Payload, numel: int, capacity: int) -> Entries:
         """Return the entries of one payload or of several, as rows; each row is padded to `capacity`.
@@ -56,15 +64,17 @@ class Encoding:
         Raises:
             ValueError: no `encode` makes such a payload. Not where Triton works: the host does not look.
         """
-        split = 3 if self.value_format == "int8" else 2
+        split = 3 if self.value_format in BITS else 2
         indices = decode_indices(payload[split:], payload[0], numel, capacity, self.index_format)
-        return Entries(indices, decode_values(payload[1:split], self.value_format))
+        return Entries(indices, decode_values(payload[1:split], capacity, self.value_format))
 
     def nbytes(self, numel: int, capacity: int) -> int:
         """Return the size in bytes of a payload, without its count."""
         width = _lower_bits(numel, capacity, self.index_format)
         indices = 4 * capacity if width is None else upper_bytes(numel, capacity, width) + width // 8 * capacity
-        return indices + {"float32": 4 * capacity, "bfloat16": 2 * capacity, "int8": 4 + capacity}[self.value_format]
+        if bits := BITS.get(self.value_format):
+            return indices + 2 * -(-capacity // BLOCK) + -(-capacity * bits // 8)
+        return indices + {"float32": 4, "bfloat16": 2}[self.value_format] * capacity
 
 
 def encode_indices(indices: Tensor, numel: int, capacity: int, index_format: IndexFormat) -> tuple[Tensor, ...]:
@@ -129,18 +139,27 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
         # Rounding up must not make an infinity.
         largest = torch.finfo(torch.bfloat16).max
         return (_fill(torch.where(values.isfinite(), rounded.clamp(-largest, largest), rounded), capacity),)
-    scale = values.abs().amax(-1, keepdim=True) / 127 if values.numel() else values.new_zeros(*values.shape[:-1], 1)
-    codes = torch.where(scale > 0, values / scale, 0).round()
+    bits, blocks = BITS[value_format], -(-capacity // BLOCK)
+    rows = _fill(values, blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
+    scales = scale_of(rows.abs().amax(-1), bits)
+    scale = scales.float().unsqueeze(-1)
     # A non-finite value makes the scale non-finite.
-    return scale, _fill(codes.nan_to_num(0, 0, 0).to(torch.int8), capacity)
+    steps = torch.where(scale > 0, rows / scale, 0).round_().nan_to_num_(0, 0, 0).flatten(-2)
+    nbytes = -(-capacity * bits // 8)
+    codes = torch.empty(*values.shape[:-1], nbytes, dtype=torch.uint8, device=values.device)
+    return scales, pack_steps(steps[..., : nbytes * 8 // bits], bits, codes)
 
 
-def decode_values(parts: Payload, value_format: ValueFormat) -> Tensor:
+def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> Tensor:
     """Return the fp32 values of `encode_values`, (..., capacity)."""
-    if value_format == "int8":
-        largest = torch.finfo(torch.float32).max  # 127 times a rounded 127th of it may lie above
-        return parts[1].float().mul_(parts[0]).clamp_(-largest, largest)
-    return parts[0].float()
+    if value_format not in BITS:
+        return parts[0].float()
+    (scales, codes), bits = parts, BITS[value_format]
+    blocks, width = scales.shape[-1], codes.shape[-1] * 8 // bits
+    steps = torch.empty(*codes.shape[:-1], width, dtype=torch.float32, device=codes.device)
+    rows = _fill(unpack_steps(codes, bits, steps), blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
+    decoded: Tensor = rows.mul_(scales.unsqueeze(-1)).flatten(-2)
+    return decoded[..., :capacity]
 
 
 def _lower_bits(numel: int, capacity: int, index_format: IndexFormat) -> int | None:

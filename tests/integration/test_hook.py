@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
 from lightning_sparse.hooks.ddp import start_comm_thread, trainable_parameters
 from tests.processes import run_ranks
-from tests.support.representatives import REPRESENTATIVES
+from tests.support.representatives import REPRESENTATIVES, small
 from tests.support.tiers import tiers
 
 STEPS = 5
@@ -52,7 +52,7 @@ def train(net: nn.Module, forward: Any, average: Any, rank: int) -> list[Tensor]
 
 
 def make(name: str, density: float) -> Any:
-    return method(name, density=density if "density" in METHODS[name].options else None)
+    return method(name, density=density if "density" in METHODS[name].options else None, **small(name))
 
 
 def by_hook(rank: int, name: str | None, density: float, granularity: str, options: dict[str, Any]) -> list[Tensor]:

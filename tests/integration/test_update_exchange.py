@@ -17,7 +17,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates
+from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates, method
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from tests.integration.test_failures import SOON, caught
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
@@ -75,7 +75,7 @@ def test_adaptive_optimizers_exchange_updates_unless_it_is_said(net, given, exch
     assert warned == (net is AdamNet and exchanged == "gradient")
 
 
-@pytest.mark.parametrize("method", tiers(["int4", "int8", "qsgd"], ["int4"]))
+@pytest.mark.parametrize("method", tiers(["int4", "int8", "qsgd", "powersgd"], ["int4"]))
 def test_methods_that_send_every_element_exchange_gradients_with_any_optimizer(method):
     first, second = lightning_ranks(2, fit, AdamNet, {"method": method, "density": None})
     assert first["exchanged"] == "gradient"
@@ -98,6 +98,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dense": (AdamNet, {"method": "dense", "density": None, "exchange": "update"}, {}),
     "qsgd": (AdamNet, {"method": "qsgd", "density": None, "exchange": "update"}, {}),
     "int4": (AdamNet, {"method": "int4", "density": None, "exchange": "update"}, {}),
+    "powersgd": (AdamNet, {"method": method("powersgd", rank=2), "density": None, "exchange": "update"}, {}),
     "warm-up": (AdamNet, {"warmup": [0.5, 0.1], "warmup_steps": 2}, {}),
     "every third step": (AdamNet, {"every": 3}, {}),
     "diloco": (AdamNet, {"method": "diloco", "density": None, "every": 3}, {}),

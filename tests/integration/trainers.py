@@ -14,6 +14,7 @@ import lightning_sparse  # makes the strategy names known  # noqa: F401
 from lightning_sparse import METHODS, SparseDDPStrategy, method
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
+from tests.support.representatives import small
 
 
 class Net(pl.LightningModule):
@@ -207,8 +208,8 @@ def strategy(name: str, density: float | None = None, **options: Any) -> pl.stra
     if name == "ddp":
         ours = ("method", "granularity", "warmup", "warmup_steps", "seed", "on_nonfinite", "clip_norm")
         return pl.strategies.DDPStrategy(**{key: value for key, value in options.items() if key not in ours})
-    density = None if method(name).density is None else density
-    return SparseDDPStrategy(name, density, **{"exchange": "gradient", **options})
+    chosen = method(name, density=None if method(name).density is None else density, **small(name))
+    return SparseDDPStrategy(chosen, **{"exchange": "gradient", **options})
 
 
 def same(a: Any, b: Any) -> bool:

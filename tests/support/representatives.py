@@ -39,3 +39,8 @@ DISTINCT = list(
 def in_turn(cases: Iterable[Any], methods: Iterable[str] = OTHERS) -> dict[Any, str]:
     """Return the method that accompanies `topk` in each case."""
     return dict(zip(cases, cycle(methods), strict=False))
+
+
+def small(name: str) -> dict[str, Any]:
+    """Return the options that a method's row gives for small tensors, without the density, which tests choose."""
+    return {key: value for key, value in METHODS[name].traits.test_options.items() if key != "density"}

@@ -1,0 +1,161 @@
+"""LowRank: each matrix as a product of two thin ones. The aggregator `PowerSGD` sums both factors over the ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.context import Context, StateSpec
+from lightning_sparse.kernels.launch import to_device
+from lightning_sparse.layout import Segment
+from lightning_sparse.options import check
+
+DEPENDENT = 1e-6
+"""A column depends on those before it if no larger a share of it than this, some ten roundings, lies across them."""
+
+
+@dataclass(frozen=True)
+class LowRank(Compressor):
+    """M ≈ P̂ Qᵀ with P = M Q₀, P̂ an orthonormal basis of P's columns, and Q = Mᵀ P̂: one step of subspace iteration.
+
+    Vogels et al. 2019, arXiv 1905.13727. M (n, m) is a parameter of two or more dimensions, all but the first
+    flattened; P̂ is (n, rank), Q (m, rank). Q₀ is the Q of the step before, its columns scaled to length 1, so that over
+    the steps P̂ turns to the largest singular vectors. At first, and where a column was zero, because M had a lower
+    rank, it is drawn at random, the same on all ranks.
+
+    M travels as it is, exactly, where (n + m) · rank < n · m / 2 does not hold, and so do parameters of less than two
+    dimensions. What P̂ Qᵀ = P̂ P̂ᵀ M leaves out is the residual's. A matrix of a rank up to `rank` comes back exactly, up
+    to rounding: its columns are all in the span of P.
+
+    Payload: P̂ of all matrices, Qᵀ of all matrices, and what travels exactly; each 1-D, fp32.
+
+    Attributes:
+        rank: number of columns of P̂ and Q, 1 or more.
+    """
+
+    rank: int = 4
+
+    state = (StateSpec("right", per="segment", resize="replicate"),)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", check("rank", self.rank, "LowRank"))
+
+    def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        products, exact = self.left_products(u, ctx)
+        left = self.orthonormal(products, ctx)
+        right = self.right_products(u, left, ctx)
+        ctx.state["right"] = right
+        payload = (left, right, exact)
+        return payload, self.decode(payload, ctx)
+
+    def left_products(self, u: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Return M Q₀ of all matrices, and what travels exactly. Both hold a NaN or an infinity if `u` does."""
+        parts = _parts(ctx.segment, self.rank)
+        # Drawn in every step: the host does not know whether columns are zero.
+        drawn = to_device(torch.randn(parts.right, dtype=torch.float32, generator=ctx.generator(shared=True)), u.device)
+        # With another rank, or in another partition, it starts anew.
+        known = ctx.state.get("right")
+        starts = parts.right_views(drawn)
+        if known is not None and known.numel() == parts.right:
+            starts = [_unit(*pair) for pair in zip(parts.right_views(known), starts, strict=True)]
+        else:
+            starts = [start / math.sqrt(start.shape[1]) for start in starts]
+        products = [matrix @ start.mT for matrix, start in zip(parts.matrix_views(u), starts, strict=True)]
+        exact = [u[start:stop] for start, stop in parts.exact]
+        return torch.cat([u[:0], *(x.view(-1) for x in products)]), torch.cat([u[:0], *exact])
+
+    def orthonormal(self, products: Tensor, ctx: Context) -> Tensor:
+        """Return an orthonormal basis of the columns of each P; a column that depends on those before becomes zero."""
+        bases = []
+        for product in _parts(ctx.segment, self.rank).left_views(products):
+            basis, triangle = torch.linalg.qr(product)
+            # NaN for a column of zeros, which gets any direction; and for what is too large, so that it shows.
+            across = triangle.diagonal().abs() / triangle.abs().amax(0)
+            bases.append(torch.where(across < DEPENDENT, 0, basis).reshape(-1))
+        return torch.cat([products[:0], *bases])
+
+    def right_products(self, u: Tensor, left: Tensor, ctx: Context) -> Tensor:
+        """Return P̂ᵀ M of all matrices, one after the other."""
+        parts = _parts(ctx.segment, self.rank)
+        pairs = zip(parts.left_views(left), parts.matrix_views(u), strict=True)
+        # Twice as fast on the CPU as with Mᵀ, or with a P̂ᵀ that is not contiguous.
+        return torch.cat([u[:0], *((basis.mT.contiguous() @ matrix).view(-1) for basis, matrix in pairs)])
+
+    def decode(self, payload: Payload, ctx: Context) -> Update:
+        left, right, exact = payload
+        parts = _parts(ctx.segment, self.rank)
+        update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=left.device)
+        factors = zip(parts.matrix_views(update), parts.left_views(left), parts.right_views(right), strict=True)
+        for matrix, basis, coefficients in factors:
+            torch.mm(basis, coefficients, out=matrix)
+        begin = 0
+        for start, stop in parts.exact:
+            update[start:stop] = exact[begin : begin + stop - start]
+            begin += stop - start
+        return update
+
+    def nbytes(self, segment: Segment, density: float | None) -> int:
+        parts = _parts(segment, self.rank)
+        return 4 * (parts.left + parts.right + sum(stop - start for start, stop in parts.exact))
+
+
+def _unit(rows: Tensor, drawn: Tensor) -> Tensor:
+    """Return rows of length 1, (rank, m); those that are zero are taken from `drawn`."""
+    # In fp64: the squares of large numbers overflow, those of small ones vanish.
+    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    return torch.where(lengths > 0, (rows / lengths).float(), drawn / math.sqrt(drawn.shape[1]))
+
+
+class _Parts(NamedTuple):
+    """Which elements of a segment travel as matrices of low rank, and which exactly.
+
+    Attributes:
+        rank: of the matrices.
+        matrices: start and stop in the segment, rows and columns of each.
+        exact: start and stop of the others.
+    """
+
+    rank: int
+    matrices: tuple[tuple[int, int, int, int], ...]
+    exact: tuple[tuple[int, int], ...]
+
+    @property
+    def left(self) -> int:
+        """Elements of the left factors."""
+        return self.rank * sum(rows for _, _, rows, _ in self.matrices)
+
+    @property
+    def right(self) -> int:
+        """Elements of the right factors."""
+        return self.rank * sum(columns for *_, columns in self.matrices)
+
+    def matrix_views(self, flat: Tensor) -> list[Tensor]:
+        """Return the matrices in a tensor of the segment's length, as views."""
+        return [flat[start:stop].view(rows, columns) for start, stop, rows, columns in self.matrices]
+
+    def left_views(self, flat: Tensor) -> list[Tensor]:
+        """Cut left factors, one after the other, into views, (rows, rank)."""
+        return [x.view(-1, self.rank) for x in flat.split([self.rank * rows for _, _, rows, _ in self.matrices])]
+
+    def right_views(self, flat: Tensor) -> list[Tensor]:
+        """Cut right factors, one after the other, into views, (rank, columns)."""
+        return [x.view(self.rank, -1) for x in flat.split([self.rank * columns for *_, columns in self.matrices])]
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(segment: Segment, rank: int) -> _Parts:
+    matrices, exact = [], []
+    for shape, (start, stop) in zip(segment.shapes, pairwise(segment.bounds), strict=True):
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
+        if 2 * (rows + columns) * rank < rows * columns:
+            matrices.append((start, stop, rows, columns))
+        else:
+            exact.append((start, stop))
+    return _Parts(rank, tuple(matrices), tuple(exact))
