@@ -16,11 +16,15 @@ from typing import Any, NamedTuple
 
 from lightning_sparse.aggregators import Aggregator, AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom, TwoPass
 from lightning_sparse.aggregators.majority_vote import MajorityVote
+from lightning_sparse.aggregators.shared_scale import SharedScale
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.compressors.blocks import Blocks
+from lightning_sparse.compressors.onebit import OneBit
 from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.compressors.scaled_sign import ScaledSign
 from lightning_sparse.compressors.sign import Sign
-from lightning_sparse.memory import DecayingResidual, Memory, NoMemory, Residual
+from lightning_sparse.compressors.terngrad import TernGrad
+from lightning_sparse.memory import DecayingResidual, Memory, Momentum, NoMemory, Residual
 from lightning_sparse.update_rule import UpdateRule
 
 
@@ -158,6 +162,21 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         ),
         "signsgd": MethodSpec(
             Sign, NoMemory(), MajorityVote(), "Bernstein et al. 2019, arXiv 1810.05291", Traits(False, None)
+        ),
+        "signum": MethodSpec(
+            Sign, Momentum(), MajorityVote(), "Bernstein et al. 2018, arXiv 1802.04434", Traits(False, None)
+        ),
+        "ef_signsgd": MethodSpec(
+            ScaledSign,
+            Residual(),
+            Mean(),
+            "Karimireddy et al. 2019, arXiv 1901.09847",
+            Traits(True, None),
+            UpdateRule(momentum="keep", rescale=False),
+        ),
+        "onebit_sgd": MethodSpec(OneBit, Residual(), TwoPass(), "Seide et al. 2014, Interspeech", Traits(True, None)),
+        "terngrad": MethodSpec(
+            TernGrad, NoMemory(), SharedScale(), "Wen et al. 2017, arXiv 1705.07878", Traits(False, None)
         ),
         "memsgd": MethodSpec(
             TopK,

@@ -64,6 +64,7 @@ OPTIONS = {
     "outer_lr": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0."),
     "outer_momentum": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1)."),
     "decay": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], what remains of the residual in each step."),
+    "beta": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1), what remains of the momentum in each step."),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
 }
 
