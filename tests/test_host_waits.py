@@ -196,7 +196,7 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["int4", "int8", "qsgd", "terngrad", "onebit_sgd", "signsgd", "signum", "ef_signsgd"])
 def test_no_step_of_quantizers_waits(name, size, fake_cuda):
     assert steps(method(name), torch.bfloat16, size) == 3
 
