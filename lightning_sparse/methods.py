@@ -241,9 +241,7 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
         options["density"] = density
     known = spec.options
     if unknown := [option for option in options if option not in known]:
-        raise TypeError(
-            f"Method {name!r} has no option {unknown[0]!r}" + (f"; it has {', '.join(known)}." if known else "s.")
-        )
+        raise TypeError(f"Method {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}.")
     return Method(spec.make(**options), spec.memory, spec.aggregator, spec.updates)
 
 

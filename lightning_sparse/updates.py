@@ -125,7 +125,8 @@ class Updates:
         applied = reducer.reduce_segment_(segment, changes, payout=payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment leaves no residual, no second delay
             moments.take_out(applied)
-        if reducer.comm.size == 1 and (reducer.density or 1) == 1 and not self._rule.has_outer_step:
+        lossless = reducer.comm.size == 1 and reducer.method.compressor.is_exact(reducer.density)
+        if lossless and not self._rule.has_outer_step:
             torch._foreach_copy_(weights, stepped)  # exactly: x - (x - w) need not be w
             return
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])

@@ -131,5 +131,5 @@ def test_bytes_do_not_grow_with_the_number_of_ranks():
 
 def test_the_row_has_no_options():
     assert str(method("onebit_sgd")) == "OneBit() + Residual() + TwoPass()"
-    with pytest.raises(TypeError, match="'onebit_sgd' has no options"):
+    with pytest.raises(TypeError, match="'onebit_sgd' has no option 'levels'; it has none"):
         method("onebit_sgd", levels=2)

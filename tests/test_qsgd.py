@@ -69,7 +69,7 @@ def test_unbiased_and_within_the_published_variance(kind, levels):
         lambda step: compressor.compress(u, Context.of(64, step=step))[1].double() / unit,
         u.double() / unit,
         norm / levels / unit,
-        draws=2000,
+        draws=1000,
     )
     assert error <= min(64 / levels**2, 8 / levels) * float(norm / unit) ** 2
 

@@ -11,6 +11,7 @@ from lightning_sparse.compressors.scaled_sign import ScaledSign
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 from lightning_sparse.updates import Updates
+from tests.support.tiers import tiers
 from tests.support.updates import decoded
 
 
@@ -59,7 +60,7 @@ def loss(x: torch.Tensor) -> float:
     return float((ROWS @ x).square().sum())
 
 
-def train(name: str, size: int, steps: int = 1500) -> tuple[float, float]:
+def train(name: str, size: int, steps: int = 300) -> tuple[float, float]:
     """Minimize ⟨a₁, x⟩² + ⟨a₂, x⟩² with a₁, a₂ = ±(1, -1) + ε(1, 1), one term at random each step on each rank.
 
     Returns:
@@ -69,7 +70,7 @@ def train(name: str, size: int, steps: int = 1500) -> tuple[float, float]:
     def rank(comm) -> tuple[float, float]:
         model = nn.Module()
         model.x = nn.Parameter(torch.tensor([1.0, 1.0]))
-        optimizer = torch.optim.SGD([model.x], lr=0.02)
+        optimizer = torch.optim.SGD([model.x], lr=0.05)
         updates = method(name).updates is not None
         reducer = Reducer(name, comm, exchanged="update" if updates else "gradient")
         exchange = Updates(reducer, model, [optimizer]) if updates else None
@@ -89,7 +90,7 @@ def train(name: str, size: int, steps: int = 1500) -> tuple[float, float]:
     return simulate(size, rank)[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", tiers([1, 2, 3], [1, 2]))
 def test_the_published_counter_example(size):
     """Karimireddy et al. 2019: every sign is ±(1, -1), so signSGD never changes x₁ + x₂; error feedback does.
 
@@ -105,7 +106,7 @@ def test_the_row():
     assert (
         str(method("ef_signsgd")) == "ScaledSign() + Residual() + Mean() + UpdateRule(momentum='keep', rescale=False)"
     )
-    with pytest.raises(TypeError, match="'ef_signsgd' has no options"):
+    with pytest.raises(TypeError, match="'ef_signsgd' has no option 'density'; it has none"):
         method("ef_signsgd", density=0.1)
 
 
