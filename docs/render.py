@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.updates import summary  # noqa: E402
+from lightning_sparse.memory import Momentum  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-\d.,%/ ]*|not in \d+")
@@ -56,9 +57,19 @@ SENDS = {
     "randk": ("k entries drawn at random, the same on all ranks", "2k(P − 1)/P"),
     "int8": ("each value in 8 bits, with a scale for each block of 64; the mean the same way", "about 0.52d(P − 1)/P"),
     "int4": ("each value in 4 bits, with a scale for each block of 64; the mean the same way", "about 0.27d(P − 1)/P"),
-    "qsgd": ("each value rounded at random to one of 31 levels, in a byte", "about d(P − 1)/4"),
     "powersgd": ("two thin factors of each matrix, n × m, of r columns each; all else exactly", "2Σ(n + m)r(P − 1)/P"),
-    "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent", "d(P − 1)/32"),
+    "onebit_sgd": (
+        "each sign, in a bit, and for each column the means of both signs; the mean the same way",
+        "about d(P − 1)/16P",
+    ),
+    "ef_signsgd": ("each sign of an update, in a bit, and the mean magnitude of each parameter", "d(P − 1)/32"),
+    "qsgd": ("each value rounded at random to one of 31 levels, in 5 bits", "about 5d(P − 1)/32"),
+    "terngrad": (
+        "each value rounded at random to −s, 0 or s, in 2 bits, with a scale s of all ranks for each parameter",
+        "(2 + ⌈log₂(2P + 1)⌉)d(P − 1)/32P",
+    ),
+    "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent, in a bit", "d(P − 1)/16P"),
+    "signum": ("as `signsgd`, the sign of the momentum", "d(P − 1)/16P"),
     "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),
     "dgc": ("as `memsgd`, and momentum is set to zero where entries are sent", "2k(P − 1)"),
     "sparseloco": ("after 30 steps of its own, the k largest entries of what they changed, k = d/64", "2k(P − 1)/30"),
@@ -338,6 +349,7 @@ def methods(suffix: str = "") -> str:
         spec = lightning_sparse.METHODS[name]
         sends, words = SENDS.get(name, ((spec.make.__doc__ or "").partition("\n")[0].rstrip("."), ""))
         keeps = "nothing" if not spec.memory.error_feedback else "the rest"
+        keeps = "the momentum" if isinstance(spec.memory, Momentum) else keeps
         keeps += ", and what merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
         keeps += ", which decays" * (not spec.traits.conserves and spec.memory.error_feedback)
         rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0]])

@@ -74,13 +74,17 @@ class Context:
         """Return the context of a vector of `numel` elements outside of training."""
         return Context(Segment(0, ("u",), ((numel,),), 0), **fields)
 
-    def generator(self, *, shared: bool) -> torch.Generator:
-        """Return random numbers that are a function of (seed, step, segment) and, unless `shared`, of the rank.
+    def key(self, *, shared: bool) -> int:
+        """Return 64 bits to draw random numbers by, a function of (seed, step, segment) and, unless `shared`, the rank.
 
-        They are made on the host. Nothing about them needs saving, and the global generator is not touched.
+        Nothing about such numbers needs saving, and the global generator is not touched.
         """
         # A part of a segment has the segment's index, and draws its own numbers.
         key = (self.seed, self.step, self.segment.index, self.segment.start, "shared" if shared else self.rank)
         # Two checksums of different text give 64 bits; crc32 alone would give every 2³² th key the same numbers.
         low, high = zlib.crc32(repr(key).encode()), zlib.crc32(repr(("high", *key)).encode())
-        return torch.Generator().manual_seed(high << 32 | low)
+        return high << 32 | low
+
+    def generator(self, *, shared: bool) -> torch.Generator:
+        """Return a generator on the host, seeded with `key`; `add_uniform_` draws on the device."""
+        return torch.Generator().manual_seed(self.key(shared=shared))

@@ -65,7 +65,8 @@ class Segment:
 def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
     """Return a segment in consecutive regions, as `tensor_split` cuts: their lengths differ by one at most.
 
-    Parameters are cut where a region ends. A piece of a vector is a vector, of any other parameter a matrix of one row.
+    Parameters are cut where a region ends. A piece of a vector is a vector. A piece of any other parameter is its whole
+    rows, along the first dimension, and what it has of a row at either end, a matrix of one row each.
     """
     each, more = divmod(segment.numel, count)
     edges = [region * each + min(region, more) for region in range(count + 1)]
@@ -73,13 +74,25 @@ def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
     for first, last in pairwise(edges):
         names, shapes = [], []
         for name, shape, (start, stop) in zip(segment.names, segment.shapes, pairwise(segment.bounds), strict=True):
-            numel = min(last, stop) - max(first, start)
-            if numel > 0:
-                names.append(name)
-                piece = (numel,) if len(shape) == 1 else (1, numel)
-                shapes.append(shape if numel == stop - start else piece)
+            pieces = _pieces(shape, max(first, start) - start, min(last, stop) - start)
+            names += [name] * len(pieces)
+            shapes += pieces
         regions.append(Segment(segment.index, tuple(names), tuple(shapes), segment.start + first))
     return tuple(regions)
+
+
+def _pieces(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[int, ...]]:
+    """Return the shapes of what a parameter has from one of its elements to another, see `cut`."""
+    if begin >= end or end - begin == math.prod(shape):
+        return [shape] * (begin < end)
+    if len(shape) < 2:
+        return [(end - begin,)]
+    length = math.prod(shape[1:])
+    first, last = -(-begin // length), end // length  # the whole rows
+    if first > last:
+        return [(1, end - begin)]
+    head, body, tail = first * length - begin, last - first, end - last * length
+    return [(1, head)] * (head > 0) + [(body, *shape[1:])] * (body > 0) + [(1, tail)] * (tail > 0)
 
 
 @dataclass(frozen=True)

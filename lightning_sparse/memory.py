@@ -108,3 +108,27 @@ class DecayingResidual(Residual):
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         ctx.state["residual"].mul_(self.decay)
         return super().compensate(grads, ctx)
+
+
+@dataclass(frozen=True)
+class Momentum(Memory):
+    """Sends its momentum instead of the gradient (Bernstein et al. 2018, arXiv 1802.04434): u = m ← βm + (1 − β)g.
+
+    What is sent is not taken out, so this is no error feedback. With the sign as compressor it is "Signum". Use it with
+    an optimizer that has no momentum of its own.
+
+    Attributes:
+        beta: β, in [0, 1).
+    """
+
+    beta: float = 0.9
+
+    error_feedback = False
+    state = (StateSpec("momentum"),)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta", check("beta", self.beta, "Momentum"))
+
+    def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
+        momentum = ctx.state["momentum"].mul_(self.beta)
+        return add_with_stats_(momentum, ctx.segment.bounds, grads, ctx.scale * (1 - self.beta), ctx.stats)

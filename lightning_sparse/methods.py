@@ -25,12 +25,16 @@ from lightning_sparse.aggregators import (
     TwoPass,
 )
 from lightning_sparse.aggregators.majority_vote import MajorityVote
+from lightning_sparse.aggregators.shared_scale import SharedScale
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.lowrank import LowRank
+from lightning_sparse.compressors.onebit import OneBit
 from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.compressors.scaled_sign import ScaledSign
 from lightning_sparse.compressors.sign import Sign
-from lightning_sparse.memory import DecayingResidual, Memory, NoMemory, Residual
+from lightning_sparse.compressors.terngrad import TernGrad
+from lightning_sparse.memory import DecayingResidual, Memory, Momentum, NoMemory, Residual
 from lightning_sparse.update_rule import UpdateRule
 
 
@@ -172,6 +176,21 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "powersgd": MethodSpec(
             LowRank, Residual(), PowerSGD(), "Vogels et al. 2019, arXiv 1905.13727", Traits(True, None, {"rank": 2})
         ),
+        "signum": MethodSpec(
+            Sign, Momentum(), MajorityVote(), "Bernstein et al. 2018, arXiv 1802.04434", Traits(False, None)
+        ),
+        "ef_signsgd": MethodSpec(
+            ScaledSign,
+            Residual(),
+            Mean(),
+            "Karimireddy et al. 2019, arXiv 1901.09847",
+            Traits(True, None),
+            UpdateRule(momentum="keep", rescale=False),
+        ),
+        "onebit_sgd": MethodSpec(OneBit, Residual(), TwoPass(), "Seide et al. 2014, Interspeech", Traits(True, None)),
+        "terngrad": MethodSpec(
+            TernGrad, NoMemory(), SharedScale(), "Wen et al. 2017, arXiv 1705.07878", Traits(False, None)
+        ),
         "memsgd": MethodSpec(
             TopK,
             Residual(),
@@ -235,9 +254,7 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
         options["density"] = density
     known = spec.options
     if unknown := [option for option in options if option not in known]:
-        raise TypeError(
-            f"Method {name!r} has no option {unknown[0]!r}" + (f"; it has {', '.join(known)}." if known else "s.")
-        )
+        raise TypeError(f"Method {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}.")
     return Method(spec.make(**options), spec.memory, spec.aggregator, spec.updates)
 
 

@@ -65,6 +65,7 @@ OPTIONS = {
     "outer_momentum": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1)."),
     "decay": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], what remains of the residual in each step."),
     "rank": Option(Integral, lambda x: x >= 1, "must be a whole number of columns, 1 or more."),
+    "beta": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1), what remains of the momentum in each step."),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
 }
 

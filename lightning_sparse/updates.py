@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.compressors.base import Entries, Identity
+from lightning_sparse.compressors.base import Entries
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
 from lightning_sparse.reducer import Reducer
@@ -125,7 +125,8 @@ class Updates:
         applied = reducer.reduce_segment_(segment, changes, payout=payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
             moments.take_out(applied)
-        if reducer.comm.size == 1 and self._sends_all and not self._rule.has_outer_step:
+        lossless = reducer.comm.size == 1 and reducer.method.compressor.is_exact(reducer.density)
+        if lossless and not self._rule.has_outer_step:
             torch._foreach_copy_(weights, stepped)  # exactly: x - (x - w) need not be w
             return
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
@@ -148,13 +149,6 @@ class Updates:
         kind = moments_of(optimizer)
         assert kind is not None
         return SegmentMoments(segment, kind, groups, states, params[0].device)
-
-    @property
-    def _sends_all(self) -> bool:
-        """Whether every element is sent as it is."""
-        compressor = self._reducer.method.compressor
-        keeps_values = getattr(compressor, "value_format", "float32") == "float32"
-        return isinstance(compressor, Identity) or (self._reducer.density == 1 and keeps_values)
 
     def _rescales(self, optimizer: Optimizer) -> bool:
         """Return whether updates of one rank's batches are smaller than those of all ranks' batches would be."""

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoPass
-from lightning_sparse.compressors import blocks
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.context import Context
+from lightning_sparse.kernels import launch
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
 from tests.support.updates import decoded
@@ -123,7 +123,7 @@ def test_pieces_that_stay_in_cache_change_nothing(bits, monkeypatch):
     ctx = context((50, 100))
     expected = Blocks(bits).compress(u, ctx)
     for size in (1, 64, 640, 1000):
-        monkeypatch.setattr(blocks, "CHUNK", size)
+        monkeypatch.setattr(launch, "CHUNK", size)
         payload, update = Blocks(bits).compress(u, ctx)
         assert torch.equal(update, expected[1])
         assert torch.equal(Blocks(bits).decode(payload, ctx), expected[1])

@@ -101,7 +101,11 @@ def test_messages_of_each_way():
         "int4": [0, 2, 8, 14],
         "qsgd": [0, 1, 4, 7],
         "powersgd": [0, 5, 20, 35],  # headers, and two rings of all-reduce
-        "signsgd": [0, 1, 4, 7],
+        "signsgd": [0, 2, 8, 14],
+        "signum": [0, 2, 8, 14],
+        "onebit_sgd": [0, 2, 8, 14],
+        "terngrad": [0, 3, 12, 21],
+        "ef_signsgd": [0, 1, 4, 7],
         **{key: [0, 1, 4, 7] for key in ["memsgd", "dgc", "sparseloco"]},
         **{key: [0, 3, 12, 21] for key in ["local_sgd", "diloco"]},
     }

@@ -197,7 +197,13 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
 
 
 @pytest.mark.parametrize("size", tiers([1, 2, 5], [5]))
-@pytest.mark.parametrize("name", tiers(["int4", "int8", "powersgd"], ["int4", "powersgd"]))
+@pytest.mark.parametrize(
+    "name",
+    tiers(
+        ["int4", "int8", "powersgd", "qsgd", "terngrad", "onebit_sgd", "signsgd", "signum", "ef_signsgd"],
+        ["int4", "powersgd", "terngrad", "signsgd"],
+    ),
+)
 def test_no_step_of_quantizers_waits(name, size, fake_cuda):
     assert steps(method(name), torch.bfloat16, size) == 3
 

@@ -1,45 +1,146 @@
-"""QSGD, by hand and in expectation."""
+"""QSGD: by hand, in expectation, to the bit, and at its limits."""
 
 import math
 
 import pytest
 import torch
 
-from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse import NonFiniteGradient, Reducer, method, simulate
+from lightning_sparse.compressors.qsgd import QSGD, omega_bits
 from lightning_sparse.context import Context
+from lightning_sparse.kernels import launch
+from lightning_sparse.kernels.codes import unpack_codes
+from tests.support.rounding import check_rounding
 from tests.support.updates import decoded
 
 
 def test_by_hand():
     """The norm is 5; with 5 levels 3 and -4 are levels themselves, so nothing is left to chance."""
-    payload, update = QSGD(levels=5, bucket=2).compress(torch.tensor([3.0, -4.0, 0.0]), Context.of(3))
-    norms, codes = payload
+    compressor = QSGD(levels=5, bucket=2)
+    (norms, packed), update = compressor.compress(torch.tensor([3.0, -4.0, 0.0]), Context.of(3))
     assert norms.tolist() == pytest.approx([5.0, 0.0])
-    assert codes.tolist() == [3, -4, 0, 0]
-    assert update.tolist() == pytest.approx([3.0, -4.0, 0.0])
+    assert compressor.bits == 4
+    # Each code 5 higher: 8 and 1 in a byte, 5 in the next.
+    assert packed.tolist() == [0x18, 0x05, 0, 0]
+    assert update.tolist() == [3.0, -4.0, 0.0]
 
 
-def test_one_entry_per_bucket_comes_back_exactly():
-    u = torch.zeros(5 * 64)
-    u[::64] = torch.tensor([1.0, -2.0, 0.5, 4.0, -8.0])
-    assert torch.equal(decoded(QSGD(bucket=64), u), u)
+@pytest.mark.parametrize(
+    ("levels", "bits"), [(1, 2), (2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (15, 5), (63, 7), (127, 8)]
+)
+def test_values_take_as_many_bits_as_there_are_levels(levels, bits):
+    assert bits == math.ceil(math.log2(2 * levels + 1))
+    u = torch.randn(5120, generator=torch.Generator().manual_seed(0))
+    compressor, ctx = QSGD(levels), Context.of(5120)
+    payload, update = compressor.compress(u, ctx)
+    assert sum(part.numel() * part.element_size() for part in payload) == 5120 * bits / 8 + 10 * 4
+    assert compressor.nbytes(ctx.segment, None) == 5120 * bits / 8 + 10 * 4
+    assert torch.equal(compressor.decode(payload, ctx), update)
+    assert (u - update).abs().max() <= payload[0].max() / levels * (1 + 1e-5)
 
 
-def test_unbiased_and_within_the_published_variance():
+@pytest.mark.parametrize("levels", [1, 2, 4, 15, 64])
+def test_one_entry_per_bucket_comes_back_exactly(levels):
+    u = torch.zeros(6 * 64)
+    u[::64] = torch.tensor([1.0, -2.0, 0.5, 4.0, -8.0, 2.0**-140])
+    assert torch.equal(decoded(QSGD(levels, 64), u)[: 5 * 64], u[: 5 * 64])
+    if levels == 1:  # of other numbers of levels the smallest numbers have no parts
+        assert torch.equal(decoded(QSGD(levels, 64), u), u)
+
+
+INPUTS = {
+    "normal": lambda g: torch.randn(64, generator=g),
+    "heavy": lambda g: torch.randn(64, generator=g) / torch.rand(64, generator=g).clamp(min=1e-3),
+    "equal": lambda g: torch.full((64,), -2.5),
+    "few": lambda g: torch.randn(64, generator=g) * (torch.arange(64) % 16 == 0),
+    "huge": lambda g: torch.randn(64, generator=g) * 1e30,
+    "tiny": lambda g: torch.randn(64, generator=g) * 1e-30,
+}
+
+
+@pytest.mark.parametrize("levels", [1, 3, 15])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_unbiased_and_within_the_published_variance(kind, levels):
     """E Q(v) = v, and E‖Q(v) - v‖² <= min(d/s², √d/s)‖v‖²."""
-    numel, steps, levels = 64, 4000, 3
-    u = torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    total, squares = torch.zeros(numel, dtype=torch.float64), 0.0
+    u = INPUTS[kind](torch.Generator().manual_seed(1))
+    compressor, norm = QSGD(levels, 64), u.double().norm()
+    unit = float(u.abs().max())  # squares of the huge would be too large for the statistics, too
+    error = check_rounding(
+        lambda step: compressor.compress(u, Context.of(64, step=step))[1].double() / unit,
+        u.double() / unit,
+        norm / levels / unit,
+        draws=1000,
+    )
+    assert error <= min(64 / levels**2, 8 / levels) * float(norm / unit) ** 2
+
+
+def test_ranks_and_elements_round_independently():
+    """The error of the mean over ranks, and that of a sum of elements, is as of independent ones."""
+    u, steps, ranks = torch.full((512,), 1.0), 300, 4
+    # Of 15 levels a value is 15 / √512 = 0.66 of one.
+    p, level = 15 / math.sqrt(512), math.sqrt(512) / 15
+    sums = []
     for step in range(steps):
-        _, update = QSGD(levels, numel).compress(u, Context.of(numel, step=step))
-        total += update.double()
-        squares += float((update - u).double().square().sum())
-    # A level's distance is ‖u‖/s, so each rounding has a variance of at most a quarter of its square; 4.5 deviations
-    # for 64 means of `steps` draws.
-    deviation = float(u.norm()) / levels / 2 / math.sqrt(steps)
-    assert float((total / steps - u).abs().max()) < 4.5 * deviation
-    bound = min(numel / levels**2, math.sqrt(numel) / levels) * float(u.double().square().sum())
-    assert squares / steps <= bound
+        updates = [QSGD().compress(u, Context.of(512, step=step, rank=rank))[1].double() for rank in range(ranks)]
+        sums.append(float(torch.stack(updates).mean(0).sum() - 512))
+    variance = 512 * p * (1 - p) * level**2 / ranks
+    # The variance of an estimated variance of a normal distribution is 2 / n of its square.
+    assert abs(sum(x * x for x in sums) / steps / variance - 1) < 5 * math.sqrt(2 / steps)
+
+
+def test_elias_code_by_hand():
+    """A number's binary digits, those of their number less one before it, and so on, and a 0 at the end."""
+    lengths = {1: 1, 2: 3, 3: 3, 4: 6, 7: 6, 8: 7, 15: 7, 16: 11, 31: 11, 32: 12, 100: 13, 255: 14, 256: 16, 10**6: 31}
+    assert omega_bits(torch.tensor(list(lengths))).tolist() == list(lengths.values())
+    # Levels 3 and -4 of 5 in the first bucket: distances 1 and 1, so 32 + (1 + 1 + 3) + (1 + 1 + 6) bits. In the second
+    # one level, 5 of 5, at the second place: 32 + 3 + 1 + 6. In the third nothing.
+    u = torch.tensor([3.0, -4.0, 0.0, 7.0, 0.0, 0.0])
+    compressor, ctx = QSGD(levels=5, bucket=2), Context.of(6)
+    assert compressor.elias_bits(compressor.compress(u, ctx)[0], ctx) == (32 + 5 + 8) + (32 + 10) + 32
+
+
+@pytest.mark.parametrize("levels", [1, 3, 7])
+def test_as_few_levels_above_zero_as_published(levels):
+    """E nnz <= s(s + √d). The number is a sum of independent ones of variance at most 1/4 each."""
+    numel, draws = 512, 50
+    u = torch.randn(numel * draws, generator=torch.Generator().manual_seed(0))
+    compressor, ctx = QSGD(levels), Context.of(numel * draws)
+    payload, _ = compressor.compress(u, ctx)
+    codes = unpack_codes(payload[1], compressor.bits, numel * draws)
+    found = int((codes != levels).sum()) / draws
+    assert found <= levels * (levels + math.sqrt(numel)) + 5 * math.sqrt(numel / 4 / draws)
+    # Most levels are 0, so Elias' code is less than half as long as one of a fixed number of bits.
+    assert compressor.elias_bits(payload, ctx) < 8 * compressor.nbytes(ctx.segment, None) / 2
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 10])
+def test_pieces_that_stay_in_cache_change_nothing(chunk, monkeypatch):
+    u = torch.randn(5001, generator=torch.Generator().manual_seed(0))
+    for bucket in (1, 3, 512, 6000):
+        monkeypatch.undo()
+        ctx = Context.of(5001)
+        expected, update = QSGD(bucket=bucket).compress(u, ctx)
+        monkeypatch.setattr(launch, "CHUNK", chunk)
+        payload, found = QSGD(bucket=bucket).compress(u, ctx)
+        assert torch.equal(found, update)
+        assert all(map(torch.equal, payload, expected))
+        assert torch.equal(QSGD(bucket=bucket).decode(payload, ctx), update)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(math.nan, "'w' is not finite"), (math.inf, "'w' is not finite"), (3e38, "too large for the compr")],
+)
+def test_what_has_no_norm_is_an_error_on_all_ranks(value, message):
+    def rank(comm):
+        grads = {"w": torch.ones(1000)}
+        if comm.rank == 1:
+            grads["w"][700:703] = value
+        with pytest.raises(NonFiniteGradient, match=message):
+            Reducer(method("qsgd"), comm).reduce_(grads)
+        return True
+
+    assert all(simulate(3, rank))
 
 
 @pytest.mark.parametrize("options", [{"levels": 0}, {"levels": 128}, {"levels": 1.5}, {"bucket": 0}, {"bucket": True}])

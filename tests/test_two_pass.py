@@ -194,10 +194,15 @@ def test_regions_keep_the_parameters_apart():
     regions = cut(segment, 4)  # 22 elements: 6, 6, 5 and 5
     assert [(region.names, region.shapes, region.start) for region in regions] == [
         (("v", "s", "m"), ((4,), (), (1, 1)), 0),
-        (("m",), ((1, 6),), 6),
-        (("m",), ((1, 5),), 12),
+        (("m", "m"), ((1, 3), (1, 3)), 6),
+        (("m", "m"), ((1, 1), (1, 4)), 12),
         (("b",), ((5,),), 17),
     ]
+    # A matrix of five rows, 10 elements each: whole rows, and what is left of a row at either end.
+    whole = Segment(0, ("w",), ((5, 2, 5),), 0)
+    assert [region.shapes for region in cut(whole, 2)] == [((2, 2, 5), (1, 5)), ((1, 5), (2, 2, 5))]
+    assert [region.shapes for region in cut(whole, 5)] == [((1, 2, 5),)] * 5
+    assert [region.shapes for region in cut(whole, 12)][:4] == [((1, 5),), ((1, 5),), ((1, 4),), ((1, 4),)]
     few = cut(Segment(0, ("w",), ((2,),), 7), 3)
     assert [(region.numel, region.start) for region in few] == [(1, 7), (1, 8), (0, 9)]
 

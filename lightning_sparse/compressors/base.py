@@ -111,6 +111,10 @@ class Compressor(abc.ABC):
         """Return the block statistics to compute while a `u` of `numel` elements is formed, or None."""
         return None
 
+    def is_exact(self, density: float | None) -> bool:
+        """Return whether the update is u, to the last bit, at a density; None where the compressor has none."""
+        return False
+
     def mean(self, payloads: Payload, ctx: Context) -> Update:
         """Decode the gathered payloads, one row of each part per rank, and average them in rank order."""
         size = len(payloads[0])
@@ -134,3 +138,6 @@ class Identity(Compressor):
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return 4 * segment.numel
+
+    def is_exact(self, density: float | None) -> bool:
+        return True

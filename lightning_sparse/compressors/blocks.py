@@ -14,10 +14,8 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update
 from lightning_sparse.context import Context
+from lightning_sparse.kernels.launch import at_a_time
 from lightning_sparse.layout import Segment
-
-CHUNK = 1 << 17
-"""Elements that are worked on at a time on the CPU, where they stay in cache from one operation to the next."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Blocks(Compressor):
             raise ValueError(f"Blocks(block={self.block!r}): an even integer of at least 2, the elements of a scale.")
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        pieces = _pieces(ctx.segment, self.block, _at_a_time(u))
+        pieces = _pieces(ctx.segment, self.block, at_a_time(u))
         scales = torch.empty(pieces.rows, 1, dtype=torch.bfloat16, device=u.device)
         codes = torch.empty(pieces.rows, self._row_bytes, dtype=torch.uint8, device=u.device)
         update = torch.empty_like(u)
@@ -68,7 +66,7 @@ class Blocks(Compressor):
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         scales, codes, exact = payload
-        pieces = _pieces(ctx.segment, self.block, _at_a_time(codes))
+        pieces = _pieces(ctx.segment, self.block, at_a_time(codes))
         rows, scales = codes.view(-1, self._row_bytes), scales.view(-1, 1)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=codes.device)
         scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=codes.device)
@@ -154,8 +152,3 @@ def _pieces(segment: Segment, block: int, most: int) -> _Pieces:
     return _Pieces(
         tuple(matrices), tuple(vectors), rows, max((last - first for *_, first, last in matrices), default=0)
     )
-
-
-def _at_a_time(x: Tensor) -> int:
-    """Return how many elements to work on at a time."""
-    return CHUNK if x.device.type == "cpu" else sys.maxsize

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.launch import to_device
+from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
+from lightning_sparse.kernels.launch import at_a_time
+from lightning_sparse.kernels.uniform import add_uniform_
 from lightning_sparse.layout import Segment
 
 
@@ -17,16 +20,21 @@ from lightning_sparse.layout import Segment
 class QSGD(Compressor):
     """Q(v) = ‖v‖ · sgn(v) · ξ / s for each bucket v of consecutive elements; unbiased.
 
-    Alistarh et al. 2017, arXiv 1610.02132. ξ is s|v|/‖v‖ rounded up or down at random. Levels travel as one byte each,
-    and a norm in fp32 for each bucket. A bucket of zeros decodes to zeros.
+    Alistarh et al. 2017, arXiv 1610.02132. ξ is s|v|/‖v‖ rounded up or down at random, so E Q(v) = v and E‖Q(v) − v‖² ≤
+    min(n/s², √n/s)‖v‖² for a bucket of n. A bucket of zeros decodes to zeros.
+
+    On the wire: the codes sgn(v)·ξ + s in ⌈log₂(2s + 1)⌉ bits each, and a norm in fp32 for each bucket. `elias_bits`
+    says how long the paper's Elias code would be, whose length depends on the data.
 
     Attributes:
-        levels: s, 1 to 127.
+        levels: s, 1 to 127: 2 bits for 1, 3 for 3, 4 for 7, 5 for 15, 8 for 127.
         bucket: elements that share a norm.
     """
 
     levels: int = 15
     bucket: int = 512
+
+    exposes_nonfinite = True  # the norm of a bucket with a NaN or an infinity is not finite
 
     def __post_init__(self) -> None:
         if isinstance(self.levels, bool) or not isinstance(self.levels, int) or not 1 <= self.levels <= 127:
@@ -34,28 +42,100 @@ class QSGD(Compressor):
         if isinstance(self.bucket, bool) or not isinstance(self.bucket, int) or self.bucket < 1:
             raise ValueError(f"QSGD(bucket={self.bucket!r}): an integer of at least 1, the elements that share a norm.")
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return (2 * self.levels).bit_length()
+
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        rows = torch.nn.functional.pad(u, (0, -u.numel() % self.bucket)).view(-1, self.bucket)
-        # The squares of large values overflow, so values are divided by the largest before.
-        largest = rows.abs().amax(1, keepdim=True)
-        scaled = torch.where(largest > 0, rows / largest, 0)
-        norms = scaled.norm(dim=1, keepdim=True)  # of a bucket, in units of its largest value: 1 to √bucket
-        position = torch.where(norms > 0, scaled.abs() * (self.levels / norms), 0)
-        uniform = torch.rand(position.shape, dtype=torch.float32, generator=ctx.generator(shared=False))
-        codes = (
-            (position + to_device(uniform, u.device))
-            .floor_()
-            .clamp_(max=self.levels)
-            .mul_(scaled.sign())
-            .to(torch.int8)
-        )
-        payload = ((norms * largest).view(-1), codes.view(-1))
-        return payload, self.decode(payload, ctx)
+        numel, bucket, key = u.numel(), self.bucket, ctx.key(shared=False)
+        norms = torch.empty(-(-numel // bucket), 1, dtype=torch.float32, device=u.device)
+        codes = torch.empty(numel, dtype=torch.uint8, device=u.device)
+        update = torch.empty_like(u)
+        each = self._rows_at_a_time(u)
+        scratch = torch.empty(min(each, len(norms)), bucket, dtype=torch.float32, device=u.device)
+        small = torch.empty(scratch.numel(), dtype=torch.int16, device=u.device)
+        for first, last in self._pieces(numel, each):
+            start, stop = first * bucket, min(last * bucket, numel)
+            rows = torch.nn.functional.pad(u[start:stop], (0, last * bucket - stop)).view(-1, bucket)
+            levels = scratch[: last - first]
+            norms[first:last] = norm = _norms(rows, levels)
+            step = norm / self.levels
+            torch.div(rows, torch.where(step > 0, step, 1), out=levels)
+            flat = add_uniform_(levels.view(-1), key, start, self.levels)[: stop - start]
+            # Conversion rounds down, as all is positive; fp32 to 16 bits to 8 is faster on the CPU than at once.
+            code = codes[start:stop].copy_(small[: stop - start].copy_(flat))
+            self._decode_piece(code, step, levels, update[start:stop])
+        return (norms.view(-1), pack_codes(codes, self.bits)), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
-        norms, codes = payload
-        values = codes.view(-1, self.bucket).to(torch.float32).div_(self.levels).mul_(norms[:, None])
-        return values.view(-1)[: ctx.segment.numel]
+        norms, packed = payload
+        numel = ctx.segment.numel
+        codes = unpack_codes(packed, self.bits, numel)
+        update = torch.empty(numel, dtype=torch.float32, device=codes.device)
+        steps, each = (norms / self.levels).view(-1, 1), self._rows_at_a_time(update)
+        scratch = torch.empty(min(each, len(steps)), self.bucket, dtype=torch.float32, device=codes.device)
+        for first, last in self._pieces(numel, each):
+            start, stop = first * self.bucket, min(last * self.bucket, numel)
+            levels = scratch[: last - first]
+            self._decode_piece(codes[start:stop], steps[first:last], levels, update[start:stop])
+        return update
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
-        return -(-segment.numel // self.bucket) * (4 + self.bucket)
+        return 4 * -(-segment.numel // self.bucket) + code_bytes(segment.numel, self.bits)
+
+    def elias_bits(self, payload: Payload, ctx: Context) -> int:
+        """Return how many bits the Elias code of a payload takes (the paper's Code_s); the host waits for it.
+
+        For each bucket 32 bits for the norm; for each ξ > 0 the distance to the one before in Elias' omega code, the
+        sign in 1 bit, and ξ in the omega code. The expected number of ξ > 0 is at most s(s + √n) in a bucket of n.
+        """
+        norms, packed = payload
+        levels = unpack_codes(packed, self.bits, ctx.segment.numel).short() - self.levels
+        places = levels.nonzero().squeeze(1)
+        buckets = places // self.bucket
+        distances = places.diff(prepend=places.new_full((1,), -1))
+        # The first of a bucket counts from the bucket's start.
+        new = buckets.diff(prepend=buckets.new_full((1,), -1)) != 0
+        distances = torch.where(new, places % self.bucket + 1, distances)
+        coded = omega_bits(distances) + 1 + omega_bits(levels[places].abs().long())
+        return 32 * norms.numel() + int(coded.sum())
+
+    def _rows_at_a_time(self, x: Tensor) -> int:
+        return max(1, at_a_time(x) // self.bucket)
+
+    def _pieces(self, numel: int, each: int) -> list[tuple[int, int]]:
+        """Return the first bucket of each piece, and the one behind its last; the last bucket, if not full, is one."""
+        full = numel // self.bucket
+        return list(pairwise([*range(0, full, each), *sorted({full, -(-numel // self.bucket)})]))
+
+    def _decode_piece(self, codes: Tensor, step: Tensor, scratch: Tensor, out: Tensor) -> None:
+        values = scratch.view(-1)[: len(codes)].copy_(codes).sub_(self.levels)
+        if len(codes) == scratch.numel():
+            torch.mul(scratch, step, out=out.view(scratch.shape))
+        else:
+            torch.mul(values, step[0], out=out)
+
+
+def omega_bits(numbers: Tensor) -> Tensor:
+    """Return the length in bits of Elias' omega code (Elias 1975) of numbers from 1 on, int64.
+
+    A number N > 1 is written in binary, and before it in the same way the number of its digits less one; then a 0.
+    """
+    total, left = torch.ones_like(numbers), numbers.clone()
+    while bool((left > 1).any()):
+        digits = torch.frexp(left.double()).exponent.long()
+        total += torch.where(left > 1, digits, 0)
+        left = torch.where(left > 1, digits - 1, left)
+    return total
+
+
+def _norms(rows: Tensor, scratch: Tensor) -> Tensor:
+    """Return the 2-norm of each row, (rows, 1), though squares of its values may be out of range."""
+    if rows.device.type == "cpu":
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        if bool(((norms > 1e-15) & (norms < 1e15)).all()):
+            return norms
+    largest = torch.abs(rows, out=scratch).amax(1, keepdim=True)
+    scaled: Tensor = torch.linalg.vector_norm(scratch.div_(torch.where(largest > 0, largest, 1)), dim=1, keepdim=True)
+    return scaled.mul_(largest)

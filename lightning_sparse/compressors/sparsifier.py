@@ -77,6 +77,9 @@ class Sparsifier(Compressor):
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return self.encoding.nbytes(segment.numel, self.capacity(segment.numel, density))
 
+    def is_exact(self, density: float | None) -> bool:
+        return (self.density if density is None else density) == 1 and self.value_format == "float32"
+
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         return self.encode(self.entries(u, ctx), ctx)
 

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,9 @@ KERNELS = "LIGHTNING_SPARSE_KERNELS"
 
 OPTIONS = {"enable_fp_fusion": True}
 """Of the compiler: a product and a sum become one instruction. Triton's default up to 3.9, but no more in 3.10."""
+
+CHUNK = 1 << 17
+"""Elements that are worked on at a time on the CPU, where they stay in cache from one operation to the next."""
 
 _loading = threading.Lock()
 
@@ -46,6 +50,11 @@ def _has_triton() -> bool:
     else:
         log.warning("Selection on CUDA by plain torch, which is slower: Triton is missing (the extra `cuda`).")
     return found
+
+
+def at_a_time(x: Tensor) -> int:
+    """Return how many elements of `x` to work on at a time, a multiple of 8."""
+    return -(-CHUNK // 8) * 8 if x.device.type == "cpu" else sys.maxsize // 8 * 8
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

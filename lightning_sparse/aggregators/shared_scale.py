@@ -1,0 +1,62 @@
+"""SharedScale: integers that are summed exactly, times a scale that all ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.aggregators.base import Aggregator
+from lightning_sparse.compressors.base import Compressor, Update
+from lightning_sparse.compressors.rows import row_count
+from lightning_sparse.compressors.terngrad import TernGrad
+from lightning_sparse.context import Context
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
+from lightning_sparse.layout import Segment
+
+
+@dataclass(frozen=True)
+class SharedScale(Aggregator[TernGrad]):
+    """Mean of TernGrad's codes under one scale for each parameter, the maximum over the ranks (Wen et al. 2017).
+
+    1. All gather the scales of all ranks, and take the largest of each parameter.
+    2. Each rank rounds its u to -1, 0 and 1 times these scales, and sends the codes of region r to rank r.
+    3. The owner of a region sums the codes, exactly; all gather the sums, 0 to 2P, in ⌈log₂(2P + 1)⌉ bits each.
+
+    A sum, whose parts cannot be checked, is not needed for either: the scales of all ranks are a few numbers, and the
+    largest of them is the same on all ranks. So 2 + ⌈log₂(2P + 1)⌉ bits (P − 1)/P are sent for each element.
+    """
+
+    divides = True
+
+    def __call__(self, u: Tensor, compressor: TernGrad, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
+        size, numel = exchange.size, ctx.segment.numel
+        exchange.check_finite(u)
+        own = compressor.scales(u, ctx)
+        (gathered,) = exchange.all_gather((own,))
+        scales = gathered.amax(0)
+
+        packed, applied = compressor.quantize(u, own, scales, ctx)
+        (received,) = exchange.all_to_all((in_regions(packed, 2, size),))
+
+        width = region_codes(numel, size)
+        total = torch.zeros(width, dtype=torch.int16, device=u.device)
+        for row in received:
+            total.add_(unpack_codes(row, 2, width))
+        bits = (2 * size).bit_length()
+        (sums,) = exchange.all_gather((pack_codes(total, bits),))
+        codes = torch.cat([unpack_codes(row, bits, width) for row in sums])[:numel]
+        return compressor.values(codes, scales, ctx, size), applied
+
+    def nbytes(self, compressor: TernGrad, segment: Segment, density: float | None, size: int) -> float:
+        bits = 2 + (2 * size).bit_length()
+        codes = code_bytes(region_codes(segment.numel, size), bits)
+        return (size - 1) * (4 * row_count(segment, whole=True) + codes)
+
+    def messages(self, size: int) -> int:
+        return 3 * (size - 1)
+
+    def supports(self, compressor: Compressor) -> bool:
+        return isinstance(compressor, TernGrad)

@@ -1,0 +1,48 @@
+"""OneBit: one bit for each value, decoded to a mean of its row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.two_values import TwoValues
+
+
+@dataclass(frozen=True)
+class OneBit(TwoValues):
+    """C(u) is the mean of the non-negatives where u ≥ 0, and the mean of the negatives elsewhere, column by column.
+
+    Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+    Speech DNNs", Interspeech. A column of the paper's weight matrix W, in Wᵀv, belongs to one output; torch keeps the
+    transpose, so here it is a row, `weight[i]`, of all further dimensions together. A vector is one column. These two
+    values leave the smallest error that the threshold 0 allows.
+
+        >>> import torch
+        >>> from lightning_sparse.context import Context
+        >>> OneBit().compress(torch.tensor([1.0, -2.0, 3.0, -5.0]), Context.of(4))[1]
+        tensor([ 2.0000, -3.5000,  2.0000, -3.5000])
+
+    On the wire: 1 bit for each element, 8 bytes for each column. Where the aggregator divides a segment among ranks, a
+    column that lies in two regions has two means in each.
+    """
+
+    whole = False
+    numbers = 2
+
+    def sums(self, x: Tensor, codes: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
+        return [
+            torch.clamp(x, min=0, out=scratch).mul_(scale).sum(1),
+            torch.clamp(x, max=0, out=scratch).mul_(scale).sum(1),
+            scratch.copy_(codes).sum(1),
+        ]
+
+    def sent(self, sums: Tensor, length: int) -> Tensor:
+        count = sums[2]
+        # Where there is none, the sum is 0 as well.
+        return torch.stack([sums[0] / count.clamp(min=1), sums[1] / (length - count).clamp(min=1)])
+
+    def pair(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        upper, lower = sent
+        return upper, lower

@@ -1,0 +1,130 @@
+"""Codes of a few bits each, packed without gaps: 1 bit is 1 bit.
+
+    packed = pack_codes(codes, 5)          # 5 bytes for every 8 codes below 2⁵
+    unpack_codes(packed, 5, len(codes))    # the codes again
+
+Codes of 1, 2, 4 or 8 bits fill bytes: the first code of a byte is in its lowest bits. Codes of other widths are sent as
+several planes of such widths, one behind the other, the lower bits first: 5 bits are a plane of 4 and a plane of 1.
+
+On the CPU 8 codes are worked on as one 64-bit word, which is several times as fast as comparing and shifting bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.launch import at_a_time
+
+WORD = {1: torch.int64, 2: torch.int32, 4: torch.int16}
+"""Width of a code to the word that holds as many codes, a byte each, as one byte does packed."""
+
+
+def code_bytes(numel: int, bits: int) -> int:
+    """Return how many bytes `numel` codes take: `bits` for every 8 codes."""
+    return -(-numel // 8) * bits
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes (1-D, integers from 0 to 2^bits - 1, bits up to 15) as bytes, uint8 of `code_bytes`."""
+    count = codes.numel()
+    packed = torch.empty(code_bytes(count, bits), dtype=torch.uint8, device=codes.device)
+    most = at_a_time(codes)
+    scratch = torch.empty(min(most, count + 7) // 8, dtype=torch.int64, device=codes.device)
+    for start in range(0, count, most):
+        whole = codes[start : start + most]
+        if whole.numel() % 8:
+            whole = torch.nn.functional.pad(whole, (0, -whole.numel() % 8))
+        for shift, width, plane in _planes(packed, bits):
+            part = whole if bits <= 8 else whole >> shift & (1 << width) - 1
+            words = part.to(torch.uint8).view(torch.int64)
+            space = scratch[: words.numel()]
+            if width < bits <= 8:
+                words = torch.bitwise_right_shift(words, shift, out=space).bitwise_and_(_every_byte((1 << width) - 1))
+            if width < 8:
+                # A multiple of the codes' word has them side by side in its highest byte.
+                size = WORD[width].itemsize
+                words = torch.mul(words.view(WORD[width]), _gathering(width), out=space.view(WORD[width]))
+                words.bitwise_right_shift_(8 * size - 8)
+            else:
+                words = words.view(torch.uint8)
+            plane[start * width // 8 :][: words.numel()].copy_(words)
+    return packed
+
+
+def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """Return the codes that `pack_codes` was given (1-D, of `numel`): uint8, or int16 if they have more than 8 bits."""
+    codes = torch.empty(-(-numel // 8) * 8, dtype=torch.int16 if bits > 8 else torch.uint8, device=packed.device)
+    most = at_a_time(packed)
+    scratch = torch.empty(2, min(most, codes.numel()) // 8, dtype=torch.int64, device=packed.device)
+    for start in range(0, codes.numel(), most):
+        place = codes[start : start + most]
+        for shift, width, plane in _planes(packed, bits):
+            part = plane[start * width // 8 : (start + place.numel()) * width // 8]
+            if width < 8:
+                word, moved = (row[: place.numel() // 8].view(WORD[width]) for row in scratch)
+                word.copy_(part)
+                for distance, mask in _spreading(width):
+                    word.bitwise_or_(torch.bitwise_left_shift(word, distance, out=moved)).bitwise_and_(mask)
+                part = word.view(torch.uint8)
+            if shift:
+                place.bitwise_or_(part.to(place.dtype) << shift)
+            else:
+                place.copy_(part)
+    return codes[:numel]
+
+
+def region_codes(numel: int, size: int) -> int:
+    """Return how many codes each of `size` regions has: equally many, a multiple of 8."""
+    return -(-numel // (8 * size)) * 8
+
+
+def in_regions(packed: Tensor, bits: int, size: int) -> Tensor:
+    """Return packed codes of 1, 2, 4 or 8 bits (1-D) region by region, as rows; zeros fill up the last ones.
+
+    Codes of these widths have one plane, so a row is what `pack_codes` makes of the region.
+    """
+    each = code_bytes(region_codes(packed.numel() // bits * 8, size), bits)
+    return torch.nn.functional.pad(packed, (0, each * size - packed.numel())).view(size, each)
+
+
+def _planes(packed: Tensor, bits: int) -> list[tuple[int, int, Tensor]]:
+    """Return the lowest bit, the width and the bytes of each plane."""
+    planes, shift, place, groups = [], 0, 0, packed.numel() // bits
+    for width in (8, 8, 4, 2, 1):
+        if bits - shift >= width:
+            planes.append((shift, width, packed[place : place + groups * width]))
+            shift, place = shift + width, place + groups * width
+    return planes
+
+
+@functools.cache
+def _every_byte(value: int) -> int:
+    """Return a 64-bit word with this byte eight times, as a signed number."""
+    word = value * 0x0101010101010101
+    return word - (1 << 64) if word >> 63 else word
+
+
+@functools.cache
+def _gathering(width: int) -> int:
+    """Return the factor that moves the codes of a word, a byte each, side by side into its highest byte.
+
+    Code i is moved up from bit 8i by (8 - width) · (last - i) bits, its byte's distance to the highest left out. What
+    else the product has overlaps nowhere, so nothing is carried.
+    """
+    last = 8 // width - 1
+    return sum(1 << (8 * last - (8 - width) * i) for i in range(last + 1))
+
+
+@functools.cache
+def _spreading(width: int) -> tuple[tuple[int, int], ...]:
+    """Return shifts and masks that spread the codes of a byte over a word: half as many to each place every time."""
+    steps, field = [], 4
+    while field >= width:
+        distance = 8 * field // width
+        mask = sum((1 << field) - 1 << place for place in range(0, 64 // width, distance))
+        steps.append((distance - field, mask))
+        field //= 2
+    return tuple(steps)

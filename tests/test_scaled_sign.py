@@ -1,0 +1,132 @@
+"""EF-signSGD: by hand, as near as one bit and a scale can be, and where signSGD fails."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparse import Reducer, method, simulate
+from lightning_sparse.compressors.scaled_sign import ScaledSign
+from lightning_sparse.context import Context
+from lightning_sparse.layout import Segment
+from lightning_sparse.updates import Updates
+from tests.support.tiers import tiers
+from tests.support.updates import decoded
+
+
+def test_by_hand():
+    """Means of magnitudes 2 and 1, one for each parameter, whatever its shape."""
+    ctx = Context(Segment(0, ("w", "b"), ((2, 2), (3,)), 0))
+    (scales, packed), update = ScaledSign().compress(torch.tensor([3.0, -1.0, -4.0, 0.0, -1.0, 1.0, 1.0]), ctx)
+    assert scales.tolist() == [2.0, 1.0]
+    assert packed.tolist() == [0b1101001]
+    assert update.tolist() == [2.0, -2.0, -2.0, 2.0, -1.0, 1.0, 1.0]
+    assert ScaledSign().nbytes(ctx.segment, None) == 8 + 1
+
+
+HOSTILE = {
+    "normal": lambda g: torch.randn(1000, generator=g),
+    "heavy": lambda g: torch.randn(1000, generator=g) / torch.rand(1000, generator=g).clamp(min=1e-4),
+    "equal": lambda g: torch.full((1000,), -2.5),
+    "zeros": lambda g: torch.zeros(1000),
+    "one": lambda g: torch.nn.functional.one_hot(torch.tensor(500), 1000).float() * -3,
+    "huge": lambda g: torch.randn(1000, generator=g) * 1e37,
+    "bf16": lambda g: torch.randn(1000, generator=g).bfloat16().float(),
+}
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1000])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_contraction_is_exactly_as_published(kind, numel):
+    """‖p - C(p)‖² = (1 - δ)‖p‖² with δ = ‖p‖₁² / (d‖p‖²), which no other multiple of the sign undercuts."""
+    p = HOSTILE[kind](torch.Generator().manual_seed(0))[:numel]
+    left = (p.double() - decoded(ScaledSign(), p).double()).square().sum()
+    square = p.double().square().sum()
+    assert float(left) == pytest.approx(float(square - p.double().abs().sum() ** 2 / numel), abs=1e-6 * float(square))
+
+
+@pytest.mark.parametrize("numel", [1, 8, 999])
+def test_equal_magnitudes_come_back_exactly(numel):
+    p = 0.375 * (1.0 - 2 * torch.randint(0, 2, (numel,), generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(decoded(ScaledSign(), p), p)
+
+
+EPSILON = 0.5
+ROWS = torch.tensor([[1 + EPSILON, -1 + EPSILON], [-1 + EPSILON, 1 + EPSILON]])
+
+
+def loss(x: torch.Tensor) -> float:
+    return float((ROWS @ x).square().sum())
+
+
+def train(name: str, size: int, steps: int = 300) -> tuple[float, float]:
+    """Minimize ⟨a₁, x⟩² + ⟨a₂, x⟩² with a₁, a₂ = ±(1, -1) + ε(1, 1), one term at random each step on each rank.
+
+    Returns:
+        The loss at the end, and the least one seen.
+    """
+
+    def rank(comm) -> tuple[float, float]:
+        model = nn.Module()
+        model.x = nn.Parameter(torch.tensor([1.0, 1.0]))
+        optimizer = torch.optim.SGD([model.x], lr=0.05)
+        updates = method(name).updates is not None
+        reducer = Reducer(name, comm, exchanged="update" if updates else "gradient")
+        exchange = Updates(reducer, model, [optimizer]) if updates else None
+        generator = torch.Generator().manual_seed(comm.rank)
+        losses = []
+        for _ in range(steps):
+            row = ROWS[int(torch.randint(2, (), generator=generator))]
+            model.x.grad = 2 * (row @ model.x.detach()) * row
+            if exchange is None:
+                reducer.reduce_({"x": model.x.grad})
+            optimizer.step()
+            if exchange is not None:
+                exchange.exchange(optimizer)
+            losses.append(loss(model.x.detach()))
+        return losses[-1], min(losses)
+
+    return simulate(size, rank)[0]
+
+
+@pytest.mark.parametrize("size", tiers([1, 2, 3], [1, 2]))
+def test_the_published_counter_example(size):
+    """Karimireddy et al. 2019: every sign is ±(1, -1), so signSGD never changes x₁ + x₂; error feedback does.
+
+    With x₁ + x₂ = 2 the loss is 2ε² · 4 at least, what it is at the start.
+    """
+    _, least = train("signsgd", size)
+    assert least >= 8 * EPSILON**2 - 1e-5
+    last, _ = train("ef_signsgd", size)
+    assert last < 1e-6
+
+
+def test_the_row():
+    assert (
+        str(method("ef_signsgd")) == "ScaledSign() + Residual() + Mean() + UpdateRule(momentum='keep', rescale=False)"
+    )
+    with pytest.raises(TypeError, match="'ef_signsgd' has no option 'density'; it has none"):
+        method("ef_signsgd", density=0.1)
+
+
+def test_the_rate_is_inside_the_memory():
+    """p = ηg + e: a rate that is halved does not halve what waits."""
+
+    def rank(comm):
+        model = nn.Module()
+        model.x = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([model.x], lr=1.0)
+        exchange = Updates(Reducer("ef_signsgd", comm, exchanged="update"), model, [optimizer])
+        seen = []
+        for rate in (1.0, 0.5):
+            optimizer.param_groups[0]["lr"] = rate
+            model.x.grad = torch.tensor([3.0, -1.0])
+            optimizer.step()
+            exchange.exchange(optimizer)
+            seen.append(model.x.detach().tolist())
+        return seen
+
+    # p = (3, -1): sent (2, -2), kept (1, 1). Then p = (1.5 + 1, -0.5 + 1) = (2.5, 0.5): sent (1.5, 1.5).
+    assert simulate(1, rank) == [[[-2.0, 2.0], [-3.5, 0.5]]]
+    assert math.isclose(2.5 - 1.5, 1.0)

@@ -1,0 +1,74 @@
+"""Random numbers by position: functions of key and position alone, uniform, and independent."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_sparse.context import Context
+from lightning_sparse.kernels import launch
+from lightning_sparse.kernels.uniform import FACTORS, GOLDEN, add_uniform_
+
+KEYS = [0, 1, 2**32, 2**64 - 1, *(Context.of(9, step=step, rank=step % 3).key(shared=False) for step in range(4))]
+
+
+def uniform(key: int, numel: int, start: int = 0) -> torch.Tensor:
+    return add_uniform_(torch.zeros(numel), key, start)
+
+
+def test_by_hand():
+    """The hash in Python's own whole numbers."""
+    key, word = 0x0123456789ABCDEF, 1 << 32
+    expected = []
+    for position in range(5):
+        x = (key + position // 2 * ((key >> 32 ^ GOLDEN) | 1)) % word
+        for shift, factor in zip((15, 16), FACTORS, strict=True):
+            signed = x - word * (x >> 31)
+            x = ((signed ^ (signed >> shift)) * factor) % word
+        lane = x >> 16 * (position % 2) & 0xFFFF
+        expected.append((lane - 0x10000 * (lane >> 15)) / 65536 + 0.5 + 2**-17)
+    assert uniform(key, 5).tolist() == expected
+    assert torch.equal(
+        add_uniform_(torch.tensor([1.0, -1.0]), key, 3, offset=2.0), uniform(key, 2, 3) + torch.tensor([3.0, 1.0])
+    )
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 1000, 1 << 17])
+def test_pieces_are_the_numbers_of_the_whole(chunk, monkeypatch):
+    whole = uniform(KEYS[-1], 5000)
+    monkeypatch.setattr(launch, "CHUNK", chunk)
+    assert torch.equal(uniform(KEYS[-1], 5000), whole)
+    for start in (0, 1, 2, 777, 4999):
+        assert torch.equal(uniform(KEYS[-1], 5000 - start, start), whole[start:])
+    assert uniform(1, 0).numel() == 0
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_numbers_are_uniform_and_neighbours_independent(key):
+    numel = 1 << 20
+    u = uniform(key, numel).double()
+    assert u.min() >= 2**-17
+    assert u.max() <= 1 - 2**-17
+    # The mean of n uniform numbers has the variance 1 / 12n, a product of two centred ones 1 / 144.
+    centred = u - 0.5
+    assert centred.mean().abs() < 5 / math.sqrt(12 * numel)
+    for lag in (1, 2, 3, 4, 8, 64, 512, 1 << 17):
+        assert (centred[lag:] * centred[:-lag]).mean().abs() < 5 / 12 / math.sqrt(numel - lag), lag
+    # Chi-squared of 256 classes, of which each of 255 degrees of freedom has the variance 2.
+    counts = torch.histc(u, 256, 0, 1)
+    assert ((counts - numel / 256).square() / (numel / 256)).sum() < 255 + 5 * math.sqrt(510)
+
+
+def test_ranks_steps_and_segments_draw_independent_numbers():
+    numel = 1 << 18
+    keys = {
+        Context.of(9, seed=seed, step=step, rank=rank).key(shared=False)
+        for seed in (0, 1)
+        for step in range(4)
+        for rank in range(3)
+    }
+    assert len(keys) == 24
+    drawn = torch.stack([uniform(key, numel) for key in sorted(keys)]).double() - 0.5
+    correlations = 12 * (drawn @ drawn.T) / numel
+    assert (correlations - torch.eye(24)).abs().max() < 6 / math.sqrt(numel)
+    assert Context.of(9, rank=1).key(shared=True) == Context.of(9, rank=2).key(shared=True)
