@@ -408,7 +408,7 @@ def test_ranks_that_drift_apart_are_found():
         reducer.reduce_({"w": torch.ones(9000)})
 
     with pytest.raises(
-        RankFailure, match=r"rank [01] differs from other ranks in method, density, learning rate, step or model"
+        RankFailure, match=r"rank [01] differs from other ranks in method, density, seed, step or model"
     ):
         simulate(2, rank)
 
