@@ -9,6 +9,11 @@ the rounded one.
 "compact" indices are Elias-Fano coded (Elias 1974; Fano 1971): the lower w bits of each as they are, w = 0, 8 or 16,
 and the differences of the upper bits in unary, as one bit array. k indices below d take about w + 1 + d / (2ʷ k) bits
 each, for the best w: 12.9 bits at a density of 0.001.
+
+"int2" values are a sign and one of two magnitudes, which are the means of the larger and of the smaller magnitudes of
+128 entries: 2.5 bits each. Those above the mean magnitude are the larger ones; where there are zeros, which stay zero,
+all others. It is a codebook of bin means as SparseLoCo has it (Sarfi et al. 2025, arXiv 2508.15706), for each 128
+entries instead of each tensor, as a segment may consist of layers of very different scale.
 """
 
 from __future__ import annotations
@@ -24,7 +29,10 @@ from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.pack import LOWER, pack_bits, unpack_bits, upper_bytes
 
 IndexFormat = Literal["compact", "int32"]
-ValueFormat = Literal["float32", "bfloat16", "int8"]
+ValueFormat = Literal["float32", "bfloat16", "int8", "int2"]
+
+GROUP = 128
+"""Entries that share the two magnitudes of "int2"."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class Encoding:
 
     Attributes:
         index_format: "compact" or "int32".
-        value_format: "float32", "bfloat16", or "int8" with one fp32 scale for all values of a payload.
+        value_format: "float32", "bfloat16", "int8" with one fp32 scale for all values of a payload, or "int2" with two
+            fp32 magnitudes for each 128 of them.
     """
 
     index_format: IndexFormat = "compact"
@@ -56,15 +65,15 @@ class Encoding:
         Raises:
             ValueError: no `encode` makes such a payload. Not where Triton works: the host does not look.
         """
-        split = 3 if self.value_format == "int8" else 2
+        split = 1 + value_parts(self.value_format)
         indices = decode_indices(payload[split:], payload[0], numel, capacity, self.index_format)
-        return Entries(indices, decode_values(payload[1:split], self.value_format))
+        return Entries(indices, decode_values(payload[1:split], self.value_format)[..., :capacity])
 
     def nbytes(self, numel: int, capacity: int) -> int:
         """Return the size in bytes of a payload, without its count."""
         width = _lower_bits(numel, capacity, self.index_format)
         indices = 4 * capacity if width is None else upper_bytes(numel, capacity, width) + width // 8 * capacity
-        return indices + {"float32": 4 * capacity, "bfloat16": 2 * capacity, "int8": 4 + capacity}[self.value_format]
+        return indices + value_bytes(capacity, self.value_format)
 
 
 def encode_indices(indices: Tensor, numel: int, capacity: int, index_format: IndexFormat) -> tuple[Tensor, ...]:
@@ -120,8 +129,22 @@ def check_indices(indices: Tensor, numel: int) -> Tensor:
     return indices
 
 
+def value_parts(value_format: ValueFormat) -> int:
+    """Return how many tensors `encode_values` makes."""
+    return 2 if value_format in ("int8", "int2") else 1
+
+
+def value_bytes(capacity: int, value_format: ValueFormat) -> int:
+    """Return the size in bytes of what `encode_values` makes."""
+    groups = -(-capacity // GROUP)
+    sizes = {"float32": 4 * capacity, "bfloat16": 2 * capacity, "int8": 4 + capacity, "int2": groups * (8 + GROUP // 4)}
+    return sizes[value_format]
+
+
 def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> Payload:
     """Return fp32 values, (..., n) with n at most `capacity`, as one or two tensors. Non-finite values stay so."""
+    if value_format == "int2":
+        return _encode_int2(values, capacity)
     if value_format == "float32":
         return (_fill(values, capacity),)
     if value_format == "bfloat16":
@@ -136,11 +159,42 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
 
 
 def decode_values(parts: Payload, value_format: ValueFormat) -> Tensor:
-    """Return the fp32 values of `encode_values`, (..., capacity)."""
+    """Return the fp32 values of `encode_values`, (..., capacity); of "int2" with zeros behind."""
+    if value_format == "int2":
+        return _decode_int2(*parts)
     if value_format == "int8":
         largest = torch.finfo(torch.float32).max  # 127 times a rounded 127th of it may lie above
         return parts[1].float().mul_(parts[0]).clamp_(-largest, largest)
     return parts[0].float()
+
+
+def _encode_int2(values: Tensor, capacity: int) -> Payload:
+    """Return the two magnitudes of each group, (..., 2 · groups), and four values in each byte."""
+    *lead, _ = values.shape
+    groups = -(-capacity // GROUP)
+    rows = _fill(values, groups * GROUP).view(*lead, groups, GROUP)
+    magnitudes = rows.abs()
+    largest = magnitudes.amax(-1, keepdim=True)
+    relative = torch.where(largest == 0, 0, magnitudes / largest)  # so that their sum stays in range
+    zeros = relative.amin(-1, keepdim=True) == 0
+    larger = relative > torch.where(zeros, 0, relative.mean(-1, keepdim=True))
+    means = [(relative * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (~larger, larger)]
+    table = torch.stack(means, -1) * largest
+    # Value i of a quarter of the group in the bits 2i and 2i + 1 of its byte.
+    codes = (larger.to(torch.uint8) + 2 * (rows < 0).to(torch.uint8)).view(*lead, groups, 4, GROUP // 4)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=values.device)
+    packed = (codes << shifts.unsqueeze(-1)).sum(-2, dtype=torch.uint8)
+    return table.view(*lead, 2 * groups), packed.view(*lead, groups * GROUP // 4)
+
+
+def _decode_int2(table: Tensor, packed: Tensor) -> Tensor:
+    *lead, size = packed.shape
+    groups = 4 * size // GROUP
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+    codes = packed.view(*lead, groups, 1, GROUP // 4) >> shifts.unsqueeze(-1)
+    smaller, larger = table.view(*lead, groups, 2, 1, 1).unbind(-3)
+    magnitudes = torch.where(codes & 1 == 1, larger, smaller)
+    return torch.where(codes & 2 == 2, -magnitudes, magnitudes).view(*lead, groups * GROUP)
 
 
 def _lower_bits(numel: int, capacity: int, index_format: IndexFormat) -> int | None:
