@@ -18,7 +18,7 @@ from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_
 
 Fit = Literal["exponential", "gamma", "pareto"]
 
-SAMPLE = 1 << 17
+SAMPLE = 1 << 16
 """Magnitudes that the distribution is fitted to."""
 
 FIRST = 0.25
@@ -54,7 +54,7 @@ class SIDCo(Sparsifier):
     - gamma, in the first stage, followed by generalised Pareto: the m/α-fold of the upper quantile δ of Γ(α), with
       α = (3 − s + √((s − 3)² + 24s))/12s and s = ln m − mean(ln |u|).
 
-    Moments are those of 131,072 evenly spaced elements, all where there are fewer than that: an exact moment of each
+    Moments are those of 65,536 evenly spaced elements, all where there are fewer than that: an exact moment of each
     stage's exceedances would be another pass, more than exact selection costs. Zeros, of which no logarithm exists,
     belong to no distribution: the first stage fits the other magnitudes and allows for their share. If a fit does not
     exist, as of equal magnitudes, or if fewer than 2k/3 or more than 4k/3 entries reach the threshold, the k largest
@@ -148,9 +148,11 @@ def fitted_threshold(magnitudes: Tensor, density: float, stages: Tensor, fit: Fi
             beyond = least + pareto_threshold(mean - least, variance, fraction)
         # What no magnitude exceeds stays as it is: it is too high, as the number of entries will show.
         limit = torch.where((stage < stages) & (count > 0), beyond, limit)
-        if magnitudes.device.type == "cpu":
-            magnitudes = magnitudes[magnitudes > limit]  # each stage has less to look at
         above = magnitudes > limit
+        if magnitudes.device.type == "cpu":
+            magnitudes, above = magnitudes[above], above[above]  # each stage has less to look at
+            if not magnitudes.numel():
+                break
     return limit
 
 
