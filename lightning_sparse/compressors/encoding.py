@@ -173,13 +173,11 @@ def _encode_int2(values: Tensor, capacity: int) -> Payload:
     *lead, _ = values.shape
     groups = -(-capacity // GROUP)
     rows = _fill(values, groups * GROUP).view(*lead, groups, GROUP)
-    magnitudes = rows.abs()
-    largest = magnitudes.amax(-1, keepdim=True)
-    relative = torch.where(largest == 0, 0, magnitudes / largest)  # so that their sum stays in range
-    zeros = relative.amin(-1, keepdim=True) == 0
-    larger = relative > torch.where(zeros, 0, relative.mean(-1, keepdim=True))
-    means = [(relative * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (~larger, larger)]
-    table = torch.stack(means, -1) * largest
+    magnitudes = rows.abs().double()  # in which sums of so few are exact, and stay in range
+    zeros = magnitudes.amin(-1, keepdim=True) == 0
+    larger = magnitudes > torch.where(zeros, 0, magnitudes.mean(-1, keepdim=True))
+    means = [(magnitudes * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (~larger, larger)]
+    table = torch.stack(means, -1).float()
     # Value i of a quarter of the group in the bits 2i and 2i + 1 of its byte.
     codes = (larger.to(torch.uint8) + 2 * (rows < 0).to(torch.uint8)).view(*lead, groups, 4, GROUP // 4)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=values.device)
