@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from scipy import special, stats
+from scipy import integrate, special, stats
 
 from lightning_sparse.compressors import sidco
 from lightning_sparse.compressors.sidco import SIDCo, adapted, fitted_threshold, gamma_threshold, pareto_threshold
@@ -82,17 +82,27 @@ def test_gamma_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("distribution", "expected"),
+    ("distribution", "published"),
     [(stats.norm, [0, 0.10, 0.69, 1.06, 1.26]), (stats.t(3), [4.64, 3.51, 1.14, 0.63, 0.41])],
     ids=["Gaussian", "Student t, 3 d.o.f."],
 )
-def test_what_each_number_of_stages_selects(distribution, expected):
+def test_what_each_number_of_stages_selects(distribution, published):
     """On Gaussian input more stages select more, on heavy tails less: entries over k at density 0.001."""
+
+    def excess(limit):
+        """By how much magnitudes exceed a threshold on average, from the distribution itself."""
+        return integrate.quad(distribution.sf, limit, math.inf)[0] / distribution.sf(limit)
+
     numel = 400_000
     x = scalar(distribution.isf((torch.arange(numel).double().numpy() + 0.5) / numel / 2))
-    thresholds = [fitted_threshold(x, 0.001, scalar(float(stages)), "exponential").item() for stages in range(1, 6)]
-    # Half a digit of the table, and a few per cent for the largest of 400,000 values in the means.
-    assert [2000 * distribution.sf(limit) for limit in thresholds] == pytest.approx(expected, rel=0.04, abs=0.005)
+    for stages, simulated in enumerate(published, 1):
+        limit = -excess(0) * math.log(0.25 if stages > 1 else 0.001)
+        for _ in range(stages - 1):
+            limit -= excess(limit) * math.log(0.004) / (stages - 1)
+        share = 2000 * distribution.sf(fitted_threshold(x, 0.001, scalar(float(stages)), "exponential").item())
+        # What the largest of 400,000 values add to a mean, and the smallest of the exceedances instead of the limit.
+        assert share == pytest.approx(2000 * distribution.sf(limit), rel=0.02)
+        assert share == pytest.approx(simulated, rel=0.07, abs=0.005)  # of a sample of some thousand entries
 
 
 @pytest.mark.parametrize(
