@@ -62,7 +62,10 @@ SENDS = {
     "qsgd": ("each value rounded at random to one of 31 levels, in a byte", "about d(P − 1)/4"),
     "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent", "d(P − 1)/32"),
     "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),
-    "dgc": ("updates, 0.8k to 1.3k entries above a sample's threshold; their momentum is set to zero", "2⌈4k/3⌉(P − 1)"),
+    "dgc": (
+        "updates, 0.8k to 1.3k entries above a sample's threshold; their momentum is set to zero",
+        "2⌈4k/3⌉(P − 1)",
+    ),
     "sparseloco": (
         "after 30 steps of its own, the 64 largest changes of each 4,096, in 2.5 bits, places in 12; k = d/64",
         "about 0.45k(P − 1)/30",

@@ -176,7 +176,7 @@ def _encode_int2(values: Tensor, capacity: int) -> Payload:
     magnitudes = rows.abs().double()  # in which sums of so few are exact, and stay in range
     zeros = magnitudes.amin(-1, keepdim=True) == 0
     larger = magnitudes > torch.where(zeros, 0, magnitudes.mean(-1, keepdim=True))
-    means = [(magnitudes * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (~larger, larger)]
+    means = [(magnitudes * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (larger.logical_not(), larger)]
     table = torch.stack(means, -1).float()
     # Value i of a quarter of the group in the bits 2i and 2i + 1 of its byte.
     codes = (larger.to(torch.uint8) + 2 * (rows < 0).to(torch.uint8)).view(*lead, groups, 4, GROUP // 4)

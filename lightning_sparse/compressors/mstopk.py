@@ -93,7 +93,7 @@ class MSTopK(Sparsifier):
         upper = torch.where(point == steps - 1, math.inf, mean + width * (point + 1))
         lower = torch.where(point == 0, 0.0, mean + width * point)
         above = (x >= upper) & (x > after)
-        band = (x >= lower) & ~above
+        band = (x >= lower) & above.logical_not()
         missing, reach = k - above.sum(), above.sum() + band.sum()
         start = torch.remainder(seed, (reach - k + 1).clamp(min=1))
         place = band.cumsum(0) - 1
