@@ -44,6 +44,7 @@ from lightning_sparse import METHODS, method
 from lightning_sparse.compressors import GaussianK, Sparsifier
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context
+from lightning_sparse.kernels.chunks import CHUNK
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
 
@@ -70,12 +71,13 @@ SELECTIONS: dict[str, Select] = {
     "numpy partition": numpy_partition,
     "GaussianK as published": lambda u, density: GaussianK(density, refine="paper").select(u),
 }
+ESTIMATED = ["SampledTopK", "SIDCo", "MSTopK", "ChunkTopK"]
 ON_CPU = {
-    "selection": ["torch.topk", "numpy partition", "GaussianK as published", "TopK", "GaussianK", "RandK"],
+    "selection": ["torch.topk", "numpy partition", "GaussianK as published", "TopK", "GaussianK", "RandK", *ESTIMATED],
     "step": ["torch.topk", "GaussianK as published", "TopK", "GaussianK"],
     "hostile": ["torch.topk", "TopK", "GaussianK"],
 }
-ON_CUDA = ["torch.topk", "torch.sort", "GaussianK as published", "TopK", "GaussianK", "RandK"]
+ON_CUDA = ["torch.topk", "torch.sort", "GaussianK as published", "TopK", "GaussianK", "RandK", *ESTIMATED]
 INPUTS: dict[str, Callable[[int], Tensor]] = {
     "Gaussian": torch.randn,
     "constant": lambda numel: torch.full((numel,), -0.25),
@@ -88,11 +90,16 @@ INPUTS: dict[str, Callable[[int], Tensor]] = {
 
 def count(u: Tensor, density: float) -> int:
     """Return k."""
-    return round(density * u.numel())
+    return max(1, round(density * u.numel()))
 
 
 def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
     """Raise unless `chosen` are the indices that a contestant should select."""
+    if name == "ChunkTopK" and u.numel() > CHUNK:
+        cuts = torch.searchsorted(chosen, torch.arange(CHUNK, u.numel(), CHUNK, device=u.device)).cpu()
+        for start, part in zip(range(0, u.numel(), CHUNK), chosen.tensor_split(cuts), strict=True):
+            check("TopK", u[start : start + CHUNK], part - start, density)
+        return
     k, ascending = count(u, density), chosen.sort().values
     if name == "RandK":
         right = len(chosen) == k and bool((chosen.diff() > 0).all()) and 0 <= chosen[0] <= chosen[-1] < len(u)
@@ -101,12 +108,14 @@ def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
         magnitudes = u.view(torch.int32) & 0x7FFFFFFF
         smallest = magnitudes[chosen].min()
         above, equal = (magnitudes > smallest).nonzero(), (magnitudes == smallest).nonzero()
-        if name in ("torch.topk", "torch.sort"):  # which of equal ones these take is not documented
+        if name in ("torch.topk", "torch.sort", "MSTopK"):  # which of equal ones: not documented, or at random
             right = len(chosen) == k and len(above) <= k == len(ascending.unique())
         else:
             expected = torch.cat([above, equal[: max(0, len(chosen) - len(above))]]).squeeze(1).sort().values
             right = torch.equal(ascending, expected)
-        right &= {"GaussianK": 2 * k / 3 <= len(chosen) <= 4 * k / 3, "TopK": len(chosen) == k}.get(name, True)
+        limits = {"TopK": (k, k), **dict.fromkeys(["GaussianK", "SIDCo", "SampledTopK"], (2 * k / 3, 4 * k / 3))}
+        fewest, most = limits.get(name, (0, len(u)))
+        right &= fewest <= len(chosen) <= most
     if not right:
         raise SystemExit(f"{name} selects wrongly at {len(u):,} elements, density {density}: no times for that.")
 
@@ -159,8 +168,8 @@ class Step:
 
 
 def sparsifiers(density: float) -> dict[str, Sparsifier]:
-    """Return one of each kind that a method uses."""
-    found = (method(name).compressor for name in METHODS)
+    """Return one of each kind that a method uses, as its first row has it."""
+    found = (method(name).compressor for name in reversed(METHODS))
     return {
         type(compressor).__name__: dataclasses.replace(compressor, density=density)
         for compressor in found

@@ -51,6 +51,9 @@ OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 SENDS = {
     "topk": ("the k entries of largest magnitude, exactly", "2k(P − 1)"),
     "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),
+    "sidco": ("2k/3 to 4k/3 entries above a threshold of a fitted distribution", "2⌈4k/3⌉(P − 1)"),
+    "mstopk": ("the k entries around a threshold of a grid of 2³⁰ steps", "2k(P − 1)"),
+    "chunk_topk": ("the largest entries of each 4,096, k in all, with places of 12 bits", "2k(P − 1)"),
     "gtopk": ("the k largest of the sum, merged pair by pair", "2k log₂ P, and 4k more if P is no power of two"),
     "oktopk": ("the k/P largest sums of each of P regions", "about 6k(P − 1)/P"),
     "scalecom": ("its values at k indices that one rank chooses; ranks take turns", "at most 3k"),
@@ -71,8 +74,14 @@ SENDS = {
     "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent, in a bit", "d(P − 1)/16P"),
     "signum": ("as `signsgd`, the sign of the momentum", "d(P − 1)/16P"),
     "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),
-    "dgc": ("as `memsgd`, and momentum is set to zero where entries are sent", "2k(P − 1)"),
-    "sparseloco": ("after 30 steps of its own, the k largest entries of what they changed, k = d/64", "2k(P − 1)/30"),
+    "dgc": (
+        "updates, 0.8k to 1.3k entries above a sample's threshold; their momentum is set to zero",
+        "2⌈4k/3⌉(P − 1)",
+    ),
+    "sparseloco": (
+        "after 30 steps of its own, the 64 largest changes of each 4,096, in 2.5 bits, places in 12; k = d/64",
+        "about 0.45k(P − 1)/30",
+    ),
     "local_sgd": ("after 8 steps of its own, all that they changed", "2d(P − 1)/8P"),
     "diloco": ("after 500 steps of its own, all that they changed, for an outer Nesterov step", "2d(P − 1)/500P"),
     "dense": ("everything, by all-reduce: what `ddp` does", "2d(P − 1)/P"),

@@ -28,10 +28,14 @@ from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.aggregators.shared_scale import SharedScale
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.compressors.blocks import Blocks
+from lightning_sparse.compressors.chunk_topk import ChunkTopK
 from lightning_sparse.compressors.lowrank import LowRank
+from lightning_sparse.compressors.mstopk import MSTopK
 from lightning_sparse.compressors.onebit import OneBit
 from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.compressors.sampled_topk import SampledTopK
 from lightning_sparse.compressors.scaled_sign import ScaledSign
+from lightning_sparse.compressors.sidco import SIDCo
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.compressors.terngrad import TernGrad
 from lightning_sparse.memory import DecayingResidual, Memory, Momentum, NoMemory, Residual
@@ -162,6 +166,9 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "topk": MethodSpec(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
         "randk": MethodSpec(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
         "gaussiank": MethodSpec(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
+        "sidco": MethodSpec(SIDCo, Residual(), Mean(), "Abdelmoniem et al. 2021, arXiv 2101.10761"),
+        "mstopk": MethodSpec(MSTopK, Residual(), Mean(), "Shi et al. 2021, arXiv 2010.10458"),
+        "chunk_topk": MethodSpec(ChunkTopK, Residual(), Mean(), "Peng et al. 2024, arXiv 2411.19870"),
         "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
         "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
         "scalecom": MethodSpec(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
@@ -199,7 +206,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             updates=UpdateRule(momentum="keep", rescale=False),
         ),
         "dgc": MethodSpec(
-            TopK,
+            SampledTopK,
             Residual(),
             Mean(),
             "Lin et al. 2018, arXiv 1712.01887",
@@ -222,11 +229,11 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             UpdateRule(every=500, momentum="keep", rescale=False, outer_lr=0.7, outer_momentum=0.9),
         ),
         "sparseloco": MethodSpec(
-            partial(TopK, density=64 / 4096),
+            partial(ChunkTopK, density=64 / 4096, value_format="int2"),
             DecayingResidual(),
             Mean(),
             "Sarfi et al. 2025, arXiv 2508.15706",
-            Traits(conserves=False, exact={"density": 1.0}, test_options={"density": 0.05}),
+            Traits(conserves=False, exact={"density": 1.0, "value_format": "float32"}, test_options={"density": 0.05}),
             UpdateRule(every=30, momentum="keep", rescale=False),
         ),
     }

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from lightning_sparse.kernels import block_stats, launch, pack, select_triton, threshold, write_back
+from lightning_sparse.kernels import block_stats, chunks, launch, pack, select_triton, threshold, write_back
 
 SCAN = {
     "u": "*fp32",
@@ -56,6 +56,7 @@ MANY = {
     "numel": "i32",
     "many": "i32",
 }
+CHUNKS = {"bits": "*i32", "indices": "*i64", "numel": "i32", "k": "i32", "k_last": "i32"}
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
 PACK = {
     "indices": "*i64",
@@ -96,6 +97,7 @@ KERNELS = {
     "digit if needed": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
     "write if needed": (select_triton._write, SELECT, {**CHOSEN, "WHEN": True}),
     "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS}),
+    "chunks": (chunks._chunk_topk, CHUNKS, {"CHUNK": chunks.CHUNK}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
     "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8}),
@@ -126,7 +128,8 @@ def compiled(stand_in, types, constants, capability):
     aligned = set(names) - set(constants) - set(stand_in.plain)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
-    warps = 1 if names[0] == "tops" else 8 if "BLOCK" in names or stand_in.function.__name__ == "_unpack" else 4
+    wide = {"BLOCK", "CHUNK"} & set(names) or stand_in.function.__name__ == "_unpack"
+    warps = 1 if names[0] == "tops" else 8 if wide else 4
     kernel = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={**launch.OPTIONS, "num_warps": warps}
     )

@@ -94,6 +94,7 @@ def test_messages_of_each_way():
         "randk": [0, 3, 12, 21],
         "topk": [0, 1, 4, 7],
         "gaussiank": [0, 1, 4, 7],
+        **{key: [0, 1, 4, 7] for key in ["sidco", "mstopk", "chunk_topk"]},
         "gtopk": [0, 1, 4, 3],
         "oktopk": [0, 3, 12, 21],
         "scalecom": [0, 4, 15, 24],

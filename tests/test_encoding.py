@@ -17,7 +17,7 @@ from lightning_sparse.layout import Layout
 from tests.support.tiers import tiers
 from tests.support.updates import dense
 
-FORMATS = [(i, v) for i in ("compact", "int32") for v in ("float32", "bfloat16", "int8", "int4")]
+FORMATS = [(i, v) for i in ("compact", "int32") for v in ("float32", "bfloat16", "int8", "int4", "int2")]
 
 
 def segment(numel: int):
@@ -132,13 +132,14 @@ def test_values_within_the_rounding_of_their_format(index_format, value_format):
         # Half a step, which is rounded up to the 8 bits of bf16's mantissa.
         "int8": largest / 127 / 2 * (1 + 2**-7 + 2**-20),
         "int4": largest / 7 / 2 * (1 + 2**-7 + 2**-20),
+        "int2": exact.abs().max(),  # a mean of numbers up to that, with the sign of each
     }[value_format]
     assert ((values - exact).abs() <= bound).all()
     sent = sum(part.numel() * part.element_size() for part in payload) - 4  # without the count
     assert sent == compressor.nbytes(ctx.segment, None)
 
 
-@pytest.mark.parametrize("value_format", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("value_format", ["float32", "bfloat16", "int8", "int4", "int2"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_broken_shows_and_what_is_large_is_not_broken(bad, value_format):
     compressor, ctx = TopK(0.5, "compact", value_format), Context.of(6)
@@ -149,6 +150,40 @@ def test_what_is_broken_shows_and_what_is_large_is_not_broken(bad, value_format)
     assert compressor.decode(payload, ctx).values.isfinite().all()
     payload, _ = compressor.compress(torch.full((6,), 1e-45), ctx)
     assert compressor.decode(payload, ctx).values.isfinite().all()
+
+
+def test_two_bits_by_hand():
+    """Magnitudes 1, 2, 3, 10: their mean is 4, so the larger ones are 10, the smaller ones on average 2."""
+    values = torch.tensor([1.0, -2.0, 3.0, -10.0]).repeat(32)
+    table, codes = encoding.encode_values(values, 128, "int2")
+    assert table.tolist() == [2, 10]
+    # Values 0, 32, 64 and 96 share a byte, two bits each: larger, and negative.
+    assert codes.tolist() == [0b00000000, 0b10101010, 0b00000000, 0b11111111] * 8
+    assert encoding.decode_values((table, codes), 128, "int2").tolist() == [2, -2, 2, -10] * 32
+
+
+def test_two_bits_keep_zeros_and_fill_up_with_them():
+    values = torch.tensor([[0.0, -1.0, 3.0], [5.0, 5.0, -5.0]])
+    parts = encoding.encode_values(values, 130, "int2")
+    assert [part.shape for part in parts] == [(2, 4), (2, 64)]
+    found = encoding.decode_values(parts, 130, "int2")
+    assert found[:, :3].tolist() == [[0, -2, 2], [5, 5, -5]]
+    assert not found[:, 3:].any()
+    (table, codes) = encoding.encode_values(torch.empty(0), 0, "int2")
+    assert (table.numel(), codes.numel(), encoding.decode_values((table, codes), 0, "int2").numel()) == (0, 0, 0)
+
+
+def test_two_bits_of_two_magnitudes_are_exact_and_others_shrink():
+    signs = torch.randn(1280).sign()
+    both = torch.where(torch.rand(1280) < 0.3, 7.25, 0.375) * signs
+    assert torch.equal(encoding.decode_values(encoding.encode_values(both, 1280, "int2"), 1280, "int2"), both)
+    largest = torch.finfo(torch.float32).max
+    full = torch.full((128,), largest)
+    assert torch.equal(encoding.decode_values(encoding.encode_values(full, 128, "int2"), 128, "int2"), full)
+    for draw in (torch.randn(1280), torch.randn(1280) ** 5, torch.randn(1280) * 1e-42):
+        rest = draw - encoding.decode_values(encoding.encode_values(draw, 1280, "int2"), 1280, "int2")
+        # A mean leaves the variance, so no group grows; denormals are rounded to a multiple of the smallest.
+        assert (rest.view(-1, 128).double().norm(dim=1) <= draw.view(-1, 128).double().norm(dim=1) + 1e-43).all()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +239,8 @@ def test_sums_on_the_way_refuse_rounded_values_by_name():
 def test_unknown_formats_are_refused():
     with pytest.raises(ValueError, match=r"TopK\(index_format='int64'\): choose from compact, int32"):
         TopK(index_format="int64")
-    with pytest.raises(ValueError, match=r"GaussianK\(value_format='fp8'\): choose from float32, bfloat16, int8, int4"):
+    known = "float32, bfloat16, int8, int4, int2"
+    with pytest.raises(ValueError, match=rf"GaussianK\(value_format='fp8'\): choose from {known}"):
         GaussianK(value_format="fp8")
 
 

@@ -182,17 +182,29 @@ def steps(made, dtype, size, **options):
         ("gaussiank", {"density": 0.001}),
         ("gaussiank", {"density": 0.01}),
         ("gaussiank", {"density": 0.1}),
+        ("topk", {"density": 0.01, "value_format": "int2"}),
+        ("dgc", {"density": 0.001}),
+        ("dgc", {"density": 0.05}),
+        ("sidco", {"density": 0.001}),
+        ("sidco", {"density": 0.1, "fit": "gamma"}),
+        ("sidco", {"density": 0.01, "fit": "pareto"}),
+        ("mstopk", {"density": 0.001}),
+        ("mstopk", {"density": 0.1}),
+        ("chunk_topk", {"density": 0.001}),
+        ("sparseloco", {}),
         ("randk", {"density": 0.001}),
         ("dense", {}),
     ],
 )
 def test_no_step_waits(name, options, dtype, size, fake_cuda):
-    assert steps(method(name, **options), dtype, size) == 3
+    made = method(name, **options)
+    assert steps(made, dtype, size) == 3
     if name != "dense":
-        assert {"_add_with_stats", "_add_entries", "_add_to_many"} <= set(fake_cuda) | (
-            {"_add_with_stats"} if name == "randk" else set()
-        )
-    if name in ("topk", "gaussiank"):
+        scanned = made.compressor.block_stats(1_201_231) is not None
+        assert {"_add_entries", "_add_to_many", *["_add_with_stats"] * scanned} <= set(fake_cuda)
+    if name in ("chunk_topk", "sparseloco"):
+        assert "_chunk_topk" in fake_cuda
+    elif name not in ("randk", "dense"):
         assert {"_histogram", "_count", "_write", "_gather"} <= set(fake_cuda)
 
 

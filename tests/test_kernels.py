@@ -26,7 +26,7 @@ from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, Two
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.context import Context
-from lightning_sparse.kernels import block_stats, launch, pack, select, select_triton, threshold, write_back
+from lightning_sparse.kernels import block_stats, chunks, launch, pack, select, select_triton, threshold, write_back
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
@@ -245,7 +245,7 @@ def test_adding_and_taking_out_entries(use):
         assert not add_entries_(x.to(DEVICE, copy=True), indices.to(DEVICE), chosen, -1.0)[indices.to(DEVICE)].any()
 
 
-KERNELS = (block_stats, pack, select_triton, threshold, write_back)
+KERNELS = (block_stats, chunks, pack, select_triton, threshold, write_back)
 
 
 def is_kernel(value):

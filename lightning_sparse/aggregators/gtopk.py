@@ -34,7 +34,8 @@ class GlobalTopK(Aggregator[Sparsifier]):
     def __call__(self, u: Tensor, compressor: Sparsifier, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         rank, size, numel = exchange.rank, exchange.size, ctx.segment.numel
         half = 1 << size.bit_length() - 1
-        k = compressor.count(numel, ctx.density)
+        k, capacity = compressor.count(numel, ctx.density), compressor.capacity(numel, ctx.density)
+        encoding = compressor.encoding  # of any entries: sums are not what a compressor chooses
         _, own = exchange.compress(u, compressor)
         assert isinstance(own, Entries)
         # Divided before they are added, so that sums stay in range.
@@ -43,11 +44,11 @@ class GlobalTopK(Aggregator[Sparsifier]):
         def swap(peer: int, owner: bool) -> Entries:
             """Exchange results with a peer; the owner takes back what rounding took from this rank's."""
             nonlocal result
-            payload, rounded = compressor.encode(result, ctx)
+            payload, rounded = encoding.encode(result, numel, capacity)
             if owner:
                 returned.append(Entries(result.indices, result.values - rounded.values))
             result = rounded
-            return compressor.decode(exchange.sendrecv(payload, peer), ctx)
+            return encoding.decode(exchange.sendrecv(payload, peer), numel, capacity)
 
         def merge(lower: Entries, upper: Entries) -> Entries:
             indices, values = coalesce([lower, upper], numel)

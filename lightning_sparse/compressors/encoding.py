@@ -13,6 +13,11 @@ each, for the best w: 12.9 bits at a density of 0.001.
 "int8" and "int4" values are even steps of a scale, as in `Blocks`, one for each 64 entries in the order of the indices.
 What is selected is alike in magnitude: of the largest thousandth of a Gaussian, 4 bits have a relative error of 0.055,
 of all of it, in blocks of as many, one of 0.11; of Student's t with 5 degrees of freedom 0.09 and 0.15.
+
+"int2" values are a sign and one of two magnitudes, which are the means of the larger and of the smaller magnitudes of
+128 entries: 2.5 bits each. Those above the mean magnitude are the larger ones; where there are zeros, which stay zero,
+all others. It is a codebook of bin means as SparseLoCo has it (Sarfi et al. 2025, arXiv 2508.15706), for each 128
+entries instead of each tensor, as a segment may consist of layers of very different scale.
 """
 
 from __future__ import annotations
@@ -29,10 +34,12 @@ from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.pack import LOWER, pack_bits, unpack_bits, upper_bytes
 
 IndexFormat = Literal["compact", "int32"]
-ValueFormat = Literal["float32", "bfloat16", "int8", "int4"]
+ValueFormat = Literal["float32", "bfloat16", "int8", "int4", "int2"]
 BITS = {"int8": 8, "int4": 4}
 BLOCK = 64
 """Entries that share a scale, of 2 bytes."""
+GROUP = 128
+"""Entries that share the two magnitudes of "int2"."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class Encoding:
 
     Attributes:
         index_format: "compact" or "int32".
-        value_format: "float32", "bfloat16", or "int8" and "int4", with a scale for each 64 entries.
+        value_format: "float32", "bfloat16", "int8" and "int4" with a scale for each 64 entries, or "int2" with two fp32
+            magnitudes for each 128 of them.
     """
 
     index_format: IndexFormat = "compact"
@@ -64,7 +72,7 @@ class Encoding:
         Raises:
             ValueError: no `encode` makes such a payload. Not where Triton works: the host does not look.
         """
-        split = 3 if self.value_format in BITS else 2
+        split = 1 + value_parts(self.value_format)
         indices = decode_indices(payload[split:], payload[0], numel, capacity, self.index_format)
         return Entries(indices, decode_values(payload[1:split], capacity, self.value_format))
 
@@ -72,9 +80,7 @@ class Encoding:
         """Return the size in bytes of a payload, without its count."""
         width = _lower_bits(numel, capacity, self.index_format)
         indices = 4 * capacity if width is None else upper_bytes(numel, capacity, width) + width // 8 * capacity
-        if bits := BITS.get(self.value_format):
-            return indices + 2 * -(-capacity // BLOCK) + -(-capacity * bits // 8)
-        return indices + {"float32": 4, "bfloat16": 2}[self.value_format] * capacity
+        return indices + value_bytes(capacity, self.value_format)
 
 
 def encode_indices(indices: Tensor, numel: int, capacity: int, index_format: IndexFormat) -> tuple[Tensor, ...]:
@@ -130,8 +136,24 @@ def check_indices(indices: Tensor, numel: int) -> Tensor:
     return indices
 
 
+def value_parts(value_format: ValueFormat) -> int:
+    """Return how many tensors `encode_values` makes."""
+    return 2 if value_format in BITS or value_format == "int2" else 1
+
+
+def value_bytes(capacity: int, value_format: ValueFormat) -> int:
+    """Return the size in bytes of what `encode_values` makes."""
+    if bits := BITS.get(value_format):
+        return 2 * -(-capacity // BLOCK) + -(-capacity * bits // 8)
+    if value_format == "int2":
+        return -(-capacity // GROUP) * (8 + GROUP // 4)
+    return {"float32": 4, "bfloat16": 2}[value_format] * capacity
+
+
 def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> Payload:
     """Return fp32 values, (..., n) with n at most `capacity`, as one or two tensors. Non-finite values stay so."""
+    if value_format == "int2":
+        return _encode_int2(values, capacity)
     if value_format == "float32":
         return (_fill(values, capacity),)
     if value_format == "bfloat16":
@@ -152,6 +174,8 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
 
 def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> Tensor:
     """Return the fp32 values of `encode_values`, (..., capacity)."""
+    if value_format == "int2":
+        return _decode_int2(*parts)[..., :capacity]
     if value_format not in BITS:
         return parts[0].float()
     (scales, codes), bits = parts, BITS[value_format]
@@ -160,6 +184,33 @@ def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> T
     rows = _fill(unpack_steps(codes, bits, steps), blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
     decoded: Tensor = rows.mul_(scales.unsqueeze(-1)).flatten(-2)
     return decoded[..., :capacity]
+
+
+def _encode_int2(values: Tensor, capacity: int) -> Payload:
+    """Return the two magnitudes of each group, (..., 2 · groups), and four values in each byte."""
+    *lead, _ = values.shape
+    groups = -(-capacity // GROUP)
+    rows = _fill(values, groups * GROUP).view(*lead, groups, GROUP)
+    magnitudes = rows.abs().double()  # in which sums of so few are exact, and stay in range
+    zeros = magnitudes.amin(-1, keepdim=True) == 0
+    larger = magnitudes > torch.where(zeros, 0, magnitudes.mean(-1, keepdim=True))
+    means = [(magnitudes * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (larger.logical_not(), larger)]
+    table = torch.stack(means, -1).float()
+    # Value i of a quarter of the group in the bits 2i and 2i + 1 of its byte.
+    codes = (larger.to(torch.uint8) + 2 * (rows < 0).to(torch.uint8)).view(*lead, groups, 4, GROUP // 4)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=values.device)
+    packed = (codes << shifts.unsqueeze(-1)).sum(-2, dtype=torch.uint8)
+    return table.view(*lead, 2 * groups), packed.view(*lead, groups * GROUP // 4)
+
+
+def _decode_int2(table: Tensor, packed: Tensor) -> Tensor:
+    *lead, size = packed.shape
+    groups = 4 * size // GROUP
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+    codes = packed.view(*lead, groups, 1, GROUP // 4) >> shifts.unsqueeze(-1)
+    smaller, larger = table.view(*lead, groups, 2, 1, 1).unbind(-3)
+    magnitudes = torch.where(codes & 1 == 1, larger, smaller)
+    return torch.where(codes & 2 == 2, -magnitudes, magnitudes).view(*lead, groups * GROUP)
 
 
 def _lower_bits(numel: int, capacity: int, index_format: IndexFormat) -> int | None:

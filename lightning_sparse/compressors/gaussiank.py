@@ -35,7 +35,7 @@ class GaussianK(Sparsifier):
     Attributes:
         density: fraction ρ of entries to send, in (0, 1]; at least one is sent.
         index_format: "compact" (about 13 bits at density 0.001) or "int32".
-        value_format: "float32", "bfloat16", "int8" or "int4"; the rounding error stays in the residual.
+        value_format: "float32", "bfloat16", "int8", "int4" or "int2"; the rounding error stays in the residual.
         refine: what to do about a threshold that leaves too many or too few.
     """
 

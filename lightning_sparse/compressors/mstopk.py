@@ -1,0 +1,101 @@
+"""MSTopK: k entries from around a threshold that is found by halving an interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.encoding import IndexFormat, ValueFormat
+from lightning_sparse.compressors.sparsifier import Sparsifier
+from lightning_sparse.context import Context
+from lightning_sparse.kernels.block_stats import BlockStats
+from lightning_sparse.kernels.candidates import keep_indices, largest, largest_of, sampled
+from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits, topk_indices
+
+SAMPLE = 1 << 16
+"""Magnitudes that the mean is taken of."""
+
+
+@dataclass(frozen=True)
+class MSTopK(Sparsifier):
+    """Sends all entries above one threshold, and of those between it and a lower one as many as make k.
+
+    Shi et al. 2021, arXiv 2010.10458. Thresholds are m + r(M − m), with m and M the mean and the largest of |u|. The
+    paper halves [0, 1] N times for the r at which k entries are left, and keeps the closest threshold that leaves at
+    most k and the closest one that leaves more; of the entries between the two it sends a run that starts at random.
+
+    After N rounds these are neighbours on a grid of 2^N steps, on either side of the entry of rank k + 1. So here they
+    are computed from this entry, which block maxima find faster than N passes could count. m only says where the grid
+    begins, and is the mean of 65,536 evenly spaced magnitudes. Where more than 9k/8 entries reach the lower threshold,
+    because they are equal, or because N is small, the k largest are sent.
+
+        >>> import torch
+        >>> MSTopK(density=0.4).select(torch.tensor([1.0, -3.0, 0.0, 2.0, -0.5]))
+        tensor([1, 3])
+
+    Attributes:
+        density: fraction of entries to send, in (0, 1]; at least one is sent.
+        rounds: N, 1 to 50. The two thresholds are (M − m) / 2^N apart.
+        index_format: "compact" (about 13 bits at density 0.001) or "int32".
+        value_format: "float32", "bfloat16", "int8" or "int2"; the rounding error stays in the residual.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    density: float = 0.001
+    rounds: int = 30
+    index_format: IndexFormat = "compact"
+    value_format: ValueFormat = "float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or not 1 <= self.rounds <= 50:
+            raise ValueError(f"MSTopK(rounds={self.rounds!r}): an integer from 1 to 50, how often to halve.")
+
+    exposes_nonfinite = True  # with a NaN or an infinity there is no grid, and the k largest are sent
+
+    def block_stats(self, numel: int, density: float | None = None) -> BlockStats | None:
+        block = block_size(numel, self.count(numel, density))
+        return BlockStats(numel, block) if block > 1 else None
+
+    def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
+        numel = u.numel()
+        if k == numel:
+            return topk_indices(u, k)
+        bits = magnitude_bits("MSTopK", u)
+        seed = ctx.generator(shared=False).initial_seed() >> 1  # fits into int64
+        # One more than may be sent, so that there is the entry of rank k + 1, and too wide a band shows.
+        indices, magnitudes = largest(bits, 9 * k // 8 + 1, ensure_stats(ctx.stats, u, block_size(numel, k)))
+        mean = sampled(bits, SAMPLE, seed).view(torch.float32).mean(dtype=torch.float64)
+        exact = largest_of(magnitudes, k)
+        keep = self._around_the_grid(magnitudes.view(torch.float32).double(), exact, mean, k, seed)
+        return keep_indices(indices, keep, k, numel)
+
+    def _around_the_grid(self, x: Tensor, exact: Tensor, mean: Tensor, k: int, seed: int) -> Tensor:
+        """Return which of the largest magnitudes to send, exactly k.
+
+        Args:
+            x: the magnitudes, fp64, 1-D.
+            exact: which of them are the k largest; returned where no grid tells them apart.
+            mean: of all magnitudes, the first point of the grid.
+            k: how many to send, below len(x).
+            seed: says where the run begins.
+        """
+        steps = 2**self.rounds
+        after = torch.where(exact, -math.inf, x).amax()  # of rank k + 1
+        width = (x.amax() - mean) / steps
+        point = ((after - mean) / width).floor().clamp(0, steps - 1)
+        # The ends of the grid are never counted: as if nothing were above the last point, and all above the first.
+        upper = torch.where(point == steps - 1, math.inf, mean + width * (point + 1))
+        lower = torch.where(point == 0, 0.0, mean + width * point)
+        above = (x >= upper) & (x > after)
+        band = (x >= lower) & above.logical_not()
+        missing, reach = k - above.sum(), above.sum() + band.sum()
+        start = torch.remainder(seed, (reach - k + 1).clamp(min=1))
+        place = band.cumsum(0) - 1
+        run = band & (place >= start) & (place < start + missing)
+        return torch.where((reach >= k) & (reach <= 9 * k // 8), above | run, exact)

@@ -1,0 +1,136 @@
+"""The k entries of largest magnitude of each chunk of consecutive elements.
+
+    indices = chunk_topk(u, k=4)  # int64, ascending; of each 4,096 elements four
+
+On the CPU block maxima narrow each chunk down, as in `select.py`: its k largest entries lie in the k blocks with the
+largest maxima. On CUDA a chunk is one program, which holds it in registers and finds its threshold bit by bit: one pass
+over the data, one launch.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits, nonzero, topk_indices
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+CHUNK = 4096
+"""Consecutive elements that are selected from together: a place among them takes 12 bits."""
+
+AT_A_TIME = 256 * CHUNK
+"""Elements that are worked on at a time on the CPU, which bounds the memory that is needed."""
+
+
+def chunk_topk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) -> Tensor:
+    """Return where the k entries of largest magnitude of each chunk are.
+
+    Args:
+        u: 1-D, fp32. Left as it is.
+        k: how many of each full chunk, 1 to `CHUNK`.
+        k_last: how many of what is left at the end, at most k, and at most all.
+        stats: of `u`, with the block of `block_size(CHUNK, k)`, where there is one already. Not used on CUDA.
+
+    Returns:
+        int64 indices, ascending. NaN counts as larger than infinity; of equal magnitudes the lowest index comes first.
+
+    Raises:
+        ValueError: `u` is not 1-D.
+        TypeError: `u` is not fp32.
+    """
+    bits = magnitude_bits("chunk_topk", u)
+    full = bits.numel() // CHUNK
+    if uses_triton(u):
+        indices = torch.empty(full * k + k_last, dtype=torch.int64, device=u.device)
+        if programs := -(-bits.numel() // CHUNK):
+            launch(_chunk_topk, programs, bits, indices, bits.numel(), k, k_last, CHUNK=CHUNK, num_warps=8)
+        return indices
+    end, block = full * CHUNK, block_size(CHUNK, k)
+    maxima = ensure_stats(stats, u, block).maxima if full else None
+    parts: list[Tensor] = []
+    for start in range(0, end, AT_A_TIME):
+        some = bits[start : min(start + AT_A_TIME, end)]
+        if maxima is None:
+            indices = _largest_of_rows((some & MAGNITUDE).view(-1, CHUNK), k)
+        else:
+            stop = start + some.numel()
+            indices = _by_maxima(some.view(-1, block), maxima[start // block : stop // block], k)
+        parts.append(indices + start)
+    return torch.cat([*parts, topk_indices(u[end:], k_last) + end])
+
+
+def _by_maxima(blocks: Tensor, maxima: Tensor, k: int) -> Tensor:
+    """Return where the k largest magnitudes of each chunk are, ascending, given all blocks of the chunks."""
+    block = blocks.shape[1]
+    chosen = _largest_of_rows(maxima.view(-1, CHUNK // block), k)
+    # k entries of a chunk reach the least of its chosen maxima.
+    least = maxima.index_select(0, chosen).view(-1, k).amin(1)
+    found = blocks.index_select(0, chosen).bitwise_and_(MAGNITUDE).view(-1, k * block)
+    hits = nonzero(found >= least.unsqueeze(1))
+    # A table with a row of them for each chunk, filled up with what is never chosen.
+    row, cuts = _cuts(hits, k * block, len(least))
+    widest = int(cuts.diff().max())
+    table = torch.full((len(least), widest), -1, dtype=torch.int32)
+    shift = torch.arange(len(least)) * widest - cuts[:-1]
+    places = torch.arange(hits.numel()) + shift.index_select(0, row)
+    table.view(-1).index_copy_(0, places, found.view(-1).index_select(0, hits))
+    hits = hits.index_select(0, _largest_of_rows(table, k) - shift.repeat_interleave(k))
+    return chosen.index_select(0, hits // block).mul_(block).add_(hits % block)
+
+
+def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
+    """Return where the k largest numbers of each row are, int64, as if it were flat; of equal ones the first."""
+    count, width = rows.shape
+    least = torch.topk(rows, k, dim=1, sorted=False).values.amin(1)
+    hits = nonzero(rows >= least.unsqueeze(1))
+    if hits.numel() == count * k:
+        return hits
+    # Of those that are equal to the least, as many of a row as there is room for beside the larger ones.
+    row, cuts = _cuts(hits, width, count)
+    tied = rows.view(-1).index_select(0, hits) == least.index_select(0, row)
+    ties = torch.nn.functional.pad(tied.cumsum(0), (1, 0))
+    before = ties.index_select(0, cuts)
+    room = k - cuts.diff() + before.diff()
+    return hits[~tied | (ties[1:] <= (before[:-1] + room).index_select(0, row))]
+
+
+def _cuts(hits: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the row of each of some ascending positions, and where each row begins among them, and their number."""
+    row = hits // width
+    return row, torch.searchsorted(row, torch.arange(rows + 1))
+
+
+@kernel("numel", "k", "k_last")
+def _chunk_topk(bits, indices, numel, k, k_last, CHUNK: tl.constexpr):
+    chunk = tl.program_id(0).to(tl.int64)
+    positions = chunk * CHUNK + tl.arange(0, CHUNK)
+    # Loads without a mask are 16 bytes wide whatever the length is.
+    if (chunk + 1) * CHUNK <= numel:
+        found = tl.load(bits + positions) & 0x7FFFFFFF
+        wanted = k
+    else:
+        found = tl.where(positions < numel, tl.load(bits + positions, mask=positions < numel, other=0) & 0x7FFFFFFF, -1)
+        wanted = k_last
+    # The largest number that `wanted` magnitudes reach, from the highest bit on.
+    limit = 0
+    bit = 1 << 30
+    while bit > 0:
+        if tl.sum((found >= (limit | bit)).to(tl.int32)) >= wanted:
+            limit |= bit
+        bit = bit >> 1
+    above = (found > limit).to(tl.int32)
+    ties = (found == limit).to(tl.int32)
+    # One sum for both counts, in the upper and the lower half of 32 bits; of what is before each element.
+    both = (above << 16) | ties
+    before = tl.cumsum(both) - both
+    room = wanted - tl.sum(above)
+    ties_before = before & 0xFFFF
+    chosen = (above > 0) | ((ties > 0) & (ties_before < room))
+    tl.store(indices + chunk * k + (before >> 16) + tl.minimum(ties_before, room), positions, mask=chosen)
