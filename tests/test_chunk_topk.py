@@ -189,5 +189,5 @@ def test_sparseloco_is_built_of_it():
     assert method("chunk_topk", value_format="bfloat16").compressor == ChunkTopK(0.001, "bfloat16")
     with pytest.raises(TypeError, match="'chunk_topk' has no option 'index_format'; it has density, value_format"):
         method("chunk_topk", index_format="int32")
-    with pytest.raises(ValueError, match=r"ChunkTopK\(value_format='int4'\): choose from float32, .*, int2"):
-        ChunkTopK(value_format="int4")
+    with pytest.raises(ValueError, match=r"ChunkTopK\(value_format='fp8'\): choose from float32, .*, int2"):
+        ChunkTopK(value_format="fp8")
