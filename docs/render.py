@@ -53,7 +53,7 @@ SENDS = {
     "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),
     "sidco": ("2k/3 to 4k/3 entries above a threshold of a fitted distribution", "2⌈4k/3⌉(P − 1)"),
     "mstopk": ("the k entries around a threshold of a grid of 2³⁰ steps", "2k(P − 1)"),
-    "chunk_topk": ("the largest entries of each 4,096, k in all, with places of 12 bits", "2k(P − 1)"),
+    "chunktopk": ("the largest entries of each 4,096, k in all, with places of 12 bits", "2k(P − 1)"),
     "gtopk": ("the k largest of the sum, merged pair by pair", "2k log₂ P, and 4k more if P is no power of two"),
     "oktopk": ("the k/P largest sums of each of P regions", "about 6k(P − 1)/P"),
     "scalecom": ("its values at k indices that one rank chooses; ranks take turns", "at most 3k"),
@@ -61,11 +61,11 @@ SENDS = {
     "int8": ("each value in 8 bits, with a scale for each block of 64; the mean the same way", "about 0.52d(P − 1)/P"),
     "int4": ("each value in 4 bits, with a scale for each block of 64; the mean the same way", "about 0.27d(P − 1)/P"),
     "powersgd": ("two thin factors of each matrix, n × m, of r columns each; all else exactly", "2Σ(n + m)r(P − 1)/P"),
-    "onebit_sgd": (
+    "onebit": (
         "each sign, in a bit, and for each column the means of both signs; the mean the same way",
         "about d(P − 1)/16P",
     ),
-    "ef_signsgd": ("each sign of an update, in a bit, and the mean magnitude of each parameter", "d(P − 1)/32"),
+    "efsignsgd": ("each sign of an update, in a bit, and the mean magnitude of each parameter", "d(P − 1)/32"),
     "qsgd": ("each value rounded at random to one of 31 levels, in 5 bits", "about 5d(P − 1)/32"),
     "terngrad": (
         "each value rounded at random to −s, 0 or s, in 2 bits, with a scale s of all ranks for each parameter",

@@ -28,7 +28,7 @@ from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.aggregators.shared_scale import SharedScale
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.compressors.blocks import Blocks
-from lightning_sparse.compressors.chunk_topk import ChunkTopK
+from lightning_sparse.compressors.chunktopk import ChunkTopK
 from lightning_sparse.compressors.lowrank import LowRank
 from lightning_sparse.compressors.mstopk import MSTopK
 from lightning_sparse.compressors.onebit import OneBit
@@ -168,7 +168,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "gaussiank": MethodSpec(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
         "sidco": MethodSpec(SIDCo, Residual(), Mean(), "Abdelmoniem et al. 2021, arXiv 2101.10761"),
         "mstopk": MethodSpec(MSTopK, Residual(), Mean(), "Shi et al. 2021, arXiv 2010.10458"),
-        "chunk_topk": MethodSpec(ChunkTopK, Residual(), Mean(), "Peng et al. 2024, arXiv 2411.19870"),
+        "chunktopk": MethodSpec(ChunkTopK, Residual(), Mean(), "Peng et al. 2024, arXiv 2411.19870"),
         "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
         "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
         "scalecom": MethodSpec(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
@@ -186,7 +186,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "signum": MethodSpec(
             Sign, Momentum(), MajorityVote(), "Bernstein et al. 2018, arXiv 1802.04434", Traits(False, None)
         ),
-        "ef_signsgd": MethodSpec(
+        "efsignsgd": MethodSpec(
             ScaledSign,
             Residual(),
             Mean(),
@@ -194,7 +194,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             Traits(True, None),
             UpdateRule(momentum="keep", rescale=False),
         ),
-        "onebit_sgd": MethodSpec(OneBit, Residual(), TwoPass(), "Seide et al. 2014, Interspeech", Traits(True, None)),
+        "onebit": MethodSpec(OneBit, Residual(), TwoPass(), "Seide et al. 2014, Interspeech", Traits(True, None)),
         "terngrad": MethodSpec(
             TernGrad, NoMemory(), SharedScale(), "Wen et al. 2017, arXiv 1705.07878", Traits(False, None)
         ),

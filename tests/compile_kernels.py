@@ -97,7 +97,7 @@ KERNELS = {
     "digit if needed": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
     "write if needed": (select_triton._write, SELECT, {**CHOSEN, "WHEN": True}),
     "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS}),
-    "chunks": (chunks._chunk_topk, CHUNKS, {"CHUNK": chunks.CHUNK}),
+    "chunks": (chunks._chunktopk, CHUNKS, {"CHUNK": chunks.CHUNK}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
     "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8}),

@@ -5,13 +5,13 @@ import importlib.util
 import pytest
 import torch
 
-from lightning_sparse.compressors.chunk_topk import ChunkTopK
+from lightning_sparse.compressors.chunktopk import ChunkTopK
 from lightning_sparse.compressors.mstopk import MSTopK
 from lightning_sparse.compressors.sampled_topk import SampledTopK
 from lightning_sparse.compressors.sidco import SIDCo
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import candidates, launch
-from lightning_sparse.kernels.chunks import CHUNK, chunk_topk
+from lightning_sparse.kernels.chunks import CHUNK, chunktopk
 from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits
 from tests.support.tiers import tiers
 from tests.test_kernels import DEVICE, HOSTILE, SOME
@@ -80,8 +80,8 @@ def test_chunks_equal_the_oracle(name, monkeypatch):
         expected = [
             oracle(part, k if len(part) == CHUNK else last) + CHUNK * i for i, part in enumerate(u.split(CHUNK))
         ]
-        assert torch.equal(chunk_topk(u.to(DEVICE), k, last).cpu(), torch.cat(expected)), (numel, k)
-    assert chunk_topk(torch.empty(0, device=DEVICE), 4, 0).tolist() == []
+        assert torch.equal(chunktopk(u.to(DEVICE), k, last).cpu(), torch.cat(expected)), (numel, k)
+    assert chunktopk(torch.empty(0, device=DEVICE), 4, 0).tolist() == []
 
 
 @needs_triton

@@ -94,7 +94,7 @@ def test_messages_of_each_way():
         "randk": [0, 3, 12, 21],
         "topk": [0, 1, 4, 7],
         "gaussiank": [0, 1, 4, 7],
-        **{key: [0, 1, 4, 7] for key in ["sidco", "mstopk", "chunk_topk"]},
+        **{key: [0, 1, 4, 7] for key in ["sidco", "mstopk", "chunktopk"]},
         "gtopk": [0, 1, 4, 3],
         "oktopk": [0, 3, 12, 21],
         "scalecom": [0, 4, 15, 24],
@@ -104,9 +104,9 @@ def test_messages_of_each_way():
         "powersgd": [0, 5, 20, 35],  # headers, and two rings of all-reduce
         "signsgd": [0, 2, 8, 14],
         "signum": [0, 2, 8, 14],
-        "onebit_sgd": [0, 2, 8, 14],
+        "onebit": [0, 2, 8, 14],
         "terngrad": [0, 3, 12, 21],
-        "ef_signsgd": [0, 1, 4, 7],
+        "efsignsgd": [0, 1, 4, 7],
         **{key: [0, 1, 4, 7] for key in ["memsgd", "dgc", "sparseloco"]},
         **{key: [0, 3, 12, 21] for key in ["local_sgd", "diloco"]},
     }

@@ -190,7 +190,7 @@ def steps(made, dtype, size, **options):
         ("sidco", {"density": 0.01, "fit": "pareto"}),
         ("mstopk", {"density": 0.001}),
         ("mstopk", {"density": 0.1}),
-        ("chunk_topk", {"density": 0.001}),
+        ("chunktopk", {"density": 0.001}),
         ("sparseloco", {}),
         ("randk", {"density": 0.001}),
         ("dense", {}),
@@ -202,8 +202,8 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
     if name != "dense":
         scanned = made.compressor.block_stats(1_201_231) is not None
         assert {"_add_entries", "_add_to_many", *["_add_with_stats"] * scanned} <= set(fake_cuda)
-    if name in ("chunk_topk", "sparseloco"):
-        assert "_chunk_topk" in fake_cuda
+    if name in ("chunktopk", "sparseloco"):
+        assert "_chunktopk" in fake_cuda
     elif name not in ("randk", "dense"):
         assert {"_histogram", "_count", "_write", "_gather"} <= set(fake_cuda)
 
@@ -212,7 +212,7 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
 @pytest.mark.parametrize(
     "name",
     tiers(
-        ["int4", "int8", "powersgd", "qsgd", "terngrad", "onebit_sgd", "signsgd", "signum", "ef_signsgd"],
+        ["int4", "int8", "powersgd", "qsgd", "terngrad", "onebit", "signsgd", "signum", "efsignsgd"],
         ["int4", "powersgd", "terngrad", "signsgd"],
     ),
 )

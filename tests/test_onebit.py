@@ -71,7 +71,7 @@ def test_error_feedback_on_both_sides_by_hand():
     def rank(comm):
         given = [[4.0, 2.0, -6.0, 3.0, 5.0, -2.0], [1.0, 3.0, -2.0, 1.0, 5.0, 0.0]][comm.rank]
         grads = {"w": torch.tensor(given)}
-        reducer = Reducer("onebit_sgd", comm, granularity="model")
+        reducer = Reducer("onebit", comm, granularity="model")
         reducer.setup(grads)
         reducer.routing._pays = lambda *_: True
         reducer.reduce_(grads)
@@ -93,7 +93,7 @@ def test_columns_stay_columns_in_regions(size):
 
     def rank(comm):
         grads = {"w": u.clone()}
-        Reducer("onebit_sgd", comm, granularity="model").reduce_(grads)
+        Reducer("onebit", comm, granularity="model").reduce_(grads)
         return grads["w"]
 
     assert all(torch.equal(result, u) for result in simulate(size, rank))
@@ -110,7 +110,7 @@ def test_what_is_not_finite_is_named(value, place):
         flat[place] = value if comm.rank == 1 else 1
         grads = {"w": flat[:100].view(10, 10), "b": flat[100:]}
         with pytest.raises(NonFiniteGradient, match=f"'{'w' if place < 100 else 'b'}' is not finite on rank 1"):
-            Reducer("onebit_sgd", comm, granularity="model").reduce_(grads)
+            Reducer("onebit", comm, granularity="model").reduce_(grads)
 
     simulate(2, rank)
 
@@ -120,7 +120,7 @@ def test_bytes_do_not_grow_with_the_number_of_ranks():
 
         def rank(comm, size=size):
             grads = {"w": torch.randn(16, 16 * 256, generator=torch.Generator().manual_seed(comm.rank))}
-            Reducer("onebit_sgd", comm, granularity="model").reduce_(grads)
+            Reducer("onebit", comm, granularity="model").reduce_(grads)
             return comm.sent_bytes
 
         for sent in simulate(size, rank):
@@ -130,6 +130,6 @@ def test_bytes_do_not_grow_with_the_number_of_ranks():
 
 
 def test_the_row_has_no_options():
-    assert str(method("onebit_sgd")) == "OneBit() + Residual() + TwoPass()"
-    with pytest.raises(TypeError, match="'onebit_sgd' has no option 'levels'; it has none"):
-        method("onebit_sgd", levels=2)
+    assert str(method("onebit")) == "OneBit() + Residual() + TwoPass()"
+    with pytest.raises(TypeError, match="'onebit' has no option 'levels'; it has none"):
+        method("onebit", levels=2)

@@ -98,16 +98,14 @@ def test_the_published_counter_example(size):
     """
     _, least = train("signsgd", size)
     assert least >= 8 * EPSILON**2 - 1e-5
-    last, _ = train("ef_signsgd", size)
+    last, _ = train("efsignsgd", size)
     assert last < 1e-6
 
 
 def test_the_row():
-    assert (
-        str(method("ef_signsgd")) == "ScaledSign() + Residual() + Mean() + UpdateRule(momentum='keep', rescale=False)"
-    )
-    with pytest.raises(TypeError, match="'ef_signsgd' has no option 'density'; it has none"):
-        method("ef_signsgd", density=0.1)
+    assert str(method("efsignsgd")) == "ScaledSign() + Residual() + Mean() + UpdateRule(momentum='keep', rescale=False)"
+    with pytest.raises(TypeError, match="'efsignsgd' has no option 'density'; it has none"):
+        method("efsignsgd", density=0.1)
 
 
 def test_the_rate_is_inside_the_memory():
@@ -117,7 +115,7 @@ def test_the_rate_is_inside_the_memory():
         model = nn.Module()
         model.x = nn.Parameter(torch.zeros(2))
         optimizer = torch.optim.SGD([model.x], lr=1.0)
-        exchange = Updates(Reducer("ef_signsgd", comm, exchanged="update"), model, [optimizer])
+        exchange = Updates(Reducer("efsignsgd", comm, exchanged="update"), model, [optimizer])
         seen = []
         for rate in (1.0, 0.5):
             optimizer.param_groups[0]["lr"] = rate

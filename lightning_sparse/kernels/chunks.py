@@ -1,6 +1,6 @@
 """The k entries of largest magnitude of each chunk of consecutive elements.
 
-    indices = chunk_topk(u, k=4)  # int64, ascending; of each 4,096 elements four
+    indices = chunktopk(u, k=4)  # int64, ascending; of each 4,096 elements four
 
 On the CPU block maxima narrow each chunk down, as in `select.py`: its k largest entries lie in the k blocks with the
 largest maxima. On CUDA a chunk is one program, which holds it in registers and finds its threshold bit by bit: one pass
@@ -29,7 +29,7 @@ AT_A_TIME = 256 * CHUNK
 """Elements that are worked on at a time on the CPU, which bounds the memory that is needed."""
 
 
-def chunk_topk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) -> Tensor:
+def chunktopk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) -> Tensor:
     """Return where the k entries of largest magnitude of each chunk are.
 
     Args:
@@ -45,12 +45,12 @@ def chunk_topk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) 
         ValueError: `u` is not 1-D.
         TypeError: `u` is not fp32.
     """
-    bits = magnitude_bits("chunk_topk", u)
+    bits = magnitude_bits("chunktopk", u)
     full = bits.numel() // CHUNK
     if uses_triton(u):
         indices = torch.empty(full * k + k_last, dtype=torch.int64, device=u.device)
         if programs := -(-bits.numel() // CHUNK):
-            launch(_chunk_topk, programs, bits, indices, bits.numel(), k, k_last, CHUNK=CHUNK, num_warps=8)
+            launch(_chunktopk, programs, bits, indices, bits.numel(), k, k_last, CHUNK=CHUNK, num_warps=8)
         return indices
     end, block = full * CHUNK, block_size(CHUNK, k)
     maxima = ensure_stats(stats, u, block).maxima if full else None
@@ -108,7 +108,7 @@ def _cuts(hits: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 @kernel("numel", "k", "k_last")
-def _chunk_topk(bits, indices, numel, k, k_last, CHUNK: tl.constexpr):
+def _chunktopk(bits, indices, numel, k, k_last, CHUNK: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     positions = chunk * CHUNK + tl.arange(0, CHUNK)
     # Loads without a mask are 16 bytes wide whatever the length is.

@@ -7,8 +7,8 @@ from torch import Tensor
 from lightning_sparse import Method, Reducer, method, simulate
 from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, TwoPass
 from lightning_sparse.comm import Comm
-from lightning_sparse.compressors import chunk_topk as module
-from lightning_sparse.compressors.chunk_topk import ChunkTopK
+from lightning_sparse.compressors import chunktopk as module
+from lightning_sparse.compressors.chunktopk import ChunkTopK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import chunks
 from lightning_sparse.kernels.block_stats import BlockStats
@@ -186,8 +186,8 @@ def test_nothing_is_lost_with_any_aggregator(aggregator, value_format):
 def test_sparseloco_is_built_of_it():
     made = method("sparseloco")
     assert made.compressor == ChunkTopK(64 / 4096, "int2")
-    assert method("chunk_topk", value_format="bfloat16").compressor == ChunkTopK(0.001, "bfloat16")
-    with pytest.raises(TypeError, match="'chunk_topk' has no option 'index_format'; it has density, value_format"):
-        method("chunk_topk", index_format="int32")
+    assert method("chunktopk", value_format="bfloat16").compressor == ChunkTopK(0.001, "bfloat16")
+    with pytest.raises(TypeError, match="'chunktopk' has no option 'index_format'; it has density, value_format"):
+        method("chunktopk", index_format="int32")
     with pytest.raises(ValueError, match=r"ChunkTopK\(value_format='fp8'\): choose from float32, .*, int2"):
         ChunkTopK(value_format="fp8")

@@ -12,7 +12,7 @@ from lightning_sparse.compressors.encoding import ValueFormat, decode_values, en
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.chunks import CHUNK, chunk_topk
+from lightning_sparse.kernels.chunks import CHUNK, chunktopk
 from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.select import block_size
 from lightning_sparse.layout import Segment
@@ -54,7 +54,7 @@ class ChunkTopK(Sparsifier):
 
     def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
         each, last = (self.count(numel, ctx.density) for numel in (CHUNK, u.numel() % CHUNK))
-        return chunk_topk(u, each, last, ctx.stats)
+        return chunktopk(u, each, last, ctx.stats)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         k = self.count(segment.numel, density)
