@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from lightning_sparse.context import Context
-from lightning_sparse.kernels import launch
-from lightning_sparse.kernels.uniform import FACTORS, GOLDEN, add_uniform_
+from lightning_sparse.kernels.uniform import FACTORS, GOLDEN, Uniform
 
 KEYS = [0, 1, 2**32, 2**64 - 1, *(Context.of(9, step=step, rank=step % 3).key(shared=False) for step in range(4))]
 
 
 def uniform(key: int, numel: int, start: int = 0) -> torch.Tensor:
-    return add_uniform_(torch.zeros(numel), key, start)
+    return Uniform(key, numel, torch.device("cpu")).add_(torch.zeros(numel), start)
 
 
 def test_by_hand():
@@ -28,18 +27,17 @@ def test_by_hand():
         lane = x >> 16 * (position % 2) & 0xFFFF
         expected.append((lane - 0x10000 * (lane >> 15)) / 65536 + 0.5 + 2**-17)
     assert uniform(key, 5).tolist() == expected
-    assert torch.equal(
-        add_uniform_(torch.tensor([1.0, -1.0]), key, 3, offset=2.0), uniform(key, 2, 3) + torch.tensor([3.0, 1.0])
-    )
+    found = Uniform(key, 9, torch.device("cpu")).add_(torch.tensor([1.0, -1.0]), 3, offset=2.0)
+    assert torch.equal(found, uniform(key, 2, 3) + torch.tensor([3.0, 1.0]))
 
 
-@pytest.mark.parametrize("chunk", [8, 24, 1000, 1 << 17])
-def test_pieces_are_the_numbers_of_the_whole(chunk, monkeypatch):
-    whole = uniform(KEYS[-1], 5000)
-    monkeypatch.setattr(launch, "CHUNK", chunk)
-    assert torch.equal(uniform(KEYS[-1], 5000), whole)
-    for start in (0, 1, 2, 777, 4999):
-        assert torch.equal(uniform(KEYS[-1], 5000 - start, start), whole[start:])
+@pytest.mark.parametrize("size", [1, 2, 7, 24, 1000])
+def test_pieces_are_the_numbers_of_the_whole(size):
+    whole, parts = uniform(KEYS[-1], 5000), torch.zeros(5000)
+    numbers = Uniform(KEYS[-1], size, parts.device)
+    for start in range(0, 5000, size):
+        numbers.add_(parts[start : start + size], start)
+    assert torch.equal(parts, whole)
     assert uniform(1, 0).numel() == 0
 
 

@@ -12,7 +12,7 @@ from lightning_sparse.compressors.base import Compressor, Payload, Update
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.launch import at_a_time
-from lightning_sparse.kernels.uniform import add_uniform_
+from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
 
 
@@ -48,13 +48,14 @@ class QSGD(Compressor):
         return (2 * self.levels).bit_length()
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        numel, bucket, key = u.numel(), self.bucket, ctx.key(shared=False)
+        numel, bucket = u.numel(), self.bucket
         norms = torch.empty(-(-numel // bucket), 1, dtype=torch.float32, device=u.device)
         codes = torch.empty(numel, dtype=torch.uint8, device=u.device)
         update = torch.empty_like(u)
         each = self._rows_at_a_time(u)
         scratch = torch.empty(min(each, len(norms)), bucket, dtype=torch.float32, device=u.device)
         small = torch.empty(scratch.numel(), dtype=torch.int16, device=u.device)
+        uniform = Uniform(ctx.key(shared=False), scratch.numel(), u.device)
         for first, last in self._pieces(numel, each):
             start, stop = first * bucket, min(last * bucket, numel)
             rows = torch.nn.functional.pad(u[start:stop], (0, last * bucket - stop)).view(-1, bucket)
@@ -62,7 +63,7 @@ class QSGD(Compressor):
             norms[first:last] = norm = _norms(rows, levels)
             step = norm / self.levels
             torch.div(rows, torch.where(step > 0, step, 1), out=levels)
-            flat = add_uniform_(levels.view(-1), key, start, self.levels)[: stop - start]
+            flat = uniform.add_(levels.view(-1), start, self.levels)[: stop - start]
             # Conversion rounds down, as all is positive; fp32 to 16 bits to 8 is faster on the CPU than at once.
             code = codes[start:stop].copy_(small[: stop - start].copy_(flat))
             self._decode_piece(code, step, levels, update[start:stop])

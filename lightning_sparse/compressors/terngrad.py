@@ -13,7 +13,7 @@ from lightning_sparse.compressors.base import Compressor, Payload, Update
 from lightning_sparse.compressors.rows import row_count, rows_of, scratch_for, tiles
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
-from lightning_sparse.kernels.uniform import add_uniform_
+from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
 
 
@@ -77,7 +77,8 @@ class TernGrad(Compressor):
             ctx: of the segment.
         """
         codes = torch.empty(u.numel(), dtype=torch.int8, device=u.device)
-        scratch, key = scratch_for(u), ctx.key(shared=False)
+        scratch = scratch_for(u)
+        uniform = Uniform(ctx.key(shared=False), scratch.numel(), u.device)
         limits = torch.where(own > 0, own, 1)
         shares = torch.where(scales > 0, own / scales, 0)
         for rows in rows_of(ctx.segment, whole=True):
@@ -85,7 +86,7 @@ class TernGrad(Compressor):
                 x = scratch[: tile.stop - tile.start]
                 torch.div(u[tile.start : tile.stop], limits[rows.first], out=x).clamp_(-1, 1).mul_(shares[rows.first])
                 # Conversion rounds down, as all is positive.
-                codes[tile.start : tile.stop].copy_(add_uniform_(x, key, tile.start, 1))
+                codes[tile.start : tile.stop].copy_(uniform.add_(x, tile.start, 1))
         codes = codes.view(torch.uint8)
         return pack_codes(codes, 2), self.values(codes, scales, ctx)
 
