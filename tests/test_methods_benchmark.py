@@ -24,7 +24,7 @@ def test_bytes_by_hand():
     # An all-reduce of 4 columns of 1000 for each of two factors.
     assert methods.volume(method("powersgd"), 2)["bytes"] == 2 * 4 * (2 * 2000 * 4) * 7 / 8
     assert methods.volume(method("local_sgd"), 2)["bytes"] == dense / 8
-    # A bit of each sign to the owner of its region, a bit of each vote to all, and which rows vote: a bit for each of 2000.
+    # A bit of each sign to its region, of each vote to all, and one for each of 2000 rows: whether it votes.
     assert methods.volume(method("signsgd"), 2)["bytes"] == 2 * 2e6 / 8 * 7 / 8 + 2000 / 8 * 7
 
 
