@@ -247,7 +247,9 @@ CASES = [
         COMPRESSORS, AGGREGATORS, (torch.float32, torch.bfloat16)
     )
     # The dtype of gradients matters after the aggregator.
-    if aggregator.supports(compressor) and (dtype == torch.float32 or compressor is COMPRESSORS[0])
+    if aggregator.supports(compressor)
+    and (dtype == torch.float32 or compressor is COMPRESSORS[0])
+    and (compressor in COMPRESSORS[:2] or not isinstance(aggregator, TwoLevel))
 ]
 
 
