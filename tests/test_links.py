@@ -32,7 +32,7 @@ def inhabitants(namespace: str) -> list[str]:
     """Return the processes in a network namespace as `readlink` names it. It ends with the last of them."""
     found = []
     for link in Path("/proc").glob("[0-9]*/ns/net"):
-        with contextlib.suppress(FileNotFoundError):  # a process that has just ended
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # one that has just ended, or is not ours
             found += [link.parts[2]] if os.readlink(link) == namespace else []
     return found
 
