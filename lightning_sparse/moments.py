@@ -25,14 +25,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import Entries
-from lightning_sparse.kernels.launch import to_device
+from lightning_sparse.kernels.launch import at_a_time, to_device
 from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
 
 State = Mapping[str, Any]
-
-CHUNK = 1 << 17
-"""Elements that are worked on at a time on the CPU, where temporary tensors of that length stay in cache."""
 
 
 class Moments(NamedTuple):
@@ -118,7 +115,7 @@ class SegmentMoments:
                 part.zero_()
                 continue
             flat = {k: x.reshape(-1) for k, x in state.items() if isinstance(x, Tensor) and x.shape == shape}
-            each = CHUNK if self._device.type == "cpu" else max(1, part.numel())
+            each = at_a_time(part)
             for start in range(0, part.numel(), each):
                 piece = {**state, **{key: x[start : start + each] for key, x in flat.items()}}
                 part[start : start + each] = self._kind.to_come(group, piece)
@@ -127,8 +124,6 @@ class SegmentMoments:
     def _whole_state(self) -> State | None:
         """Return the state of all parameters as that of one, if they are short and alike: fewer operations then."""
         shapes, first, states = self._segment.shapes, self._states[0], self._states
-        if self._segment.numel > CHUNK * len(shapes):
-            return None
         alike = all(group is self._groups[0] for group in self._groups) and all(
             state.keys() == first.keys() for state in states
         )
@@ -139,6 +134,8 @@ class SegmentMoments:
         tensors = [key for key, value in first.items() if isinstance(value, Tensor) and value.dim()]
         fits = all(state[key].shape == shape for key in tensors for state, shape in zip(states, shapes, strict=True))
         if not fits or self._kind.first not in tensors:
+            return None
+        if self._segment.numel > at_a_time(first[self._kind.first]) * len(shapes):
             return None
         return {**first, **{key: torch.cat([state[key].reshape(-1) for state in states]) for key in tensors}}
 

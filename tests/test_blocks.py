@@ -13,6 +13,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels import launch
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
+from tests.support import inputs
 from tests.support.updates import decoded
 
 LARGEST = torch.finfo(torch.float32).max
@@ -47,11 +48,7 @@ def test_eight_bits_by_hand():
 
 
 HOSTILE = {
-    "normal": lambda g: torch.randn(1000, generator=g),
-    "heavy": lambda g: torch.randn(1000, generator=g) / torch.rand(1000, generator=g).clamp(min=1e-4),
-    "equal": lambda g: torch.full((1000,), -2.5),
-    "zeros": lambda g: torch.zeros(1000),
-    "one": lambda g: torch.nn.functional.one_hot(torch.tensor(500), 1000).float() * -3,
+    **inputs.HOSTILE,
     "largest": lambda g: LARGEST * (1 - 2 * torch.rand(1000, generator=g)).sign(),
     "next to largest": lambda g: torch.full((1000,), LARGEST).mul_(1 - torch.rand(1000, generator=g) / 100),
     "denormal": lambda g: torch.randn(1000, generator=g) * 1e-42,

@@ -8,6 +8,7 @@ import torch
 from lightning_sparse.compressors.sampled_topk import SampledTopK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import candidates
+from tests.support.inputs import calls_of
 from tests.support.tiers import tiers
 from tests.support.updates import decoded, remainder
 from tests.test_gaussiank import SMOOTH, recorded
@@ -79,14 +80,7 @@ def test_below_300_entries_it_is_exact():
 
 @pytest.mark.parametrize("name", tiers(SMOOTH, ["Gaussian", "Laplace", "mixed scales"]))
 def test_lands_between_0_8_and_1_3_k_and_rarely_by_exact_selection(name, monkeypatch):
-    exact = []
-
-    def spy(*args):
-        exact.append(args)
-        return topk_from_maxima(*args)
-
-    topk_from_maxima = candidates.topk_from_maxima
-    monkeypatch.setattr(candidates, "topk_from_maxima", spy)
+    exact = calls_of(candidates, "topk_from_maxima", monkeypatch)
     u, sampled = SMOOTH[name](400_000), SampledTopK(0.005)
     draws = {len(sampled.choose(u, 2000, Context.of(len(u), step=step))) for step in range(20)}
     assert len(draws) > 5, "another sample in each step"

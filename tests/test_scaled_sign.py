@@ -11,6 +11,7 @@ from lightning_sparse.compressors.scaled_sign import ScaledSign
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 from lightning_sparse.updates import Updates
+from tests.support import inputs
 from tests.support.tiers import tiers
 from tests.support.updates import decoded
 
@@ -26,11 +27,7 @@ def test_by_hand():
 
 
 HOSTILE = {
-    "normal": lambda g: torch.randn(1000, generator=g),
-    "heavy": lambda g: torch.randn(1000, generator=g) / torch.rand(1000, generator=g).clamp(min=1e-4),
-    "equal": lambda g: torch.full((1000,), -2.5),
-    "zeros": lambda g: torch.zeros(1000),
-    "one": lambda g: torch.nn.functional.one_hot(torch.tensor(500), 1000).float() * -3,
+    **inputs.HOSTILE,
     "huge": lambda g: torch.randn(1000, generator=g) * 1e37,
     "bf16": lambda g: torch.randn(1000, generator=g).bfloat16().float(),
 }

@@ -10,6 +10,7 @@ from lightning_sparse.compressors import sidco
 from lightning_sparse.compressors.sidco import SIDCo, adapted, fitted_threshold, gamma_threshold, pareto_threshold
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import candidates
+from tests.support.inputs import calls_of
 from tests.support.tiers import tiers
 from tests.support.updates import decoded, remainder
 from tests.test_gaussiank import DENSITIES, SMOOTH, recorded
@@ -149,14 +150,7 @@ def test_lands_between_two_and_four_thirds(name, fit):
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("name", ["Gaussian", "Laplace", "Student 3", "Student 5"])
 def test_the_fit_serves_once_stages_have_adapted(name, fit, monkeypatch):
-    exact = []
-
-    def spy(*args):
-        exact.append(args)
-        return topk_from_maxima(*args)
-
-    topk_from_maxima = candidates.topk_from_maxima
-    monkeypatch.setattr(candidates, "topk_from_maxima", spy)
+    exact = calls_of(candidates, "topk_from_maxima", monkeypatch)
     chooser, state = SIDCo(0.001, fit), {}
     for step in range(40):
         if step == 25:

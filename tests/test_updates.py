@@ -257,7 +257,7 @@ def test_what_momentum_owes_is_the_same_in_pieces(name, monkeypatch):
     kind = moments_of(optimizer)
     assert kind is not None
     whole = still_to_come(optimizer, net, kind)
-    monkeypatch.setattr("lightning_sparse.moments.CHUNK", 7)
+    monkeypatch.setattr("lightning_sparse.kernels.launch.CHUNK", 7)
     assert torch.equal(still_to_come(optimizer, net, kind), whole)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,6 +56,17 @@ def add_(x: Tensor, update: Update, scale: float = 1.0) -> Tensor:
     for indices, values in update.lists:
         add_entries_(x, indices, values, scale)
     return x
+
+
+def exact_values(u: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+    """Return what `u` has from each start to its stop, one after the other, as a new tensor."""
+    return torch.cat([u[:0], *(u[start:stop] for start, stop in places)])
+
+
+def write_exact_(update: Tensor, places: Sequence[tuple[int, int]], values: Tensor) -> None:
+    """Write what `exact_values` returned to its places in `update`."""
+    for (start, stop), part in zip(places, values.split([stop - start for start, stop in places]), strict=True):
+        update[start:stop] = part
 
 
 def drop_padding(entries: Entries, numel: int) -> Entries:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.launch import at_a_time
 from lightning_sparse.layout import Segment
@@ -59,9 +59,8 @@ class Blocks(Compressor):
             torch.div(rows, torch.where(scale > 0, scale, 1), out=steps).round_()
             pack_steps(steps, self.bits, codes[first:last])
             update[start:stop] = steps.mul_(scale).view(-1)[: stop - start]
-        for start, stop in pieces.vectors:
-            update[start:stop] = u[start:stop]
-        exact = torch.cat([u[:0], *(u[start:stop] for start, stop in pieces.vectors)])
+        exact = exact_values(u, pieces.vectors)
+        write_exact_(update, pieces.vectors, exact)
         return (scales.view(-1), codes.view(-1), exact), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
@@ -74,10 +73,7 @@ class Blocks(Compressor):
             steps = scratch[: last - first]
             unpack_steps(rows[first:last], self.bits, steps)
             update[start:stop] = steps.mul_(scales[first:last]).view(-1)[: stop - start]
-        begin = 0
-        for start, stop in pieces.vectors:
-            update[start:stop] = exact[begin : begin + stop - start]
-            begin += stop - start
+        write_exact_(update, pieces.vectors, exact)
         return update
 
     def nbytes(self, segment: Segment, density: float | None) -> int:

@@ -35,8 +35,8 @@ class ChunkTopK(Sparsifier):
 
     Attributes:
         density: fraction of entries to send, in (0, 1]; rounded to a multiple of 1/4096.
-        value_format: "float32", "bfloat16", "int8", or "int2" as in SparseLoCo, 2.5 bits; the rounding error stays in
-            the residual.
+        value_format: "float32", "bfloat16", "int8", "int4", or "int2" as in SparseLoCo, 2.5 bits; the rounding error
+            stays in the residual.
     """
 
     density: float = 0.001

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.layout import Segment
@@ -68,8 +68,7 @@ class LowRank(Compressor):
         else:
             starts = [start / math.sqrt(start.shape[1]) for start in starts]
         products = [matrix @ start.mT for matrix, start in zip(parts.matrix_views(u), starts, strict=True)]
-        exact = [u[start:stop] for start, stop in parts.exact]
-        return torch.cat([u[:0], *(x.view(-1) for x in products)]), torch.cat([u[:0], *exact])
+        return torch.cat([u[:0], *(x.view(-1) for x in products)]), exact_values(u, parts.exact)
 
     def orthonormal(self, products: Tensor, ctx: Context) -> Tensor:
         """Return an orthonormal basis of the columns of each P; a column that depends on those before becomes zero."""
@@ -95,10 +94,7 @@ class LowRank(Compressor):
         factors = zip(parts.matrix_views(update), parts.left_views(left), parts.right_views(right), strict=True)
         for matrix, basis, coefficients in factors:
             torch.mm(basis, coefficients, out=matrix)
-        begin = 0
-        for start, stop in parts.exact:
-            update[start:stop] = exact[begin : begin + stop - start]
-            begin += stop - start
+        write_exact_(update, parts.exact, exact)
         return update
 
     def nbytes(self, segment: Segment, density: float | None) -> int:

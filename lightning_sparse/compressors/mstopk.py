@@ -13,7 +13,7 @@ from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.candidates import keep_indices, largest, largest_of, sampled
-from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits, topk_indices
+from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
 
 SAMPLE = 1 << 16
 """Magnitudes that the mean is taken of."""
@@ -40,7 +40,7 @@ class MSTopK(Sparsifier):
         density: fraction of entries to send, in (0, 1]; at least one is sent.
         rounds: N, 1 to 50. The two thresholds are (M − m) / 2^N apart.
         index_format: "compact" (about 13 bits at density 0.001) or "int32".
-        value_format: "float32", "bfloat16", "int8" or "int2"; the rounding error stays in the residual.
+        value_format: "float32", "bfloat16", "int8", "int4" or "int2"; the rounding error stays in the residual.
 
     Raises:
         ValueError: a value out of range.
@@ -59,8 +59,7 @@ class MSTopK(Sparsifier):
     exposes_nonfinite = True  # with a NaN or an infinity there is no grid, and the k largest are sent
 
     def block_stats(self, numel: int, density: float | None = None) -> BlockStats | None:
-        block = block_size(numel, self.count(numel, density))
-        return BlockStats(numel, block) if block > 1 else None
+        return block_maxima(numel, self.count(numel, density))
 
     def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
         numel = u.numel()

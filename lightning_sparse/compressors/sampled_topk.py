@@ -14,7 +14,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.candidates import indices_reaching, kth_magnitude, sampled
 from lightning_sparse.kernels.launch import to_device
-from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits, topk_indices
+from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
 
 SAMPLED = 100
 """Entries of the sample that lie above the threshold: their number is then right to 1 / √100 on average."""
@@ -42,7 +42,7 @@ class SampledTopK(Sparsifier):
     Attributes:
         density: fraction ρ of entries to send, in (0, 1]; at least one is sent.
         index_format: "compact" (about 13 bits at density 0.001) or "int32".
-        value_format: "float32", "bfloat16", "int8" or "int2"; the rounding error stays in the residual.
+        value_format: "float32", "bfloat16", "int8", "int4" or "int2"; the rounding error stays in the residual.
     """
 
     density: float = 0.001
@@ -55,8 +55,7 @@ class SampledTopK(Sparsifier):
         return min(numel, selection_bound(self.count(numel, density)))
 
     def block_stats(self, numel: int, density: float | None = None) -> BlockStats | None:
-        block = block_size(numel, self.count(numel, density))
-        return BlockStats(numel, block) if block > 1 else None
+        return block_maxima(numel, self.count(numel, density))
 
     def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
         numel = u.numel()

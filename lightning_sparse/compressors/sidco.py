@@ -14,7 +14,7 @@ from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.candidates import blocks_reaching, indices_reaching, sampled
 from lightning_sparse.kernels.launch import to_device, uses_triton
-from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits, topk_indices
+from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
 
 Fit = Literal["exponential", "gamma", "pareto"]
 
@@ -69,7 +69,7 @@ class SIDCo(Sparsifier):
         density: fraction ρ of entries to send, in (0, 1]; at least one is sent.
         fit: "exponential", "gamma" or "pareto".
         index_format: "compact" (about 13 bits at density 0.001) or "int32".
-        value_format: "float32", "bfloat16", "int8" or "int2"; the rounding error stays in the residual.
+        value_format: "float32", "bfloat16", "int8", "int4" or "int2"; the rounding error stays in the residual.
 
     Raises:
         ValueError: a value out of range, or an unknown fit.
@@ -92,8 +92,7 @@ class SIDCo(Sparsifier):
         return min(numel, selection_bound(self.count(numel, density)))
 
     def block_stats(self, numel: int, density: float | None = None) -> BlockStats | None:
-        block = block_size(numel, self.count(numel, density))
-        return BlockStats(numel, block) if block > 1 else None
+        return block_maxima(numel, self.count(numel, density))
 
     def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
         """Choose the entries; the segment's stages, if `ctx.state` has them, are replaced by those of the next step."""

@@ -10,7 +10,7 @@ from lightning_sparse.compressors.encoding import IndexFormat, ValueFormat
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.select import block_size, topk_indices
+from lightning_sparse.kernels.select import block_maxima, topk_indices
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,4 @@ class TopK(Sparsifier):
         return topk_indices(u, k, ctx.stats)
 
     def block_stats(self, numel: int, density: float | None = None) -> BlockStats | None:
-        block = block_size(numel, self.count(numel, density))
-        return BlockStats(numel, block) if block > 1 else None
+        return block_maxima(numel, self.count(numel, density))

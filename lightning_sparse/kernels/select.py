@@ -83,6 +83,12 @@ def block_size(numel: int, k: int) -> int:
     return next((block for block in (64, 32, 16) if numel >= BLOCKS_PER_ENTRY * block * k), 1)
 
 
+def block_maxima(numel: int, k: int) -> BlockStats | None:
+    """Return statistics with room for the block maxima that the k largest are found by; None where they do not pay."""
+    block = block_size(numel, k)
+    return BlockStats(numel, block) if block > 1 else None
+
+
 def topk_from_maxima(bits: Tensor, stats: BlockStats, k: int) -> Tensor:
     """Return the int64 indices of the k largest magnitudes, ascending, given at least k block maxima."""
     if uses_triton(bits):
