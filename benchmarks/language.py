@@ -15,12 +15,14 @@ and its neighbours are tried at full length too.
 
 Seconds. The losses are deterministic, so they are measured on a machine that may be busy. The times are not: they are
 the medians of one short run without other load, over two network namespaces whose links are shaped to the rate in both
-directions and calibrated. "Seconds" are steps times that median: `language_seconds.csv`.
+directions and calibrated. "Seconds" are steps times that median: `language_seconds.csv`. Steps of
+four workers are timed too.
 
 Bytes are what a worker puts on the wire; for DDP and its hooks, which do not count, the volume of ring all-reduces. For
 comparison, `language_seconds.csv` has what left the network interface too, headers and acknowledgements included.
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -60,10 +62,12 @@ LENGTH = 128
 VAL_SEQUENCES = 256
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
 
-STEPS = {"tune": 250, "retune": 500, "final": 1000}
-EVERY = {"tune": 125, "retune": 125, "final": 50}
+STEPS = {"tune": 250, "retune": 500, "final": 1000, "large": 3000}
+EVERY = {"tune": 125, "retune": 125, "final": 50, "large": 150}
 """Steps between two evaluations."""
-SEEDS = {"tune": 100, "retune": 100, "final": 0}
+SEEDS = {"tune": 100, "retune": 100, "final": 0, "large": 0}
+WIDTH = {"large": 256}
+"""Of the model, where it is not the GPT's own: 3.3 M parameters."""
 GRID = [0.001, 0.002, 0.005, 0.01]
 TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
     ("adamw", "ddp"): {"tune": [0.0005, *GRID], "retune": [0.0005, 0.001, 0.002, 0.005], "final": [0.002]},
@@ -88,11 +92,16 @@ and the other sparse methods were not tried in short runs. PowerSGD was, and 250
 rate of ddp, and so do int4 and all that exchange updates, untuned; for gaussiank with SGD the longer runs of topk,
 which likes the same rates of the grid, are enough.
 """
+REPEATED: dict[tuple[str, str], float] = {}
+"""Rates of those whose final run is repeated with `MORE_SEEDS`."""
+MORE_SEEDS = [1, 2]
 TARGET = 2.6
 """Nats per byte: the lowest tenth that every contestant reaches, at its best rate."""
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 """Of the links, where step times are measured."""
 ROUNDS, TIMED_STEPS = 5, 8
+TIMED_WORKERS = [WORKERS, 4]
+"""With four, those that serve with AdamW: what a step costs where twice as many ranks share the processors."""
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
 """Options of all runs: AdamW's, SGD's, and of the sparse methods."""
 
@@ -101,7 +110,7 @@ class Run(NamedTuple):
     """One training.
 
     Attributes:
-        part: "tune", "retune" or "final".
+        part: "tune", "retune", "final", or "large", a model of 3.3 M parameters and 3,000 steps.
         optimizer: "adamw" or "sgd".
         method: one of `CONTESTANTS` in `benchmarks.harness.baselines`.
         lr: the learning rate between warm-up and cosine.
@@ -133,7 +142,7 @@ class Trainee:
     def __init__(self, run: Run, text: StandardLibrary, every: int | None = None) -> None:
         self.run, self.text, self.steps = run, text, STEPS[run.part]
         torch.manual_seed(run.seed)
-        self.model = GPT(context=LENGTH)
+        self.model = GPT(LENGTH, WIDTH.get(run.part, 128))
         self.optimizer = optimizer(run, self.model)
         options = Options(DENSITY, every=every or UPDATES.get(run.method, 1))
         self.wrapped = CONTESTANTS[run.method].wrap(self.model, options, self.optimizer)
@@ -144,7 +153,7 @@ class Trainee:
 
     def step(self) -> None:
         """Train on the next batch."""
-        first = (self.done * WORKERS + dist.get_rank()) * BATCH_SIZE
+        first = (self.done * dist.get_world_size() + dist.get_rank()) * BATCH_SIZE
         chosen = self.order[first : first + BATCH_SIZE]
         tokens, following = default_collate([self.text.train_set[index] for index in chosen])
         self.optimizer.zero_grad()
@@ -161,7 +170,7 @@ class Trainee:
     def loss(self) -> float:
         """Return the mean loss over the held-out sequences, nats per byte, the same on all ranks."""
         held_out = self.text.val_set
-        chosen = torch.linspace(0, len(held_out) - 1, VAL_SEQUENCES).long()[dist.get_rank() :: WORKERS]
+        chosen = torch.linspace(0, len(held_out) - 1, VAL_SEQUENCES).long()[dist.get_rank() :: dist.get_world_size()]
         total = torch.zeros((), dtype=torch.float64)
         for part in chosen.split(32):
             tokens, following = default_collate([held_out[index] for index in part])
@@ -218,10 +227,12 @@ def work(argument: str) -> None:
     leave()
 
 
-def run_ranks(what: str, runs: Sequence[Run], link: str = "loopback") -> tuple[list[Row], list[Row]]:
-    """Run two ranks of this module; return what rank 0 reports and what the links' calibration found."""
-    with hosts(WORKERS, link) as where:
-        records, reason = launch("benchmarks.language", {"what": what, "runs": runs}, where, WORKERS)
+def run_ranks(
+    what: str, runs: Sequence[Run], link: str = "loopback", workers: int = WORKERS
+) -> tuple[list[Row], list[Row]]:
+    """Run ranks of this module; return what rank 0 reports and what the links' calibration found."""
+    with hosts(workers, link) as where:
+        records, reason = launch("benchmarks.language", {"what": what, "runs": runs}, where, workers)
     if reason:
         raise SystemExit(f"The ranks ended early: {reason}")
     return records, where.calibration
@@ -235,7 +246,8 @@ def train(run: Run, path: Path) -> None:
     """
     points, _ = run_ranks("curve", [run])
     table, first = results.load(path), round(points[0]["val_loss"], 6)
-    started = set() if table.empty else set(table.query("step == 0 and seed == @run.seed")["val_loss"])
+    same = "step == 0 and seed == @run.seed and (part == 'large') == (@run.part == 'large')"
+    started = set() if table.empty else set(table.query(same)["val_loss"])
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
     density = DENSITY if run.method in SPARSE or "updates" in run.method else 1.0
@@ -269,6 +281,7 @@ def missing_runs(path: Path) -> list[Run]:
         for part, rates in parts.items()
         for lr in rates
     ]
+    runs += [Run("final", *contestant, lr, seed) for seed in MORE_SEEDS for contestant, lr in REPEATED.items()]
     return [run for run in runs if run not in found]
 
 
@@ -276,13 +289,15 @@ def measure_seconds(path: Path) -> None:
     """Time the steps of all contestants over shaped links, and write a CSV file."""
     if reason := missing():
         raise SystemExit(f"No links can be made here: {reason}.")
-    runs = [Run("tune", *contestant, 0.001, 0) for contestant in TRIED]
     rows = []
-    for link in RATES:
-        records, calibration = run_ranks("step_times", runs, link)
+    for workers, link in itertools.product(TIMED_WORKERS, RATES):
+        chosen = TRIED if workers == WORKERS else [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]
+        runs = [Run("tune", *contestant, 0.001, 0) for contestant in chosen]
+        records, calibration = run_ranks("step_times", runs, link, workers)
         off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
         for number, rounds in pd.DataFrame(records).groupby("run"):
-            row = {"rate": link, "optimizer": runs[number].optimizer, "method": runs[number].method}
+            row = {"workers": workers, "rate": link}
+            row |= {"optimizer": runs[number].optimizer, "method": runs[number].method}
             every = UPDATES.get(runs[number].method, 1)
             share = min(TIMED_STEPS, every) / every  # of the exchanges timed, how many a training has
             row |= step_columns([amortized(ms, share) for ms in rounds["ms"]] if share < 1 else rounds["ms"].sum())
@@ -291,7 +306,7 @@ def measure_seconds(path: Path) -> None:
             row["foreign_load"] = round(rounds["foreign_load"].mean(), 3)
             row |= {"largest_calibration_error": off, "threads_per_rank": 1, **results.origin()}
             rows.append(row)
-    print(pd.DataFrame(rows).to_string())
+        print(pd.DataFrame(rows).iloc[:, :8].to_string(), flush=True)
     if max(row["foreign_load"] for row in rows) > FOREIGN_LOAD:
         print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
     results.save(path, rows)
@@ -306,7 +321,8 @@ def amortized(ms: Sequence[float], share: float) -> float:
 def draw(folder: Path) -> None:
     """Draw the losses of each method at its best rate against steps, bytes and seconds."""
     table = results.load(folder / "language.csv").query("part == 'final' and seed == 0")
-    timed = results.load(folder / "language_seconds.csv").set_index(["rate", "optimizer", "method"])["median_ms"]
+    seconds = results.load(folder / "language_seconds.csv").query("workers == @WORKERS")
+    timed = seconds.set_index(["rate", "optimizer", "method"])["median_ms"]
     losses = table.groupby(["optimizer", "method", "lr"])["val_loss"].last()
     figure, panels = plots.panels(len(METHODS), 2 + len(RATES), (14, 7.5), sharey=True)
     for row, optimizer in zip(panels, METHODS, strict=True):

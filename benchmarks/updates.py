@@ -229,7 +229,7 @@ def make(run: Run) -> Method:
     variant = VARIANTS[run.variant]
     rule = variant.rule if variant.exchanged == "update" else None
     made = method(variant.method, density=None if variant.method == "dense" else run.density)
-    return replace(made, aggregator=variant.aggregator or made.aggregator, updates=rule)
+    return replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=rule)
 
 
 def train(run: Run, text: StandardLibrary) -> list[Row]:

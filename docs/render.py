@@ -10,11 +10,11 @@ to make it. So no number of a table is typed.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
-from benchmarks.updates import summary  # noqa: E402
+from benchmarks.updates import steps_to, summary  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -231,10 +231,10 @@ def accuracy() -> str:
 def language(contestants: Sequence[tuple[str, str]] = ()) -> str:
     """Byte-level GPT: each optimizer and method at its best rate; all, or some."""
     labels = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
-    updates = ["topk updates", "sparseloco"]
+    updates = ["topk updates", "gaussiank updates", "local_sgd", "diloco", "sparseloco"]
     methods = ["ddp", "bf16", "powersgd", "int4", *OURS, *updates]
     finals = read("language").query("part == 'final' and seed == 0")
-    medians = read("language_seconds").set_index(["rate", "optimizer", "method"]).median_ms
+    medians = read("language_seconds").query("workers == 2").set_index(["rate", "optimizer", "method"]).median_ms
     rows = []
     for optimizer, method in contestants or [(optimizer, method) for optimizer in labels for method in methods]:
         runs = finals.query("optimizer == @optimizer and method == @method")
@@ -242,7 +242,7 @@ def language(contestants: Sequence[tuple[str, str]] = ()) -> str:
             continue
         ends = runs.sort_values("step").groupby("lr").val_loss.last()
         run = runs[runs.lr == ends.idxmin()].sort_values("step")
-        steps = steps_to(2.6, run)
+        steps = [steps_to(run, target) for target in (2.6, 2.0)]
         label = "torch's PowerSGD" if method == "powersgd" else method
         rows.append(
             [
@@ -250,11 +250,51 @@ def language(contestants: Sequence[tuple[str, str]] = ()) -> str:
                 f"{ends.idxmin():g}",
                 f"{ends.min():.2f}",
                 f"{run.sent_bytes_per_worker.iloc[-1] / run.step.iloc[-1] / 1e3:,.1f}",
-                f"{steps:.0f}",
-                *(f"{steps * medians[rate, optimizer, method] / 1e3:.0f}" for rate in ("1gbit", "100mbit")),
+                pair(*steps),
+                *(pair(*(n * medians[rate, optimizer, method] / 1e3 for n in steps)) for rate in ("1gbit", "100mbit")),
             ]
         )
-    return table(["", "rate", "loss at the end", "kB per step", "steps to 2.6", "s, 1 Gbit/s", "s, 100 Mbit/s"], rows)
+    heads = ["", "rate", "loss at the end", "kB per step", "steps to 2.6 / 2.0", "s, 1 Gbit/s", "s, 100 Mbit/s"]
+    return table(heads, rows)
+
+
+def pair(*numbers: float) -> str:
+    """Write numbers side by side, a dash where there is none."""
+    return " / ".join("–" if math.isnan(number) else f"{number:.0f}" for number in numbers)
+
+
+def language_seeds() -> str:
+    """Byte-level GPT with three seeds: loss at the end, and steps to 2.6 and to 2.0, the mean and the range."""
+    finals = read("language").query("part == 'final' and optimizer == 'adamw'")
+    rows = []
+    for method in ("ddp", "int4", "topk updates", "gaussiank updates"):
+        runs = [run.sort_values("step") for _, run in finals.query("method == @method and lr == 0.002").groupby("seed")]
+        ends = [run.val_loss.iloc[-1] for run in runs]
+        to = [[steps_to(run, target) for run in runs] for target in (2.6, 2.0)]
+        cells = [f"{sum(x) / len(x):.0f} ({min(x):.0f} to {max(x):.0f})" for x in to]
+        rows.append(
+            [method, str(len(runs)), f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})", *cells]
+        )
+    return table(["", "seeds", "loss after 1,000 steps", "steps to 2.6", "steps to 2.0"], rows)
+
+
+def momentum() -> str:
+    """Digits, ResNet-20, SGD with momentum 0.9: gradients against updates, each at the better of two rates."""
+    keys = ["method", "exchange", "density", "max_lr"]
+    runs = read("convergence_momentum").groupby(keys, sort=False)[["val_accuracy_percent", "val_loss"]].mean()
+    best = runs.sort_values("val_loss").groupby(level=[0, 1, 2], sort=False).head(1).reset_index()
+    rows = [
+        [
+            run.method,
+            run.exchange,
+            f"{run.density:g}",
+            f"{run.max_lr:g}",
+            f"{run.val_accuracy_percent:.1f} %",
+            f"{run.val_loss:.3f}",
+        ]
+        for run in best.sort_values(["density", "val_loss"], ascending=[False, True]).itertuples()
+    ]
+    return table(["method", "exchanges", "density", "rate", "accuracy", "loss"], rows)
 
 
 def updates() -> str:
@@ -277,15 +317,6 @@ def updates() -> str:
                 ]
             )
     return table(["ranks, steps", "variant", "density", "rate", "seeds", "steps to 2.6", "loss", "% of bytes"], rows)
-
-
-def steps_to(target: float, run: pd.DataFrame) -> float:
-    """Return after how many steps the loss is at the target, interpolated between tests."""
-    points = list(zip(run.step, run.val_loss, strict=True))
-    for (first, high), (last, low) in pairwise(points):
-        if low <= target:
-            return float(first + (last - first) * (high - target) / (high - low))
-    raise ValueError(f"The loss never is {target}: {points[-1]}.")
 
 
 def volume() -> str:
@@ -392,10 +423,15 @@ def costs() -> str:
     rows = []
     for name, spec in lightning_sparse.METHODS.items():
         chosen, run = lightning_sparse.method(name), measured.loc[name]
-        parts = (chosen.memory, chosen.aggregator, chosen.compressor, *([chosen.updates] if chosen.updates else []))
+        parts = (
+            chosen.memory,
+            chosen.aggregator,
+            chosen.compressor,
+            *([chosen.update_rule] if chosen.update_rule else []),
+        )
         buffers = sum(spec.per != "segment" for part in parts for spec in part.state)
         # Where updates are exchanged, the weights before the steps.
-        needs = [f"{4 * (buffers + (chosen.updates is not None))} bytes"]
+        needs = [f"{4 * (buffers + (chosen.update_rule is not None))} bytes"]
         needs += [f"{chosen.every} steps"] * (chosen.every > 1)
         needs += ["a rate of its own"] * (not spec.averages)
         guarantees = ["a mean" if spec.averages else "a vote"]
@@ -436,6 +472,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "accuracy": accuracy,
     "language": language,
+    "momentum": momentum,
     "adamw": partial(
         language,
         [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "sparseloco")],

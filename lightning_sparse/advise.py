@@ -34,9 +34,9 @@ CAUTIONS = {
     "randk": "a random choice: needs many more steps",
     **{name: "loses what it does not send" for name, spec in METHODS.items() if not spec.traits.conserves},
     **{
-        name: f"{spec.updates.every} steps of its own between exchanges: may need more steps"
+        name: f"{spec.update_rule.every} steps of its own between exchanges: may need more steps"
         for name, spec in METHODS.items()
-        if spec.updates and spec.updates.every > 1
+        if spec.update_rule and spec.update_rule.every > 1
     },
     **dict.fromkeys(("memsgd", "dgc"), "for SGD"),
     **{name: "a vote, not a mean: has its own learning rate" for name, spec in METHODS.items() if not spec.averages},

@@ -138,7 +138,7 @@ def step(
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
-    after_backward = exchanged == "update" or method.updates is not None
+    after_backward = exchanged == "update" or method.update_rule is not None
     dense_rounds = 2 * (workers - 1)
     device = work.forward  # when the device is free again
     arrival, wire, sent = 0.0, 0.0, 0.0

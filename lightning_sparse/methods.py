@@ -50,7 +50,7 @@ class Method:
         compressor: chooses and encodes what a rank sends.
         memory: keeps what a rank did not send.
         aggregator: makes one result of what all ranks send.
-        updates: how optimizers' updates are exchanged; a method that has it exchanges no gradients. None leaves the
+        update_rule: how optimizers' updates are exchanged; a method that has it exchanges no gradients. None leaves the
             choice to the user: gradients, or updates by `UpdateRule()`.
 
     Raises:
@@ -61,7 +61,7 @@ class Method:
     compressor: Compressor
     memory: Memory = Residual()
     aggregator: Aggregator = Mean()  # type: ignore[type-arg]  # the command line finds no classes for Aggregator[Any]
-    updates: UpdateRule | None = None
+    update_rule: UpdateRule | None = None
 
     def __post_init__(self) -> None:
         for part, kind in (("compressor", Compressor), ("memory", Memory), ("aggregator", Aggregator)):
@@ -71,8 +71,8 @@ class Method:
             value: Any = getattr(self, part)
             if not is_dataclass(value) or not value.__dataclass_params__.frozen:  # type: ignore[union-attr]
                 raise TypeError(f"Method({part}={value!r}): make {type(value).__name__} a @dataclass(frozen=True).")
-        if self.updates is not None and not isinstance(self.updates, UpdateRule):
-            raise TypeError(f"Method(updates={self.updates!r}): updates must be an UpdateRule, or None.")
+        if self.update_rule is not None and not isinstance(self.update_rule, UpdateRule):
+            raise TypeError(f"Method(update_rule={self.update_rule!r}): update_rule must be an UpdateRule, or None.")
         if not self.aggregator.supports(self.compressor):
             raise ValueError(
                 f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. Use Mean(), which gathers all "
@@ -81,7 +81,7 @@ class Method:
 
     def __str__(self) -> str:
         """The parts, with what differs from their defaults; `repr` has everything."""
-        parts = (self.compressor, self.memory, self.aggregator, self.updates)
+        parts = (self.compressor, self.memory, self.aggregator, self.update_rule)
         return " + ".join(_short_repr(part) for part in parts if part is not None)
 
     @property
@@ -92,7 +92,7 @@ class Method:
     @property
     def every(self) -> int:
         """H, the number of optimizer steps before each exchange: 1, unless it exchanges updates by another rule."""
-        return 1 if self.updates is None else self.updates.every
+        return 1 if self.update_rule is None else self.update_rule.every
 
     @property
     def is_sparse(self) -> bool:
@@ -145,7 +145,7 @@ class MethodSpec(NamedTuple):
     aggregator: Aggregator[Any]
     citation: str
     traits: Traits = SPARSE
-    updates: UpdateRule | None = None
+    update_rule: UpdateRule | None = None
 
     @property
     def averages(self) -> bool:
@@ -203,14 +203,14 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             Residual(),
             Mean(),
             "Stich et al. 2018, arXiv 1809.07599",
-            updates=UpdateRule(momentum="keep", rescale=False),
+            update_rule=UpdateRule(momentum="keep", rescale=False),
         ),
         "dgc": MethodSpec(
             SampledTopK,
             Residual(),
             Mean(),
             "Lin et al. 2018, arXiv 1712.01887",
-            updates=UpdateRule(momentum="mask", rescale=False),
+            update_rule=UpdateRule(momentum="mask", rescale=False),
         ),
         "local_sgd": MethodSpec(
             Identity,
@@ -262,7 +262,7 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
     known = spec.options
     if unknown := [option for option in options if option not in known]:
         raise TypeError(f"Method {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}.")
-    return Method(spec.make(**options), spec.memory, spec.aggregator, spec.updates)
+    return Method(spec.make(**options), spec.memory, spec.aggregator, spec.update_rule)
 
 
 def resolve_method(given: str | Method, density: float | None) -> Method:

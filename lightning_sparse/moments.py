@@ -16,7 +16,7 @@ c = (1 − β₁)/(1 + β₁), so Σm̂² = (q + (1 − q)c) Σv̂.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ class SegmentMoments:
             return
         groups, states = [self._groups[index] for index in stepped], [self._states[index] for index in stepped]
         first = torch.stack(torch._foreach_norm([state[self._kind.first].float() for state in states])).square()
-        second = torch.stack(torch._foreach_norm([state[self._kind.second].float() for state in states], 1))
+        second = _sums([state[self._kind.second].float() for state in states])
         betas = [[group["betas"][which] for group in groups] for which in (0, 1)]
         steps = [steps_of(state) for state in states]
         factors = batch_factor(first, second, betas, steps, size)
@@ -100,44 +100,52 @@ class SegmentMoments:
         decays = [
             group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0 for group in groups
         ]
-        for index, decay, rest in zip(stepped, decays, (1 - factors).unbind(), strict=True):
-            if self._groups[index]["weight_decay"]:
-                changes[index].addcmul_(weights[index].float().reshape(-1), rest * decay)
+        rests = (1 - factors).mul_(_vector(decays, factors.device)).unbind()
+        for index, decay, rest in zip(stepped, decays, rests, strict=True):
+            if isinstance(decay, Tensor) or decay:
+                changes[index].addcmul_(weights[index].float().reshape(-1), rest)
 
     def to_come(self) -> Tensor:
         """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
-        if (whole := self._whole_state()) is not None:
-            return self._kind.to_come(self._groups[0], whole)
         result = torch.empty(self._segment.numel, dtype=torch.float32, device=self._device)
-        parts = zip(self._groups, self._states, self._segment.shapes, self._segment.views(result), strict=True)
-        for group, state, shape, part in parts:
-            if self._kind.first not in state:
+        each = at_a_time(result)
+        for first, last in self._runs(each):
+            part = result[self._segment.bounds[first] : self._segment.bounds[last]]
+            if self._kind.first not in self._states[first]:
                 part.zero_()
                 continue
-            flat = {k: x.reshape(-1) for k, x in state.items() if isinstance(x, Tensor) and x.shape == shape}
-            each = at_a_time(part)
+            states = self._states[first:last]
+            shape = self._segment.shapes[first]
+            keys = [key for key, x in states[0].items() if isinstance(x, Tensor) and x.shape == shape]
+            flat = {key: _joined([state[key] for state in states]) for key in keys}
             for start in range(0, part.numel(), each):
-                piece = {**state, **{key: x[start : start + each] for key, x in flat.items()}}
-                part[start : start + each] = self._kind.to_come(group, piece)
+                piece = {**states[0], **{key: x[start : start + each] for key, x in flat.items()}}
+                part[start : start + each] = self._kind.to_come(self._groups[first], piece)
         return result
 
-    def _whole_state(self) -> State | None:
-        """Return the state of all parameters as that of one, if they are short and alike: fewer operations then."""
-        shapes, first, states = self._segment.shapes, self._states[0], self._states
-        alike = all(group is self._groups[0] for group in self._groups) and all(
-            state.keys() == first.keys() for state in states
-        )
-        steps = [steps_of(state) for state in states]
-        if not alike or any(isinstance(step, Tensor) or step != steps[0] for step in steps):
-            return None
-        # Scalars, such as the number of steps, have no dimensions; neither have parameters of none.
-        tensors = [key for key, value in first.items() if isinstance(value, Tensor) and value.dim()]
-        fits = all(state[key].shape == shape for key in tensors for state, shape in zip(states, shapes, strict=True))
-        if not fits or self._kind.first not in tensors:
-            return None
-        if self._segment.numel > at_a_time(first[self._kind.first]) * len(shapes):
-            return None
-        return {**first, **{key: torch.cat([state[key].reshape(-1) for state in states]) for key in tensors}}
+    def _runs(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield the parameters in runs, by first and last + 1, that make fewer operations worked on as one.
+
+        All of a run have the same options, kinds of state and number of steps, and `most` elements at most; a longer
+        parameter is a run of its own, and so is one without dimensions, whose state looks like a number of steps.
+        """
+        bounds, shapes, start = self._segment.bounds, self._segment.shapes, 0
+        steps = [steps_of(state) for state in self._states]
+        for index in range(1, len(shapes)):
+            goes_on = (
+                bounds[index + 1] - bounds[start] <= most
+                and self._groups[index] is self._groups[start]
+                and self._states[index].keys() == self._states[start].keys()
+                and not isinstance(steps[index], Tensor)
+                and not isinstance(steps[start], Tensor)
+                and steps[index] == steps[start]
+                and shapes[index]
+                and shapes[start]
+            )
+            if not goes_on:
+                yield start, index
+                start = index
+        yield start, len(shapes)
 
     def take_out(self, applied: Entries) -> None:
         """Set the moments to zero where entries were applied."""
@@ -175,6 +183,18 @@ def batch_factor(
     ratio = first / corrections[0].square() / (second / corrections[1]).clamp(min=1e-38)
     signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
     return torch.rsqrt(signal + (1 - signal) / size)
+
+
+def _sums(nonnegative: list[Tensor]) -> Tensor:
+    """Return the sum of each tensor, 1-D."""
+    if nonnegative[0].device.type == "cpu":  # where a norm takes three times as long as a sum
+        return torch.stack([x.sum() for x in nonnegative])
+    return torch.stack(torch._foreach_norm(nonnegative, 1))
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors one after the other, 1-D; of one tensor a view, if it is contiguous."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([x.reshape(-1) for x in tensors])
 
 
 def _vector(values: Sequence[Any], device: torch.device) -> Tensor:

@@ -31,8 +31,8 @@ class SegmentStates:
     def __init__(self, method: Method, exchanged: Exchanged) -> None:
         self._method = method
         parts: list[Any] = [method.memory, method.aggregator, method.compressor]
-        if method.updates is not None:
-            parts.append(method.updates)
+        if method.update_rule is not None:
+            parts.append(method.update_rule)
         declared = [(spec, type(part).__name__) for part in parts for spec in part.state]
         self.specs = {spec.name: spec for spec, _ in declared}
         of = "" if exchanged == "gradient" else f" of {exchanged}s"  # which are of another size

@@ -40,7 +40,7 @@ class Updates:
     """
 
     def __init__(self, reducer: Reducer, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._reducer, self._rule = reducer, reducer.method.updates or UpdateRule()
+        self._reducer, self._rule = reducer, reducer.method.update_rule or UpdateRule()
         self._model, self._optimizers = weakref.ref(model), optimizers
         self._params, self._optimizer_of, numbers = exchanged_parameters(model, optimizers)
         if reducer.layout is None:

@@ -61,7 +61,7 @@ def test_bytes_are_those_of_a_reducer(name, size):
 
     work = Workload((numel,), (1.0,), 0.0, 1.0)
     said = step(DENSE if name == "dense" else chosen, work, size, Link(1e9), Costs()).sent_bytes
-    said *= chosen.updates.every if chosen.updates else 1
+    said *= chosen.update_rule.every if chosen.update_rule else 1
     sent = simulate(size, rank)
     # In gTopK not all ranks send as often as the busiest; in ScaleCom each leads in turn, and sends more then.
     assert said <= max(sent) * 1.001
@@ -78,7 +78,7 @@ def test_updates_come_after_backward():
     """Two segments of 0.1 s on the wire: gradients hide one behind backward, updates none; four steps share them."""
     work = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0)
     link = Link(4000 / 0.1, latency=0.0)
-    local = replace(DENSE, updates=UpdateRule(every=4))
+    local = replace(DENSE, update_rule=UpdateRule(every=4))
     assert step(DENSE, work, 2, link, Costs()).exposed == pytest.approx(0.1)
     assert step(DENSE, work, 2, link, Costs(), exchanged="update").exposed == pytest.approx(0.2)
     found = step(local, work, 2, link, Costs())

@@ -32,15 +32,6 @@ def test_tables_are_what_the_benchmarks_wrote(monkeypatch):
     runpy.run_path(str(DOCS / "render.py"), run_name="__main__")  # it exits with the pages that are out of date
 
 
-def test_a_loss_is_reached_between_two_evaluations():
-    pandas = pytest.importorskip("pandas")
-    steps_to = runpy.run_path(str(DOCS / "render.py"))["steps_to"]
-    run = pandas.DataFrame({"step": [0, 50, 100, 150], "val_loss": [5.0, 3.0, 2.0, 2.8]})
-    assert (steps_to(2.5, run), steps_to(2.0, run)) == (75, 100)
-    with pytest.raises(ValueError, match=r"never is 1\.9"):
-        steps_to(1.9, run)
-
-
 @pytest.mark.parametrize(("page", "suffix"), [("README.md", "_ddp"), ("docs/methods.md", "")])
 def test_every_method_has_its_row_with_its_citation(page, suffix):
     rows = (ROOT / page).read_text().splitlines()

@@ -68,7 +68,7 @@ def train(name: str, size: int, steps: int = 300) -> tuple[float, float]:
         model = nn.Module()
         model.x = nn.Parameter(torch.tensor([1.0, 1.0]))
         optimizer = torch.optim.SGD([model.x], lr=0.05)
-        updates = method(name).updates is not None
+        updates = method(name).update_rule is not None
         reducer = Reducer(name, comm, exchanged="update" if updates else "gradient")
         exchange = Updates(reducer, model, [optimizer]) if updates else None
         generator = torch.Generator().manual_seed(comm.rank)

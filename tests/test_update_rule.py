@@ -23,7 +23,7 @@ from lightning_sparse.updates import Updates
 from tests.support.tiers import tiers
 from tests.test_updates import ADAMW, SGD, Net, residual, weights
 
-LOCAL = [name for name, spec in METHODS.items() if spec.updates and spec.updates.every > 1]
+LOCAL = [name for name, spec in METHODS.items() if spec.update_rule and spec.update_rule.every > 1]
 
 
 def local_steps(net: Net, optimizer: torch.optim.Optimizer, rank: int, first: int, steps: int) -> None:
@@ -115,7 +115,7 @@ def test_what_becomes_of_momentum_where_entries_are_sent(momentum):
     def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         net = Net()
         optimizer = SGD(net.parameters(), 1.0, momentum=0.75)
-        chosen = Method(TopK(density=0.05), updates=UpdateRule(momentum=momentum))
+        chosen = Method(TopK(density=0.05), update_rule=UpdateRule(momentum=momentum))
         reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
         updates = Updates(reducer, net, [optimizer])
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense
@@ -149,7 +149,7 @@ def test_one_step_of_adamw_is_rescaled_by_hand(decay):
         net = torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.constant_(net.weight, 8.0)
         optimizer = ADAMW(net.parameters(), 0.1, betas=(0.5, 0.5), weight_decay=decay, eps=0.0)
-        chosen = replace(dense(UpdateRule()), updates=UpdateRule())
+        chosen = replace(dense(UpdateRule()), update_rule=UpdateRule())
         updates, changed = Updates(Reducer(chosen, comm, exchanged="update"), net, [optimizer]), []
         for grad in (3.0, -3.0):
             updates.begin(optimizer)
@@ -255,7 +255,7 @@ def test_outer_momentum_is_loaded_with_another_number_of_steps():
         net = Net()
         saved = after_an_outer_step(comm, net)
         again = Reducer(
-            replace(method("diloco"), updates=method("diloco").updates.with_every(7)), comm, exchanged="update"
+            replace(method("diloco"), update_rule=method("diloco").update_rule.with_every(7)), comm, exchanged="update"
         )
         again.setup(dict(net.named_parameters()))
         again.load_state_dict(saved)
@@ -343,11 +343,13 @@ def test_bad_decays(decay):
 
 
 def test_a_rule_that_is_none():
-    with pytest.raises(TypeError, match="updates must be an UpdateRule, or None"):
-        Method(TopK(), updates=8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="update_rule must be an UpdateRule, or None"):
+        Method(TopK(), update_rule=8)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, spec in METHODS.items() if spec.updates])
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, spec in METHODS.items() if spec.update_rule])
 def test_rows_have_their_rule(name: str, spec: MethodSpec):
-    assert method(name).updates == spec.updates
-    assert f"UpdateRule({'every' if spec.updates and spec.updates.every > 1 else 'momentum'}=" in str(method(name))
+    assert method(name).update_rule == spec.update_rule
+    assert f"UpdateRule({'every' if spec.update_rule and spec.update_rule.every > 1 else 'momentum'}=" in str(
+        method(name)
+    )

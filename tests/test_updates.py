@@ -105,7 +105,7 @@ def train(
     """
     net = Net(dtype)
     optim = OPTIMIZERS[optimizer](net.parameters())
-    chosen = replace(chosen, updates=UpdateRule(rescale=False))  # so that the weights say what is exchanged
+    chosen = replace(chosen, update_rule=UpdateRule(rescale=False))  # so that the weights say what is exchanged
     reducer = Reducer(chosen, comm, granularity=granularity, exchanged="update")
     updates = Updates(reducer, net, [optim])
     reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]

@@ -67,7 +67,7 @@ def attach(
         RankFailure: other ranks use other settings, or do not attach.
     """
     method = resolve_method(method, density)
-    if method.updates is not None:
+    if method.update_rule is not None:
         raise ValueError(
             f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "
             f"optimizer, ...), or another method, such as 'topk'."

@@ -121,8 +121,8 @@ class UpdateExchange:
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        rule = (method.updates or UpdateRule()).with_every(every)
-        method = replace(method, updates=rule)
+        rule = (method.update_rule or UpdateRule()).with_every(every)
+        method = replace(method, update_rule=rule)
         self.optimizers, self._every = optimizers, rule.every
         self._steps = [0] * len(optimizers)
         self._buffers = list(model.buffers()) if broadcast_buffers else []

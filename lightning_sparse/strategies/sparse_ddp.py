@@ -143,7 +143,7 @@ class SparseDDP(UpdateOrGradientExchange):
             "clip_norm": check_overflow_options(on_nonfinite, clip_norm),
         }
         self._exchanged, self._every = check("exchange", exchange), None if every is None else check("every", every)
-        if exchange == "gradient" and self._method.updates is not None:
+        if exchange == "gradient" and self._method.update_rule is not None:
             raise ValueError(
                 f"exchange='gradient' with {self._method}: it is made to exchange updates. Leave exchange out, or take "
                 f"another method, such as 'topk'."
@@ -154,7 +154,7 @@ class SparseDDP(UpdateOrGradientExchange):
                 f"exchange='update' to let each rank take {every} steps before each exchange."
             )
         if self._every is not None:
-            (self._method.updates or UpdateRule()).with_every(self._every)  # raises where they do not go together
+            (self._method.update_rule or UpdateRule()).with_every(self._every)  # raises where they do not go together
         self._exchange: CommThread | UpdateExchange | None = None
         # The reducer outlives fit, so that a checkpoint can be written afterwards.
         self._reducer: Reducer | None = None
@@ -202,7 +202,7 @@ class SparseDDP(UpdateOrGradientExchange):
     def _exchanges_updates(self) -> bool:
         if self._exchanged != "auto":
             return bool(self._exchanged == "update")
-        if self._method.updates is not None or (self._every or 1) > 1:
+        if self._method.update_rule is not None or (self._every or 1) > 1:
             return True
         return self._method.is_sparse and any(map(is_adaptive, self.optimizers))
 

@@ -172,7 +172,7 @@ def test_lightning_with_two_ranks_over_gloo(device):
         assert all((run["steps"], run["backend"]) == (exchanges, "gloo") for run in runs), name
         assert all(run["device"].startswith(device) for run in runs)
         assert torch.equal(runs[0]["weights"], runs[1]["weights"]), name
-        if keeps_all(name) and method(name).updates is None:  # `Watch` adds up gradients
+        if keeps_all(name) and method(name).update_rule is None:  # `Watch` adds up gradients
             assert lost([run["sums"] for run in runs], [run["state"] for run in runs]) < 1e-6, name
 
 

@@ -24,7 +24,7 @@ def kind(spec: MethodSpec) -> tuple[type, type, type]:
     return type(spec.aggregator), payload, type(spec.memory)
 
 
-GRADIENTS = {name: spec for name, spec in METHODS.items() if spec.updates is None}
+GRADIENTS = {name: spec for name, spec in METHODS.items() if spec.update_rule is None}
 """Rows that exchange updates only go through tests/integration/test_update_exchange.py."""
 REPRESENTATIVES = list({kind(spec): name for name, spec in reversed(GRADIENTS.items())}.values())[::-1]
 OTHERS = [name for name in REPRESENTATIVES if name != "topk"]
