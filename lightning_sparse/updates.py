@@ -2,6 +2,7 @@
 
     updates = Updates(Reducer("topk", comm, exchanged="update"), model, [optimizer])
     ...                           # a backward pass on every rank, of its own batch
+    updates.begin(optimizer)
     optimizer.step()
     updates.exchange(optimizer)   # now weights are equal on all ranks
 
@@ -47,15 +48,17 @@ class Updates:
             reducer.setup(self._params, numbers)
         self._weights = {name: param.detach().clone() for name, param in self._params.items()}
         self._steps_before: dict[str, Any] = {}
+        self._begun: set[Optimizer] = set()
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer) -> None:
         """Take an optimizer's present weights for those that all ranks agree on; to be called before it steps.
 
-        They are so after each exchange, unless all ranks have changed them alike, by clipping weights for example, or
-        by going back to a checkpoint. Parameters that the optimizer was given since then are taken in.
+        They are so after each exchange, and where all ranks have changed them alike since, by clipping weights for
+        example, or by going back to a checkpoint. Parameters that the optimizer was given since then are taken in.
         """
         self.adopt()
+        self._begun.add(optimizer)
         names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
         self._steps_before.update({name: steps_of(optimizer.state.get(self._params[name], {})) for name in names})
         if names:
@@ -97,25 +100,43 @@ class Updates:
 
     @torch.no_grad()
     def exchange(self, optimizer: Optimizer) -> None:
-        """Exchange what an optimizer has changed since the last time. Then its weights are equal on all ranks.
+        """Exchange what an optimizer has changed since `begin`. Then its weights are equal on all ranks.
+
+        If it fails, they are again those before the step.
 
         Raises:
             NonFiniteGradient: an update is not finite on some rank.
             RankFailure: another rank has failed, or is out of step.
+            RuntimeError: `begin` was not called before the step.
         """
         assert self._reducer.layout is not None
+        if optimizer not in self._begun:
+            raise RuntimeError(f"Updates.begin(optimizer) comes before {type(optimizer).__name__}.step().")
+        self._begun.remove(optimizer)
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        for segment in self._reducer.layout.segments:
-            if self._optimizer_of[segment.names[0]] is optimizer:
+        segments = [x for x in self._reducer.layout.segments if self._optimizer_of[x.names[0]] is optimizer]
+        try:
+            for segment in segments:
                 self._exchange_segment(segment, optimizer, group_of)
+        except BaseException:  # some weights are updates, some are those of this rank, and some of all
+            for name in (name for segment in segments for name in segment.names):
+                self._params[name].detach().copy_(self._weights[name])
+            raise
         self._reducer.finish_step()
 
     def _exchange_segment(self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]) -> None:
         stepped = [self._params[name].detach() for name in segment.names]
         weights = [self._weights[name] for name in segment.names]
         reducer = self._reducer
-        differences = torch._foreach_sub([x.float() for x in weights], [w.float() for w in stepped])
-        changes = [difference.reshape(-1) for difference in differences]
+        lossless = reducer.comm.size == 1 and reducer.method.compressor.is_exact(reducer.density)
+        keeps = lossless and not self._rule.has_outer_step  # x - (x - w) need not be w
+        in_place = not keeps and all(w.dtype == torch.float32 and w.is_contiguous() for w in stepped)
+        if in_place:  # saves as much memory as the segment has, and a pass over it
+            _subtract_from_(weights, stepped)
+            changes = [w.view(-1) for w in stepped]
+        else:
+            differences = torch._foreach_sub([x.float() for x in weights], [w.float() for w in stepped])
+            changes = [difference.reshape(-1) for difference in differences]
         rescales, empties = self._rescales(optimizer), self._empties_momentum(optimizer, reducer.density)
         moments = self._moments(segment, optimizer, group_of) if rescales or empties else None
         if moments and rescales:
@@ -125,22 +146,19 @@ class Updates:
         applied = reducer.reduce_segment_(segment, changes, payout=payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
             moments.take_out(applied)
-        lossless = reducer.comm.size == 1 and reducer.method.compressor.is_exact(reducer.density)
-        if lossless and not self._rule.has_outer_step:
-            torch._foreach_copy_(weights, stepped)  # exactly: x - (x - w) need not be w
+        if keeps:
             return
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
+        if in_place:
+            _subtract_from_(weights, stepped)
+            return
         means = [mean.view(x.shape) for x, mean in zip(weights, changes, strict=True)]
-        if all(x.dtype == torch.float32 for x in weights):
-            torch._foreach_sub_(weights, means)
-        else:
-            exact = torch._foreach_sub([x.float() for x in weights], means)
-            torch._foreach_copy_(weights, list(exact))
-            residual = reducer.states[segment.index].get("residual")
-            if residual is not None:  # it keeps what rounding has added to the weights
-                rounding = torch._foreach_sub([x.float() for x in weights], exact)
-                torch._foreach_add_(segment.views(residual), [rest.reshape(-1) for rest in rounding])
-        torch._foreach_copy_(stepped, weights)
+        exact = torch._foreach_sub([x.float() for x in weights], means)
+        torch._foreach_copy_(stepped, list(exact))
+        residual = reducer.states[segment.index].get("residual")
+        if residual is not None:  # it keeps what rounding has added to the weights
+            rounding = torch._foreach_sub([w.float() for w in stepped], exact)
+            torch._foreach_add_(segment.views(residual), [rest.reshape(-1) for rest in rounding])
 
     def _moments(self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]) -> SegmentMoments:
         params = [self._params[name] for name in segment.names]
@@ -166,6 +184,16 @@ class Updates:
         beta = max(map(kind.beta, optimizer.param_groups))
         # Entries that are sent about as often as momentum decays have no delay to make up for.
         return beta > 0 and (self._rule.momentum == "mask" or (density or 1) < 1 - beta)
+
+
+def _subtract_from_(minuends: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Replace each tensor by its minuend minus it, in place."""
+    if tensors[0].device.type == "cpu":
+        for minuend, x in zip(minuends, tensors, strict=True):
+            torch.sub(minuend, x, out=x)
+    else:
+        torch._foreach_neg_(list(tensors))
+        torch._foreach_add_(list(tensors), list(minuends))
 
 
 def exchanged_parameters(

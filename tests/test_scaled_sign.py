@@ -78,6 +78,8 @@ def train(name: str, size: int, steps: int = 300) -> tuple[float, float]:
             model.x.grad = 2 * (row @ model.x.detach()) * row
             if exchange is None:
                 reducer.reduce_({"x": model.x.grad})
+            if exchange is not None:
+                exchange.begin(optimizer)
             optimizer.step()
             if exchange is not None:
                 exchange.exchange(optimizer)
@@ -117,6 +119,7 @@ def test_the_rate_is_inside_the_memory():
         for rate in (1.0, 0.5):
             optimizer.param_groups[0]["lr"] = rate
             model.x.grad = torch.tensor([3.0, -1.0])
+            exchange.begin(optimizer)
             optimizer.step()
             exchange.exchange(optimizer)
             seen.append(model.x.detach().tolist())

@@ -122,6 +122,7 @@ def test_what_becomes_of_momentum_where_entries_are_sent(momentum):
         before = weights(net)
         net.backward(comm.rank, 0)
         grads = torch.cat([param.grad.reshape(-1) for _, param in sorted(net.named_parameters())])
+        updates.begin(optimizer)
         optimizer.step()
         updates.exchange(optimizer)
         left = [optimizer.state[param]["momentum_buffer"].reshape(-1) for _, param in sorted(net.named_parameters())]

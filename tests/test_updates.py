@@ -80,6 +80,7 @@ def test_two_ranks_by_hand():
         updates = Updates(reducer, net, [optimizer])
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense
         net.w.grad = torch.tensor([[4.0, 1.0, 2.0], [1.0, 2.0, 8.0]][comm.rank])
+        updates.begin(optimizer)
         optimizer.step()
         updates.exchange(optimizer)
         return net.w.tolist(), reducer.states[0]["residual"].tolist()
@@ -114,6 +115,7 @@ def train(
     for step in range(steps):
         before, kept = weights(net), residual(reducer)
         net.backward(comm.rank, step)
+        updates.begin(optim)
         optim.step()
         changed = before - weights(net)
         owed = still_to_come(optim, net, kind)
@@ -269,6 +271,7 @@ def test_a_payout_that_is_not_sent_stays_in_the_moment():
         updates = Updates(reducer, net, [optimizer])
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
         net.backward(comm.rank, 0)
+        updates.begin(optimizer)
         optimizer.step()
         moments = flat(optimizer.state[param]["exp_avg"] for param in net.parameters())
         before = flat(net.parameters())
@@ -288,6 +291,7 @@ def test_without_a_payout_the_optimizer_is_left_alone():
         reducer = Reducer(method("memsgd", density=0.05), comm, granularity="model", exchanged="update")
         updates = Updates(reducer, net, [optimizer])
         net.backward(comm.rank, 0)
+        updates.begin(optimizer)
         optimizer.step()
         before = flat(optimizer.state[param]["exp_avg"] for param in net.parameters())
         updates.exchange(optimizer)
@@ -305,6 +309,7 @@ def test_each_optimizer_exchanges_its_own_parameters():
         assert reducer.layout is not None
         assert [set(segment.names) for segment in reducer.layout.segments] == [{"a", "b"}, {"c", "one", "none"}]
         net.backward(comm.rank, 0)
+        updates.begin(first)
         first.step()
         second.step()
         own = flat([net.c])
@@ -316,19 +321,35 @@ def test_each_optimizer_exchanges_its_own_parameters():
     assert torch.equal(other_one, own_one)
 
 
+def test_an_exchange_begins_before_the_step():
+    def rank(comm: Comm) -> None:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        updates = Updates(Reducer(method("topk"), comm, exchanged="update"), net, [optimizer])
+        net.backward(comm.rank, 0)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="begin"):
+            updates.exchange(optimizer)
+
+    simulate(1, rank)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_an_update_that_is_not_finite_is_named_on_all_ranks(bad):
     def rank(comm: Comm) -> str:
         net = Net()
         optimizer = SGD(net.parameters(), 0.1)
         updates = Updates(Reducer(method("topk"), comm, exchanged="update"), net, [optimizer])
+        before = flat(net.parameters())
         net.backward(comm.rank, 0)
         if comm.rank == 1:
             assert net.c.grad is not None
             net.c.grad[1, 2, 0] = bad
+        updates.begin(optimizer)
         optimizer.step()
         with pytest.raises(NonFiniteGradient) as caught:
             updates.exchange(optimizer)
+        assert torch.equal(flat(net.parameters()), before)
         return str(caught.value)
 
     said = simulate(3, rank)
