@@ -38,6 +38,9 @@ NAMES = {
     "naive_topk": "a naive top-k hook",
     "topk": "**`topk`**",
     "gaussiank": "**`gaussiank`**",
+    "int4": "**`int4`**",
+    "topk updates": "**`topk`**, updates",
+    "gaussiank updates": "**`gaussiank`**, updates",
     "gtopk": "**`gtopk`**",
     "oktopk": "**`oktopk`**",
     "scalecom": "**`scalecom`**",
@@ -120,6 +123,17 @@ def network() -> str:
             row += [f"{run.median_ms:,.0f}", "" if pd.isna(times) else f"{times:.1f}"]
         rows.append(row)
     return table(["", *(column for rate in RATES.values() for column in (rate, "× ddp"))], rows)
+
+
+def network_adamw() -> str:
+    """Median step with AdamW, four workers, and the most memory that a worker had."""
+    steps = read("network").query("kind == 'step' and workload == 'mlp_adamw'").set_index(["contestant", "rate"])
+    rates = {rate: label for rate, label in RATES.items() if rate in steps.index.get_level_values("rate")}
+    rows = []
+    for name in [name for name in NAMES if name in steps.index]:
+        medians = [f"{steps.median_ms[name, rate]:,.0f}" for rate in rates]
+        rows.append([NAMES[name], *medians, f"{steps.peak_mb[name].max():,.0f}"])
+    return table(["", *rates.values(), "MB"], rows)
 
 
 def network_workers() -> str:
@@ -466,6 +480,7 @@ def costs() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "network": network,
+    "network-adamw": network_adamw,
     "network-workers": network_workers,
     "network-10gbit": network_10gbit,
     "seconds": seconds,

@@ -1,6 +1,7 @@
 """Does training stay whole over a long time in which everything happens?
 
     python -m benchmarks.soak                      # 2,000 steps, some minutes
+    python -m benchmarks.soak --exchange update    # AdamW, and updates instead of gradients
 
 Two or three workers train a small network with Lightning, over gloo. They fit again and again, each time from the last
 checkpoint, with another mix of precision, gradient scaler, accumulation, granularity and overflows on random ranks. In
@@ -10,8 +11,11 @@ them, whether the mean gradient so far is what was applied plus what is kept: (g
 what rounding explains. At the end the last workers fit on and on, without being killed, for what adds up slowly:
 memory, open descriptors, threads.
 
-Written: `results/soak.csv`, a row per fit and rank. "error" is the largest absolute difference so far, "error_bound"
-what rounding to fp32 allows; memory, descriptors and threads are counted after the fit.
+With updates, given is what each rank's optimizer has changed, and what momentum still owed where entries were sent;
+and the weights have to be those of the start minus what was applied.
+
+Written: `results/soak.csv` or `soak_updates.csv`, a row per fit and rank. "error" is the largest absolute difference so
+far, "error_bound" what rounding to fp32 allows; memory, descriptors and threads are counted after the fit.
 """
 
 from __future__ import annotations
@@ -45,6 +49,9 @@ from benchmarks.harness.results import RESULTS
 from examples.train import quiet
 from lightning_sparse import METHODS, SparseDDPStrategy
 from lightning_sparse import method as make_method
+from lightning_sparse.compressors.base import Entries, Update, drop_padding
+from lightning_sparse.context import Context
+from lightning_sparse.observer import Observer
 
 TIMEOUT = 60.0  # of the groups, in seconds
 ENDED = 30.0  # within which the others of a killed worker have to end
@@ -78,8 +85,9 @@ class Plan:
 class Net(pl.LightningModule):
     """A small network with what networks have; on one rank a loss may be infinite."""
 
-    def __init__(self, plan: Plan, first: int) -> None:
+    def __init__(self, plan: Plan, first: int, adaptive: bool) -> None:
         super().__init__()
+        self.adaptive = adaptive
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(32, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 10))
         self.plan, self.first = plan, first
@@ -90,6 +98,8 @@ class Net(pl.LightningModule):
         return loss * torch.inf if overflows else loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.adaptive:
+            return torch.optim.AdamW(self.parameters(), 0.001)
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
@@ -134,17 +144,21 @@ class Ledger(pl.Callback):
         if any(param.grad is None or not param.grad.isfinite().all() for param in params.values()):
             self.skipped += 1
         else:
-            for kind, values in (("given", mine), ("applied", {name: param.grad for name, param in params.items()})):
-                flat = torch.cat([values[name].double().flatten() for name in params])
-                if kind == "given":
-                    largest = float(flat.abs().max())
-                    flat = trainer.strategy.reduce(flat, reduce_op="mean")
-                self.sums[kind] = self.sums.get(kind, torch.zeros(())) + flat
-            self.check(trainer, list(params), largest)
+            self.count(trainer, mine, {name: param.grad for name, param in params.items()})
 
-    def check(self, trainer: pl.Trainer, names: list[str], largest: float = 0.0) -> None:
+    def count(self, trainer: pl.Trainer, given: dict[str, Tensor], applied: dict[str, Tensor]) -> None:
+        for kind, values in (("given", given), ("applied", applied)):
+            flat = torch.cat([values[name].double().flatten() for name in names_of(trainer)])
+            if kind == "given":
+                largest = float(flat.abs().max())
+                flat = trainer.strategy.reduce(flat, reduce_op="mean")
+            self.sums[kind] = self.sums.get(kind, torch.zeros(())) + flat
+        self.check(trainer, largest)
+
+    def check(self, trainer: pl.Trainer, largest: float = 0.0) -> None:
         if not self.sums:
             return
+        names = names_of(trainer)
         elements = trainer.strategy.reducer.state_dict()["elements"]
         kept = sum(torch.cat([per_param[name].flatten() for name in names]).double() for per_param in elements.values())
         kept = kept + torch.zeros(self.sums["given"].shape)
@@ -159,6 +173,55 @@ class Ledger(pl.Callback):
             raise AssertionError(
                 f"Gradients get lost: {self.error} at step {trainer.global_step}, {self.bound} allowed"
             )
+
+
+def names_of(trainer: pl.Trainer) -> list[str]:
+    return [name for name, _ in trainer.lightning_module.named_parameters()]
+
+
+class UpdateLedger(Observer, Ledger):
+    """Adds up what optimizers change and momentum pays out, and what all ranks make of it."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.given: dict[str, Tensor] = {}
+        self.applied: dict[str, Tensor] = {}
+        self.sums.setdefault("start", weights_of(module))
+        trainer.strategy.reducer.observers.append(self)
+
+    def gradients(self, grads: list[Tensor], ctx: Context) -> None:
+        self.given |= {name: grad.double() for name, grad in zip(ctx.segment.names, grads, strict=True)}
+
+    def compensated(self, u: Tensor, ctx: Context) -> None:
+        self.payout = None if ctx.payout is None else u.double() - ctx.state["residual"].double()
+
+    def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
+        if self.payout is not None:
+            assert isinstance(applied, Entries)
+            sent = drop_padding(applied, len(u)).indices
+            paid = torch.zeros_like(self.payout).index_copy_(0, sent, self.payout[sent])
+            for name, part in zip(ctx.segment.names, ctx.segment.views(paid), strict=True):
+                self.given[name] = self.given[name] + part
+
+    def written(self, grads: list[Tensor], ctx: Context) -> None:
+        self.applied |= {name: grad.double() for name, grad in zip(ctx.segment.names, grads, strict=True)}
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        self.skipped += any(param.grad is None or not param.grad.isfinite().all() for param in module.parameters())
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if self.applied:
+            self.count(trainer, self.given, self.applied)
+            self.given, self.applied = {}, {}
+            # Each step rounds weights once.
+            weights = weights_of(module)
+            self.sums["rounded"] = self.sums.get("rounded", torch.zeros(())) + weights.abs() * 2**-23
+            off = self.sums["start"] - self.sums["applied"] - weights
+            if (off.abs() > self.sums["rounded"]).any():
+                raise AssertionError(f"Weights are not the start minus what was applied: {off.abs().max()} off")
+
+
+def weights_of(module: pl.LightningModule) -> Tensor:
+    return torch.cat([param.detach().double().flatten() for param in module.parameters()])
 
 
 class Killer(pl.Callback):
@@ -180,10 +243,10 @@ class Killer(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fit(folder: Path, plan: Plan, method: str, rank: int, size: int) -> dict[str, Any]:
+def fit(folder: Path, plan: Plan, method: str, exchange: Any, rank: int, size: int) -> dict[str, Any]:
     """Train from the last checkpoint on, as planned, and return a row about this rank."""
     last, first = folder / "last.ckpt", steps_done(folder)
-    ledger, note = Ledger(), folder / f"killed {plan.key}"
+    ledger, note = Ledger() if exchange == "gradient" else UpdateLedger(), folder / f"killed {plan.key}"
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=25)
     run = pl.Trainer(
         accelerator="cpu",
@@ -193,6 +256,7 @@ def fit(folder: Path, plan: Plan, method: str, rank: int, size: int) -> dict[str
             None if make_method(method).density is None else 0.05,
             plan.granularity,
             bucket_cap_mb=0.01,
+            exchange=exchange,
             on_nonfinite="skip",
             process_group_backend="gloo",
             timeout=timedelta(seconds=TIMEOUT),
@@ -221,8 +285,12 @@ def fit(folder: Path, plan: Plan, method: str, rank: int, size: int) -> dict[str
         "outcome": "done",
     }
     try:
-        run.fit(Net(plan, first), Batches(f"{plan.key} {rank}"), ckpt_path=last if last.exists() else None)
-        ledger.check(run, [name for name, _ in run.lightning_module.named_parameters()])
+        run.fit(
+            Net(plan, first, exchange == "update"),
+            Batches(f"{plan.key} {rank}"),
+            ckpt_path=last if last.exists() else None,
+        )
+        ledger.check(run)
         # The fit's end need not be a checkpoint's step.
         run.save_checkpoint(last)
     except Exception as error:
@@ -263,7 +331,7 @@ def run_worker(rank: int, size: int, life: int, port: int, folder: Path, args: a
         if done >= args.steps:
             break
         plan = Plan(f"{args.seed} {life} {count}", size, done >= args.steps * QUIET_SHARE)
-        row = {"life": life, "fit": count, **fit(folder, plan, args.method, rank, size)}
+        row = {"life": life, "fit": count, **fit(folder, plan, args.method, args.exchange, rank, size)}
         gc.collect()
         row |= {
             "memory_mb": round(
@@ -284,9 +352,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps, default 2000")
     parser.add_argument("--method", default="topk", choices=METHODS, help="default topk")
+    parser.add_argument("--exchange", default="gradient", choices=["gradient", "update"], help="default gradient")
     parser.add_argument("--seed", type=int, default=0, help="of all that happens, default 0")
-    parser.add_argument("--result", type=Path, default=RESULTS / "soak.csv", help="CSV to write")
+    parser.add_argument("--result", type=Path, help="CSV to write")
     args = parser.parse_args()
+    args.result = args.result or RESULTS / ("soak.csv" if args.exchange == "gradient" else "soak_updates.csv")
     torch.set_num_threads(1)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
