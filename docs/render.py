@@ -61,6 +61,10 @@ SENDS = {
     "oktopk": ("the k/P largest sums of each of P regions", "about 6k(P − 1)/P"),
     "scalecom": ("its values at k indices that one rank chooses; ranks take turns", "at most 3k"),
     "randk": ("k entries drawn at random, the same on all ranks", "2k(P − 1)/P"),
+    "doublesqueeze": (
+        "the k/P largest entries of each of P regions; of the regions' means the same again",
+        "about 4k(P − 1)/P",
+    ),
     "int8": ("each value in 8 bits, with a scale for each block of 64; the mean the same way", "about 0.52d(P − 1)/P"),
     "int4": ("each value in 4 bits, with a scale for each block of 64; the mean the same way", "about 0.27d(P − 1)/P"),
     "powersgd": ("two thin factors of each matrix, n × m, of r columns each; all else exactly", "2Σ(n + m)r(P − 1)/P"),

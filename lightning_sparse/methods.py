@@ -172,6 +172,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
         "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
         "scalecom": MethodSpec(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
+        "doublesqueeze": MethodSpec(TopK, Residual(), TwoPass(), "Tang et al. 2019, arXiv 1905.05957"),
         "int8": MethodSpec(_int8, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
         "int4": MethodSpec(_int4, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
         "qsgd": MethodSpec(
