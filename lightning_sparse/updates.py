@@ -192,7 +192,7 @@ def _subtract_from_(minuends: Sequence[Tensor], tensors: Sequence[Tensor]) -> No
         for minuend, x in zip(minuends, tensors, strict=True):
             torch.sub(minuend, x, out=x)
     else:
-        torch._foreach_neg_(list(tensors))
+        torch._foreach_mul_(list(tensors), -1)
         torch._foreach_add_(list(tensors), list(minuends))
 
 

@@ -12,8 +12,8 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, Sparsifier, TopK
 from lightning_sparse.memory import NoMemory, Residual
 from tests.processes import run_ranks
-from tests.support.representatives import DISTINCT
-from tests.support.tiers import tiers
+from tests.support.representatives import DISTINCT, REPRESENTATIVES
+from tests.support.tiers import in_diagonals, tiers
 
 SHAPES = {"conv": (7, 3, 3, 3), "bias": (7,), "one": (1,), "scalar": (), "none": (0, 4), "wide": (37, 53)}
 
@@ -81,7 +81,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "granularity"), tiers(CASES, [case for case in CASES if case[1] == 3 or case[:2] == ("topk", 2)])
+    ("name", "size", "granularity"),
+    tiers(CASES, [case for case in CASES if case[1] == 3 and case[0] in REPRESENTATIVES]),
 )
 def test_equal_on_all_ranks_and_nothing_lost(name, size, granularity):
     for kind in KINDS:
@@ -103,7 +104,7 @@ def test_equal_on_all_ranks_and_nothing_lost(name, size, granularity):
         assert (given - found).abs().max() <= tolerance + 64 * 2**-149, kind
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", tiers(DISTINCT, ["topk", "gtopk", "int4", "powersgd", "terngrad", "signsgd"]))
 def test_same_numbers_over_processes_and_run_to_run(name):
     from lightning_sparse import ProcessGroupComm
 
@@ -187,8 +188,7 @@ def test_global_random_state_is_left_alone(name):
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", DISTINCT)
-@pytest.mark.parametrize("granularity", ["layer", "model"])
+@pytest.mark.parametrize(("name", "granularity"), in_diagonals(DISTINCT, ["layer", "model"], 2))
 def test_saved_state_goes_on_bit_for_bit(name, granularity):
     def rank(comm: Comm) -> bool:
         straight = Reducer(make(name), comm, granularity="layer")

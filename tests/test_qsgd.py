@@ -11,6 +11,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.codes import unpack_codes
 from tests.support.rounding import check_rounding
+from tests.support.tiers import in_diagonals
 from tests.support.updates import decoded
 
 
@@ -58,8 +59,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("levels", [1, 3, 15])
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "levels"), in_diagonals(INPUTS, [1, 3, 15], 3))
 def test_unbiased_and_within_the_published_variance(kind, levels):
     """E Q(v) = v, and E‖Q(v) - v‖² <= min(d/s², √d/s)‖v‖²."""
     u = INPUTS[kind](torch.Generator().manual_seed(1))

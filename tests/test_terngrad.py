@@ -14,7 +14,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels import launch
 from lightning_sparse.memory import NoMemory
 from tests.support.rounding import check_rounding
-from tests.support.tiers import tiers
+from tests.support.tiers import in_diagonals, tiers
 from tests.support.updates import decoded
 
 
@@ -57,8 +57,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("clip", [2.5, math.inf])
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "clip"), in_diagonals(INPUTS, [2.5, math.inf], 2))
 def test_unbiased_and_within_the_variance_of_one_level(kind, clip):
     """Of the clipped v: E Q(v) = v, and E‖Q(v) - v‖² = Σ|v|(s - |v|) <= √d‖v‖², QSGD's bound for one level."""
     u = INPUTS[kind](torch.Generator().manual_seed(1))

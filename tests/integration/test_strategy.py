@@ -83,7 +83,7 @@ for namespace in ("pytorch_lightning", "lightning.pytorch"):
 base = importlib.import_module("{chosen}.strategies").DDPStrategy
 assert issubclass(lightning_sparse.SparseDDPStrategy, base)
 """
-    subprocess.run([sys.executable, "-c", check], env=ENVIRONMENT, check=True, timeout=120, capture_output=True)
+    subprocess.run([sys.executable, "-c", check], env=ENVIRONMENT, check=True, timeout=400, capture_output=True)
 
 
 @pytest.mark.parametrize("namespace", [pytorch_lightning, lightning.pytorch])

@@ -16,3 +16,11 @@ def tiers(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         case if case in quick else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=full)
         for case in cases
     ]
+
+
+def in_diagonals(rows: Iterable[Any], columns: Iterable[Any], every: int) -> list[Any]:
+    """Return all pairs as parameters; the quick tier has one in `every`, so that each row and column takes part."""
+    rows, columns = list(rows), list(columns)
+    pairs = [(row, column) for row in rows for column in columns]
+    places = [(i + j) % every for i in range(len(rows)) for j in range(len(columns))]
+    return [pair if not place else pytest.param(*pair, marks=full) for pair, place in zip(pairs, places, strict=True)]
