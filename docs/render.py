@@ -27,7 +27,7 @@ from benchmarks.updates import steps_to, summary  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"[-\d.,%/ ]*|not in \d+")
+NUMBER = re.compile(r"[-–\d.,%/ ]*|not in \d+")
 NAMES = {
     "none": "no communication",
     "idle_hook": "DDP with a hook that does nothing",
@@ -491,10 +491,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "accuracy": accuracy,
     "language": language,
+    "language-seeds": language_seeds,
     "momentum": momentum,
     "adamw": partial(
         language,
-        [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "sparseloco")],
+        [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "local_sgd")],
     ),
     "updates": updates,
     "volume": volume,
