@@ -470,6 +470,16 @@ def costs() -> str:
     return table(["method", *header], rows)
 
 
+def robust() -> str:
+    """Test accuracy of aggregators and election coding, with and without attacks."""
+    found = read("robust").fillna("").set_index(["contestant", "attack", "alpha"]).accuracy_percent
+    places = {"no attack": ("", 0.0)}
+    for attack, label in (("negate", "negated"), ("flip", "flipped"), ("scale", "scaled")):
+        places |= {f"{label}, α = {alpha:g}": (attack, alpha) for alpha in (0.25, 0.45)}
+    names = found.index.get_level_values("contestant").unique()
+    return table(["", *places], ([name, *(f"{found[(name, *at)]:.0f}" for at in places.values())] for name in names))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "network": network,
     "network-workers": network_workers,
@@ -491,6 +501,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods": methods,
     "traits": traits,
     "costs": costs,
+    "robust": robust,
 }
 
 
