@@ -2,7 +2,7 @@
 
 Scikit-learn's digits, a network of one hidden layer, nine ranks that are threads of this process. In each step there
 are nine parts of the data, the same for all contestants. The last ⌊9α⌋ ranks attack, see `Attacked`. Learning rates are
-the best of four without attackers: of 0.1 to 1 for the mean, and of 0.001 to 0.01 for the vote.
+the best of four in 200 steps without attackers: of 0.1 to 1 for the mean, and of 0.001 to 0.01 for the vote.
 
     python -m benchmarks.robust            # train what robust.csv lacks, a few seconds each
     python -m benchmarks.robust --figure   # only draw what was measured
