@@ -24,6 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.updates import steps_to, summary  # noqa: E402
+from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
+from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -80,6 +82,8 @@ SENDS = {
     ),
     "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent, in a bit", "d(P − 1)/16P"),
     "signum": ("as `signsgd`, the sign of the momentum", "d(P − 1)/16P"),
+    "median": ("everything; of each coordinate all step by the median of the ranks", "2d(P − 1)/P"),
+    "trimmed_mean": ("everything; of each coordinate the quarter at either end is left out", "2d(P − 1)/P"),
     "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),
     "dgc": (
         "updates, 0.8k to 1.3k entries above a sample's threshold; their momentum is set to zero",
@@ -94,6 +98,8 @@ SENDS = {
     "dense": ("everything, by all-reduce: what `ddp` does", "2d(P − 1)/P"),
 }
 """Method to what a worker sends, and the words per step; a method without an entry gets its compressor's first line."""
+RESULTS = {MajorityVote: "a vote", CoordinateMedian: "a median", TrimmedMean: "a trimmed mean"}
+"""What aggregators return that make no mean."""
 
 
 def read(name: str) -> pd.DataFrame:
@@ -451,8 +457,8 @@ def costs() -> str:
         # Where updates are exchanged, the weights before the steps.
         needs = [f"{4 * (buffers + (chosen.update_rule is not None))} bytes"]
         needs += [f"{chosen.every} steps"] * (chosen.every > 1)
-        needs += ["a rate of its own"] * (not spec.averages)
-        guarantees = ["a mean" if spec.averages else "a vote"]
+        needs += ["a rate of its own"] * isinstance(spec.aggregator, MajorityVote)
+        guarantees = ["a mean" if spec.averages else RESULTS[type(spec.aggregator)]]
         guarantees += ["nothing lost"] * spec.traits.conserves
         if spec.traits.exact is not None:
             options = ", ".join(f"`{key}={value}`" for key, value in spec.traits.exact.items())
@@ -482,6 +488,16 @@ def costs() -> str:
     return table(["method", *header], rows)
 
 
+def robust() -> str:
+    """Test accuracy of aggregators and election coding, with and without attacks."""
+    found = read("robust").fillna("").set_index(["contestant", "attack", "alpha"]).accuracy_percent
+    places = {"no attack": ("", 0.0)}
+    for attack, label in (("negate", "negated"), ("flip", "flipped"), ("scale", "scaled")):
+        places |= {f"{label}, α = {alpha:g}": (attack, alpha) for alpha in (0.25, 0.45)}
+    names = found.index.get_level_values("contestant").unique()
+    return table(["", *places], ([name, *(f"{found[(name, *at)]:.0f}" for at in places.values())] for name in names))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "network": network,
     "network-adamw": network_adamw,
@@ -505,6 +521,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods": methods,
     "traits": traits,
     "costs": costs,
+    "robust": robust,
 }
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
 from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, matrices, step
@@ -39,7 +40,13 @@ CAUTIONS = {
         if spec.update_rule and spec.update_rule.every > 1
     },
     **dict.fromkeys(("memsgd", "dgc"), "for SGD"),
-    **{name: "a vote, not a mean: has its own learning rate" for name, spec in METHODS.items() if not spec.averages},
+    **{
+        name: "a vote, not a mean: has its own learning rate"
+        if isinstance(spec.aggregator, MajorityVote)
+        else "for ranks that may be wrong: sends as much as dense ones"
+        for name, spec in METHODS.items()
+        if not spec.averages
+    },
 }
 """Methods that are listed but never recommended, because a step with them is worth less, and why."""
 SECONDS = 1.0

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 from lightning_sparse.aggregators import (
     Aggregator,
     AllReduceMean,
+    CoordinateMedian,
     GlobalTopK,
     Mean,
     OkTopK,
     PowerSGD,
     ScaleCom,
+    TrimmedMean,
     TwoPass,
 )
 from lightning_sparse.aggregators.majority_vote import MajorityVote
@@ -186,6 +188,12 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         ),
         "signum": MethodSpec(
             Sign, Momentum(), MajorityVote(), "Bernstein et al. 2018, arXiv 1802.04434", Traits(False, None)
+        ),
+        "median": MethodSpec(
+            Identity, NoMemory(), CoordinateMedian(), "Yin et al. 2018, arXiv 1803.01498", Traits(False, None)
+        ),
+        "trimmed_mean": MethodSpec(
+            Identity, NoMemory(), TrimmedMean(), "Yin et al. 2018, arXiv 1803.01498", Traits(False, None)
         ),
         "efsignsgd": MethodSpec(
             ScaledSign,

@@ -66,6 +66,12 @@ OPTIONS = {
     "decay": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], what remains of the residual in each step."),
     "rank": Option(Integral, lambda x: x >= 1, "must be a whole number of columns, 1 or more."),
     "beta": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1), what remains of the momentum in each step."),
+    "trim": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks left out at either end."),
+    "share": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks that attack."),
+    "workers": Option(Integral, lambda x: x >= 1 and x % 2 == 1, "must be odd: an even number of votes may be a tie."),
+    "byzantine": Option(Integral, lambda x: x >= 0, "must be a whole number of workers, 0 or more."),
+    "probability": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], that a worker gets a part."),
+    "part_size": Option(Integral, lambda x: x >= 1, "must be a whole number of examples, 1 or more."),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
 }
 

@@ -104,6 +104,8 @@ def test_messages_of_each_way():
         "powersgd": [0, 5, 20, 35],  # headers, and two rings of all-reduce
         "signsgd": [0, 2, 8, 14],
         "signum": [0, 2, 8, 14],
+        "median": [0, 2, 8, 14],
+        "trimmed_mean": [0, 2, 8, 14],
         "onebit": [0, 2, 8, 14],
         "terngrad": [0, 3, 12, 21],
         "efsignsgd": [0, 1, 4, 7],

@@ -15,9 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import Method, Reducer, method
-from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, TwoPass
-from lightning_sparse.compressors import GaussianK, TopK, randk
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TrimmedMean, TwoLevel, TwoPass
+from lightning_sparse.aggregators.majority_vote import MajorityVote
+from lightning_sparse.compressors import GaussianK, Identity, TopK, randk
+from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.kernels import launch
+from lightning_sparse.memory import NoMemory
+from lightning_sparse.robust import Attacked
 from tests.support.tiers import tiers
 from tests.test_kernels import KERNELS, Echo, is_kernel
 
@@ -212,12 +216,25 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
 @pytest.mark.parametrize(
     "name",
     tiers(
-        ["int4", "int8", "powersgd", "qsgd", "terngrad", "onebit", "signsgd", "signum", "efsignsgd"],
-        ["int4", "powersgd", "signsgd"],
+        ["int4", "int8", "powersgd", "qsgd", "terngrad", "onebit", "signsgd", "signum", "efsignsgd", "median"],
+        ["int4", "powersgd", "signsgd", "median"],
     ),
 )
 def test_no_step_of_quantizers_waits(name, size, fake_cuda):
     assert steps(method(name), torch.bfloat16, size) == 3
+
+
+@pytest.mark.parametrize("attack", ["scale", "flip", "negate"])
+@pytest.mark.parametrize(
+    ("compressor", "aggregator"),
+    tiers(
+        [(Identity(), TrimmedMean()), (Sign(), MajorityVote()), (TopK(0.01), Mean())],
+        [(TopK(0.01), Mean())],
+    ),
+)
+def test_no_step_of_an_attacker_waits(compressor, aggregator, attack, fake_cuda, monkeypatch):
+    monkeypatch.setattr("lightning_sparse.robust.attacked.share_of", lambda share, size: size)
+    assert steps(Method(compressor, NoMemory(), Attacked(aggregator, attack, 0.4)), torch.float32, 2) == 3
 
 
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "gtopk", "randk"])

@@ -21,7 +21,8 @@ ALLOWED = {
     "update_rule": {"context", "layout", "options"},
     "framing": set(),
     "exchange": {"comm", "compressors", "context", "framing", "kernels"},
-    "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels"},
+    "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels", "options"},
+    "robust": {"aggregators", "compressors", "context", "exchange", "kernels", "layout", "options"},
     "methods": {"compressors", "memory", "aggregators", "update_rule"},
     "observer": {"context", "compressors"},
     "state": {"context", "exchange", "layout", "methods"},
@@ -54,7 +55,7 @@ ALLOWED = {
     },
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
-    "advise": {"comm", "compressors", "cost", "exchange", "methods", "reducer"},
+    "advise": {"aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer"},
     "__main__": {"advise", "cli"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
