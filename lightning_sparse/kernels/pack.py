@@ -122,7 +122,8 @@ def gather(u: Tensor, indices: Tensor) -> Tensor:
 
 @kernel("count", "each", "words_each", "capacity", "numel")
 def _pack(indices, words, lower, count, each, words_each, capacity, numel, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    # In 64 bits, as rows times their length may exceed 32.
+    positions = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + positions, mask=positions < count, other=numel)
     valid = index < numel
     row = positions // each
@@ -137,7 +138,7 @@ def _pack(indices, words, lower, count, each, words_each, capacity, numel, WIDTH
 
 @kernel("nbytes", "tiles")
 def _count_bits(upper, counts, nbytes, tiles, TILE: tl.constexpr):
-    row = tl.program_id(0) // tiles
+    row = tl.program_id(0).to(tl.int64) // tiles
     positions = (tl.program_id(0) - row * tiles) * TILE + tl.arange(0, TILE)
     byte = tl.load(upper + row * nbytes + positions, mask=positions < nbytes, other=0).to(tl.int32)
     byte = byte - ((byte >> 1) & 0x55)
@@ -148,7 +149,7 @@ def _count_bits(upper, counts, nbytes, tiles, TILE: tl.constexpr):
 @kernel("nbytes", "tiles", "capacity")
 def _unpack(upper, lower, counts, count, out, nbytes, tiles, capacity, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """`counts` says how many bits are set in a tile and those before it in its row."""
-    row = tl.program_id(0) // tiles
+    row = tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0) - row * tiles
     start = tile * TILE
     before = tl.load(counts + tl.program_id(0) - 1, mask=tile > 0, other=0).to(tl.int32)
@@ -157,7 +158,7 @@ def _unpack(upper, lower, counts, count, out, nbytes, tiles, capacity, WIDTH: tl
     bits = tl.reshape((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1, [TILE * 8])
     rank = before + tl.cumsum(bits) - bits
     valid = (bits > 0) & (rank < tl.minimum(tl.load(count + row), capacity))
-    index = (start * 8 + tl.arange(0, TILE * 8) - rank).to(tl.int64) << WIDTH
+    index = (start * 8 + tl.arange(0, TILE * 8) - rank) << WIDTH
     if WIDTH > 0:
         index |= tl.load(lower + row * capacity + rank, mask=valid, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
     tl.store(out + row * capacity + rank, index, mask=valid)
