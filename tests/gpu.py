@@ -5,8 +5,8 @@
 
 Runs from the root of the repository with whatever Python has torch and what the extra `dev` lists; it needs no network
 and installs nothing. Results, and gpu.csv with a row for each promise, are written to `--out`; a part that is run again
-replaces its rows, so that parts may be run by several commands. The exit status is 1 unless all promises that were asked
-for hold.
+replaces its rows, so that parts may be run by several commands. The exit status is 1 unless all that was asked for
+holds.
 """
 
 from __future__ import annotations
