@@ -13,10 +13,8 @@ from lightning_sparse import Reducer, method
 from lightning_sparse.hooks.comm_thread import exchanges_after_backward
 from lightning_sparse.hooks.session import Session
 from tests.processes import run_ranks
-from tests.test_host_waits import CUDA, Counting, fake_cuda
+from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
 from tests.test_kernels import Echo
-
-__all__ = ["fake_cuda"]
 
 PARAMS = {"w": torch.zeros(50, 40), "b": torch.zeros(7)}
 
@@ -99,15 +97,16 @@ def test_streams_wait_for_each_other_around_the_rehearsal(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_scalecoms_kernels_are_there_before_a_rank_leads(rank, fake_cuda):
+def test_scalecoms_kernels_are_there_before_a_rank_leads(rank):
     """Segment 0 is led by rank 0 at first; the kernels of rank 1 would be compiled while rank 0 waits for it."""
     comm = Counting(2, first_may_wait=True)
     comm.rank = rank
-    grads = {"w": torch.empty(200_000, device=CUDA)}
-    reducer = Reducer(method("scalecom", density=0.001), comm)
-    reducer.setup(grads)
-    reducer.reduce_segment_(reducer.layout.segments[0], list(grads.values()))
-    assert {"_histogram", "_count", "_write"} <= set(fake_cuda)
+    with on_fake_cuda() as launched:
+        grads = {"w": torch.empty(200_000, device=CUDA)}
+        reducer = Reducer(method("scalecom", density=0.001), comm)
+        reducer.setup(grads)
+        reducer.reduce_segment_(reducer.layout.segments[0], list(grads.values()))
+    assert {"_histogram", "_count", "_write"} <= set(launched)
 
 
 def opened(rank: int) -> tuple[int, dict[str, Any]]:
