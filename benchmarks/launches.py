@@ -8,12 +8,10 @@ updates are exchanged it is the whole exchange after a step of AdamW.
 
     python -m benchmarks.launches
 
-Written: `results/launches.csv`. Rows of the same case with another `state` stay: `--state before` keeps a count.
+Written: `results/launches.csv`; rows of another `--state` stay.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -39,9 +37,7 @@ NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "lif
 class Operations(TorchDispatchMode):
     """Counts torch's operations on CUDA."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
@@ -51,16 +47,6 @@ class Operations(TorchDispatchMode):
             mixed = name.startswith("_foreach") and len({x.dtype for x in tensors}) > 1
             self.count += len(args[0]) if mixed else 1
         return result
-
-
-@contextlib.contextmanager
-def counted(launched: list[str], comm: Counting, row: Row) -> Iterator[None]:
-    """Count what is done in the block."""
-    before, calls = len(launched), comm._calls
-    with Operations() as operations:
-        yield
-    found = {"triton": len(launched) - before, "torch": operations.count, "collectives": comm._calls - calls}
-    row.update(found | {"launches": sum(found.values())})
 
 
 def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> Row:
@@ -76,35 +62,38 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> Row:
         updates = Updates(reducer, model, [optimizer]) if exchanged == "update" else None
         if updates is None:
             reducer.setup(dict(model.named_parameters()))
+        (segment,) = reducer.layout.segments  # type: ignore[union-attr]
         for comm.steps in range(3):
+            grads = [torch.empty_like(param) for param in model.parameters()]
             if updates is not None:
-                for param in model.parameters():
-                    param.grad = torch.empty_like(param)
+                for param, grad in zip(model.parameters(), grads, strict=True):
+                    param.grad = grad
                 updates.begin(optimizer)
                 optimizer.step()
-                with counted(launched, comm, row):
+            launched.clear()
+            calls = comm._calls
+            with Operations() as operations:
+                if updates is None:
+                    reducer.reduce_segment_(segment, [grad.view(-1) for grad in reversed(grads)])
+                    reducer.finish_step()
+                else:
                     updates.exchange(optimizer)
-                continue
-            (segment,) = reducer.layout.segments  # type: ignore[union-attr]
-            grads = segment.views(torch.empty(segment.numel, dtype=dtype, device=CUDA))
-            with counted(launched, comm, row):
-                reducer.reduce_segment_(segment, grads)
-            reducer.finish_step()
-    return row
+    found = {"triton": len(launched), "torch": operations.count, "collectives": comm._calls - calls}
+    return row | found | {"launches": sum(found.values())}
 
 
 def main() -> None:
     """Run from the command line."""
     parser = results.command_line(__doc__, figure=False)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--state", default="now", help="what the count is called, default: now")
     arguments = parser.parse_args()
-    cases = [(name, ranks, torch.float32) for name in METHODS for ranks in (1, 2, 8) if ranks > 1 or name == "topk"]
-    cases += [(name, 2, torch.bfloat16) for name in ("topk", "gaussiank", "chunktopk", "dense")]
     rows = []
-    for name, ranks, dtype in cases:
-        exchanged = "update" if method(name).update_rule is not None else "gradient"
-        for kind in dict.fromkeys([exchanged, *["update"] * (name == "topk")]):
-            rows.append({"state": arguments.state, **launches(name, ranks, dtype, kind)})
+    for name in arguments.methods:
+        gradients = [(2, torch.float32, "gradient"), (8, torch.float32, "gradient"), (2, torch.bfloat16, "gradient")]
+        sparse = [(2, torch.float32, "update")] * method(name).is_sparse
+        for case in sparse if method(name).update_rule else gradients + sparse:
+            rows.append({"state": arguments.state, **launches(name, *case)})
             print(rows[-1], flush=True)
     results.save(arguments.out / "launches.csv", rows, ["state", "method", "ranks", "gradients", "exchanged"])
 

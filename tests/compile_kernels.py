@@ -59,7 +59,7 @@ MANY = {
 }
 WORDS = {"words": "*i32", "within": "*i64", "of_block": "*i64", "sums": "*i64", "count": "i32", "block": "i32"}
 WORDS |= {"tiles": "i32", "words_each": "i32", "sums_each": "i32"}
-MESSAGES = {name: "*i64" for name in ("messages", "sums", "sent", "senders", "worst", "out")}
+MESSAGES = dict.fromkeys(("messages", "sums", "sent", "senders", "worst", "out"), "*i64")
 MESSAGES |= {"rows": "i32", "each": "i32"}
 BROKEN = {"u": "*fp32", "indices": "*i64", "worst": "*i64", "out": "*i64", "own": "i64", "count": "i32", "numel": "i32"}
 CHUNKS = {"bits": "*i32", "indices": "*i64", "numel": "i32", "k": "i32", "k_last": "i32"}
@@ -83,6 +83,10 @@ UNPACK = {
     "nbytes": "i32",
     "tiles": "i32",
     "capacity": "i32",
+    "numel": "i32",
+    "upper_each": "i32",
+    "lower_each": "i32",
+    "count_each": "i32",
 }
 TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": block_stats.TILE}
 CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select_triton.TILE, "WHEN": False}
@@ -107,9 +111,9 @@ KERNELS = {
     "judge": (
         checks._judge,
         MESSAGES,
-        {"INTACT": framing.INTACT, "CORRUPT": exchange.CORRUPT, "LATE": exchange.OUT_OF_STEP, "TILE": checks.ENTRIES},
+        {"INTACT": framing.INTACT, "CORRUPT": exchange.CORRUPT, "LATE": exchange.OUT_OF_STEP, "TILE": checks.TILE},
     ),
-    "note": (checks._note_broken, BROKEN, {"OK": exchange.OK, "TILE": checks.ENTRIES}),
+    "note": (checks._note_broken, BROKEN, {"OK": exchange.OK, "TILE": checks.TILE}),
     "chunks": (chunks._chunktopk, CHUNKS, {"CHUNK": chunks.CHUNK}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),

@@ -53,6 +53,9 @@ def received(damage, size: int = 5):
     return int(made._worst)
 
 
+BROKEN = status_of(1) + 9
+
+
 def nothing(messages):
     pass
 
@@ -65,7 +68,7 @@ def zeroed(messages):
     messages[3] = 0
 
 
-def status(messages, row=1, said=status_of(1) + 9):
+def status(messages, row=1, said=BROKEN):
     words = messages.view(torch.int64)
     weights = framing._weights(1024, 0, messages.device) * framing._weights(1, 1 << 40, messages.device)
     words[row, 1] = said
@@ -85,7 +88,7 @@ def late(messages):
         (nothing, OK),
         (flipped, status_of(2) + CORRUPT),
         (zeroed, status_of(3) + CORRUPT),
-        (status, status_of(1) + 9),
+        (status, BROKEN),
         (late, status_of(2) + OUT_OF_STEP),
     ],
 )
@@ -98,7 +101,7 @@ def test_the_lowest_rank_with_an_error_wins(damage, worst, kernels, use):
 def test_many_messages(use):
     """More than are judged at a time, and one alone."""
     use("triton")
-    assert received(flipped, checks.ENTRIES + 3) == status_of(2) + CORRUPT
+    assert received(flipped, checks.TILE + 3) == status_of(2) + CORRUPT
     assert received(nothing, 1) == OK
 
 

@@ -20,10 +20,8 @@ from lightning_sparse.kernels.launch import kernel, launch
 if TYPE_CHECKING:
     import triton.language as tl
 
-TILE = 4096
-"""Words that one program weighs."""
-ENTRIES = 1024
-"""Entries that one program looks at, and messages at a time."""
+TILE = 1024
+"""Words that one program weighs, entries that one looks at, and messages that are judged at a time."""
 
 
 def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor, sign: int) -> None:
@@ -74,7 +72,7 @@ def judge(
     """
     out = torch.empty_like(worst)
     args = (messages, sums, sent, senders, worst, out, len(messages), messages.shape[-1])
-    launch(_judge, 1, *args, INTACT=intact, CORRUPT=corrupt, LATE=late, TILE=ENTRIES)
+    launch(_judge, 1, *args, INTACT=intact, CORRUPT=corrupt, LATE=late, TILE=TILE)
     return out
 
 
@@ -122,7 +120,7 @@ def note_broken(u: Tensor, indices: Tensor, own: int, worst: Tensor, ok: int) ->
     out = worst.clone()
     if count := indices.numel():
         args = (u, indices, worst, out, own, count, u.numel())
-        launch(_note_broken, -(-count // ENTRIES), *args, OK=ok, TILE=ENTRIES)
+        launch(_note_broken, -(-count // TILE), *args, OK=ok, TILE=TILE)
     return out
 
 
