@@ -7,8 +7,6 @@ of GPT-2 small, 12 parameters and 7.09 M elements, at density 0.001 where a meth
 updates are exchanged it is the whole exchange after a step of AdamW.
 
     python -m benchmarks.launches
-
-Written: `results/launches.csv`; rows of another `--state` stay.
 """
 
 import functools
@@ -19,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import results
-from benchmarks.harness.results import Row
 from lightning_sparse import METHODS, Reducer, framing, method
 from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
@@ -49,9 +46,14 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> Row:
+def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> results.Row:
     """Return how many launches a segment takes, in the third step."""
-    row: Row = {"method": name, "ranks": ranks, "gradients": str(dtype).removeprefix("torch."), "exchanged": exchanged}
+    row: results.Row = {
+        "method": name,
+        "ranks": ranks,
+        "gradients": str(dtype).removeprefix("torch."),
+        "exchanged": exchanged,
+    }
     kept = functools.cache(framing._weights)  # as real tensors are
     with on_fake_cuda() as launched, mock.patch.object(framing, "_weights", kept):
         comm = Counting(ranks, first_may_wait=True)
