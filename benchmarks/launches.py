@@ -48,12 +48,7 @@ class Operations(TorchDispatchMode):
 
 def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> results.Row:
     """Return how many launches a segment takes, in the third step."""
-    row: results.Row = {
-        "method": name,
-        "ranks": ranks,
-        "gradients": str(dtype).removeprefix("torch."),
-        "exchanged": exchanged,
-    }
+    row: results.Row = {"method": name, "ranks": ranks, "gradients": str(dtype)[6:], "exchanged": exchanged}
     kept = functools.cache(framing._weights)  # as real tensors are
     with on_fake_cuda() as launched, mock.patch.object(framing, "_weights", kept):
         comm = Counting(ranks, first_may_wait=True)
