@@ -323,8 +323,9 @@ def report_on_device(arguments: argparse.Namespace) -> None:
             print(pd.DataFrame(rows).to_string(na_rep=""), flush=True)
             case = {"numel": numel, "density": density, "repetitions": arguments.repetitions}
             measured += [case | row | results.device() for row in rows]
+            if device == "cuda":  # after each, as the next may be cut off
+                results.save(arguments.out / CUDA, measured, digits=4)
     if device == "cuda":
-        results.save(arguments.out / CUDA, measured, digits=4)
         draw(arguments.out / CUDA)
 
 

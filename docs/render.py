@@ -406,6 +406,29 @@ def callbacks() -> str:
     )
 
 
+def launches() -> str:
+    """Launches of a segment by method and number of ranks, and what they were before."""
+    found = read("launches").set_index(["method", "exchanged", "gradients", "ranks", "state"]).launches
+    cases = [
+        ("gradient", "float32", 2),
+        ("gradient", "float32", 8),
+        ("gradient", "bfloat16", 2),
+        ("update", "float32", 2),
+    ]
+
+    def cell(name: str, case: tuple[str, str, int], state: str) -> str:
+        return str(found[(name, *case, state)]) if (name, *case, state) in found else ""
+
+    return table(
+        ["method", "P = 2", "before", "P = 8", "before", "bf16 gradients", "before", "updates, P = 2", "before"],
+        (
+            [f"`{name}`", *(cell(name, case, state) for case in cases for state in ("now", "before"))]
+            for name in lightning_sparse.METHODS
+            if any((name, *case, "now") in found for case in cases)
+        ),
+    )
+
+
 def methods(suffix: str = "") -> str:
     """What each method sends and keeps, and who published it."""
     rows = []
@@ -517,6 +540,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "volume": volume,
     "selection": selection,
     "callbacks": callbacks,
+    "launches": launches,
     "strategies": partial(methods, "_ddp"),
     "methods": methods,
     "traits": traits,

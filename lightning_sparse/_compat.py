@@ -31,9 +31,15 @@ def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) ->
 
     `torch.distributed.new_group` names a group by the number of groups that a rank has made before; if ranks differ in
     that, they wait for each other under different names until the timeout.
+
+    Over NCCL its kernels come before those of backward that wait for room on the device, as ours do.
     """
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
+    options: dict[str, Any] = {}
+    if "nccl" in dist.get_backend_config(parent):
+        options["backend_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options["backend_options"]._timeout = timeout
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         dist.get_rank(parent),
@@ -44,6 +50,7 @@ def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) ->
         timeout=timeout,
         device_id=getattr(dist.group.WORLD, "bound_device_id", None),
         group_desc="lightning_sparse",
+        **options,
     )
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group  # type: ignore[no-any-return]

@@ -33,13 +33,12 @@ from lightning_sparse.compressors.base import (
     Entries,
     Payload,
     Update,
-    first_nonfinite,
     first_nonfinite_parameter,
 )
 from lightning_sparse.context import Context
-from lightning_sparse.framing import frame, intact, unframe, weighted_sum
+from lightning_sparse.framing import INTACT, frame, intact, unframe, weighted_sum
+from lightning_sparse.kernels.checks import judge, note_broken
 from lightning_sparse.kernels.launch import to_device, uses_triton
-from lightning_sparse.kernels.pack import gather
 
 NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
@@ -92,9 +91,10 @@ class Exchange:
         self.deferred: Callable[[], None] | None = None
         self._fingerprint = fingerprint
         self._messages = 0
-        self._senders = to_device(torch.tensor([status_of(rank) for rank in comm.ranks]), device)
+        if device not in comm.statuses:
+            comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK]), device)
         self._root: Exchange = parent._root if parent else self  # which holds the status for all
-        self._worst = torch.full((), OK, dtype=torch.int64, device=device)
+        self._senders, self._worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
 
     def sub(self, ranks: Sequence[int], *, ctx: Context | None = None, counted: bool = True) -> Exchange:
         """Return an exchange among some of the ranks, see `Comm.sub`, with the same status.
@@ -123,8 +123,9 @@ class Exchange:
         if not uses_triton(u):
             self._check(u, floats if exposed else [u, *floats], ctx)
         elif exposed and isinstance(update, Entries):
-            values = gather(u, update.indices)  # the update's own are rounded
-            self._note(first_nonfinite(values, update.indices, u.numel()), ctx)
+            # In u: the update's own values are rounded.
+            own = status_of(self.comm.ranks[self.rank]) + 1 + ctx.segment.start - self._root.ctx.segment.start
+            self._root._worst = note_broken(u, update.indices, own, self._root._worst, OK)
         else:
             self._note(first_nonfinite_parameter(u, ctx.segment), ctx)
             for part in floats:
@@ -244,12 +245,16 @@ class Exchange:
     def _receive(self, messages: Tensor, like: Payload, senders: Tensor) -> Payload:
         """Return the payloads of messages, one per row, and note errors in them or their senders."""
         headers, *payload = unframe(messages, (self._sent, *like))
+        if uses_triton(messages):
+            rows, sums = messages.view(torch.int64), weighted_sum(messages.view(torch.int32)[..., :-2])
+            known = self._sent, senders, self._root._worst
+            self._root._worst = judge(rows, sums, *known, intact=INTACT, corrupt=CORRUPT, late=OUT_OF_STEP)
+            return tuple(payload)
         statuses = torch.where(headers[:, 0] == self._sent[0], headers[:, 1], senders + OUT_OF_STEP)
         statuses = torch.where(intact(messages), statuses, senders + CORRUPT)
         self._note_status(statuses.amin())
-        if not uses_triton(messages):
-            # Non-finite gradients are raised later: first all ranks have to learn of them.
-            self._raise(int(self._root._worst - OK), only=(CORRUPT, OUT_OF_STEP))
+        # Non-finite gradients are raised later: first all ranks have to learn of them.
+        self._raise(int(self._root._worst - OK), only=(CORRUPT, OUT_OF_STEP))
         return tuple(payload)
 
     def _raise(self, difference: int, only: Sequence[int] | None = None) -> None:

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.checks import add_weighted_
+from lightning_sparse.kernels.launch import to_device, uses_triton
+
 CHECKSUM_BYTES = 8
 """At the end of each message."""
 INTACT = 0x5EED5EED5EED5EED
@@ -29,9 +32,10 @@ def frame(parts: Sequence[Tensor]) -> Tensor:
 
     Parts with several rows become as many messages, as rows.
     """
-    blank = torch.zeros(*parts[0].shape[:-1], CHECKSUM_BYTES, dtype=torch.uint8, device=parts[0].device)
-    message = torch.cat([*_pieces(parts, blank), blank], -1)
-    message.view(torch.int64)[..., -1] = INTACT - weighted_sum(message.view(torch.int32)[..., :-2])
+    constants = (_kept_constants if type(parts[0]) is Tensor else _constants)(parts[0].device)
+    blank, end = constants.expand(*parts[0].shape[:-1], -1).split(CHECKSUM_BYTES, -1)
+    message = torch.cat([*_pieces(parts, blank), end], -1)
+    _add_weighted_(message.view(torch.int64)[..., -1], message.view(torch.int32)[..., :-2], -1)
     return message
 
 
@@ -67,17 +71,27 @@ def weighted_sum(words: Tensor) -> Tensor:
     places, unless 2⁶⁴ divides (x - y)(wᵢ - wⱼ): words have 32 bits, so 2³² has to divide a difference of weights, which
     are hashes of the positions. (Of 64-bit words, two that differ in the highest bit alone could always be swapped.)
     """
+    sums = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
+    _add_weighted_(sums, words, 1)
+    return sums
+
+
+def _add_weighted_(out: Tensor, words: Tensor, sign: int) -> None:
+    """Add `sign` times the weighted sum of each row of words to `out`, in place."""
     count, device = words.shape[-1], words.device
     blocks = count // BLOCK
     # Weights are kept, but not tensors of another kind, such as torch's fake ones, which belong to their own mode.
     weights = _kept_weights if type(words) is Tensor else _weights
-    within, of_block = weights(min(BLOCK, count), 0, device), weights(blocks + 1, 1 << 40, device)
+    within, of_block = weights(BLOCK, 0, device), weights(blocks + 1, 1 << 40, device)
+    if uses_triton(words):
+        add_weighted_(out, words, within, of_block, sign)
+        return
     full = words[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)) if blocks else words[..., :0].unsqueeze(-2)
     rest = words[..., blocks * BLOCK :]
     sums = [(rest * within[: rest.shape[-1]]).sum(-1) * of_block[-1]]
     if blocks:
         sums.append(((full * within).sum(-1) * of_block[:-1]).sum(-1))
-    return sum(sums[1:], sums[0])
+    out.add_(sum(sums[1:], sums[0]), alpha=sign)
 
 
 def _weights(count: int, start: int, device: torch.device) -> Tensor:
@@ -89,6 +103,14 @@ def _weights(count: int, start: int, device: torch.device) -> Tensor:
 
 
 _kept_weights = functools.lru_cache(maxsize=64)(_weights)
+
+
+def _constants(device: torch.device) -> Tensor:
+    """Return eight zeros to align with, and a checksum of no words, as bytes."""
+    return to_device(torch.tensor([0, INTACT]), device).view(torch.uint8)
+
+
+_kept_constants = functools.cache(_constants)
 
 
 def _pieces(parts: Sequence[Tensor], blank: Tensor) -> list[Tensor]:

@@ -119,7 +119,7 @@ class Layout:
         Args:
             shapes: parameter name to shape.
             granularity: "layer" makes one segment of each parameter, "bucket" closes a segment as soon as it holds
-                `bucket_cap_mb`, as DDP does with its buckets, "model" makes one segment of everything.
+                `bucket_cap_mb`, as DDP does with its buckets, "model" makes one segment of everything of one dtype.
             bucket_cap_mb: size of a "bucket" segment in MiB of the parameters' own dtype.
             dtypes: parameter name to dtype, fp32 where absent. As in DDP, a bucket holds one dtype.
             apart: parameter name to a number, 0 where absent: a segment holds parameters of one number.
@@ -137,10 +137,10 @@ class Layout:
         names = list(shapes)
         groups: list[list[str]] = []
         if granularity == "model":
-            groups = [
-                [name for name in reversed(names) if apart.get(name, 0) == number]
-                for number in sorted({apart.get(name, 0) for name in names})
-            ]
+            together: dict[tuple[int, torch.dtype], list[str]] = {}
+            for name in reversed(names):
+                together.setdefault((apart.get(name, 0), dtypes.get(name, torch.float32)), []).append(name)
+            groups = [together[key] for key in sorted(together, key=lambda key: key[0])]
         elif granularity == "layer":
             groups = [[name] for name in reversed(names)]
         else:

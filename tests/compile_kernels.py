@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from lightning_sparse.kernels import block_stats, chunks, launch, pack, select_triton, threshold, write_back
+from lightning_sparse import exchange, framing
+from lightning_sparse.kernels import block_stats, checks, chunks, launch, pack, select_triton, threshold, write_back
 
 SCAN = {
     "u": "*fp32",
@@ -56,6 +57,11 @@ MANY = {
     "numel": "i32",
     "many": "i32",
 }
+WORDS = {"words": "*i32", "within": "*i64", "of_block": "*i64", "sums": "*i64", "count": "i32", "block": "i32"}
+WORDS |= {"tiles": "i32", "words_each": "i32", "sums_each": "i32"}
+MESSAGES = dict.fromkeys(("messages", "sums", "sent", "senders", "worst", "out"), "*i64")
+MESSAGES |= {"rows": "i32", "each": "i32"}
+BROKEN = {"u": "*fp32", "indices": "*i64", "worst": "*i64", "out": "*i64", "own": "i64", "count": "i32", "numel": "i32"}
 CHUNKS = {"bits": "*i32", "indices": "*i64", "numel": "i32", "k": "i32", "k_last": "i32"}
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
 PACK = {
@@ -77,6 +83,10 @@ UNPACK = {
     "nbytes": "i32",
     "tiles": "i32",
     "capacity": "i32",
+    "numel": "i32",
+    "upper_each": "i32",
+    "lower_each": "i32",
+    "count_each": "i32",
 }
 TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": block_stats.TILE}
 CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select_triton.TILE, "WHEN": False}
@@ -97,6 +107,13 @@ KERNELS = {
     "digit if needed": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
     "write if needed": (select_triton._write, SELECT, {**CHOSEN, "WHEN": True}),
     "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS}),
+    "weigh": (checks._add_weighted, WORDS, {"SIGN": -1, "TILE": checks.TILE}),
+    "judge": (
+        checks._judge,
+        MESSAGES,
+        {"INTACT": framing.INTACT, "CORRUPT": exchange.CORRUPT, "LATE": exchange.OUT_OF_STEP, "TILE": checks.TILE},
+    ),
+    "note": (checks._note_broken, BROKEN, {"OK": exchange.OK, "TILE": checks.TILE}),
     "chunks": (chunks._chunktopk, CHUNKS, {"CHUNK": chunks.CHUNK}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),

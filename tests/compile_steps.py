@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from lightning_sparse import Reducer, method
-from lightning_sparse.kernels import block_stats, chunks, launch, pack, select_triton, threshold, write_back
+from lightning_sparse.kernels import block_stats, checks, chunks, launch, pack, select_triton, threshold, write_back
 from tests.test_kernels import Echo
 
 STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]] = [
@@ -67,7 +67,7 @@ def main() -> None:
         kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants)
         launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
 
-    for module in (block_stats, chunks, pack, select_triton, threshold, write_back):
+    for module in (block_stats, checks, chunks, pack, select_triton, threshold, write_back):
         module.launch = compiled  # type: ignore[attr-defined]
     block_stats.FUSED = block_stats.TILE
     torch.use_deterministic_algorithms(False)

@@ -4,34 +4,25 @@ torch's fake tensors know device and shape but no values, so whatever has to loo
 host and device is seen by a dispatch mode.
 """
 
-import contextlib
 import itertools
 import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import Method, Reducer, method
 from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TrimmedMean, TwoLevel, TwoPass
 from lightning_sparse.aggregators.majority_vote import MajorityVote
-from lightning_sparse.compressors import GaussianK, Identity, TopK, randk
+from lightning_sparse.compressors import GaussianK, Identity, TopK
 from lightning_sparse.compressors.sign import Sign
-from lightning_sparse.kernels import launch
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.robust import Attacked
+from tests.support.fake_cuda import CUDA, Counting, HostWait, on_fake_cuda
 from tests.support.tiers import tiers
-from tests.test_kernels import KERNELS, Echo, is_kernel
 
-CUDA = torch.device("cuda", 0)
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh_copy")
 STARTS_WITH_COUNT = ("aten::nonzero", "aten::masked_select", "aten::_unique", "aten::unique", "aten::bincount")
-
-
-class HostWait(AssertionError):
-    """An operation for which the host has to wait until the device is done."""
 
 
 class NoWaiting(TorchDispatchMode):
@@ -66,94 +57,9 @@ class NoWaiting(TorchDispatchMode):
         return result
 
 
-class Operations(TorchFunctionMode):
-    """What tensors do in Python by operations; Python's own way to them asks for the device, which is not there."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__getitem__:
-            return taken(*args)
-        if func is torch.Tensor.__setitem__:
-            x, index, value = args
-            part = taken(x, index)
-            return torch.ops.aten.copy_(part, value) if isinstance(value, torch.Tensor) else part.fill_(value)
-        if func is torch.Tensor.contiguous and not args[0].is_contiguous():
-            return torch.ops.aten.clone(args[0], memory_format=torch.contiguous_format)
-        if func is torch.Tensor.copy_:
-            return torch.ops.aten.copy_(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def taken(x, index):
-    dim = 0
-    for item in index if isinstance(index, tuple) else (index,):
-        if item is Ellipsis:
-            dim = x.dim() - sum(isinstance(other, (slice, int)) for other in index)
-        elif isinstance(item, slice):
-            x, dim = torch.ops.aten.slice.Tensor(x, dim, item.start, item.stop), dim + 1
-        elif item is None:
-            x, dim = x.unsqueeze(dim), dim + 1
-        elif isinstance(item, int):
-            x = x.select(dim, item)
-        else:
-            x = torch.ops.aten.index.Tensor(x, [None] * dim + [item])
-    return x
-
-
-class Counting(Echo):
-    """What has to be looked at is counted, and may be looked at when the step is over; in the first step, where an
-    aggregator may want to know that all ranks are on the same one, sooner if that is said.
-    """
-
-    def __init__(self, size, first_may_wait=False):
-        super().__init__(size)
-        self.first_may_wait = first_may_wait
-        self.fetched = self.steps = 0
-
-    def to_host_async(self, x):
-        assert x.device == CUDA
-        self.fetched += 1
-        begun = self.steps
-
-        def wait():
-            if begun == self.steps and not (self.first_may_wait and begun == 0):
-                raise HostWait("looked at within the step")
-            return zeros(*x.shape)
-
-        return wait
-
-    def _timed(self, nbytes, collective, x, *args):
-        assert x.device == CUDA
-        return super()._timed(nbytes, collective, x, *args)
-
-    def _all_to_all_v(self, x, send, receive):
-        return x.new_empty(sum(receive))
-
-
-def zeros(first=None, *others):
-    return 0 if first is None else [zeros(*others) for _ in range(first)]
-
-
 @pytest.fixture
-def fake_cuda(monkeypatch):
-    """Tensors that say they are on CUDA, and kernels that only say they were launched."""
-    launched = []
-
-    class Launched:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, grid):
-            return lambda *args, **constants: launched.append(self.name)
-
-    monkeypatch.setenv(launch.KERNELS, "triton")
-    for module in KERNELS:
-        for name, value in list(vars(module).items()):
-            if is_kernel(value):
-                monkeypatch.setattr(module, name, Launched(name))
-    monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
-    monkeypatch.setattr(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0, raising=False)
-    monkeypatch.setattr(randk, "draw", lambda numel, k, generator: torch.empty(k, dtype=torch.int64))  # on the host
-    with FakeTensorMode(), Operations():
+def fake_cuda():
+    with on_fake_cuda() as launched:
         yield launched
 
 

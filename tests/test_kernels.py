@@ -26,7 +26,17 @@ from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, Two
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.context import Context
-from lightning_sparse.kernels import block_stats, chunks, launch, pack, select, select_triton, threshold, write_back
+from lightning_sparse.kernels import (
+    block_stats,
+    checks,
+    chunks,
+    launch,
+    pack,
+    select,
+    select_triton,
+    threshold,
+    write_back,
+)
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
@@ -245,7 +255,7 @@ def test_adding_and_taking_out_entries(use):
         assert not add_entries_(x.to(DEVICE, copy=True), indices.to(DEVICE), chosen, -1.0)[indices.to(DEVICE)].any()
 
 
-KERNELS = (block_stats, chunks, pack, select_triton, threshold, write_back)
+KERNELS = (block_stats, checks, chunks, pack, select_triton, threshold, write_back)
 
 
 def is_kernel(value):
@@ -613,7 +623,7 @@ def test_whole_steps_compile_for_gpus():
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_gpus(capability):
     kernels = by_compiler("tests.compile_kernels", capability)
-    assert len(kernels) == 29
+    assert len(kernels) == 32
     for name, kernel in kernels.items():
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers

@@ -36,6 +36,13 @@ def test_buckets_hold_one_dtype():
     assert [segment.names for segment in layout.segments] == [("c", "a"), ("b",)]
 
 
+def test_a_model_is_one_segment_of_each_dtype():
+    """What is written back in several dtypes at once needs a look at the indices, for which CUDA's host would wait."""
+    shapes = dict.fromkeys("abcd", (4,))
+    layout = Layout.of(shapes, "model", dtypes={"b": torch.bfloat16}, apart={"a": 1})
+    assert [segment.names for segment in layout.segments] == [("d", "c"), ("b",), ("a",)]
+
+
 def test_digest_tells_layouts_apart():
     layouts = [Layout.of(SHAPES, "layer"), Layout.of(SHAPES, "model"), Layout.of({**SHAPES, "a": (4, 3)}, "model")]
     assert len({layout.digest for layout in layouts}) == 3

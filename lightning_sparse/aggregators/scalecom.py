@@ -33,7 +33,8 @@ class ScaleCom(Aggregator[Sparsifier]):
         leader = (ctx.step + ctx.segment.index) % exchange.size
         capacity = compressor.capacity(u.numel(), ctx.density)
         indices = torch.full((capacity,), u.numel(), dtype=torch.int32, device=u.device)
-        if exchange.rank == leader:
+        # In the first exchange all choose: the kernels for that must not be loaded while others wait for the leader.
+        if exchange.rank == leader or not exchange.in_sync:
             chosen = compressor.choose(u, compressor.count(u.numel(), ctx.density), ctx)
             indices[: chosen.numel()] = chosen
         (received,) = exchange.broadcast((indices,), leader)

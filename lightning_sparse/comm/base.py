@@ -33,6 +33,7 @@ class Comm(abc.ABC):
             and sendrecv their input, all-to-all the chunks for others.
         seconds: time spent inside collectives so far, waiting for slower ranks included. Over NCCL only what the host
             takes to start them: it does not wait for the device.
+        statuses: kept by `Exchange`, for `ranks`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -41,6 +42,7 @@ class Comm(abc.ABC):
         self.ranks: Sequence[int] = range(size)
         self.sent_bytes = 0
         self.seconds = 0.0
+        self.statuses: dict[torch.device, Tensor] = {}
         self._begun = self._calls = 0  # collectives begun, and those that the host has completed
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:

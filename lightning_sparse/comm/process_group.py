@@ -50,6 +50,7 @@ class ProcessGroupComm(Comm):
         """Communicate over another process group of the same ranks from now on."""
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
+        self.statuses.clear()
         self.peers = Peers(self.store, group.group_name, self.rank, self.ranks)
 
     def mark_failed(self, reason: str) -> None:

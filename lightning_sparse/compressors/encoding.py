@@ -106,7 +106,8 @@ def decode_indices(parts: Payload, count: Tensor, numel: int, capacity: int, ind
         indices = torch.where(torch.arange(capacity, device=count.device) < count, parts[0], numel)
     else:
         indices = unpack_bits(parts[0], parts[1:], count, numel, capacity, width)
-    indices = check_indices(indices, numel)
+    if width is None or not uses_triton(count):  # what Triton unpacks is not negative
+        indices = check_indices(indices, numel)
     if not uses_triton(count):
         found = (indices < numel).sum(-1, keepdim=True)
         if not torch.equal(found, count.long()):

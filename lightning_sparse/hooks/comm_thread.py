@@ -9,6 +9,10 @@ On CUDA the thread works on a stream of its own, which waits for an event that t
 gradient; DDP's stream waits for an event of the thread's stream in the future. So the host does not wait for the
 device: the thread completes a future when it has launched the kernels.
 
+NCCL wants the collectives of all its communicators on a device in one order, the same on all ranks. In plain backward
+there are only this thread's. Where backward has others (`exchanges_after_backward`), the thread gets the buckets at its
+end: first come backward's own collectives, in the order of autograd, then ours. Nothing overlaps there.
+
 After an exception in the thread nobody may be left waiting: the thread tells the other ranks, and completes all futures
 with the local gradients (a future that never completes hangs backward for ever); the training thread raises the
 exception at the end of backward.
@@ -69,6 +73,8 @@ class CommThread:
         self._queue: queue.Queue[Bucket | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._step = Step(self.reducer)
+        self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
+        self._device_busy = False  # whether the device may still have work of ours
         self._error: BaseException | None = None
         self._in_backward = False
         self._closed = self._closed_by_thread = False
@@ -125,7 +131,11 @@ class CommThread:
                 target=self._run, args=(torch.get_num_threads(),), name="lightning_sparse", daemon=True
             )
             self._thread.start()
-        self._queue.put(Bucket(future, buffer, views, unused, ready))
+        arrived = Bucket(future, buffer, views, unused, ready)
+        if self._held is None:
+            self._queue.put(arrived)
+        else:
+            self._held.append(arrived)
         return future
 
     def _end_of_backward(self) -> None:
@@ -137,6 +147,12 @@ class CommThread:
         # With reentrant checkpointing this is the end of a part only: the next bucket queues it again.
         self._in_backward = False
         started = time.perf_counter()
+        if self._held:
+            if self._stream is not None:  # behind all that backward has launched, not only behind the gradients
+                self._held[0].ready = torch.cuda.current_stream(self._device).record_event()
+            for bucket in self._held:
+                self._queue.put(bucket)
+            self._held.clear()
         self._queue.join()
         self.reducer.seconds["exposed"] += time.perf_counter() - started
         if self._error is not None:
@@ -186,7 +202,7 @@ class CommThread:
     @property
     def is_consistent(self) -> bool:
         """Whether every step that was begun is complete, so that all residuals belong to the same step."""
-        return self._error is None and not self._step.buckets
+        return self._error is None and not self._step.buckets and not self._held
 
     def drain(self) -> bool:
         """Wait until the queue is empty, and return whether the residuals are consistent."""
@@ -237,6 +253,7 @@ class CommThread:
                 if self._error is None:
                     if bucket.ready is not None:
                         bucket.ready.wait()
+                    self._device_busy = True
                     self._step.add(bucket)
             except BaseException as error:  # raised again in the training thread
                 self._fail(error)
@@ -245,6 +262,9 @@ class CommThread:
                     bucket.complete()
                 self._queue.task_done()
             del bucket
+            if self._error is not None:
+                # Kernels of this rank may wait for peers that will not come, and whoever looks at a tensor for them.
+                self._session.free_device()
         if self._closed_by_thread:
             self._close_session(alive=False)
 
@@ -258,10 +278,13 @@ class CommThread:
 
     def _watch_device(self) -> None:
         """If this rank's device waits for a rank that has failed, free the device."""
-        if self._stream is None or self._error is not None:
+        # A query would break a graph that another thread captures: none, then, once the device is known to be done.
+        if self._stream is None or self._error is not None or not self._device_busy:
             return
         try:
-            if not self._stream.query():
+            if self._stream.query():
+                self._device_busy = False
+            else:
                 self.comm.raise_if_peer_failed()
         except Exception as error:
             # The training thread may be waiting for the device, and so for the failed rank. The gradients it gets now
@@ -276,3 +299,16 @@ class CommThread:
         for bucket in self._step.buckets:
             bucket.complete()
         self.comm.mark_failed(self.reducer.error_message(error))
+
+
+def exchanges_after_backward(ddp: DistributedDataParallel) -> bool:
+    """Return whether backward has collectives beside the thread's, or may have, so that the thread has to wait.
+
+    DDP agrees on unused parameters by one, SyncBatchNorm on sums of gradients; and a user who sets
+    NCCL_LAUNCH_ORDER_IMPLICIT=1 asks for collectives in one order from one thread.
+    """
+    return (
+        (ddp.find_unused_parameters and not ddp.static_graph)
+        or any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules())
+        or os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
+    )

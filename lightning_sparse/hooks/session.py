@@ -78,8 +78,9 @@ class Session:
         self._pid = os.getpid()
         self._parent = group
         self._device = device
-        self._closed = False
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._closed = self._freed = False
+        # Of high priority: each of our many short kernels would wait for all of one of backward's to be under way.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         timeout = check_timeout(timeout) or group_timeout(group, device)
         self.comm = ProcessGroupComm(group)
         ranks = dist.get_process_group_ranks(group)
@@ -137,24 +138,50 @@ class Session:
             raise
 
     def dry_run(self, params: Mapping[str, Tensor]) -> None:
-        """Go through a step of zeros, and forget it.
+        """Go through steps of zeros, of all kinds that training will take, and forget them.
 
         Kernels are loaded, and a group's connections made, when they are first used, and both may wait for the device.
         Within backward that can be for ever: the device may itself wait for this rank, in a collective of DDP's own.
+        So there are two steps at each density of the warm-up, which go dense or not: the first with gradients where
+        memory is aligned, the second elsewhere, as DDP's buckets hold both, and with a parameter that took no part.
         """
-        assert self.reducer.layout is not None
         try:
-            with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-                for segment in self.reducer.layout.segments:
-                    own = [params[name] for name in segment.names]
-                    self.reducer.reduce_segment_(segment, [param.new_zeros(param.numel()) for param in own])
-                self.reducer.raise_deferred()
+            if self.stream is None:
+                self._rehearse(params)
+            else:
+                # What was done to the residuals so far was in the current stream, where others may look at them later.
+                current = torch.cuda.current_stream(self._device)
+                self.stream.wait_stream(current)
+                with torch.cuda.stream(self.stream):
+                    self._rehearse(params)
+                current.wait_stream(self.stream)
         except Exception as error:
             self.fail(error)
             raise
-        self.reducer.reset()
         self.reducer.seconds = dict.fromkeys(self.reducer.seconds, 0.0)
         self.comm.sent_bytes, self.comm.seconds = 0, 0.0
+
+    def _rehearse(self, params: Mapping[str, Tensor]) -> None:
+        reducer = self.reducer
+        assert reducer.layout is not None
+        schedule = reducer.warmup, reducer.warmup_steps, reducer.epoch
+        densities = dict.fromkeys((*reducer.warmup, reducer.method.density))
+        try:
+            for density in densities:
+                reducer.warmup, reducer.warmup_steps, reducer.epoch = (density,), None, 0  # type: ignore[assignment]
+                for shift in (0, 1):
+                    if reducer.gradient_check.needs_all_gradients:
+                        ones = {name: param.new_zeros(1) for name, param in params.items()}
+                        reducer.check_gradients(ones)
+                        torch._foreach_mul_(list(ones.values()), 1.0)  # as where a step is left out
+                    for segment in reducer.layout.segments:
+                        flat = params[segment.names[0]].new_zeros(segment.numel + shift)[shift:]
+                        reducer.reduce_segment_(segment, segment.views(flat), segment.names[:shift])
+                    reducer.finish_step()
+                reducer.raise_deferred()
+                reducer.reset()
+        finally:
+            reducer.warmup, reducer.warmup_steps, reducer.epoch = schedule
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that training has failed on this one.
@@ -210,8 +237,14 @@ class Session:
             return False
         return True
 
+    @property
+    def over_nccl(self) -> bool:
+        """Whether collectives are kernels on the device, which wait there for other ranks."""
+        return self.stream is not None and backend_name(self.comm.group, self._device) == "nccl"
+
     def free_device(self) -> None:
         """End collectives that wait on the device for ranks that do not come, as NCCL's do until a timeout."""
-        if self.stream is not None and backend_name(self.comm.group, self._device) == "nccl":
+        if not self._freed and self.over_nccl:
+            self._freed = True
             with contextlib.suppress(Exception):
                 self.comm.group.abort()

@@ -85,14 +85,18 @@ def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: in
             negative.
     """
     *lead, size = upper.shape
-    out = torch.full((*lead, capacity), numel, dtype=torch.int64, device=upper.device)
     if uses_triton(upper):
-        upper, tiles = upper.contiguous(), -(-size // BYTES)
+        tiles = -(-size // BYTES)
         counts = torch.empty(*lead, tiles, dtype=torch.int32, device=upper.device)
-        launch(_count_bits, counts.numel(), upper, counts, size, tiles, TILE=BYTES)
-        args = (*(part.contiguous() for part in lower or (upper,)), counts.cumsum(-1), count.contiguous(), out)
-        launch(_unpack, counts.numel(), upper, *args, size, tiles, capacity, WIDTH=width, TILE=BYTES, num_warps=8)
+        out = torch.empty(*lead, capacity, dtype=torch.int64, device=upper.device)
+        (low,) = lower or (upper,)
+        # Rows are where they came, evenly spaced in a message.
+        each = [part.stride(-2) if lead else 0 for part in (upper, low, count)]
+        launch(_count_bits, counts.numel(), upper, counts, size, tiles, each[0], TILE=BYTES)
+        args = (upper, low, counts.cumsum(-1), count, out, size, tiles, capacity, numel, *each)
+        launch(_unpack, counts.numel(), *args, WIDTH=width, TILE=BYTES, num_warps=8)
         return out
+    out = torch.full((*lead, capacity), numel, dtype=torch.int64, device=upper.device)
     bits = upper.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=upper.device) & 1
     rows = (out.view(-1, capacity), bits.view(-1, 8 * size), *(part.reshape(-1, capacity) for part in lower))
     for said, row, bit, *parts in zip(count.view(-1).tolist(), *rows, strict=True):
@@ -122,7 +126,8 @@ def gather(u: Tensor, indices: Tensor) -> Tensor:
 
 @kernel("count", "each", "words_each", "capacity", "numel")
 def _pack(indices, words, lower, count, each, words_each, capacity, numel, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    # In 64 bits, as rows times their length may exceed 32.
+    positions = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + positions, mask=positions < count, other=numel)
     valid = index < numel
     row = positions // each
@@ -135,32 +140,52 @@ def _pack(indices, words, lower, count, each, words_each, capacity, numel, WIDTH
         tl.store(lower + row * capacity + place, index.to(lower.dtype.element_ty), mask=valid)
 
 
-@kernel("nbytes", "tiles")
-def _count_bits(upper, counts, nbytes, tiles, TILE: tl.constexpr):
-    row = tl.program_id(0) // tiles
+@kernel("nbytes", "tiles", "upper_each")
+def _count_bits(upper, counts, nbytes, tiles, upper_each, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) // tiles
     positions = (tl.program_id(0) - row * tiles) * TILE + tl.arange(0, TILE)
-    byte = tl.load(upper + row * nbytes + positions, mask=positions < nbytes, other=0).to(tl.int32)
+    byte = tl.load(upper + row * upper_each + positions, mask=positions < nbytes, other=0).to(tl.int32)
     byte = byte - ((byte >> 1) & 0x55)
     byte = (byte & 0x33) + ((byte >> 2) & 0x33)
     tl.store(counts + tl.program_id(0), tl.sum((byte + (byte >> 4)) & 0x0F))
 
 
-@kernel("nbytes", "tiles", "capacity")
-def _unpack(upper, lower, counts, count, out, nbytes, tiles, capacity, WIDTH: tl.constexpr, TILE: tl.constexpr):
+@kernel("nbytes", "tiles", "capacity", "numel", "upper_each", "lower_each", "count_each")
+def _unpack(
+    upper,
+    lower,
+    counts,
+    count,
+    out,
+    nbytes,
+    tiles,
+    capacity,
+    numel,
+    upper_each,
+    lower_each,
+    count_each,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """`counts` says how many bits are set in a tile and those before it in its row."""
-    row = tl.program_id(0) // tiles
+    row = tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0) - row * tiles
     start = tile * TILE
     before = tl.load(counts + tl.program_id(0) - 1, mask=tile > 0, other=0).to(tl.int32)
     positions = start + tl.arange(0, TILE)
-    byte = tl.load(upper + row * nbytes + positions, mask=positions < nbytes, other=0).to(tl.int32)
+    byte = tl.load(upper + row * upper_each + positions, mask=positions < nbytes, other=0).to(tl.int32)
     bits = tl.reshape((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1, [TILE * 8])
     rank = before + tl.cumsum(bits) - bits
-    valid = (bits > 0) & (rank < tl.minimum(tl.load(count + row), capacity))
-    index = (start * 8 + tl.arange(0, TILE * 8) - rank).to(tl.int64) << WIDTH
+    room = tl.minimum(tl.load(count + row * count_each), capacity)
+    valid = (bits > 0) & (rank < room)
+    index = (start * 8 + tl.arange(0, TILE * 8) - rank) << WIDTH
     if WIDTH > 0:
-        index |= tl.load(lower + row * capacity + rank, mask=valid, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
+        index |= tl.load(lower + row * lower_each + rank, mask=valid, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
     tl.store(out + row * capacity + rank, index, mask=valid)
+    # Padding, where no index comes: there are more bits than places.
+    place = start * 8 + tl.arange(0, TILE * 8)
+    behind = tl.minimum(tl.load(counts + (row + 1) * tiles - 1).to(tl.int32), room)
+    tl.store(out + row * capacity + place, tl.zeros_like(place) + numel, mask=(place >= behind) & (place < capacity))
 
 
 @kernel("count", "numel")

@@ -118,7 +118,7 @@ def indices_above(
 
 @kernel()
 def _magnitudes(bits, indices, numel, count, GATHER: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Return a tile's magnitudes, -1 where there is nothing, and where in `bits` they are."""
+    """Return a tile's magnitudes, -1 where there is nothing, and where in `bits` they are, a row for each block."""
     rows = tl.program_id(0).to(tl.int64) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     blocks = rows
     if GATHER:
@@ -131,7 +131,7 @@ def _magnitudes(bits, indices, numel, count, GATHER: tl.constexpr, BLOCK: tl.con
     else:
         valid &= positions < numel
         found = tl.load(bits + positions, mask=valid, other=0)
-    return tl.reshape(tl.where(valid, found & 0x7FFFFFFF, -1), [TILE]), tl.reshape(positions, [TILE])
+    return tl.where(valid, found & 0x7FFFFFFF, -1), positions
 
 
 @kernel()
@@ -167,6 +167,7 @@ def _histogram(
         if tl.load(when) == 0:
             return
     found, _ = _magnitudes(bits, indices, numel, count, GATHER, BLOCK, TILE)
+    found = tl.reshape(found, [TILE], can_reorder=True)  # an order would cost a way through shared memory
     candidate = found >= 0
     if DIGIT > 0:
         candidate &= (found >> (32 - 8 * DIGIT)) == _digits(counts, k, DIGIT)
@@ -218,6 +219,7 @@ def _write(
     TILE: tl.constexpr,
 ):
     found, positions = _magnitudes(bits, indices, numel, count, GATHER, BLOCK, TILE)
+    found, positions = tl.reshape(found, [TILE]), tl.reshape(positions, [TILE])
     limit = tl.load(threshold)
     above = (found > limit).to(tl.int32)
     ties = (found == limit).to(tl.int32)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
+from lightning_sparse.hooks import CommThread
 from lightning_sparse.hooks.ddp import start_comm_thread, trainable_parameters
+from lightning_sparse.hooks.session import Session
 from tests.processes import run_ranks
 from tests.support.representatives import REPRESENTATIVES, small
 from tests.support.tiers import tiers
@@ -123,6 +125,92 @@ def test_equals_simulation(granularity, options):
         results = run_ranks(size, by_hook, "topk", 0.02, granularity, options)
     for mine, theirs in zip(by_simulation("topk", 0.02, granularity, size), results, strict=True):
         assert same(mine, theirs)
+
+
+def held(rank: int, held: bool) -> tuple[list[Tensor], int]:
+    """Train as over NCCL, or not, and return the weights and how often a gradient was exchanged within backward."""
+    Session.over_nccl = property(lambda session: held)
+    enqueue, early = CommThread.enqueue, []
+
+    def watched(thread: CommThread, bucket: Any) -> Any:
+        future = enqueue(thread, bucket)
+        time.sleep(0.005)
+        early.append(bool(thread._step.buckets) or thread.reducer.comm.sent_bytes > sent[0])
+        return future
+
+    def at_end(thread: CommThread) -> None:
+        end(thread)
+        sent[0] = thread.reducer.comm.sent_bytes
+
+    sent, end = [0], CommThread._end_of_backward
+    CommThread.enqueue, CommThread._end_of_backward = watched, at_end
+    weights = by_hook(rank, "topk", 0.02, "layer", {"find_unused_parameters": True, "bucket_cap_mb": 0.01})
+    return weights, sum(early)
+
+
+def test_where_backward_has_collectives_ours_come_after_them():
+    """NCCL wants one order. The result is the same to the last bit."""
+    alone, together = run_ranks(2, held, True), run_ranks(2, held, False)
+    assert [early for _, early in alone] == [0, 0]
+    assert all(early > 0 for _, early in together)
+    for mine, theirs in zip(alone, together, strict=True):
+        assert same(mine[0], theirs[0])
+
+
+class Stream:
+    """Stands in for the thread's stream: busy for some queries, then done."""
+
+    def __init__(self, busy: int) -> None:
+        self.busy, self.queries = busy, 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        return self.queries > self.busy
+
+
+def queried(rank: int) -> tuple[int, int]:
+    ddp = DistributedDataParallel(nn.Linear(30, 30))
+    thread = start_comm_thread(ddp, method("topk"))
+    counts = []
+    for _ in range(2):
+        ddp(torch.ones(1, 30)).sum().backward()
+        thread._stream = stream = Stream(busy=2)
+        for _ in range(6):  # as after half a second in which nothing came
+            thread._watch_device()
+        counts.append(stream.queries)
+        thread._stream = None
+    return counts[0], counts[1]
+
+
+def test_an_idle_device_is_left_alone():
+    """A query from another thread breaks a graph that is captured meanwhile."""
+    assert run_ranks(1, queried) == [(3, 3)]
+
+
+def failing(rank: int) -> tuple[str, list[bool], bool]:
+    ddp = DistributedDataParallel(nn.Linear(30, 30))
+    thread = start_comm_thread(ddp, method("topk"))
+    freed = []
+
+    def broken(*args: Any) -> None:
+        raise KeyError("mine")
+
+    thread.reducer.reduce_segment_ = broken
+    # Backward must not wait for it: an abort may take as long as the group's timeout.
+    thread._session.free_device = lambda: (time.sleep(0.2), freed.append(True))
+    started = time.monotonic()
+    try:
+        ddp(torch.ones(1, 30)).sum().backward()
+    except KeyError as error:
+        text = str(error)
+    quick = time.monotonic() - started < 0.2
+    time.sleep(0.5)
+    return text, freed, quick
+
+
+def test_a_failure_in_the_thread_frees_the_device():
+    """Else whoever looks at a tensor waits for kernels that wait for peers, until the watchdog ends it."""
+    assert run_ranks(1, failing) == [("'mine'", [True], True)]
 
 
 @pytest.mark.parametrize("rehearsal", tiers([False, True], [False]))

@@ -1,0 +1,99 @@
+"""How many operations does a segment take on a GPU: kernels of ours, of torch, and collectives?
+
+Counted on tensors that only say they are on CUDA, so without a GPU: a launch of each Triton kernel, each operation of
+torch that works on the device (one, also where torch takes several kernels, as for sorts; an operation on lists of
+different dtypes one for each tensor), each copy between host and device, and each collective. The segment is a block
+of GPT-2 small, 12 parameters and 7.09 M elements, at density 0.001 where a method has one, in the third step. Where
+updates are exchanged it is the whole exchange after a step of AdamW.
+
+    python -m benchmarks.launches
+"""
+
+import functools
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.harness import results
+from lightning_sparse import METHODS, Reducer, framing, method
+from lightning_sparse.updates import Updates
+from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
+
+WIDTH = 768
+LINEAR = {"in": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "wide": (4 * WIDTH, WIDTH), "narrow": (WIDTH, 4 * WIDTH)}
+SHAPES = {
+    **{f"{norm} {part}": (WIDTH,) for norm in ("norm 1", "norm 2") for part in ("weight", "bias")},
+    **{f"{name} weight": shape for name, shape in LINEAR.items()},
+    **{f"{name} bias": shape[:1] for name, shape in LINEAR.items()},
+}
+NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "is_pinned", "device"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations on CUDA."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor) and x.numel()]
+        if name not in NO_LAUNCH and not func.is_view and any(x.device == CUDA for x in tensors):
+            mixed = name.startswith("_foreach") and len({x.dtype for x in tensors}) > 1
+            self.count += len(args[0]) if mixed else 1
+        return result
+
+
+def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> results.Row:
+    """Return how many launches a segment takes, in the third step."""
+    row: results.Row = {"method": name, "ranks": ranks, "gradients": str(dtype)[6:], "exchanged": exchanged}
+    kept = functools.cache(framing._weights)  # as real tensors are
+    with on_fake_cuda() as launched, mock.patch.object(framing, "_weights", kept):
+        comm = Counting(ranks, first_may_wait=True)
+        made = method(name, density=0.001 if "density" in METHODS[name].options else None)
+        reducer = Reducer(made, comm, granularity="model", exchanged=exchanged)  # type: ignore[arg-type]
+        model = torch.nn.ParameterDict({key: torch.empty(s, dtype=dtype, device=CUDA) for key, s in SHAPES.items()})
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        updates = Updates(reducer, model, [optimizer]) if exchanged == "update" else None
+        if updates is None:
+            reducer.setup(dict(model.named_parameters()))
+        (segment,) = reducer.layout.segments  # type: ignore[union-attr]
+        for comm.steps in range(3):
+            grads = [torch.empty_like(param) for param in model.parameters()]
+            if updates is not None:
+                for param, grad in zip(model.parameters(), grads, strict=True):
+                    param.grad = grad
+                updates.begin(optimizer)
+                optimizer.step()
+            launched.clear()
+            calls = comm._calls
+            with Operations() as operations:
+                if updates is None:
+                    reducer.reduce_segment_(segment, [grad.view(-1) for grad in reversed(grads)])
+                    reducer.finish_step()
+                else:
+                    updates.exchange(optimizer)
+    found = {"triton": len(launched), "torch": operations.count, "collectives": comm._calls - calls}
+    return row | found | {"launches": sum(found.values())}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = results.command_line(__doc__, figure=False)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--state", default="now", help="what the count is called, default: now")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.methods:
+        gradients = [(2, torch.float32, "gradient"), (8, torch.float32, "gradient"), (2, torch.bfloat16, "gradient")]
+        sparse = [(2, torch.float32, "update")] * method(name).is_sparse
+        for case in sparse if method(name).update_rule else gradients + sparse:
+            rows.append({"state": arguments.state, **launches(name, *case)})
+            print(rows[-1], flush=True)
+    results.save(arguments.out / "launches.csv", rows, ["state", "method", "ranks", "gradients", "exchanged"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""How many launches a segment takes on a GPU: held, so that nobody adds one unseen. Each takes microseconds."""
+
+import pytest
+import torch
+
+pytest.importorskip("pandas")
+
+from benchmarks import launches
+from benchmarks.harness import results
+from tests.support.fake_cuda import CUDA, on_fake_cuda
+
+
+@pytest.mark.parametrize("name", ["topk", "gaussiank", "chunktopk"])
+def test_no_launch_is_added(name):
+    """Fewer are fine; then write the table anew: python -m benchmarks.launches."""
+    table = results.load(results.RESULTS / "launches.csv").query("state == 'now' and gradients == 'float32'")
+    held = table.query("method == @name and ranks == 2 and exchanged == 'gradient'").launches.item()
+    assert launches.launches(name, 2, torch.float32, "gradient")["launches"] <= held
+
+
+def test_what_counts():
+    with on_fake_cuda(), launches.Operations() as operations:
+        x = torch.empty(4, 3, device=CUDA)
+        x.view(-1).detach()  # nothing to do
+        torch.zeros(4)  # on the host
+        assert operations.count == 0
+        y = x + 1
+        torch._foreach_add_([x, y], [y, y])
+        assert operations.count == 2
+        torch._foreach_add_([x, y], [y.bfloat16(), y.bfloat16()])  # two casts, and one addition for each
+        assert operations.count == 6
