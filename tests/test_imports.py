@@ -19,7 +19,7 @@ ALLOWED = {
     "compressors": {"layout", "context", "kernels", "options"},
     "memory": {"context", "compressors", "kernels", "options"},
     "update_rule": {"context", "layout", "options"},
-    "framing": set(),
+    "framing": {"kernels"},
     "exchange": {"comm", "compressors", "context", "framing", "kernels"},
     "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels", "options"},
     "robust": {"aggregators", "compressors", "context", "exchange", "kernels", "layout", "options"},
