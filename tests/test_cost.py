@@ -100,6 +100,7 @@ def test_messages_of_each_way():
         "scalecom": [0, 4, 15, 24],
         "int8": [0, 2, 8, 14],
         "int4": [0, 2, 8, 14],
+        "doublesqueeze": [0, 2, 8, 14],
         "qsgd": [0, 1, 4, 7],
         "powersgd": [0, 5, 20, 35],  # headers, and two rings of all-reduce
         "signsgd": [0, 2, 8, 14],

@@ -65,6 +65,8 @@ def test_state_and_a_little_more(size):
         "dense": headers,  # the exchange is in place
         # What the other ranks of the host send for the dense sum, which gets block maxima of its own.
         "two levels": 4 * NUMEL + maxima + bound,
+        # The sum of the region that this rank owns.
+        "doublesqueeze": 4 * -(-NUMEL // size) + bound,
         # A sample whose size does not grow with the gradient, and may be 11 % larger: as it is, as int64 or fp64, a
         # mask or two, and what of it is compared or counted.
         **{name: bound + 32 * sample for name, sample in {"dgc": 111_200, "sidco": 67_500, "mstopk": 67_500}.items()},
