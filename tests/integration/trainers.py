@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lightning_sparse  # makes the strategy names known  # noqa: F401
 from lightning_sparse import METHODS, SparseDDPStrategy, method
+from lightning_sparse.compressors import Identity
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.support.representatives import small
@@ -198,6 +199,11 @@ class Messages(logging.Handler):
 def keeps_all(name: str) -> bool:
     """Whether a method keeps exactly what it does not send: then nothing is lost, and density 1.0 is stock ddp."""
     return name in METHODS and isinstance(method(name).memory, Residual)
+
+
+def sends_all(name: str) -> bool:
+    """Whether a method compresses nothing: the median of two ranks is their mean."""
+    return name in METHODS and isinstance(method(name).compressor, Identity)
 
 
 def strategy(name: str, density: float | None = None, **options: Any) -> pl.strategies.DDPStrategy:
