@@ -89,7 +89,7 @@ def circles(panel: str) -> Iterator[Row]:
     """Yield the measured steps that belong to a map."""
     runs = pd.concat(results.load(RESULTS / name) for name in ("network.csv", "network_paced.csv"))
     runs = runs.query("kind == 'step' and workers == @WORKERS and ranks_per_host == 1 and rate != 'loopback'")
-    runs = runs[(runs.dilate > 1) == PANELS[panel].slow_motion]
+    runs = runs[runs.workload.isin(MODELS) & ((runs.dilate > 1) == PANELS[panel].slow_motion)]
     for (workload, rate), found in runs.groupby(["workload", "rate"]):
         seconds = (found.set_index("contestant").median_ms / 1e3).rename(CONTESTANTS)
         yield row(panel, "measured", MODELS[workload], found.params.iloc[0], bits_per_second(rate), seconds.to_dict())
