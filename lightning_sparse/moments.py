@@ -130,14 +130,14 @@ class SegmentMoments:
         parameter is a run of its own, and so is one without dimensions, whose state looks like a number of steps.
         """
         bounds, shapes, start = self._segment.bounds, self._segment.shapes, 0
-        steps = [steps_of(state) for state in self._states]
+        steps = [state.get("step", 0) for state in self._states]
+        on_device = [isinstance(step, Tensor) and step.is_cuda for step in steps]  # comparing them would wait
         for index in range(1, len(shapes)):
             goes_on = (
                 bounds[index + 1] - bounds[start] <= most
                 and self._groups[index] is self._groups[start]
                 and self._states[index].keys() == self._states[start].keys()
-                and not isinstance(steps[index], Tensor)
-                and not isinstance(steps[start], Tensor)
+                and not (on_device[index] or on_device[start])
                 and steps[index] == steps[start]
                 and shapes[index]
                 and shapes[start]
