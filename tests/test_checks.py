@@ -12,6 +12,7 @@ from lightning_sparse.compressors.base import first_nonfinite
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import CORRUPT, OK, OUT_OF_STEP, Exchange, status_of
 from lightning_sparse.kernels import checks, launch
+from tests.support.tiers import full
 from tests.test_kernels import DEVICE, Echo
 
 pytestmark = [
@@ -98,6 +99,7 @@ def test_the_lowest_rank_with_an_error_wins(damage, worst, kernels, use):
     assert received(damage) == worst
 
 
+@full
 def test_many_messages(use):
     """More than are judged at a time, and one alone."""
     use("triton")

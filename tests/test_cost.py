@@ -15,6 +15,7 @@ from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandw
 from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method
 from lightning_sparse.update_rule import UpdateRule
+from tests.support.tiers import in_diagonals, tiers
 from tests.test_methods import make
 
 
@@ -46,8 +47,7 @@ def test_sparse_by_hand():
     assert shared - beside == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "size"), in_diagonals(METHODS, [2, 3, 8], 3))
 def test_bytes_are_those_of_a_reducer(name, size):
     numel = 20_000
     chosen = make(name, 0.01)
@@ -194,7 +194,7 @@ def unpack_bits(packed, numel):
     return torch.tensor(np.unpackbits(packed.numpy(), count=numel))
 
 
-@pytest.mark.parametrize("density", [[], ["--density", "0.01"]])
+@pytest.mark.parametrize("density", tiers([[], ["--density", "0.01"]], [[]]))
 def test_advise_prints_what_it_can_for_any_method(density, capsys, monkeypatch):
     extra = {"sign": (Sign, Residual(), Mean(), ""), "refusing": (lambda: Sign(True), Residual(), Mean(), "")}
     rows = {**METHODS, **{name: type(METHODS["topk"])(*row) for name, row in extra.items()}}

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
@@ -73,6 +74,8 @@ def quoted():
 
 
 def likeness(example, text):
+    if (Counter(example) & Counter(text)).total() < 0.7 * len(example):
+        return 0
     blocks = SequenceMatcher(None, example, text, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) / len(example)
 
@@ -81,7 +84,7 @@ def likeness(example, text):
 def test_a_message_that_is_explained_is_one_of_the_package(message):
     # The example has filled in a name or a number here and there.
     example = words(message)
-    assert max(likeness(example, text) for text in messages()) >= 0.7
+    assert any(likeness(example, text) >= 0.7 for text in messages())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,7 +6,7 @@ import torch
 from lightning_sparse import METHODS, Method, Reducer, simulate
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import GaussianK, TopK
-from tests.support.tiers import tiers
+from tests.support.tiers import in_diagonals
 from tests.test_methods import make
 
 METHODS_AND_PARTS = {
@@ -19,8 +19,9 @@ METHODS_AND_PARTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", tiers([torch.float64, torch.bfloat16, torch.float16], [torch.float64]), ids=str)
-@pytest.mark.parametrize("name", METHODS_AND_PARTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_diagonals(METHODS_AND_PARTS, [torch.float64, torch.bfloat16, torch.float16], 6), ids=str
+)
 def test_results_do_not_depend_on_the_default_dtype(name, dtype):
     def rank(comm, **options):
         reducer = Reducer(METHODS_AND_PARTS[name], comm, **options)

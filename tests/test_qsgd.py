@@ -59,7 +59,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "levels"), in_diagonals(INPUTS, [1, 3, 15], 3))
+@pytest.mark.parametrize(("kind", "levels"), in_diagonals(INPUTS, [1, 3, 15], 6))
 def test_unbiased_and_within_the_published_variance(kind, levels):
     """E Q(v) = v, and E‖Q(v) - v‖² <= min(d/s², √d/s)‖v‖²."""
     u = INPUTS[kind](torch.Generator().manual_seed(1))

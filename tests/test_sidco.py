@@ -135,7 +135,7 @@ def test_where_no_number_of_stages_is_right_they_turn_round():
     assert state.isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "fit"), in_diagonals(SMOOTH, FITS, 3))
+@pytest.mark.parametrize(("name", "fit"), in_diagonals(SMOOTH, FITS, 6))
 def test_lands_between_two_and_four_thirds(name, fit):
     for numel in (100_003, 400_000):
         u = SMOOTH[name](numel)
@@ -146,7 +146,7 @@ def test_lands_between_two_and_four_thirds(name, fit):
             assert torch.equal(chosen, oracle(u, len(chosen)))
 
 
-@pytest.mark.parametrize(("name", "fit"), in_diagonals(["Gaussian", "Laplace", "Student 3", "Student 5"], FITS, 3))
+@pytest.mark.parametrize(("name", "fit"), in_diagonals(["Gaussian", "Laplace", "Student 3", "Student 5"], FITS, 6))
 def test_the_fit_serves_once_stages_have_adapted(name, fit, monkeypatch):
     exact = calls_of(candidates, "topk_from_maxima", monkeypatch)
     chooser, state = SIDCo(0.001, fit), {}
@@ -159,7 +159,7 @@ def test_the_fit_serves_once_stages_have_adapted(name, fit, monkeypatch):
     assert len(exact) <= 3, "of 15"
 
 
-@pytest.mark.parametrize(("name", "fit"), in_diagonals(INPUTS, FITS, 3))
+@pytest.mark.parametrize(("name", "fit"), in_diagonals(INPUTS, FITS, 6))
 def test_hostile_inputs(name, fit):
     for numel in (1, 2, 63, 1000, 131072, 300_007):
         u = INPUTS[name](numel)

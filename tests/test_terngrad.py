@@ -57,7 +57,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "clip"), in_diagonals(INPUTS, [2.5, math.inf], 2))
+@pytest.mark.parametrize(("kind", "clip"), in_diagonals(INPUTS, [2.5, math.inf], 4))
 def test_unbiased_and_within_the_variance_of_one_level(kind, clip):
     """Of the clipped v: E Q(v) = v, and E‖Q(v) - v‖² = Σ|v|(s - |v|) <= √d‖v‖², QSGD's bound for one level."""
     u = INPUTS[kind](torch.Generator().manual_seed(1))

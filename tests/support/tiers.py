@@ -19,7 +19,10 @@ def tiers(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 
 def in_diagonals(rows: Iterable[Any], columns: Iterable[Any], every: int) -> list[Any]:
-    """Return all pairs as parameters; the quick tier has one in `every`, so that each row and column takes part."""
+    """Return all pairs as parameters; the quick tier has one in `every`, along diagonals.
+
+    With `every` no more than there are columns, each row takes part.
+    """
     rows, columns = list(rows), list(columns)
     pairs = [(row, column) for row in rows for column in columns]
     places = [(i + j) % every for i in range(len(rows)) for j in range(len(columns))]
