@@ -1,0 +1,355 @@
+"""Every row of METHODS on the same tasks: which loss for how many bytes, and after how many seconds over a slow link.
+
+Three tasks with two workers: ResNet-20 on scikit-learn's digits with SGD, and the byte-level GPT of
+`benchmarks.language` with SGD and with AdamW; momentum 0.9, density 0.01, a linear warm-up of the rate over a tenth of
+300 steps, and a cosine to zero. Every contestant gets the best rate, by the last loss of seed 0, of a grid that is the
+same for all within a task, and then two more seeds. Gradients or updates are exchanged, as the strategy chooses by
+itself; contestants that end in "gradients" or "updates" exchange the other. Ranks are threads of this process: what
+they send is counted.
+
+    python -m benchmarks.comparison                      # train what the CSV files lack; --task NAME: of one task
+    sudo python -m benchmarks.comparison --seconds       # step times over shaped links, all contestants in turn
+    python -m benchmarks.comparison --figure             # draw
+
+Written: `comparison_TASK.csv`, a row per evaluation, `comparison_seconds.csv` and `comparison.png`. A training whose
+loss is more than twice that of the start, or whose gradients are not finite, ends there; its loss counts as infinite.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
+
+from benchmarks.harness import plots, results
+from benchmarks.harness.baselines import AS_OURS, Wrapped, data_parallel
+from benchmarks.harness.launch import hosts, launch
+from benchmarks.harness.ranks import gather, join, leave, timed, write
+from benchmarks.harness.results import Row
+from benchmarks.harness.shaped_links import missing
+from benchmarks.harness.timing import step_columns
+from benchmarks.language import LENGTH, amortized
+from examples.data.digits import digits
+from examples.data.text import StandardLibrary
+from examples.models import ResNet20
+from examples.models.gpt import GPT
+from lightning_sparse import (
+    METHODS,
+    Comm,
+    Method,
+    NonFiniteGradient,
+    Reducer,
+    UpdateRule,
+    attach,
+    attach_updates,
+    simulate,
+)
+from lightning_sparse import method as make_method
+from lightning_sparse.updates import Updates
+
+WORKERS, STEPS, EVERY, DENSITY, SEEDS = 2, 300, 50, 0.01, (0, 1, 2)
+LOCAL_STEPS = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
+"""Steps before each exchange, all divisors of `EVERY`: weights are equal when they are evaluated."""
+LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+ROUNDS, TIMED_STEPS = 5, 4
+KEY = ["contestant", "lr", "seed"]
+
+Examples = tuple[Tensor, Tensor]
+
+
+class Data(NamedTuple):
+    """Batches by their examples' numbers, the number of examples, and the held-out ones."""
+
+    batch: Callable[[list[int]], Examples]
+    size: int
+    held_out: Examples
+
+
+def text() -> Data:
+    """Return sequences of bytes; of the held-out ones 128, evenly spaced."""
+    library = StandardLibrary(LENGTH, 8)
+    library.setup()
+    chosen = torch.linspace(0, len(library.val_set) - 1, 128).long().tolist()
+    return Data(
+        lambda numbers: default_collate([library.train_set[number] for number in numbers]),
+        len(library.train_set),
+        default_collate([library.val_set[number] for number in chosen]),
+    )
+
+
+def images() -> Data:
+    """Return handwritten digits."""
+    train, test = digits()
+    return Data(
+        lambda numbers: (train.images[numbers], train.labels[numbers]), len(train.labels), (test.images, test.labels)
+    )
+
+
+class Task(NamedTuple):
+    """What is learnt, by which optimizer, and the rates that every contestant tries."""
+
+    data: Callable[[], Data]
+    model: Callable[[], nn.Module]
+    batch_size: int
+    optimizer: Callable[..., torch.optim.Optimizer]
+    rates: tuple[float, ...]
+
+
+SGD_RATES = (0.001, 0.01, 0.03, 0.1)
+
+
+def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
+    """Return SGD with momentum."""
+    return torch.optim.SGD(params, lr, momentum=0.9)
+
+
+TASKS = {
+    "digits_sgd": Task(images, lambda: ResNet20(1), 16, sgd, SGD_RATES),
+    "gpt_sgd": Task(text, lambda: GPT(LENGTH), 4, sgd, SGD_RATES),
+    "gpt_adamw": Task(text, lambda: GPT(LENGTH), 4, torch.optim.AdamW, (0.001, 0.002, 0.005)),
+}
+
+
+def contestants(task: str) -> list[str]:
+    """Return the rows of METHODS, and two that exchange what the strategy would not."""
+    other = "gradients" if TASKS[task].optimizer is torch.optim.AdamW else "updates"
+    return [*METHODS, f"topk {other}", f"gaussiank {other}"]
+
+
+def made(task: str, contestant: str) -> Method:
+    """Return the method of a contestant; its `update_rule` is None if it exchanges gradients."""
+    name, _, what = contestant.partition(" ")
+    chosen = make_method(name, density=DENSITY if "density" in METHODS[name].options and name != "sparseloco" else None)
+    rule = chosen.update_rule
+    if rule is not None:
+        return replace(chosen, update_rule=replace(rule, every=LOCAL_STEPS.get(name, 1)))
+    updates = what == "updates" or (not what and TASKS[task].optimizer is torch.optim.AdamW and chosen.is_sparse)
+    return replace(chosen, update_rule=UpdateRule() if updates else None)
+
+
+def factor(step: int) -> float:
+    """Return the factor on the learning rate."""
+    return min(1.0, (step + 1) / (STEPS // 10)) * (1 + math.cos(math.pi * step / STEPS)) / 2
+
+
+def numbers(order: Tensor, step: int, rank: int, batch_size: int) -> list[int]:
+    """Return which examples make a rank's batch: ranks share an order, again and again."""
+    first = (step * WORKERS + rank) * batch_size
+    return order[torch.arange(first, first + batch_size) % len(order)].tolist()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_out: Examples) -> tuple[float, float]:
+    """Return the mean loss over the held-out examples, and the share of right answers in per cent."""
+    model.eval()
+    loss = right = 0.0
+    for x, y in zip(*(part.split(64) for part in held_out), strict=True):
+        out = model(x).flatten(0, -2)
+        loss += cross_entropy(out, y.flatten(), reduction="sum").item()
+        right += (out.argmax(1) == y.flatten()).sum().item()
+    model.train()
+    return loss / held_out[1].numel(), 100 * right / held_out[1].numel()
+
+
+def train(task: str, contestant: str, lr: float, seed: int, data: Data, steps: int = STEPS) -> list[Row]:
+    """Train with ranks as threads; return loss, accuracy and the bytes that a rank has sent, every `EVERY` steps."""
+    models = []
+    for _ in range(WORKERS):
+        torch.manual_seed(seed)
+        models.append(TASKS[task].model())
+    order = torch.randperm(data.size, generator=torch.Generator().manual_seed(seed))
+    method = made(task, contestant)
+
+    def rank(comm: Comm) -> list[Row]:
+        model, points = models[comm.rank], []
+        optimizer = TASKS[task].optimizer(model.parameters(), lr=lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        rule = method.update_rule
+        reducer = Reducer(method, comm, seed=seed, exchanged="update" if rule else "gradient")
+        updates = Updates(reducer, model, [optimizer]) if rule else None
+        begun, sent = False, 0
+        for step in range(steps + 1):
+            if step % EVERY == 0:
+                loss, accuracy = evaluate(model, data.held_out) if comm.rank == 0 else (0.0, 0.0)
+                loss = comm.all_reduce(torch.tensor([loss], dtype=torch.float64)).item()
+                points.append({"step": step, "val_loss": loss, "accuracy": accuracy, "sent_bytes": sent})
+                if not loss <= 2 * points[0]["val_loss"]:
+                    break
+            if step == steps:
+                break
+            sent_before = comm.sent_bytes
+            x, y = data.batch(numbers(order, step, comm.rank, TASKS[task].batch_size))
+            optimizer.zero_grad()
+            cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+            try:
+                if updates is None:
+                    reducer.reduce_({name: param.grad for name, param in model.named_parameters()})  # type: ignore[misc]
+                elif not begun:
+                    updates.begin(optimizer)
+                optimizer.step()
+                begun = updates is not None and (step + 1) % method.every != 0
+                if updates is not None and not begun:
+                    updates.exchange(optimizer)
+            except NonFiniteGradient:  # on all ranks
+                points.append({"step": step, "val_loss": math.inf, "accuracy": 0.0, "sent_bytes": sent})
+                break
+            schedule.step()
+            sent += comm.sent_bytes - sent_before
+        return points
+
+    points = simulate(WORKERS, rank)[0]
+    parameters = [torch.cat([param.detach().flatten() for param in model.parameters()]) for model in models]
+    if math.isfinite(points[-1]["val_loss"]) and not torch.equal(*parameters):
+        raise SystemExit(f"{task}, {contestant}, rate {lr}, seed {seed}: weights of the ranks differ.")
+    if points[-1]["step"] < steps or math.isnan(points[-1]["val_loss"]):
+        points[-1]["val_loss"] = math.inf
+    return points
+
+
+def missing_runs(task: str, table: pd.DataFrame) -> list[tuple[str, float, int]]:
+    """Return the trainings that a table lacks: the grid with seed 0, and then the best rate with the other seeds."""
+    found = set() if table.empty else set(table[KEY].itertuples(index=False, name=None))
+    grid = [(name, lr, 0) for name in contestants(task) for lr in TASKS[task].rates]
+    if lacking := [run for run in grid if run not in found]:
+        return lacking
+    best = best_rates(table)
+    return [(name, best[name], seed) for seed in SEEDS[1:] for name in best if (name, best[name], seed) not in found]
+
+
+def best_rates(table: pd.DataFrame) -> dict[str, float]:
+    """Return the rate of each contestant with the lowest last loss of seed 0."""
+    ends = table.query("seed == 0").groupby(["contestant", "lr"], sort=False)["val_loss"].last()
+    return {name: float(losses.idxmin()[1]) for name, losses in ends.groupby(level=0, sort=False)}
+
+
+def finals(table: pd.DataFrame) -> pd.DataFrame:
+    """Return of each contestant at its best rate: mean and range of the last loss, accuracy, bytes, rate and seeds."""
+    best = best_rates(table)
+    chosen = table[table["lr"] == table["contestant"].map(best)]
+    ends = chosen.groupby(["contestant", "seed"], sort=False).last().reset_index()
+    groups = ends.groupby("contestant", sort=False)
+    columns = {"loss": "mean", "low": "min", "high": "max"}
+    found = groups["val_loss"].agg(**columns)
+    return found.assign(
+        accuracy=groups["accuracy"].mean(), sent_bytes=groups["sent_bytes"].mean(), lr=best, seeds=groups.size()
+    ).reset_index()
+
+
+def step_times(task: str, out: str) -> None:
+    """Time some steps of each contestant in turn, several rounds, on a rank of a process group."""
+    data, size = TASKS[task].data(), TASKS[task].batch_size
+    order = torch.randperm(data.size, generator=torch.Generator().manual_seed(0))
+    steps: list[tuple[str, int, Callable[..., None]]] = []
+    for name in contestants(task):
+        torch.manual_seed(0)
+        model, method = TASKS[task].model(), made(task, name)
+        optimizer = TASKS[task].optimizer(model.parameters(), lr=1e-3)
+        if (rule := method.update_rule) is not None:
+            short = replace(method, update_rule=replace(rule, every=min(rule.every, TIMED_STEPS)))
+            wrapped = Wrapped(model, reducer=attach_updates(model, optimizer, short))
+        else:
+            module = data_parallel(model, **AS_OURS)
+            wrapped = Wrapped(module, reducer=attach(module, method))
+        x, y = data.batch(numbers(order, 0, torch.distributed.get_rank(), size))
+
+        def step(wrapped: Wrapped = wrapped, optimizer: Any = optimizer, x: Tensor = x, y: Tensor = y) -> None:
+            optimizer.zero_grad()
+            cross_entropy(wrapped.module(x).flatten(0, -2), y.flatten()).backward()
+            optimizer.step()
+
+        steps.append((name, method.every, step))
+        for _ in range(TIMED_STEPS):
+            step()
+    for name, every, step in steps * ROUNDS:
+        for _ in range(TIMED_STEPS if every > 1 else 1):  # brings the model back into the caches
+            step()
+        write(out, contestant=name, every=every, **timed(step, TIMED_STEPS))
+        gather(0)
+
+
+def measure_seconds(path: Path) -> None:
+    """Time the steps of all contestants over shaped links, and write a CSV file."""
+    if reason := missing():
+        raise SystemExit(f"No links can be made here: {reason}.")
+    rows: list[Row] = []
+    for task in TASKS:
+        for link in LINKS:
+            with hosts(WORKERS, link) as where:
+                records, reason = launch("benchmarks.comparison", {"task": task}, where, WORKERS)
+            if reason:
+                raise SystemExit(f"The ranks ended early: {reason}")
+            off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in where.calibration), 3)
+            for name, rounds in pd.DataFrame(records).groupby("contestant", sort=False):
+                every = rounds["every"].iloc[0]
+                share = min(every, TIMED_STEPS) / every  # of the exchanges timed, how many a training has
+                row: Row = {"task": task, "rate": link, "contestant": name}
+                row |= step_columns([amortized(ms, share) for ms in rounds["ms"]] if share < 1 else rounds["ms"].sum())
+                row |= {"foreign_load": round(rounds["foreign_load"].mean(), 3), "largest_calibration_error": off}
+                rows.append(row | results.origin())
+    results.save(path, rows)
+
+
+def draw(folder: Path) -> None:
+    """Draw the last loss of each contestant against the bytes that a worker has sent."""
+    present = [task for task in TASKS if (folder / f"comparison_{task}.csv").exists()]
+    figure, panels = plots.panels(1, len(present), (6 * len(present), 6))
+    for panel, task in zip(panels[0], present, strict=True):
+        table = finals(results.load(folder / f"comparison_{task}.csv")).query("loss < inf").sort_values("sent_bytes")
+        best = table[table["loss"] == table["loss"].cummin()]
+        panel.step(best["sent_bytes"] / 1e6, best["loss"], where="post", color="black", linewidth=0.6)
+        for row in table.itertuples():
+            error = [[row.loss - row.low], [row.high - row.loss]]
+            color = plots.line(row.contestant)["color"]
+            panel.errorbar(row.sent_bytes / 1e6, row.loss, error, fmt="o", markersize=4, color=color)
+            panel.annotate(
+                row.contestant, (row.sent_bytes / 1e6, row.loss), (4, 2), textcoords="offset points", fontsize=7
+            )
+        panel.set(xscale="log", xlabel="MB that a worker sent in 300 steps", title=task.replace("_", ", "))
+    panels[0][0].set_ylabel("held-out loss, mean and range of three seeds")
+    plots.write(figure, folder / "comparison.png")
+
+
+def main() -> None:
+    """Read the command line and run."""
+    if sys.argv[1:] and sys.argv[1].startswith("{"):  # started by `launch`
+        job = join(sys.argv[1])
+        step_times(job["task"], job["out"])
+        leave()
+        return
+    parser = results.command_line(__doc__)
+    parser.add_argument("--task", choices=TASKS, help="train for this one alone")
+    parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
+    args = parser.parse_args()
+    if args.seconds:
+        measure_seconds(args.out / "comparison_seconds.csv")
+    elif not args.figure:
+        torch.set_num_threads(1)  # ranks run side by side
+        for task in [args.task] if args.task else TASKS:
+            data, path = TASKS[task].data(), args.out / f"comparison_{task}.csv"
+            while runs := missing_runs(task, results.load(path)):
+                for name, lr, seed in runs:
+                    started = time.time()
+                    points = train(task, name, lr, seed, data)
+                    common = dict(zip(KEY, (name, lr, seed), strict=True))
+                    results.save(path, [common | point | results.origin() for point in points], KEY, digits=6)
+                    last = points[-1]
+                    print(
+                        f"{task}, {name}, rate {lr:g}, seed {seed}: {last['val_loss']:.3f}, {last['accuracy']:.1f} %, "
+                        f"{last['sent_bytes'] / 1e6:.2f} MB, {time.time() - started:.0f} s",
+                        flush=True,
+                    )
+    draw(args.out)
+
+
+if __name__ == "__main__":
+    main()
