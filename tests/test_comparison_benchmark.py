@@ -1,4 +1,4 @@
-"""The comparison of all methods: the trainings it asks for, what it makes of them, and some steps of each contestant."""
+"""The comparison of all methods: the trainings it asks for, what they come to, and a few steps by each contestant."""
 
 import math
 
