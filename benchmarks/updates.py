@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -46,7 +48,8 @@ class Variant(NamedTuple):
 
     Attributes:
         exchanged: "update", "gradient" of all ranks, or "nothing": one rank alone, with its share of the data.
-        method: name of the method, whose options are its defaults but for the density.
+        method: name of the method.
+        options: of the method, but for the density.
         rule: how updates are exchanged.
         aggregator: in place of the method's own.
         beta1: of AdamW.
@@ -61,6 +64,7 @@ class Variant(NamedTuple):
 
     exchanged: str = "update"
     method: str = "topk"
+    options: Mapping[str, Any] = MappingProxyType({})
     rule: UpdateRule = UpdateRule()
     aggregator: Aggregator[Any] | None = None
     beta1: float = 0.9
@@ -95,6 +99,11 @@ VARIANTS = {
     "decay 0.1": Variant(weight_decay=0.1),
     "decay 0.1 outside": Variant(weight_decay=0.1, decay_outside=True),
     "late": Variant(late=True),
+    "bf16 values": Variant(options={"value_format": "bfloat16"}),
+    "8-bit values": Variant(options={"value_format": "int8"}),
+    "4-bit values": Variant(options={"value_format": "int4"}),
+    "chunks, 2-bit values": Variant(method="chunktopk", options={"value_format": "int2"}),
+    "every 10": Variant(rule=UpdateRule(every=10)),
 }
 
 
@@ -119,6 +128,7 @@ TRIED = [
     Run("dense", 8, 1.0, 0.002, 0, 200),
     Run("two passes", 8, 0.01, 0.002, 0, 200),
     *(Run(*what, 0.002, seed, 1000) for seed in (1, 2) for what in (("dense", 4, 1.0), ("topk", 4, 0.0075))),
+    *(Run(*what, 0.002, seed, 1000) for seed in (0, 1, 2) for what in (("topk", 2, 0.001), ("alone", 2, 1.0))),
 ]
 """What to train, in this order."""
 
@@ -200,9 +210,11 @@ class Trainee:
         self.optimizer.zero_grad()
         functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten()).backward()
         if self.variant.exchanged == "update":
-            self.updates.begin(self.optimizer)
+            if self.done % self.variant.rule.every == 0:
+                self.updates.begin(self.optimizer)
             self.optimizer.step()
-            self.updates.exchange(self.optimizer)
+            if (self.done + 1) % self.variant.rule.every == 0:
+                self.updates.exchange(self.optimizer)
         else:
             if self.variant.exchanged == "gradient":
                 self.reducer.reduce_({name: param.grad for name, param in self.params.items()})  # type: ignore[misc]
@@ -229,7 +241,7 @@ def make(run: Run) -> Method:
     """Return the method of a run."""
     variant = VARIANTS[run.variant]
     rule = variant.rule if variant.exchanged == "update" else None
-    made = method(variant.method, density=None if variant.method == "dense" else run.density)
+    made = method(variant.method, density=None if variant.method == "dense" else run.density, **variant.options)
     return replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=rule)
 
 
@@ -298,8 +310,8 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw the losses of all runs against steps, as differences to dense training, a panel for each number of ranks."""
-    sizes = sorted(table["workers"].unique())
+    """Draw the losses of all runs against steps, as differences to dense training with as many ranks, in a panel each."""
+    sizes = sorted(table.query("variant == 'dense'")["workers"].unique())
     figure, panels = plots.panels(1, len(sizes), (5 * len(sizes), 4.5), sharey=True)
     variants = [variant for variant in table["variant"].unique() if variant != "dense"]
     colors = {"dense": "black"} | {variant: f"C{index}" for index, variant in enumerate(variants)}
