@@ -249,8 +249,7 @@ def train(run: Run, path: Path) -> None:
     """
     points, _ = run_ranks("curve", [run])
     table, first = results.load(path), round(points[0]["val_loss"], 6)
-    same = "step == 0 and seed == @run.seed and (part == 'large') == (@run.part == 'large')"
-    started = set() if table.empty else set(table.query(same)["val_loss"])
+    started = first_losses(run, table)
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
     density = DENSITY if run.method in SPARSE or "updates" in run.method else 1.0
@@ -272,6 +271,14 @@ def train(run: Run, path: Path) -> None:
     ]
     results.save(path, rows, Run._fields)
     print(f"{run}: {points[-1]['val_loss']:.4f} nats per byte", flush=True)
+
+
+def first_losses(run: Run, table: pd.DataFrame) -> set[float]:
+    """Return at which losses a table's trainings of the same model with the same seed start."""
+    if table.empty:
+        return set()
+    same = (table["seed"] == run.seed) & (table["part"].isin(WIDTH) == (run.part in WIDTH))
+    return set(table[same & (table["step"] == 0)]["val_loss"])
 
 
 def missing_runs(path: Path) -> list[Run]:

@@ -310,7 +310,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw all losses against steps, as differences to dense training with as many ranks, in a panel for each number."""
+    """Draw all losses against steps, minus those of dense training with as many ranks, in a panel for each number."""
     sizes = sorted(table.query("variant == 'dense'")["workers"].unique())
     figure, panels = plots.panels(1, len(sizes), (5 * len(sizes), 4.5), sharey=True)
     variants = [variant for variant in table["variant"].unique() if variant != "dense"]

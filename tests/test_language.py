@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from benchmarks.language import (
     Run,
     Trainee,
     factor,
+    first_losses,
     missing_runs,
 )
 from examples.models.gpt import GPT
@@ -66,6 +68,14 @@ def train_each(rank: int) -> list[tuple[str, float, float, int]]:
 
 
 @full
+def test_trainings_of_one_model_and_seed_start_alike() -> None:
+    rows = [("final", 0, 0, 5.28), ("final", 0, 50, 4.0), ("tune", 100, 0, 5.3), ("large", 0, 0, 5.24)]
+    table = pd.DataFrame(rows, columns=["part", "seed", "step", "val_loss"])
+    assert first_losses(Run("final", "adamw", "topk", 0.1, 0), table) == {5.28}
+    assert first_losses(Run("large", "adamw", "topk", 0.1, 0), table) == {5.24}
+    assert first_losses(Run("large", "adamw", "topk", 0.1, 1), table) == set()
+
+
 def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.language.BATCH_SIZE", 1)
     monkeypatch.setattr("benchmarks.language.VAL_SEQUENCES", 2)
