@@ -67,7 +67,6 @@ def train_each(rank: int) -> list[tuple[str, float, float, int]]:
     return answers
 
 
-@full
 def test_trainings_of_one_model_and_seed_start_alike() -> None:
     rows = [("final", 0, 0, 5.28), ("final", 0, 50, 4.0), ("tune", 100, 0, 5.3), ("large", 0, 0, 5.24)]
     table = pd.DataFrame(rows, columns=["part", "seed", "step", "val_loss"])
@@ -76,6 +75,7 @@ def test_trainings_of_one_model_and_seed_start_alike() -> None:
     assert first_losses(Run("large", "adamw", "topk", 0.1, 1), table) == set()
 
 
+@full
 def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.language.BATCH_SIZE", 1)
     monkeypatch.setattr("benchmarks.language.VAL_SEQUENCES", 2)
