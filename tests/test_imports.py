@@ -53,6 +53,7 @@ ALLOWED = {
     "callbacks": {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },
+    "memsgd": {"compressors", "exchange", "options"},
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {"aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer"},
