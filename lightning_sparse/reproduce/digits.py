@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import pandas as pd
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -11,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.exchange import NonFiniteGradient
-from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import Reducer
 
@@ -64,10 +65,20 @@ def train(
     steps: int,
     seed: int = 0,
     batch: int = 16,
-    hidden: int = 64,
-    granularity: Granularity = "model",
+    hidden: int = 32,
+    whole: bool = False,
 ) -> Trained:
     """Train a network on the digits with SGD at a constant rate; each rank draws its own examples.
+
+    Args:
+        method: how gradients are exchanged.
+        ranks: how many.
+        lr: the rate.
+        steps: how many.
+        seed: of the initial weights, of the examples and of the method.
+        batch: examples per rank and step.
+        hidden: width of the network.
+        whole: give the method all gradients as one vector; otherwise layer by layer, weight and bias apart.
 
     Raises:
         RuntimeError: the ranks end with different weights.
@@ -77,21 +88,23 @@ def train(
 
     def rank(comm: Comm) -> tuple[Tensor, bool]:
         net = nets[comm.rank]
-        params = dict(net.named_parameters())
-        reducer = Reducer(method, comm, seed=seed, granularity=granularity)
+        params, names = list(net.parameters()), [name for name, _ in net.named_parameters()]
+        reducer = Reducer(method, comm, seed=seed, granularity="layer")
         generator = torch.Generator().manual_seed(1000 * seed + comm.rank)
         for _ in range(steps):
             picked = torch.randint(len(train_set.labels), (batch,), generator=generator)
             loss = cross_entropy(net(train_set.images[picked]), train_set.labels[picked])
-            grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+            found = torch.autograd.grad(loss, params)
+            grads = {"all": nn.utils.parameters_to_vector(found)} if whole else dict(zip(names, found, strict=True))
             try:
                 reducer.reduce_(grads)
             except NonFiniteGradient:  # on all ranks
-                return nn.utils.parameters_to_vector(net.parameters()), False
+                return nn.utils.parameters_to_vector(params), False
             with torch.no_grad():
-                for name, param in params.items():
-                    param.sub_(grads[name], alpha=lr)
-        return nn.utils.parameters_to_vector(net.parameters()), True
+                nn.utils.vector_to_parameters(
+                    nn.utils.parameters_to_vector(params) - lr * nn.utils.parameters_to_vector(grads.values()), params
+                )
+        return nn.utils.parameters_to_vector(params), True
 
     sent: list[int] = []
 
@@ -109,3 +122,9 @@ def train(
     return Trained(
         100 * right.float().mean().item(), loss if found[0][1] else float("inf"), sum(sent) / ranks / max(1, steps)
     )
+
+
+def best_rates(table: pd.DataFrame, key: Sequence[str]) -> pd.DataFrame:
+    """Return the mean accuracy and loss over the seeds at the rate of the lowest mean loss, a row for each `key`."""
+    means = table.groupby([*key, "lr"], sort=False)[["accuracy_percent", "loss"]].mean().reset_index()
+    return means.loc[means.groupby(list(key), sort=False)["loss"].idxmin()].set_index(list(key))
