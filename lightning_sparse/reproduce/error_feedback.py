@@ -3,7 +3,7 @@
 Karimireddy, Rebjock, Stich and Jaggi 2019, arXiv 1901.09847. Their counter-examples, from which signSGD does not find
 the minimum:
 
-1. f(x) = x/4 on [−1, 1], whose stochastic gradient is 4 with probability 1/4 and −1 otherwise: the sign is mostly wrong.
+1. f(x) = x/4 on [−1, 1], whose stochastic gradient is 4 with probability 1/4 and −1 otherwise: most signs are wrong.
 2. f(x) = ε|x₁ + x₂| + |x₁ − x₂| from (1, 1), ε = 1/2: the sign of the gradient is ±(1, −1), so x₁ + x₂ never changes.
 
 The network has two hidden layers and learns scikit-learn's digits, at the best of three rates each. Methods: "sign" is
@@ -51,7 +51,7 @@ EPSILON = 0.5
 def cases(config: Config) -> list[Row]:
     """Return the runs."""
     runs: list[Row] = [
-        {"problem": problem, "method": name, "lr": 0.01, "repeat": 0} for problem in PROBLEMS for name in METHODS
+        {"problem": problem, "method": name, "lr": 0.05, "repeat": 0} for problem in PROBLEMS for name in METHODS
     ]
     for name in METHODS:
         rates = SIGN_RATES if name == "sign" else RATES
@@ -110,19 +110,18 @@ def verdict(table: pd.DataFrame) -> str:
     last = table[table["problem"] != "digits"].groupby(["problem", "method"], sort=False)["loss"].last()
     best = best_rates(table[table["problem"] == "digits"], ["method"])
     gain = {name: best.loss[name] / best.loss[f"{name}, feedback"] for name in ("scaled sign", "top")}
-    # Sign ends where it started or higher, feedback near the minimum.
-    solved = all(
-        last[p, "scaled sign, feedback"] < low + 0.1 and last[p, "sign"] > low + 0.3 for p, low in PROBLEMS.items()
-    )
-    accuracy = best["accuracy_percent"]
+    solved = all(last[p, "scaled sign, feedback"] < least + 0.1 for p, least in PROBLEMS.items())
+    stuck = all(last[p, "sign"] > least + 0.3 for p, least in PROBLEMS.items())
+    accuracy = best["accuracy_percent"].map("{:.0f}".format)
+    yes = solved and stuck and min(gain.values()) > 1
+    with_feedback = [last[problem, "scaled sign, feedback"] for problem in PROBLEMS]
     return (
-        f"{held(solved and min(gain.values()) > 1)}the counter-examples end at f = {last['1', 'sign']:.2f} and "
-        f"{last['2', 'sign']:.2f} with the sign, at {last['1', 'scaled sign, feedback']:.2f} and "
-        f"{last['2', 'scaled sign, feedback']:.2f} with the scaled sign and feedback (least: −0.25 and 0). On the digits the "
-        f"training loss without feedback is {gain['scaled sign']:.1f} times that with it for the scaled sign, and "
-        f"{gain['top']:.1f} times for top-k; test accuracy {accuracy['scaled sign']:.0f} → "
-        f"{accuracy['scaled sign, feedback']:.0f} % and {accuracy['top']:.0f} → {accuracy['top, feedback']:.0f} %, SGD "
-        f"{accuracy['SGD']:.0f} %."
+        f"{held(yes)}the counter-examples end at f = {last['1', 'sign']:.2f} and "
+        f"{last['2', 'sign']:.2f} with the sign, at {with_feedback[0]:.2f} and {with_feedback[1]:.2f} with the scaled "
+        f"sign and feedback (least: −0.25 and 0). On the digits the training loss without feedback is "
+        f"{gain['scaled sign']:.1f} times that with it for the scaled sign, and {gain['top']:.1f} times for top-k; "
+        f"test accuracy {accuracy['scaled sign']} → {accuracy['scaled sign, feedback']} % and {accuracy['top']} → "
+        f"{accuracy['top, feedback']} %, SGD {accuracy['SGD']} %."
     )
 
 
@@ -146,7 +145,7 @@ def draw(table: pd.DataFrame) -> Any:
 
 FINDING = Finding(
     "error-feedback",
-    {"steps": 200, "examples": 1000, "ranks": 2, "repeats": 2, "seed": 0},
+    {"steps": 100, "examples": 200, "ranks": 2, "repeats": 1, "seed": 0},
     ("problem", "method", "lr", "repeat"),
     cases,
     run,

@@ -41,7 +41,10 @@ class Logistic:
         self._signs = labels.tolist()
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Update:
-        example = int(torch.randint(self.examples, (), generator=generator))
+        return self.gradient(x, int(torch.randint(self.examples, (), generator=generator)))
+
+    def gradient(self, x: Tensor, example: int) -> Update:
+        """Return the gradient of one example's loss, without the L2 term."""
         sign = self._signs[example]
         if self.sparse:
             place = slice(self._starts[example], self._starts[example + 1])
