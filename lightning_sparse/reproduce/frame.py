@@ -106,8 +106,12 @@ def redraw(finding: Finding, out: Path) -> None:
     if texts.empty:
         raise SystemExit(f"{path}: there is nothing to draw yet; run: {command}")
     config = {name: type(default)(texts[name].iloc[0]) for name, default in finding.config.items()}
-    if lacking := missing(finding, finding.cases(config), texts):
-        raise SystemExit(f"{path} lacks {len(lacking)} runs of {len(finding.cases(config))}; run again: {command}")
+    try:
+        cases = finding.cases(config)
+    except ValueError as error:
+        raise SystemExit(f"{finding.name}: {error}") from None
+    if lacking := missing(finding, cases, texts):
+        raise SystemExit(f"{path} lacks {len(lacking)} runs of {len(cases)}; run again: {command}")
     found = table.load(path)
     plots.write(finding.draw(found), path.with_suffix(".png"))
     print(finding.verdict(found))
