@@ -251,6 +251,13 @@ def test_bits_to_an_error_by_hand():
     assert bits_to(curve, 0.05) == float("inf")
 
 
+def test_every_curve_has_a_name_of_its_own():
+    row = {"method": "top", "k": 1, "memory": "yes", "shift": "yes"}
+    rows = [row, {**row, "memory": "no"}, {**row, "shift": "no"}, {**row, "method": "qsgd", "k": 4}]
+    names = [memsgd.label(found) for _, found in pd.DataFrame(rows).iterrows()]
+    assert names == ["top-1", "top-1, no memory", "top-1, no shift", "QSGD, s = 4"]
+
+
 @pytest.mark.parametrize("share", [0.01, 0.3])
 def test_contraction_of_normal_numbers(share):
     u = torch.randn(200_000)

@@ -153,8 +153,9 @@ def parallel(case: Row, config: Config, data: Logistic, shift: float) -> list[Ro
 
 def label(row: Any) -> str:
     """Return the name of a run's curve."""
-    name = {"sgd": "SGD", "qsgd": f"QSGD, s = {row.k}"}.get(row.method, f"{row.method}-{row.k}")
-    return name + (", no memory" if row.memory == "no" else "") + (", no shift" if row.shift == "no" else "")
+    method, k = row["method"], row["k"]
+    name = {"sgd": "SGD", "qsgd": f"QSGD, s = {k}"}.get(method, f"{method}-{k}")
+    return name + (", no memory" if row["memory"] == "no" else "") + (", no shift" if row["shift"] == "no" else "")
 
 
 def curves(table: pd.DataFrame, data: str) -> dict[str, pd.DataFrame]:
