@@ -110,8 +110,15 @@ def verdict(table: pd.DataFrame) -> str:
     last = table[table["problem"] != "digits"].groupby(["problem", "method"], sort=False)["loss"].last()
     best = best_rates(table[table["problem"] == "digits"], ["method"])
     gain = {name: best.loss[name] / best.loss[f"{name}, feedback"] for name in ("scaled sign", "top")}
-    solved = all(last[p, "scaled sign, feedback"] < least + 0.1 for p, least in PROBLEMS.items())
-    stuck = all(last[p, "sign"] > least + 0.3 for p, least in PROBLEMS.items())
+    # From the start to the least value: at a constant rate nothing goes all the way.
+    starts = table[table["step"] == 0].set_index(["problem", "method"])["loss"]
+    way = {
+        (problem, name): (starts[problem, name] - last[problem, name]) / (starts[problem, name] - least)
+        for problem, least in PROBLEMS.items()
+        for name in METHODS
+    }
+    solved = all(way[problem, "scaled sign, feedback"] > 0.5 for problem in PROBLEMS)
+    stuck = all(way[problem, "sign"] < 0.01 for problem in PROBLEMS)
     accuracy = best["accuracy_percent"].map("{:.0f}".format)
     yes = solved and stuck and min(gain.values()) > 1
     with_feedback = [last[problem, "scaled sign, feedback"] for problem in PROBLEMS]
