@@ -53,6 +53,7 @@ from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
 from lightning_sparse.observer import Observer
+from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal
 
 WORKERS, SEED = 2, 0
 STEPS, EVERY = 300, 10
@@ -189,13 +190,6 @@ def unimodal(share: NDArray[np.float64], peak: int) -> NDArray[np.float64]:
     return np.concatenate(parts)
 
 
-def contraction(u: Tensor, density: float) -> tuple[int, float]:
-    """Return k, and ‖u − Top_k(u)‖² / ‖u‖² of a 1-D tensor that is not all zero."""
-    chosen = TopK(density).select(u)
-    rest = u.index_fill(0, chosen, 0.0)
-    return len(chosen), float(rest.double().square().sum() / u.double().square().sum())
-
-
 def parts(recorded: Mapping[str, Any], step: int) -> Iterator[tuple[str, Tensor]]:
     """Yield u of the whole model and of each layer, in the order of the model."""
     u = recorded["u"][step]
@@ -223,18 +217,12 @@ def contraction_rows(sparse: Mapping[str, Any]) -> Iterator[Row]:
             for density in DENSITIES:
                 if not u.any():
                     continue
-                k, left = contraction(u, density)
+                k, left = contraction(u, TopK(density))
                 bound = 1 - k / u.numel()
                 if not left <= bound + 1e-9:
                     raise RuntimeError(f"Step {step}, {name}: top {k} of {u.numel()} leave {left}, more than {bound}.")
                 row = {"kind": "contraction", "step": step, "layer": name, "numel": u.numel(), "density": density}
                 yield row | {"k": k, "contraction": left, "bound": bound, "bound_squared": bound**2}
-
-
-def of_normal(density: float) -> float:
-    """Return the contraction of the top k of many normal numbers with mean 0."""
-    z = float(special.ndtri(1 - density / 2))
-    return 1 - density - 2 * z * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
 
 def verdict(rows: Sequence[Row]) -> Iterator[str]:

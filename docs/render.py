@@ -27,6 +27,9 @@ from benchmarks.updates import steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
+from lightning_sparse.reproduce import FINDINGS, memsgd  # noqa: E402
+from lightning_sparse.reproduce.command import finding  # noqa: E402
+from lightning_sparse.reproduce.table import load  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-–\d.,%/ ]*|not in \d+")
@@ -513,12 +516,36 @@ def costs() -> str:
 
 def robust() -> str:
     """Test accuracy of aggregators and election coding, with and without attacks."""
-    found = read("robust").fillna("").set_index(["contestant", "attack", "alpha"]).accuracy_percent
+    found = read("signsgd").fillna("").set_index(["contestant", "attack", "alpha"]).accuracy_percent
     places = {"no attack": ("", 0.0)}
     for attack, label in (("negate", "negated"), ("flip", "flipped"), ("scale", "scaled")):
         places |= {f"{label}, α = {alpha:g}": (attack, alpha) for alpha in (0.25, 0.45)}
     names = found.index.get_level_values("contestant").unique()
     return table(["", *places], ([name, *(f"{found[(name, *at)]:.0f}" for at in places.values())] for name in names))
+
+
+def verdict(name: str) -> str:
+    """Whether a paper's finding held, in a sentence."""
+    return f"**{finding(name).verdict(load(finding(name).path(ROOT / 'benchmarks' / 'results')))}**\n"
+
+
+def memsgd_errors() -> str:
+    """Last errors of Mem-SGD and its contestants, and how many times fewer bits than SGD they need."""
+    found = load(ROOT / "benchmarks" / "results" / "memsgd.csv")
+    data = list(found["problem"].unique())
+    curves = {place: memsgd.curves(found, place) for place in data}
+    saved = {place: memsgd.savings(found, place) for place in data}
+    rows = []
+    for name in dict.fromkeys(label for place in data for label in curves[place]):
+        row = [name]
+        for place in data:
+            curve = curves[place].get(name)
+            last = None if curve is None else curve.iloc[-1]
+            row += [""] * 4 if last is None else [f"{last.error:.3f}", f"{last.error_last:.3f}"]
+            row += [] if last is None else [f"{last.bits / 8e3:,.0f}", digits(saved[place][name])]
+        rows.append(row)
+    columns = ("error", "of the last weights", "kB sent", "times fewer bits")
+    return table(["", *(f"{name}: {column}" for name in data for column in columns)], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -546,6 +573,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "traits": traits,
     "costs": costs,
     "robust": robust,
+    "memsgd": memsgd_errors,
+    **{f"reproduce-{name}": partial(verdict, name) for name in FINDINGS},
 }
 
 

@@ -72,6 +72,12 @@ OPTIONS = {
     "byzantine": Option(Integral, lambda x: x >= 0, "must be a whole number of workers, 0 or more."),
     "probability": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], that a worker gets a part."),
     "part_size": Option(Integral, lambda x: x >= 1, "must be a whole number of examples, 1 or more."),
+    "mu": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0, the strong convexity of the loss."),
+    "shift": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0, of the order of d/k."),
+    "gamma": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0."),
+    "l2": Option(Real, lambda x: 0 <= x < math.inf, "must be a number, 0 or more."),
+    "steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
+    "processes": Option(Integral, lambda x: x >= 1, "must be a whole number of processes, 1 or more."),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
 }
 

@@ -53,10 +53,15 @@ ALLOWED = {
     "callbacks": {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },
+    "memsgd": {"compressors", "exchange", "options"},
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {"aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer"},
-    "__main__": {"advise", "cli"},
+    "reproduce": {
+        *("aggregators", "comm", "compressors", "context", "exchange", "memory", "memsgd", "methods", "reducer"),
+        *("layout", "robust"),
+    },
+    "__main__": {"advise", "cli", "reproduce"},
 }
 LIGHTNING = {"strategies", "callbacks", "cli"}
 DISTRIBUTED = {"_compat", "comm", "hooks", "strategies"}

@@ -24,6 +24,7 @@ from benchmarks.observations import (
     verdict,
 )
 from lightning_sparse import Reducer, method, simulate
+from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
 
 
@@ -63,15 +64,15 @@ def test_nearest_shares_with_one_peak():
 
 def test_contraction_by_hand():
     u = torch.tensor([1.0, -3.0, 0.0, 2.0, 0.0])
-    assert contraction(u, 0.4) == (2, pytest.approx(1 / 14))
-    assert contraction(u, 0.001) == (1, pytest.approx(5 / 14))  # at least one
-    k, left = contraction(torch.ones(100), 0.1)
+    assert contraction(u, TopK(0.4)) == (2, pytest.approx(1 / 14))
+    assert contraction(u, TopK(0.001)) == (1, pytest.approx(5 / 14))  # at least one
+    k, left = contraction(torch.ones(100), TopK(0.1))
     assert (k, left) == (10, pytest.approx(0.9))  # the worst case
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
 def test_contraction_of_normal_numbers(density):
-    assert contraction(torch.randn(1_000_000), density)[1] == pytest.approx(of_normal(density), rel=0.002)
+    assert contraction(torch.randn(1_000_000), TopK(density))[1] == pytest.approx(of_normal(density), rel=0.002)
     assert of_normal(density) < (1 - density) ** 2
 
 

@@ -1,12 +1,9 @@
-"""What `benchmarks/volume.py` counts, and that it refuses to count what is wrong."""
-
-import csv
-import sys
+"""What the finding "volume" counts, and that it refuses to count what is wrong."""
 
 import pytest
 
-from benchmarks import volume
 from lightning_sparse.memory import Memory, Residual
+from lightning_sparse.reproduce import volume
 
 K, NUMEL = 20, 20_000
 
@@ -25,21 +22,27 @@ def test_words_stay_below_what_the_papers_promise(ranks):
     assert scalecom <= 4 * 3 * K + 24 * peers + 24 + 8
 
 
-def test_writes_what_it_draws(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["volume", "--numel", str(NUMEL), "--ranks", "2", "16", "--out", str(tmp_path)])
-    volume.main()
-    assert (tmp_path / "volume.png").stat().st_size > 10_000
-    with (tmp_path / "volume.csv").open() as file:
-        rows = {(row["method"], row["index_format"], row["ranks"]): row for row in csv.DictReader(file)}
-    assert len(rows) == 2 * (3 + 2 * 4) + 2
-    gtopk = rows["gtopk", "int32", "16"]
+def rows(methods):
+    config = {"elements": NUMEL, "density": 0.001, "most": 16}
+    cases = [case for case in volume.cases(config) if case["method"] in methods and case["ranks"] == 16]
+    return {(case["method"], case["index_format"]): volume.run(case, config) for case in cases}
+
+
+def test_runs_by_hand():
+    found = rows(["gtopk", "topk, 8 a node"])
+    gtopk = found["gtopk", "int32"]
     assert float(gtopk["published_words"]) == 4 * K * 4
     # Four rounds, each of 2k words and 32 bytes: header of two words, count filled up, checksum.
     assert int(gtopk["busiest_bytes"]) == 4 * (4 * 2 * K + 32)
-    node = rows["topk, 8 a node", "int32", "16"]
     # k/8 of 2.5 is rounded to 2: 16 bytes to the other node, with header, count and checksum; an empty message to each
     # of 15 ranks.
-    assert int(node["busiest_bytes"]) == 16 + 32 + 15 * 24
+    assert int(found["topk, 8 a node", "int32"]["busiest_bytes"]) == 16 + 32 + 15 * 24
+
+
+def test_cases_are_all_methods_and_encodings_and_nodes_of_eight_only():
+    cases = volume.cases({"elements": NUMEL, "density": 0.001, "most": 16})
+    count = {ranks: sum(case["ranks"] == ranks for case in cases) for ranks in (2, 6, 8, 16, 24)}
+    assert count == {2: 3 + 2 * 4, 6: 3 + 2 * 4, 8: 3 + 2 * 5, 16: 3 + 2 * 5, 24: 0}
 
 
 def test_refuses_what_is_wrong(monkeypatch):

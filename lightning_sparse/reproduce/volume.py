@@ -4,11 +4,7 @@ Ranks are threads here, and `Comm` counts the bytes that each puts on the wire, 
 Before a number is written, the averages of all ranks are compared with each other, and their sum, with all residuals,
 with the gradients.
 
-    python -m benchmarks.volume                    # 1 M elements, density 0.001
-    python -m benchmarks.volume --figure           # only draws what was measured
-
-Written: `results/volume.csv`, a row for each method, index format and number of ranks, and `results/volume.png`.
-Beside the bytes of the busiest and of the average rank are
+Columns beside the bytes of the busiest and of the average rank:
 
 - `announced_bytes`: bytes by the method's own formula, on average, with our encodings, without headers
   (`Routing.nbytes`);
@@ -18,24 +14,28 @@ Beside the bytes of the busiest and of the average rank are
 The step is the first, the most expensive: OkTopK agrees on its regions in one of 64.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks.harness import plots, results
-from benchmarks.harness.results import Row
-from lightning_sparse import METHODS, Comm, Method, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import TopK
+from lightning_sparse.methods import METHODS, Method, method
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.reproduce import plots
+from lightning_sparse.reproduce.frame import Config, Finding, held
+from lightning_sparse.reproduce.table import Row
 
 RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PER_NODE = 8
 FORMATS = ("int32", "compact")
-DENSITY = 0.001
 CAPTION = """Filled: the busiest worker; open: the average one, where it sends less. Points lie above their lines by \
 their headers: about 16 bytes to each other worker.
 gaussiank has room for 4k/3 entries. The line of gtopk is a tree and a broadcast; pairwise swaps need half of it, and \
@@ -104,10 +104,6 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
     sent = [result[2] for result in answers]
     k = round(density * numel)
     return {
-        "method": name,
-        "index_format": index_format if has_indices(name) else "",
-        "ranks": ranks,
-        "elements": numel,
         "k": k,
         "busiest_bytes": max(sent),
         "mean_bytes": f"{sum(sent) / ranks:.1f}",
@@ -116,10 +112,44 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
     }
 
 
-def draw(folder: Path) -> None:
-    """Draw `volume.csv`, beside it."""
-    # Within one node nothing leaves it.
-    table = results.load(folder / "volume.csv").query("published_words > 0")
+def cases(config: Config) -> list[Row]:
+    """Return a run for each number of ranks, method and encoding."""
+    return [
+        {"method": name, "index_format": form if has_indices(name) else "", "ranks": ranks}
+        for ranks in RANKS
+        if ranks <= config["most"]
+        for name in PUBLISHED
+        for form in (FORMATS if has_indices(name) else FORMATS[:1])
+        if name in METHODS or ranks % PER_NODE == 0
+    ]
+
+
+def run(case: Row, config: Config) -> Row:
+    """Let the ranks of a case take a step."""
+    form = case["index_format"] or FORMATS[0]
+    return measure(case["method"], case["ranks"], config["elements"], config["density"], form)
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """Say how gTopK and TopK grow with the number of ranks, and from which on gTopK sends less than TopK."""
+    int32 = table[table["index_format"].isin(["", "int32"])].set_index(["method", "ranks"])["busiest_bytes"]
+    top, tree, dense = int32["topk"], int32["gtopk"], int32["dense"]
+    ranks = table["ranks"].unique()
+    first, last = ranks.min(), ranks.max()
+    cheaper = [count for count in ranks if tree[count] < top[count]]
+    # From power of two to power of two, where the swaps need no rounds more.
+    yes = bool(cheaper) and tree[last] / tree[first] < 2 * math.log2(last) < top[last] / top[first]
+    return (
+        f"{held(yes)}from {first} to {last} ranks what TopK sends grows {top[last] / top[first]:.0f} times, and what "
+        f"gTopK sends {tree[last] / tree[first]:.1f} times; gTopK sends less than TopK with "
+        f"{', '.join(map(str, cheaper))} ranks, {top[last] / tree[last]:.1f} times less with {last}, where dense "
+        f"gradients are {dense[last] / tree[last]:,.0f} times as large."
+    )
+
+
+def draw(table: pd.DataFrame) -> Any:
+    """Draw bytes against the number of ranks, in the papers' encoding and in ours."""
+    table = table.query("published_words > 0")  # within one node nothing leaves it
     numel, k = table["elements"].iloc[0], table["k"].iloc[0]
     figure, (panels,) = plots.panels(1, 2, (13, 6))
     for panel, form in zip(panels, FORMATS, strict=True):
@@ -148,27 +178,15 @@ def draw(folder: Path) -> None:
     panels[1].set(ylabel="kB", title=title)
     figure.suptitle(f"Sent by a worker in a step: {numel:,} elements, k = {k:,}")
     figure.supxlabel(CAPTION, fontsize=8)
-    plots.write(figure, folder / "volume.png")
+    return figure
 
 
-def main() -> None:
-    """Measure and draw."""
-    parser = results.command_line(__doc__)
-    parser.add_argument("--numel", type=int, default=1_000_000, help="elements of the one segment, default 1 M")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of workers, default 2 to 64")
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the ranks are threads
-    if not args.figure:
-        rows = [
-            measure(name, ranks, args.numel, DENSITY, form)
-            for ranks in args.ranks
-            for name in PUBLISHED
-            for form in (FORMATS if has_indices(name) else FORMATS[:1])
-            if name in METHODS or ranks % PER_NODE == 0
-        ]
-        results.save(args.out / "volume.csv", rows)
-    draw(args.out)
-
-
-if __name__ == "__main__":
-    main()
+FINDING = Finding(
+    "volume",
+    {"elements": 1_000_000, "density": 0.001, "most": 64},
+    ("method", "index_format", "ranks"),
+    cases,
+    run,
+    draw,
+    verdict,
+)

@@ -1,0 +1,58 @@
+"""Lightning's `WeightAveraging`, and before Lightning 2.6, which has none, the smallest that averages.
+
+from lightning_sparse.callbacks.weight_averaging import WeightAveraging
+from lightning_sparse.memsgd import QuadraticAverage
+
+Trainer(callbacks=WeightAveraging(avg_fn=QuadraticAverage(shift + 1)))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_sparse._lightning import CHOSEN
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback
+else:
+    from lightning_sparse.callbacks.base import Callback
+
+
+class AverageAtEnd(Callback):
+    """Averages the weights after each optimizer step, and puts the average into the model when training ends.
+
+    Args:
+        **options: of torch's `AveragedModel`, such as `avg_fn`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.steps = options, 0
+        self.average: AveragedModel | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.average = AveragedModel(pl_module, pl_module.device, **self.options)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step > self.steps:  # with accumulation not every batch ends in a step
+            self.steps = trainer.global_step
+            assert self.average is not None
+            self.average.update_parameters(pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.average is not None
+        pl_module.load_state_dict(self.average.module.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "average": self.average and self.average.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+        if self.average is not None:
+            self.average.load_state_dict(state_dict["average"])
+
+
+WeightAveraging: Any = getattr(import_module(f"{CHOSEN}.callbacks"), "WeightAveraging", AverageAtEnd)

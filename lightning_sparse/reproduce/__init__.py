@@ -1,0 +1,19 @@
+"""`python -m lightning_sparse reproduce NAME`: what papers have found, each tried anew in minutes.
+
+A finding is a file of this package, `NAME` with _ for -, that holds a `Finding` by the name `FINDING`: its config, what
+its runs are, how one is done, the figure and the verdict. See `frame` for what they share.
+"""
+
+FINDINGS = {
+    "memsgd": "Mem-SGD with a few entries of each gradient trains as well as SGD (Stich et al. 2018, arXiv 1809.07599)",
+    "gaussiank-contraction": "TopK leaves less than (1 − k/d)² of Gaussian vectors (Shi et al. 2019, arXiv 1911.08772)",
+    "error-feedback": "error feedback mends sign and top-k (Karimireddy et al. 2019, arXiv 1901.09847)",
+    "volume": "gTopK sends O(k log P) words, TopK O(kP) (Shi et al. 2019, arXiv 1901.04359)",
+    "layer-wise": "layer by layer is as good as the whole model at once (Dutta et al. 2020, AAAI)",
+    "terngrad-qsgd": "a few bits for each value suffice (arXiv 1610.02132, 1705.07878; 1-bit SGD: Seide et al. 2014)",
+    "signsgd": "a majority vote withstands attackers below one half (Bernstein et al. 2019, arXiv 1810.05291)",
+}
+"""Name to the sentence that is tried, and who published it."""
+
+PACKAGES = ("matplotlib", "pandas", "sklearn")
+"""What findings need beside the package; the extra `examples` has them."""

@@ -1,0 +1,83 @@
+"""`python -m lightning_sparse reproduce`: try anew what a paper has found, in minutes, on this machine.
+
+    python -m lightning_sparse reproduce --list
+    python -m lightning_sparse reproduce memsgd
+    python -m lightning_sparse reproduce memsgd --figure   # only draw what was run
+    python -m lightning_sparse reproduce memsgd --help     # with the finding's own options
+
+Written to the folder `--out`: NAME.csv, a row for each run and what it was run with, and NAME.png. A run is written
+when it ends, so after Ctrl-C the same command goes on. At the end a sentence says whether the finding held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_sparse.reproduce import FINDINGS, PACKAGES
+
+if TYPE_CHECKING:
+    from lightning_sparse.reproduce.frame import Finding
+
+
+def finding(name: str) -> Finding:
+    """Return a finding by its name in `FINDINGS`.
+
+    Raises:
+        SystemExit: a package is missing.
+    """
+    if absent := [package for package in PACKAGES if find_spec(package) is None]:
+        raise SystemExit(f"reproduce needs {' and '.join(absent)}: pip install 'lightning_sparse[examples]'")
+    found: Finding = import_module(f"lightning_sparse.reproduce.{name.replace('-', '_')}").FINDING
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the command line, and list, run or draw."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_sparse reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("name", nargs="?", help=f"one of {', '.join(FINDINGS)}")
+    parser.add_argument("--list", action="store_true", help="print all findings")
+    parser.add_argument("--out", type=Path, default=Path("reproduced"), help="folder, default: reproduced")
+    parser.add_argument("--figure", action="store_true", help="run nothing, draw what was run")
+    parser.add_argument("-h", "--help", action="store_true", help="print this, with the options of NAME")
+    args, _ = parser.parse_known_args(argv)
+    if args.list:
+        width = max(map(len, FINDINGS))
+        print("\n".join(f"{name:<{width}}  {says}" for name, says in FINDINGS.items()))
+        return
+    if args.name is None:
+        if args.help:
+            parser.print_help()
+            return
+        parser.error(f"give the NAME of a finding, one of {', '.join(FINDINGS)}, or --list")
+    if args.name not in FINDINGS:
+        near = difflib.get_close_matches(args.name, FINDINGS, n=1)
+        parser.error(
+            f"{args.name!r} is not known; choose from {', '.join(FINDINGS)}."
+            + "".join(f" Did you mean {name!r}?" for name in near)
+        )
+    chosen = finding(args.name)
+    own = parser.add_argument_group(f"options of {args.name}")
+    for option, default in chosen.config.items():
+        own.add_argument(f"--{option}", type=type(default), default=default, help=f"default: {default!r}")
+    if args.help:
+        parser.print_help()
+        return
+    given = vars(parser.parse_args(argv))
+    from lightning_sparse.reproduce import frame
+
+    if args.figure:
+        frame.redraw(chosen, args.out)
+    else:
+        frame.reproduce(chosen, {option: given[option] for option in chosen.config}, args.out)

@@ -1,0 +1,130 @@
+"""Scikit-learn's handwritten digits, and small trainings on them by ranks that are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_sparse.comm import Comm, simulate
+from lightning_sparse.exchange import NonFiniteGradient
+from lightning_sparse.methods import Method
+from lightning_sparse.reducer import Reducer
+
+
+class Split(NamedTuple):
+    """Images, fp32 (n, 1, 8, 8) from 0 to 1, and labels, int64 (n)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def digits(seed: int | None = 0) -> tuple[Split, Split]:
+    """Return scikit-learn's handwritten digits, 1,500 to train and 297 to test, shuffled unless the seed is None."""
+    data = load_digits()
+    images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+    if seed is not None:
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        images, labels = images[order], labels[order]
+    return Split(images[:1500], labels[:1500]), Split(images[1500:], labels[1500:])
+
+
+class Trained(NamedTuple):
+    """What `train` returns.
+
+    Attributes:
+        accuracy: on the test digits, in per cent.
+        loss: on all training digits; infinite if a gradient was not finite, after which nothing is trained.
+        bytes: that a rank sent in a step, the mean over ranks and steps.
+    """
+
+    accuracy: float
+    loss: float
+    bytes: float
+
+
+def network(hidden: int, seed: int) -> nn.Sequential:
+    """Return a network of two hidden layers for the digits; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
+        )
+
+
+def train(
+    method: Method,
+    *,
+    ranks: int,
+    lr: float,
+    steps: int,
+    seed: int = 0,
+    batch: int = 16,
+    hidden: int = 32,
+    whole: bool = False,
+) -> Trained:
+    """Train a network on the digits with SGD at a constant rate; each rank draws its own examples.
+
+    Args:
+        method: how gradients are exchanged.
+        ranks: how many.
+        lr: the rate.
+        steps: how many.
+        seed: of the initial weights, of the examples and of the method.
+        batch: examples per rank and step.
+        hidden: width of the network.
+        whole: give the method all gradients as one vector; otherwise layer by layer, weight and bias apart.
+
+    Raises:
+        RuntimeError: the ranks end with different weights.
+    """
+    train_set, test_set = digits()
+    nets = [network(hidden, seed) for _ in range(ranks)]
+
+    def rank(comm: Comm) -> tuple[Tensor, bool]:
+        net = nets[comm.rank]
+        params, names = list(net.parameters()), [name for name, _ in net.named_parameters()]
+        reducer = Reducer(method, comm, seed=seed, granularity="layer")
+        generator = torch.Generator().manual_seed(1000 * seed + comm.rank)
+        for _ in range(steps):
+            picked = torch.randint(len(train_set.labels), (batch,), generator=generator)
+            loss = cross_entropy(net(train_set.images[picked]), train_set.labels[picked])
+            found = torch.autograd.grad(loss, params)
+            grads = {"all": nn.utils.parameters_to_vector(found)} if whole else dict(zip(names, found, strict=True))
+            try:
+                reducer.reduce_(grads)
+            except NonFiniteGradient:  # on all ranks
+                return nn.utils.parameters_to_vector(params), False
+            with torch.no_grad():
+                nn.utils.vector_to_parameters(
+                    nn.utils.parameters_to_vector(params) - lr * nn.utils.parameters_to_vector(grads.values()), params
+                )
+        return nn.utils.parameters_to_vector(params), True
+
+    sent: list[int] = []
+
+    def counted(comm: Comm) -> tuple[Tensor, bool]:
+        result = rank(comm)
+        sent.append(comm.sent_bytes)
+        return result
+
+    found = simulate(ranks, counted)
+    if not all(torch.equal(weights.nan_to_num(), found[0][0].nan_to_num()) for weights, _ in found):
+        raise RuntimeError(f"{method}: ranks differ in their weights: nothing is written.")
+    with torch.no_grad():
+        right = nets[0](test_set.images).argmax(1) == test_set.labels
+        loss = cross_entropy(nets[0](train_set.images), train_set.labels).item()
+    return Trained(
+        100 * right.float().mean().item(), loss if found[0][1] else float("inf"), sum(sent) / ranks / max(1, steps)
+    )
+
+
+def best_rates(table: pd.DataFrame, key: Sequence[str]) -> pd.DataFrame:
+    """Return the mean accuracy and loss over the seeds at the rate of the lowest mean loss, a row for each `key`."""
+    means = table.groupby([*key, "lr"], sort=False)[["accuracy_percent", "loss"]].mean().reset_index()
+    return means.loc[means.groupby(list(key), sort=False)["loss"].idxmin()].set_index(list(key))

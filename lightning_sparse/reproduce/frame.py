@@ -1,0 +1,138 @@
+"""What all findings share: config as options, runs that can be interrupted, a CSV file, a figure and a verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from lightning_sparse.reproduce import plots, table
+from lightning_sparse.reproduce.table import Row
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence of a paper, and how it is tried.
+
+    Attributes:
+        name: of the command, of the CSV file and of the figure.
+        config: what can be set, name to default, an `int`, a `float` or a `str`: an option of the command line and a
+            column of the CSV file. Numbers are above 0, a seed may be 0.
+        key: the columns that tell runs apart.
+        cases: config to the key columns of each run. A ValueError says what is wrong with the config.
+        run: key columns and config to what was found: further columns of one row, or of several.
+        draw: the table of all runs to a figure.
+        verdict: the same to a sentence that says whether the finding held.
+        digits: significant digits of floats in the CSV file.
+    """
+
+    name: str
+    config: Config
+    key: tuple[str, ...]
+    cases: Callable[[Config], list[Row]]
+    run: Callable[[Row, Config], Row | list[Row]]
+    draw: Callable[[pd.DataFrame], Any]
+    verdict: Callable[[pd.DataFrame], str]
+    digits: int = 4
+
+    def __post_init__(self) -> None:
+        if both := {*self.key} & {*self.config}:
+            raise ValueError(f"Finding {self.name!r}: {', '.join(sorted(both))} cannot be config and key.")
+
+    def path(self, out: Path) -> Path:
+        """Return the CSV file's path in the folder `out`; the figure's differs in the suffix."""
+        return out / f"{self.name}.csv"
+
+
+def reproduce(finding: Finding, config: Config, out: Path) -> None:
+    """Do the runs that the CSV file lacks, each written when it ends; then draw, and print the verdict.
+
+    Raises:
+        SystemExit: the config makes no sense or is not that of the file; Ctrl-C.
+    """
+    config = checked(config)
+    path = finding.path(out)
+    known = table.load_texts(path)
+    for name, value in config.items():
+        others = sorted(set(known[name]) - {table.text(value, finding.digits)}) if len(known) else []
+        if others:
+            raise SystemExit(
+                f"{path} was made with {name}={others[0]}, not {value}: give another folder, --out, or delete the file."
+            )
+    try:
+        cases = finding.cases(config)
+    except ValueError as error:
+        raise SystemExit(f"{finding.name}: {error}") from None
+    todo = missing(finding, cases, known)
+    print(f"{finding.name}: {len(todo)} of {len(cases)} runs to do, {', '.join(f'{k}={v}' for k, v in config.items())}")
+    torch.set_num_threads(1)  # ranks are threads, or forked processes
+    started = time.perf_counter()
+    try:
+        for number, case in enumerate(todo, 1):
+            before = time.perf_counter()
+            found = finding.run(case, config)
+            rows = found if isinstance(found, list) else [found]
+            seconds = time.perf_counter() - before
+            stamp = {**config, "seconds": seconds, **table.origin("scikit-learn")}
+            table.save(path, [{**case, **row, **stamp} for row in rows], finding.key, finding.digits)
+            left = (time.perf_counter() - started) / number * (len(todo) - number)
+            said = ", ".join(
+                f"{name}={table.text(value, 3)}" for name, value in (case | rows[-1]).items() if value != ""
+            )
+            print(f"[{number}/{len(todo)}] {said} ({seconds:.1f} s, about {left:.0f} s left)", flush=True)
+    except KeyboardInterrupt:
+        raise SystemExit(
+            f"\nInterrupted. {path} has all runs that ended; the same command goes on from there."
+        ) from None
+    redraw(finding, out)
+
+
+def redraw(finding: Finding, out: Path) -> None:
+    """Draw what the CSV file has, and print the verdict.
+
+    Raises:
+        SystemExit: there is no such file, or runs are missing.
+    """
+    path = finding.path(out)
+    texts = table.load_texts(path)
+    command = f"python -m lightning_sparse reproduce {finding.name} --out {out}"
+    if texts.empty:
+        raise SystemExit(f"{path}: there is nothing to draw yet; run: {command}")
+    config = {name: type(default)(texts[name].iloc[0]) for name, default in finding.config.items()}
+    try:
+        cases = finding.cases(config)
+    except ValueError as error:
+        raise SystemExit(f"{finding.name}: {error}") from None
+    if lacking := missing(finding, cases, texts):
+        raise SystemExit(f"{path} lacks {len(lacking)} runs of {len(cases)}; run again: {command}")
+    found = table.load(path)
+    plots.write(finding.draw(found), path.with_suffix(".png"))
+    print(finding.verdict(found))
+
+
+def missing(finding: Finding, cases: Iterable[Row], known: pd.DataFrame) -> list[Row]:
+    """Return the cases that a table of texts has no row of."""
+    key = list(finding.key)
+    done = set(known[key].itertuples(index=False, name=None)) if len(known) else set()
+    return [case for case in cases if tuple(table.text(case[name], finding.digits) for name in key) not in done]
+
+
+def checked(config: Config) -> Config:
+    """Return a config whose numbers are in range."""
+    for name, value in config.items():
+        least = 0 if name == "seed" else None
+        if not isinstance(value, str) and not (value > 0 or value == least):
+            raise SystemExit(f"--{name} {value}: must be a number {'0 or more' if least == 0 else 'above 0'}.")
+    return config
+
+
+def held(yes: bool) -> str:
+    """Return how a verdict begins."""
+    return "Held here: " if yes else "Did not hold here: "

@@ -1,0 +1,112 @@
+"""How much of a Gaussian vector do the k largest entries leave, and k random ones?
+
+Shi et al. 2019, arXiv 1911.08772: any k-contraction leaves at most (1 − k/d)‖u‖² of u, which is what RandK leaves on
+average, but for bell-shaped u TopK leaves less than (1 − k/d)²‖u‖², their Theorem 1. Here u are normal numbers, as in
+the paper.
+`benchmarks/observations.py` has the same for u of real trainings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import torch
+from scipy import special
+from torch import Tensor
+
+from lightning_sparse.compressors import RandK, Sparsifier, TopK
+from lightning_sparse.reproduce import plots
+from lightning_sparse.reproduce.frame import Config, Finding, held
+from lightning_sparse.reproduce.table import Row
+
+SHARES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+"""k/d."""
+COMPRESSORS: dict[str, Callable[[float], Sparsifier]] = {"topk": TopK, "randk": RandK}
+
+
+def contraction(u: Tensor, compressor: Sparsifier) -> tuple[int, float]:
+    """Return k, and ‖u − C(u)‖² / ‖u‖² of a 1-D tensor that is not all zero."""
+    chosen = compressor.select(u)
+    rest = u.index_fill(0, chosen, 0.0)
+    return len(chosen), float(rest.double().square().sum() / u.double().square().sum())
+
+
+def of_normal(density: float) -> float:
+    """Return the contraction of the top k of many normal numbers with mean 0."""
+    z = float(special.ndtri(1 - density / 2))
+    return 1 - density - 2 * z * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
+
+def cases(config: Config) -> list[Row]:
+    """Return a run for each compressor and k, once each."""
+    counts = dict.fromkeys(max(1, round(share * config["numel"])) for share in SHARES)
+    return [{"method": name, "k": k} for name in COMPRESSORS for k in counts]
+
+
+def run(case: Row, config: Config) -> Row:
+    """Return the mean and the extremes of the contraction over the vectors."""
+    density = case["k"] / config["numel"]
+    found = []
+    for vector in range(config["vectors"]):
+        generator = torch.Generator().manual_seed(config["seed"] + vector)
+        # RandK's choice is a function of the seed of its context, the same for all vectors, which are independent.
+        k, left = contraction(torch.randn(config["numel"], generator=generator), COMPRESSORS[case["method"]](density))
+        assert k == case["k"]
+        found.append(left)
+    return {
+        "contraction": sum(found) / len(found),
+        "lowest": min(found),
+        "highest": max(found),
+        "bound": 1 - density,
+        "bound_squared": (1 - density) ** 2,
+        "of_normal": of_normal(density),
+    }
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """Say whether TopK stays below the square, and RandK at the bound."""
+    top, random = (table[table["method"] == name] for name in COMPRESSORS)
+    below = (top["highest"] < top["bound_squared"]).sum()
+    off = (random["contraction"] / random["bound"] - 1).abs()[random["bound"] >= 0.5].max()
+    share = top["contraction"] / top["bound_squared"]
+    small = top[top["k"] == top["k"].min()].iloc[0]
+    yes = below == len(top) and off < 0.02
+    return (
+        f"{held(yes)}TopK leaves less than (1 − k/d)² of every vector at {below} of {len(top)} values of k, from "
+        f"{share.min():.2g} to {share.max():.4g} times as much (k = {small['k']}: {small['contraction']:.4f} against "
+        f"{small['bound_squared']:.4f}); RandK is within {100 * off:.1f} % of 1 − k/d up to k = d/2."
+    )
+
+
+def draw(table: pd.DataFrame) -> Any:
+    """Draw what is left against k, whole, and where little is sent."""
+    figure, (panels,) = plots.panels(1, 2, (11, 4.2))
+    top, random = (table[table["method"] == name] for name in COMPRESSORS)
+    blue, brown = (plots.line(name)["color"] for name in ("topk", "randk"))
+    for panel, sign in zip(panels, (1, -1), strict=True):
+        start = (1 - sign) // 2  # c, or 1 − c
+        panel.plot(top["k"], start + sign * top["bound"], "k-", label="1 − k/d")
+        panel.plot(top["k"], start + sign * top["bound_squared"], "C3--", label="(1 − k/d)²")
+        panel.plot(top["k"], start + sign * top["of_normal"], ":", color="0.4", label="top k of a normal distribution")
+        panel.plot(top["k"], start + sign * top["contraction"], "o", color=blue, label="TopK")
+        panel.plot(random["k"], start + sign * random["contraction"], "x", color=brown, label="RandK")
+        panel.set(xscale="log", xlabel="k")
+    panels[0].set(ylabel="‖u − C(u)‖² / ‖u‖²", title=f"d = {table['numel'].iloc[0]:,}")
+    panels[1].set(yscale="log", ylabel="1 − ‖u − C(u)‖² / ‖u‖²", title="the share of ‖u‖² that is sent")
+    panels[0].legend()
+    return figure
+
+
+FINDING = Finding(
+    "gaussiank-contraction",
+    {"numel": 100_000, "vectors": 10, "seed": 0},
+    ("method", "k"),
+    cases,
+    run,
+    draw,
+    verdict,
+    digits=6,
+)

@@ -1,0 +1,250 @@
+"""Logistic regression by Mem-SGD: error against iterations and against bits, beside SGD and QSGD, and in parallel.
+
+Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599. η_t = 2/(λ(a + t)) with λ = 1/n, and the average of the weights by
+(a + t)², as in the authors' code. There a is d, 10 d, or these divided by k, by data and method; here it is d for all:
+of 0.1 d, d and 10 d the best for SGD, top-k and random k alike, in runs of 10,000 steps. "no shift" has a = 1.
+
+Data of the shapes of "epsilon" and "rcv1", smaller, or a file in svmlight format (`--data`). Bits of a step:
+
+- SGD: 32 d; on sparse data 32 + ⌈log₂ d⌉ for each nonzero of the example (everybody knows x, so the L2 term is free);
+- top-k: k(32 + ⌈log₂ d⌉); random k: 32 k, as the indices follow from a seed;
+- QSGD: the length of its Elias code, with one norm for the whole gradient, the mean of 20 steps.
+
+`error` is f(x̄) − min f of the average, `error_last` that of the last weights. Parallel runs share one vector among
+processes, without locks; they take as many steps together as one process takes alone. `seconds_training` leaves out
+their start.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.base import Entries, add_
+from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.context import Context
+from lightning_sparse.memsgd import MemSGD, QuadraticAverage, train_parallel
+from lightning_sparse.reproduce import plots
+from lightning_sparse.reproduce.frame import Config, Finding, held
+from lightning_sparse.reproduce.logistic import Logistic, data_from, dense_data, sparse_data
+from lightning_sparse.reproduce.table import Row, cores
+
+GAMMA, POINTS, COUNTED = 2.0, 16, 20
+METHODS = {
+    "dense": [("top", 1), ("top", 10), ("random", 10), ("random", 100)],
+    "sparse": [("top", 1), ("top", 10), ("top", 100), ("random", 100)],
+}
+FORGETFUL = {"dense": [("top", 1), ("random", 10)], "sparse": [("top", 10), ("random", 100)]}
+LEVELS = (4, 16, 127)
+COLORS = {"sgd": "#000000", "top": "#0072B2", "random": "#8C564B", "qsgd": "#CC79A7"}
+STYLES = ("-", "--", ":")
+
+
+@lru_cache(maxsize=2)
+def problem(name: str, file: str, dense: int, sparse: int, seed: int) -> Logistic:
+    """Return the data of a run. The examples are 2 d dense ones, or 0.4 d sparse ones, in d dimensions."""
+    if name == "file":
+        return data_from(Path(file))
+    return dense_data(2 * dense, dense, seed) if name == "dense" else sparse_data(4 * sparse // 10, sparse, seed)
+
+
+def problem_of(case: Row, config: Config) -> Logistic:
+    """Return the data of a run."""
+    return problem(case["problem"], config["data"], config["dense"], config["sparse"], config["seed"])
+
+
+def cases(config: Config) -> list[Row]:
+    """Return the runs on each data set; on a file's only those.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    names = ["file"] if config["data"] else list(METHODS)
+    runs: list[Row] = []
+    for name in names:
+        kind, most = name, int(config.get(name, 0))
+        if name == "file":
+            data = problem_of({"problem": name}, config)
+            kind, most = "sparse" if data.sparse else "dense", data.numel
+        methods = [(method, min(k, most)) for method, k in METHODS[kind]]
+        same: Row = {"problem": name, "memory": "yes", "shift": "yes", "processes": 0}
+        runs.append({**same, "method": "sgd", "k": most})
+        runs += [{**same, "method": method, "k": k} for method, k in dict.fromkeys(methods)]
+        runs += [{**same, "method": method, "k": min(k, most), "memory": "no"} for method, k in FORGETFUL[kind]]
+        runs.append({**same, "method": "top", "k": methods[0][1], "shift": "no"})
+        runs += [{**same, "method": "qsgd", "k": levels} for levels in LEVELS]
+        for method, k in dict.fromkeys((methods[1], methods[-1])):
+            runs += [{**same, "method": method, "k": k, "processes": count} for count in processes()]
+    return runs
+
+
+def processes() -> list[int]:
+    """Return how many processes the parallel runs have: 1, 2, 4 … up to the cores there are, and at least 2."""
+    return [2**power for power in range(max(1, cores().bit_length() - 1) + 1)]
+
+
+def run(case: Row, config: Config) -> list[Row]:
+    """Train, and return a row for each point of the curve, at steps spaced evenly on a logarithmic scale."""
+    data = problem_of(case, config)
+    shift = data.numel if case["shift"] == "yes" else 1.0
+    return parallel(case, config, data, shift) if case["processes"] else sequential(case, config, data, shift)
+
+
+class Rate:
+    """η_t = γ / (λ(a + t)); an object, so that it can be given to a process."""
+
+    def __init__(self, l2: float, shift: float) -> None:
+        self.l2, self.shift = l2, shift
+
+    def __call__(self, t: int) -> float:
+        return GAMMA / (self.l2 * (self.shift + t))
+
+
+def sequential(case: Row, config: Config, data: Logistic, shift: float) -> list[Row]:
+    """Train in this process."""
+    steps, rate, average = config["steps"], Rate(data.l2, shift), QuadraticAverage(shift)
+    points = sorted({max(1, round(steps ** (point / POINTS))) for point in range(POINTS + 1)})
+    x, mean = torch.zeros(data.numel), torch.zeros(data.numel)
+    generator = torch.Generator().manual_seed(config["seed"])
+    method, k = case["method"], case["k"]
+    memory = case["memory"] == "yes"
+    worker = MemSGD(x, k, method, l2=data.l2, error_feedback=memory) if method in ("top", "random") else None
+    code = QSGD(min(k, 127), bucket=data.numel)
+    bits, lengths, rows = 0.0, [], []
+    place = math.ceil(math.log2(data.numel))
+    for t in range(steps):
+        mean = average(mean, x, t)
+        gradient = data(x, generator)
+        if worker is not None:
+            worker.step_(gradient, rate(t))
+            bits += k * (32 + (place if method == "top" else 0))
+        elif method == "sgd":
+            x.mul_(1 - data.l2 * rate(t))
+            add_(x, gradient, -rate(t))
+            bits += len(gradient.values) * (32 + place) if isinstance(gradient, Entries) else 32 * data.numel
+        else:
+            ctx = Context.of(data.numel, step=t, seed=config["seed"])
+            payload, update = code.compress(add_(x * data.l2, gradient), ctx)
+            assert isinstance(update, Tensor)
+            if t % max(1, steps // COUNTED) == 0:
+                lengths.append(code.elias_bits(payload, ctx))
+            bits = (t + 1) * sum(lengths) / len(lengths)
+            x.add_(update, alpha=-rate(t))
+        if t + 1 in points:
+            errors = [data.loss(weights.double().numpy()) - data.minimum for weights in (mean, x)]
+            rows.append({"step": t + 1, "bits": bits, "error": errors[0], "error_last": errors[1]})
+    return rows
+
+
+def parallel(case: Row, config: Config, data: Logistic, shift: float) -> list[Row]:
+    """Train in several processes on one vector."""
+    x, steps = torch.zeros(data.numel), config["steps"] // case["processes"]
+    job = {"choice": case["method"], "processes": case["processes"], "l2": data.l2, "seed": config["seed"]}
+    found = train_parallel(x, data, Rate(data.l2, shift), steps, case["k"], **job, start_method="fork")
+    error = data.loss(x.double().numpy()) - data.minimum
+    return [{"step": steps * case["processes"], "error_last": error, "seconds_training": found.seconds}]
+
+
+def label(row: Any) -> str:
+    """Return the name of a run's curve."""
+    method, k = row["method"], row["k"]
+    name = {"sgd": "SGD", "qsgd": f"QSGD, s = {k}"}.get(method, f"{method}-{k}")
+    return name + (", no memory" if row["memory"] == "no" else "") + (", no shift" if row["shift"] == "no" else "")
+
+
+def curves(table: pd.DataFrame, data: str) -> dict[str, pd.DataFrame]:
+    """Return the sequential runs on some data by their names."""
+    mine = table[(table["problem"] == data) & (table["processes"] == 0)]
+    keys = ["method", "k", "memory", "shift"]
+    return {label(rows.iloc[0]): rows.sort_values("step") for _, rows in mine.groupby(keys, sort=False)}
+
+
+def bits_to(curve: pd.DataFrame, target: float) -> float:
+    """Return the bits after which the average's error stays at the target or below, infinite if it does not."""
+    above = curve[curve["error"] > target]
+    below = curve if above.empty else curve[curve["step"] > above["step"].max()]
+    return float(below["bits"].min()) if len(below) else math.inf
+
+
+def speed_up(table: pd.DataFrame, data: str) -> dict[str, float]:
+    """Return how many times as fast the most processes are as one, by method."""
+    mine = table[(table["problem"] == data) & (table["processes"] > 0)]
+    found = {}
+    for (method, k), rows in mine.groupby(["method", "k"], sort=False):
+        seconds = rows.set_index("processes")["seconds_training"]
+        found[f"{method}-{k}"] = seconds[1] / seconds[seconds.index.max()]
+    return found
+
+
+def savings(table: pd.DataFrame, data: str) -> dict[str, float]:
+    """Return how many times fewer bits each method needs than SGD, to 1.2 times SGD's last error; 0 if it misses it."""
+    found = curves(table, data)
+    target = 1.2 * found["SGD"]["error"].iloc[-1]
+    return {name: bits_to(found["SGD"], target) / bits_to(curve, target) for name, curve in found.items()}
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """Say how many times fewer bits the best top-k needs, and what memory and processes do."""
+    parts, yes = [], True
+    for data in table["problem"].unique():
+        saved, found = savings(table, data), curves(table, data)
+        tops = {name: times for name, times in saved.items() if name.startswith("top") and "," not in name}
+        best = max(tops, key=lambda name: tops[name])
+        coded = max(saved[name] for name in saved if name.startswith("QSGD"))
+        without = next(name for name in found if "no memory" in name)
+        gaps = [found[name]["error"].iloc[-1] / found["SGD"]["error"].iloc[-1] for name in (best, without)]
+        times = ", ".join(f"{name} {value:.1f}" for name, value in speed_up(table, data).items())
+        yes = yes and tops[best] > max(1, coded) and gaps[1] > 1.5
+        parts.append(
+            f"on {data} data {best} comes within 20 % of SGD's error with {tops[best]:,.0f} times fewer bits, "
+            f"QSGD with {coded:.1f} times fewer; at the end its error is {gaps[0]:.2f} times SGD's, that of {without} "
+            f"{gaps[1]:.1f} times; speed-up with {table['processes'].max()} processes: {times}"
+        )
+    return held(yes) + "; ".join(parts) + f" ({table['cores'].iloc[0]} cores, shared with other programs)."
+
+
+def draw(table: pd.DataFrame) -> Any:
+    """Draw the error against steps and against bits, with and without averaging, and the speed-up."""
+    names = list(table["problem"].unique())
+    figure, panels = plots.panels(len(names), 4, (17, 4.2 * len(names)))
+    for line, data in zip(panels, names, strict=True):
+        seen: dict[str, int] = {}
+        for name, curve in curves(table, data).items():
+            method, plain = curve["method"].iloc[0], "," not in name or name.startswith("QSGD")
+            style = STYLES[seen.setdefault(method, 0) % 3] if plain else (0, (1, 3))
+            seen[method] += plain
+            options = {"color": COLORS[method], "linestyle": style, "label": name}
+            line[0].plot(curve["step"], curve["error"], **options)
+            line[1].plot(curve["bits"] / 8e3, curve["error"], **options)
+            if plain and method != "qsgd":
+                line[2].plot(curve["step"], curve["error_last"] / curve["error"], **options)
+        line[0].set(xscale="log", yscale="log", xlabel="steps", ylabel="f(x̄) − min f", title=f"{data} data")
+        line[1].set(xscale="log", yscale="log", xlabel="kB sent")
+        line[2].set(xscale="log", yscale="log", xlabel="steps", title="error of the last weights by the average's")
+        line[0].legend(fontsize=6)
+        mine = table[(table["problem"] == data) & (table["processes"] > 0)]
+        for (method, k), rows in mine.groupby(["method", "k"], sort=False):
+            seconds = rows.set_index("processes")["seconds_training"].sort_index()
+            line[3].plot(seconds.index, seconds[1] / seconds, "o-", color=COLORS[method], label=f"{method}-{k}")
+        counts = sorted(mine["processes"].unique())
+        line[3].plot(counts, counts, ":", color="0.6")
+        line[3].set(xlabel="processes", xticks=counts, title=f"speed-up on {table['cores'].iloc[0]} cores")
+        line[3].legend()
+    return figure
+
+
+FINDING = Finding(
+    "memsgd",
+    {"data": "", "steps": 5000, "dense": 1000, "sparse": 10_000, "seed": 0},
+    ("problem", "method", "k", "memory", "shift", "processes"),
+    cases,
+    run,
+    draw,
+    verdict,
+)

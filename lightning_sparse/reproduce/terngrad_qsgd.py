@@ -1,0 +1,106 @@
+"""How many bits does a value need? QSGD, TernGrad and 1-bit SGD, this with error feedback and without.
+
+Alistarh et al. 2017, arXiv 1610.02132 (QSGD); Wen et al. 2017, arXiv 1705.07878 (TernGrad); Seide et al. 2014,
+Interspeech (1-bit SGD, which "only works" with error feedback). A network of two hidden layers learns scikit-learn's
+digits, each method at the best of three rates. Bits are those of a rank's payload per value, scales included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from lightning_sparse.aggregators import AllReduceMean, Mean
+from lightning_sparse.aggregators.shared_scale import SharedScale
+from lightning_sparse.compressors import Identity
+from lightning_sparse.compressors.onebit import OneBit
+from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.compressors.terngrad import TernGrad
+from lightning_sparse.layout import Layout
+from lightning_sparse.memory import NoMemory, Residual
+from lightning_sparse.methods import Method
+from lightning_sparse.reproduce import plots
+from lightning_sparse.reproduce.digits import best_rates, network, train
+from lightning_sparse.reproduce.frame import Config, Finding, held
+from lightning_sparse.reproduce.table import Row
+
+METHODS = {
+    "SGD": Method(Identity(), NoMemory(), AllReduceMean()),
+    **{f"QSGD, s = {levels}": Method(QSGD(levels), NoMemory(), Mean()) for levels in (1, 3, 15, 127)},
+    "TernGrad": Method(TernGrad(), NoMemory(), SharedScale()),
+    "1-bit": Method(OneBit(), NoMemory(), Mean()),
+    "1-bit, feedback": Method(OneBit(), Residual(), Mean()),
+}
+RATES = (0.1, 0.3, 1.0)
+
+
+def cases(config: Config) -> list[Row]:
+    """Return a run for each method, rate and repetition."""
+    return [
+        {"method": name, "lr": lr, "repeat": repeat}
+        for name in METHODS
+        for lr in RATES
+        for repeat in range(config["repeats"])
+    ]
+
+
+def bits(chosen: Method) -> float:
+    """Return the bits of a payload per value."""
+    shapes = {name: tuple(param.shape) for name, param in network(32, 0).named_parameters()}
+    segments = Layout.of(shapes, "layer", 25).segments
+    payload = sum(chosen.compressor.nbytes(segment, None) for segment in segments)
+    return 8 * payload / sum(segment.numel for segment in segments)
+
+
+def run(case: Row, config: Config) -> Row:
+    """Train."""
+    chosen = METHODS[case["method"]]
+    found = train(
+        chosen,
+        ranks=config["ranks"],
+        lr=case["lr"],
+        steps=config["steps"],
+        seed=config["seed"] + case["repeat"],
+    )
+    return {"loss": found.loss, "accuracy_percent": found.accuracy, "bits": bits(chosen)}
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """Say what each method loses against SGD."""
+    best, sent = best_rates(table, ["method"]), table.groupby("method")["bits"].first()
+    accuracy = best["accuracy_percent"]
+    gaps = {name: accuracy["SGD"] - accuracy[name] for name in METHODS if name != "SGD"}
+    said = ", ".join(f"{name} ({sent[name]:.1f} bits) {-gap:+.1f}" for name, gap in gaps.items())
+    worse = best["loss"]["1-bit"] / best["loss"]["1-bit, feedback"]
+    yes = max(gaps["QSGD, s = 15"], gaps["TernGrad"], gaps["1-bit, feedback"]) < 2 and worse > 1
+    return (
+        f"{held(yes)}points of test accuracy against SGD's {accuracy['SGD']:.1f} %: {said}. Without error "
+        f"feedback the training loss of 1-bit SGD is {worse:.1f} times that with it."
+    )
+
+
+def draw(table: pd.DataFrame) -> Any:
+    """Draw loss and accuracy against bits."""
+    best, sent = best_rates(table, ["method"]), table.groupby("method")["bits"].first()
+    figure, (panels,) = plots.panels(1, 2, (11, 4))
+    for number, name in enumerate(METHODS):
+        for panel, column in zip(panels, ("loss", "accuracy_percent"), strict=True):
+            marker = "s" if "feedback" in name else "o"
+            panel.plot(sent[name], best[column][name], marker, color=f"C{number}", label=name)
+            panel.set(xscale="log", xlabel="bits per value")
+    panels[0].set(yscale="log", ylabel="training loss", title="at the best of three rates")
+    panels[1].set(ylabel="test accuracy, %")
+    panels[0].legend()
+    return figure
+
+
+FINDING = Finding(
+    "terngrad-qsgd",
+    {"steps": 100, "ranks": 2, "repeats": 1, "seed": 0},
+    ("method", "lr", "repeat"),
+    cases,
+    run,
+    draw,
+    verdict,
+)

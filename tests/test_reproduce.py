@@ -1,0 +1,316 @@
+"""`python -m lightning_sparse reproduce`: its frame, and every finding at a tiny size."""
+
+import re
+import runpy
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("pandas")
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+import numpy as np
+import pandas as pd
+
+from lightning_sparse.compressors import RandK, TopK
+from lightning_sparse.memsgd import MemSGD
+from lightning_sparse.reproduce import FINDINGS, command, error_feedback, frame, memsgd, plots, table
+from lightning_sparse.reproduce.digits import digits, network, train
+from lightning_sparse.reproduce.error_feedback import gradient, value
+from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal
+from lightning_sparse.reproduce.logistic import Logistic, data_from, dense_data, sparse_data
+from lightning_sparse.reproduce.memsgd import bits_to
+from tests.support.tiers import tiers
+
+TINY = {
+    "memsgd": "--steps 12 --dense 40 --sparse 120",
+    "gaussiank-contraction": "--numel 1000 --vectors 2",
+    "error-feedback": "--steps 2 --examples 20 --repeats 1",
+    "volume": "--elements 20000 --most 4",
+    "layer-wise": "--steps 1 --repeats 1",
+    "terngrad-qsgd": "--steps 1 --repeats 1",
+    "signsgd": "--epochs 1",
+}
+
+
+def tiny(name, out):
+    return [name, *TINY[name].split(), "--out", str(out)]
+
+
+@pytest.mark.parametrize("name", tiers(FINDINGS, [name for name in FINDINGS if name != "signsgd"]))
+def test_every_finding_runs_draws_and_says_whether_it_held(name, tmp_path, capsys):
+    command.main(tiny(name, tmp_path))
+    said = capsys.readouterr().out
+    assert "Held here: " in said or "Did not hold here: " in said
+    assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    runs = len(table.load_texts(tmp_path / f"{name}.csv"))
+    assert runs > 1
+    # All is there: a second run adds nothing, and the figure is drawn from the file alone.
+    (tmp_path / f"{name}.png").unlink()
+    command.main(tiny(name, tmp_path))
+    assert ": 0 of " in capsys.readouterr().out
+    command.main([name, "--figure", "--out", str(tmp_path)])
+    assert (tmp_path / f"{name}.png").exists()
+    assert len(table.load_texts(tmp_path / f"{name}.csv")) == runs
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.csv", f"{name}.png"]
+
+
+def finding(run):
+    def draw(found):
+        figure, ((panel,),) = plots.panels(1, 1, (2, 2))
+        panel.plot(found["x"], found["y"])
+        return figure
+
+    config = {"size": 3, "seed": 0}
+    return frame.Finding(
+        "toy",
+        config,
+        ("x",),
+        lambda config: [{"x": x} for x in range(config["size"])],
+        run,
+        draw,
+        lambda found: f"sum {found['y'].sum()}",
+    )
+
+
+def test_ctrl_c_keeps_what_has_ended_and_the_next_run_goes_on(tmp_path, capsys):
+    calls = []
+
+    def interrupted(case, config):
+        calls.append(case["x"])
+        if calls == [0, 1]:
+            raise KeyboardInterrupt
+        return {"y": 10 * case["x"]}
+
+    toy = finding(interrupted)
+    with pytest.raises(SystemExit, match=r"Interrupted. .*toy.csv has all runs that ended"):
+        frame.reproduce(toy, toy.config, tmp_path)
+    assert table.load_texts(tmp_path / "toy.csv")["x"].tolist() == ["0"]
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.csv"]
+    with pytest.raises(SystemExit, match=r"lacks 2 runs of 3; run again: python -m lightning_sparse reproduce toy"):
+        frame.redraw(toy, tmp_path)
+    frame.reproduce(toy, toy.config, tmp_path)
+    assert calls == [0, 1, 1, 2]
+    assert capsys.readouterr().out.endswith("sum 30\n")
+
+
+def test_a_run_that_fails_writes_nothing(tmp_path):
+    def fails(case, config):
+        raise RuntimeError("ranks differ")
+
+    toy = finding(fails)
+    with pytest.raises(RuntimeError, match="ranks differ"):
+        frame.reproduce(toy, toy.config, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("before")
+
+    def interrupted():
+        with table.replacing(path) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "before"
+    assert [found.name for found in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_other_settings_than_those_of_the_file_are_refused(tmp_path):
+    toy = finding(lambda case, config: {"y": 0})
+    frame.reproduce(toy, toy.config, tmp_path)
+    with pytest.raises(SystemExit, match=r"toy.csv was made with size=3, not 2: give another folder, --out"):
+        frame.reproduce(toy, {**toy.config, "size": 2}, tmp_path)
+
+
+def test_config_and_key_are_different_columns():
+    with pytest.raises(ValueError, match="Finding 'toy': x cannot be config and key"):
+        frame.Finding("toy", {"x": 1}, ("x",), *[None] * 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["memsgd", "--figure"], "memsgd.csv: there is nothing to draw yet; run: python -m lightning_sparse reproduce"),
+        (["memsgd", "--steps", "0"], "--steps 0: must be a number above 0"),
+        (["memsgd", "--seed", "-1"], "--seed -1: must be a number 0 or more"),
+        (["memsgd", "--data", "nowhere.svm"], "memsgd: --data nowhere.svm: there is no such file"),
+    ],
+)
+def test_bad_input_is_one_sentence(given, says, tmp_path):
+    with pytest.raises(SystemExit, match=says):
+        command.main([*given, "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([], "give the NAME of a finding, one of memsgd"),
+        (["memsdg"], "'memsdg' is not known; choose from memsgd.*Did you mean 'memsgd'"),
+        (["volume", "--step", "3"], "unrecognized arguments: --step 3"),
+        (["volume", "--most", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_usage(given, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(given)
+    assert ended.value.code == 2
+    assert re.search(says, capsys.readouterr().err, re.DOTALL)
+
+
+def test_list_and_help(capsys):
+    command.main(["--list"])
+    listed = capsys.readouterr().out
+    assert [line.split()[0] for line in listed.splitlines()] == list(FINDINGS)
+    command.main(["volume", "--help"])
+    assert "--elements ELEMENTS" in capsys.readouterr().out
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "pandas" else name)
+    with pytest.raises(SystemExit, match=r"reproduce needs pandas: pip install 'lightning_sparse\[examples\]'"):
+        command.main(["volume"])
+
+
+def test_the_module_runs_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lightning_sparse", "reproduce", "--list"])
+    runpy.run_module("lightning_sparse", run_name="__main__")
+    assert "memsgd" in capsys.readouterr().out
+
+
+# The parts of the findings.
+
+
+@pytest.mark.parametrize("make", [dense_data, sparse_data])
+def test_logistic_gradients_are_those_of_autograd(make):
+    data = make(30, 40, 0)
+    x = torch.randn(40)
+    rows = torch.tensor(data.rows.toarray() if data.sparse else data.rows)
+    assert torch.allclose(rows.norm(dim=1), torch.ones(30), atol=1e-5)
+    param = x.double().requires_grad_()
+    loss = torch.nn.functional.softplus(-torch.tensor(data.labels) * (rows.double() @ param)).mean()
+    (loss + data.l2 / 2 * param.square().sum()).backward()
+    total = (loss + data.l2 / 2 * param.square().sum()).item()
+    assert data.loss(x.double().numpy()) == pytest.approx(total)
+    # The mean over all examples, each drawn by a generator that stands still.
+    mean = torch.zeros(40)
+    for example in range(30):
+        found = data.gradient(x, example)
+        if data.sparse:
+            mean.index_add_(0, found.indices, found.values / 30)
+        else:
+            mean += found / 30
+    torch.testing.assert_close(mean + data.l2 * x, param.grad.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_slopes_do_not_overflow():
+    data = Logistic(np.array([[1.0], [1.0]], dtype=np.float32), np.array([1.0, -1.0]))
+    big = torch.tensor([2000.0])
+    assert [data.gradient(big, example).item() for example in (0, 1)] == [0.0, 1.0]
+
+
+def test_the_minimum_is_where_the_gradient_is_zero():
+    data = dense_data(50, 8, 0)
+    x = torch.zeros(8)
+    worker = MemSGD(x, 8, l2=data.l2)
+    for _ in range(200):
+        worker.step_(sum(data.gradient(x, example) for example in range(50)) / 50, lr=4.0)
+    assert data.loss(x.double().numpy()) == pytest.approx(data.minimum, abs=1e-5)
+
+
+def test_svmlight_files(tmp_path):
+    path = tmp_path / "data.svm"
+    path.write_text("+1 1:3 3:4\n-1 2:2\n+1 4:1\n")
+    data = data_from(path)
+    assert data.labels.tolist() == [1.0, -1.0, 1.0]
+    assert not data.sparse  # a third is not zero
+    assert data.rows.tolist() == [[pytest.approx(0.6), 0, pytest.approx(0.8), 0], [0, 1, 0, 0], [0, 0, 0, 1]]
+    for text, says in (("1 1:2\n2 1:3\n3 1:1\n", "3 different labels"), ("no numbers\n", "not in svmlight format")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=says):
+            data_from(path)
+
+
+def test_memsgd_runs_on_a_file(tmp_path, capsys):
+    path = tmp_path / "data.svm"
+    path.write_text("".join(f"{1 - 2 * (row % 2)} {row % 7 + 1}:1 {row % 5 + 8}:-0.5\n" for row in range(40)))
+    command.main(["memsgd", "--data", str(path), "--steps", "8", "--out", str(tmp_path)])
+    assert "on file data" in capsys.readouterr().out
+
+
+def test_bits_to_an_error_by_hand():
+    curve = pd.DataFrame({"step": [1, 2, 3, 4], "bits": [10, 20, 30, 40], "error": [1.0, 0.1, 0.5, 0.1]})
+    assert bits_to(curve, 0.2) == 40
+    assert bits_to(curve, 2.0) == 10
+    assert bits_to(curve, 0.05) == float("inf")
+
+
+def test_every_curve_has_a_name_of_its_own():
+    row = {"method": "top", "k": 1, "memory": "yes", "shift": "yes"}
+    rows = [row, {**row, "memory": "no"}, {**row, "shift": "no"}, {**row, "method": "qsgd", "k": 4}]
+    names = [memsgd.label(found) for _, found in pd.DataFrame(rows).iterrows()]
+    assert names == ["top-1", "top-1, no memory", "top-1, no shift", "QSGD, s = 4"]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_contraction_of_normal_numbers(share):
+    u = torch.randn(200_000)
+    assert contraction(u, TopK(share))[1] == pytest.approx(of_normal(share), rel=0.01)
+    assert contraction(u, RandK(share))[1] == pytest.approx(1 - share, rel=0.02)
+
+
+def test_gradients_of_the_counter_examples():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([gradient("1", torch.zeros(1), generator) for _ in range(2000)])
+    assert set(drawn.view(-1).tolist()) == {4.0, -1.0}
+    assert drawn.mean().item() == pytest.approx(0.25, abs=0.15)
+    x = torch.tensor([3.0, -1.0])
+    assert value("2", x) == pytest.approx(0.5 * 2 + 4)
+    assert gradient("2", x, generator).tolist() == [1.5, -0.5]
+
+
+def test_signs_alone_never_leave_the_line_of_the_second_counter_example():
+    rows = error_feedback.counter_example("2", error_feedback.METHODS["sign"], 0.01, 100, 0)
+    assert all(row["loss"] >= 1.0 - 1e-6 for row in rows)
+    rows = error_feedback.counter_example("2", error_feedback.METHODS["scaled sign, feedback"], 0.01, 400, 0)
+    assert rows[-1]["loss"] < 0.1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_training_of_ranks_is_one_of_their_mean(whole):
+    chosen = error_feedback.METHODS["SGD"]
+    found = train(chosen, ranks=2, lr=0.5, steps=3, seed=7, whole=whole)
+    net, (data, _) = network(32, 7), digits()
+    generators = [torch.Generator().manual_seed(7000 + rank) for rank in range(2)]
+    for _ in range(3):
+        picked = torch.cat([torch.randint(1500, (16,), generator=generator) for generator in generators])
+        loss = torch.nn.functional.cross_entropy(net(data.images[picked]), data.labels[picked])
+        for param, grad in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
+            param.data.sub_(grad, alpha=0.5)
+    loss = torch.nn.functional.cross_entropy(net(data.images), data.labels).item()
+    assert found.loss == pytest.approx(loss, rel=1e-4)
+    assert found.bytes > 4 * 1000
+
+
+def test_a_training_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    train(error_feedback.METHODS["top, feedback"], ranks=2, lr=0.1, steps=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_training_that_diverges_ends_with_an_infinite_loss():
+    found = train(error_feedback.METHODS["top, feedback"], ranks=2, lr=1e38, steps=5)
+    assert found.loss == float("inf")
+
+
+def test_processes_are_powers_of_two_up_to_the_cores(monkeypatch):
+    monkeypatch.setattr(memsgd, "cores", lambda: 11)
+    assert memsgd.processes() == [1, 2, 4, 8]
+    monkeypatch.setattr(memsgd, "cores", lambda: 1)
+    assert memsgd.processes() == [1, 2]
