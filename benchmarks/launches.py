@@ -9,15 +9,12 @@ updates are exchanged it is the whole exchange after a step of AdamW.
     python -m benchmarks.launches
 """
 
-import functools
-from unittest import mock
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import results
-from lightning_sparse import METHODS, Reducer, framing, method
+from lightning_sparse import METHODS, Reducer, method
 from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
 
@@ -49,8 +46,7 @@ class Operations(TorchDispatchMode):
 def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> results.Row:
     """Return how many launches a segment takes, in the third step."""
     row: results.Row = {"method": name, "ranks": ranks, "gradients": str(dtype)[6:], "exchanged": exchanged}
-    kept = functools.cache(framing._weights)  # as real tensors are
-    with on_fake_cuda() as launched, mock.patch.object(framing, "_weights", kept):
+    with on_fake_cuda() as launched:
         comm = Counting(ranks, first_may_wait=True)
         made = method(name, density=0.001 if "density" in METHODS[name].options else None)
         reducer = Reducer(made, comm, granularity="model", exchanged=exchanged)  # type: ignore[arg-type]

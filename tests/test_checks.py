@@ -101,7 +101,7 @@ def test_the_lowest_rank_with_an_error_wins(damage, worst, kernels, use):
 def test_many_messages(use):
     """More than are judged at a time, and one alone."""
     use("triton")
-    assert received(flipped, checks.TILE + 3) == status_of(2) + CORRUPT
+    assert received(flipped, checks.ROWS + 3) == status_of(2) + CORRUPT
     assert received(nothing, 1) == OK
 
 
