@@ -36,9 +36,10 @@ from lightning_sparse.compressors.base import (
     first_nonfinite_parameter,
 )
 from lightning_sparse.context import Context
-from lightning_sparse.framing import HEADER_BYTES, INTACT, frame, intact, partial_sums, seal, unframe, weighted_sum
+from lightning_sparse.framing import INTACT, frame, intact, partial_sums, seal, unframe, weighted_sum
 from lightning_sparse.kernels.checks import judge, note_broken
 from lightning_sparse.kernels.launch import to_device, uses_triton
+from lightning_sparse.kernels.messages import HEADER_BYTES
 
 NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "

@@ -17,11 +17,8 @@ from torch import Tensor
 
 from lightning_sparse.kernels.checks import add_weighted_, weigh, write_header_
 from lightning_sparse.kernels.launch import kept, to_device, uses_triton
+from lightning_sparse.kernels.messages import CHECKSUM_BYTES, HEADER_BYTES, Parts, aligned
 
-HEADER_BYTES = 16
-"""Of a fingerprint and a status, before the parts of a message that is sealed."""
-CHECKSUM_BYTES = 8
-"""At the end of each message."""
 INTACT = 0x5EED5EED5EED5EED
 """The weighted sum of an undamaged message's words: not 0, which is the sum of a message of zeros."""
 BLOCK = 1024
@@ -39,37 +36,6 @@ def frame(parts: Sequence[Tensor]) -> Tensor:
     message = torch.cat([*_pieces(parts, blank), end], -1)
     _add_weighted_(message.view(torch.int64)[..., -1], message.view(torch.int32)[..., :-2], -1)
     return message
-
-
-class Parts(tuple[Tensor, ...]):
-    """Zeros to be overwritten with what is sent, which lie in a message already, so that `seal` need not copy them.
-
-    Attributes:
-        messages: with room for header and checksum; None once it is sealed.
-        starts: of the parts, in bytes.
-    """
-
-    messages: Tensor | None
-    starts: list[int]
-
-    @staticmethod
-    def of(lead: Sequence[int], lengths: Sequence[tuple[int, torch.dtype]], device: torch.device) -> Parts:
-        """Return tensors of (*lead, length), with one message for all, or with `lead` for each row."""
-        starts = [HEADER_BYTES]
-        for length, dtype in lengths:
-            starts.append(starts[-1] + _up(length * dtype.itemsize))
-        messages = torch.zeros(*lead, starts[-1] + CHECKSUM_BYTES, dtype=torch.uint8, device=device)
-        parts = Parts(
-            messages[..., start : start + length * dtype.itemsize].view(dtype)
-            for start, (length, dtype) in zip(starts, lengths, strict=False)
-        )
-        parts.messages, parts.starts = messages, starts
-        return parts
-
-    def words(self, index: int) -> Tensor:
-        """Return a part, and what lies behind it, as words of 4 bytes: parts are filled up with zeros to 8."""
-        assert self.messages is not None
-        return self.messages.view(torch.int32)[..., self.starts[index] // 4 :]
 
 
 def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> Tensor:
@@ -177,8 +143,4 @@ def _row_bytes(part: Tensor) -> int:
 
 
 def _aligned(part: Tensor) -> int:
-    return _up(_row_bytes(part))
-
-
-def _up(nbytes: int) -> int:
-    return (nbytes + 7) // 8 * 8
+    return aligned(_row_bytes(part))

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Entries, Payload
 from lightning_sparse.compressors.blocks import pack_steps, scale_of, unpack_steps
-from lightning_sparse.framing import Parts
 from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.messages import Parts
 from lightning_sparse.kernels.pack import LOWER, pack_bits, pack_entries_, unpack_bits, upper_bytes
 
 IndexFormat = Literal["compact", "int32"]
