@@ -7,9 +7,19 @@ of GPT-2 small, 12 parameters and 7.09 M elements, at density 0.001 where a meth
 updates are exchanged it is the whole exchange after a step of AdamW.
 
     python -m benchmarks.launches
+    python -m benchmarks.launches --host   # what Python takes for them
+
+With `--host`, the time that the thread takes for a segment of as many parameters in Python and in torch's operators, on
+the CPU, with tensors so short that nothing else counts. Triton looks at a kernel's arguments and finds the compiled
+one, as for a GPU, and that is all: what the driver takes for a launch is not in it, nor what CUDA's operators take more
+than those of the CPU.
 """
 
-import functools
+import contextlib
+import os
+import sys
+import time
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,9 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import results
-from lightning_sparse import METHODS, Reducer, framing, method
+from lightning_sparse import METHODS, Reducer, method
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.kernels import launch
 from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
+from tests.test_kernels import Echo
 
 WIDTH = 768
 LINEAR = {"in": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "wide": (4 * WIDTH, WIDTH), "narrow": (WIDTH, 4 * WIDTH)}
@@ -49,8 +62,7 @@ class Operations(TorchDispatchMode):
 def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> results.Row:
     """Return how many launches a segment takes, in the third step."""
     row: results.Row = {"method": name, "ranks": ranks, "gradients": str(dtype)[6:], "exchanged": exchanged}
-    kept = functools.cache(framing._weights)  # as real tensors are
-    with on_fake_cuda() as launched, mock.patch.object(framing, "_weights", kept):
+    with on_fake_cuda() as launched:
         comm = Counting(ranks, first_may_wait=True)
         made = method(name, density=0.001 if "density" in METHODS[name].options else None)
         reducer = Reducer(made, comm, granularity="model", exchanged=exchanged)  # type: ignore[arg-type]
@@ -79,13 +91,56 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
     return row | found | {"launches": sum(found.values())}
 
 
+def host_time(name: str, ranks: int, turns: int) -> results.Row:
+    """Return the least time in μs that a segment takes of the host, of some turns."""
+    from triton.runtime.driver import driver
+
+    from tests.compile_steps import Driver  # where Triton need not be installed, the rest of this file works
+
+    driver.set_active(Driver(90))
+    launched: list[Any] = []
+
+    def found(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        kernel = kernel.load() if isinstance(kernel, launch.Kernel) else kernel
+        launched.append(kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {launch.KERNELS: "triton"}))
+        stack.enter_context(mock.patch.object(Exchange, "_raise"))  # nobody judges messages
+        stack.enter_context(mock.patch.object(torch, "empty", torch.zeros))  # what no kernel has written
+        for path, module in list(sys.modules.items()):
+            if path.startswith("lightning_sparse.kernels.") and hasattr(module, "launch"):
+                stack.enter_context(mock.patch.object(module, "launch", found))
+        made = method(name, density=0.001 if "density" in METHODS[name].options else None)
+        reducer = Reducer(made, Echo(ranks), granularity="model")
+        grads = {key: torch.ones([max(1, size // 64) for size in shape]) for key, shape in SHAPES.items()}
+        reducer.setup(grads)
+        (segment,) = reducer.layout.segments  # type: ignore[union-attr]
+        flat, times = [grads[key].view(-1) for key in segment.names], []
+        for _ in range(turns):
+            launched.clear()
+            started = time.thread_time()
+            reducer.reduce_segment_(segment, flat)
+            reducer.finish_step()
+            times.append(1e6 * (time.thread_time() - started))
+    return {"method": name, "ranks": ranks, "triton": len(launched), "us": round(min(times))}
+
+
 def main() -> None:
     """Run from the command line."""
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--state", default="now", help="what the count is called, default: now")
+    parser.add_argument("--host", action="store_true", help="measure the host's time instead")
+    parser.add_argument("--turns", type=int, default=200, help="of which the fastest counts, default: 200")
     arguments = parser.parse_args()
     rows = []
+    if arguments.host:
+        for name in arguments.methods:
+            rows.append({"state": arguments.state, **host_time(name, 2, arguments.turns)})
+            print(rows[-1], flush=True)
+        results.save(arguments.out / "launches_host.csv", rows, ["state", "method", "ranks"])
+        return
     for name in arguments.methods:
         gradients = [(2, torch.float32, "gradient"), (8, torch.float32, "gradient"), (2, torch.bfloat16, "gradient")]
         sparse = [(2, torch.float32, "update")] * method(name).is_sparse

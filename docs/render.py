@@ -432,6 +432,16 @@ def launches() -> str:
     )
 
 
+def launches_host() -> str:
+    """Microseconds that a segment takes of the host, and what it took before."""
+    found = read("launches_host").set_index(["method", "state"]).us
+    names = [name for name, state in found.index if state == "before" and (name, "now") in found]
+    return table(
+        ["method", "μs", "before"],
+        ([f"`{name}`", f"{found[name, 'now']}", f"{found[name, 'before']}"] for name in names),
+    )
+
+
 def methods(suffix: str = "") -> str:
     """What each method sends and keeps, and who published it."""
     rows = []
@@ -568,6 +578,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "selection": selection,
     "callbacks": callbacks,
     "launches": launches,
+    "launches-host": launches_host,
     "strategies": partial(methods, "_ddp"),
     "methods": methods,
     "traits": traits,

@@ -36,9 +36,10 @@ from lightning_sparse.compressors.base import (
     first_nonfinite_parameter,
 )
 from lightning_sparse.context import Context
-from lightning_sparse.framing import INTACT, frame, intact, unframe, weighted_sum
+from lightning_sparse.framing import INTACT, frame, intact, partial_sums, seal, unframe, weighted_sum
 from lightning_sparse.kernels.checks import judge, note_broken
 from lightning_sparse.kernels.launch import to_device, uses_triton
+from lightning_sparse.kernels.messages import HEADER_BYTES
 
 NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
@@ -95,6 +96,7 @@ class Exchange:
             comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK]), device)
         self._root: Exchange = parent._root if parent else self  # which holds the status for all
         self._senders, self._worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
+        self._judged: tuple[Tensor, Tensor] | None = None  # on CUDA, a status and whether it is OK
 
     def sub(self, ranks: Sequence[int], *, ctx: Context | None = None, counted: bool = True) -> Exchange:
         """Return an exchange among some of the ranks, see `Comm.sub`, with the same status.
@@ -162,13 +164,13 @@ class Exchange:
         """
         rows = self.all_gather(payload)
         if not uses_triton(self._senders) or (strict and not self.in_sync):
-            worst: Any = self.comm.to_host_async(self._root._worst - OK)()
-            self._raise(worst)
+            worst: Any = self.comm.to_host_async(self._root._worst)()
+            self._raise(worst - OK)
         return rows
 
     def all_gather(self, payload: Payload) -> Payload:
         """Return the payloads of all ranks, as rows."""
-        return self._receive(torch.stack(self.comm.all_gather(self._frame(payload))), payload, self._senders)
+        return self._receive(self.comm.all_gather_rows(self._frame(payload)), payload, self._senders)
 
     def all_to_all(self, rows: Payload) -> Payload:
         """Send row r of each part to rank r; return the rows that all ranks have sent here, in rank order."""
@@ -176,7 +178,7 @@ class Exchange:
 
     def broadcast(self, payload: Payload, src: int) -> Payload:
         """Return rank `src`'s payload; the other ranks pass one of the same shapes."""
-        message = self.comm.broadcast(self._frame(payload), src)
+        message = self.comm.broadcast(self._frame(tuple(payload)), src)  # which is overwritten
         return tuple(rows[0] for rows in self._receive(message[None], payload, self._senders[src]))
 
     def sendrecv(self, payload: Payload, peer: int) -> Payload:
@@ -201,12 +203,14 @@ class Exchange:
 
     def finish(self) -> None:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
-        worst: Callable[[], Any] = self.comm.to_host_async(self._root._worst - OK)
+        status = self._root._worst
+        worst: Callable[[], Any] = self.comm.to_host_async(status)
         if not uses_triton(self._senders):
-            self._raise(worst())
+            self._raise(worst() - OK)
             return
-        self.step_ok = self._root._worst == OK
-        self.deferred = lambda: self._raise(worst())
+        judged, fine = self._root._judged or (None, None)
+        self.step_ok = fine if judged is status else status == OK
+        self.deferred = lambda: self._raise(worst() - OK)
 
     def _check(self, u: Tensor, floats: Sequence[Tensor], ctx: Context) -> None:
         """Note non-finite elements, on the CPU; `floats` hold one if `u` does, or if it cannot be compressed."""
@@ -229,33 +233,32 @@ class Exchange:
     def _note_status(self, status: Tensor) -> None:
         self._root._worst = torch.minimum(self._root._worst, status)
 
-    def _header(self) -> Tensor:
-        """Return the fingerprint and the status, int64."""
-        self._messages += 1
-        fingerprint = self._fingerprint + (self._messages << 40)
-        if not isinstance(fingerprint, Tensor):
-            fingerprint = torch.full((), fingerprint, dtype=torch.int64, device=self.device)
-        return torch.stack([fingerprint, self._root._worst])
-
     def _frame(self, payload: Payload) -> Tensor:
-        self._sent = self._header()
+        """Return a payload with the fingerprint and the status before it, and a checksum behind."""
+        self._messages += 1
+        self._sent = self._fingerprint + (self._messages << 40)
+        if uses_triton(self._senders):
+            return seal(payload, self._sent, self._root._worst)
+        header = torch.stack([torch.as_tensor(self._sent, device=self.device), self._root._worst])
         lead = payload[0].shape[:-1] if payload else ()
-        return frame((self._sent.expand(*lead, 2), *payload))
+        return frame((header.expand(*lead, 2), *payload))
 
     def _receive(self, messages: Tensor, like: Payload, senders: Tensor) -> Payload:
         """Return the payloads of messages, one per row, and note errors in them or their senders."""
-        headers, *payload = unframe(messages, (self._sent, *like))
+        payload = unframe(messages, like, HEADER_BYTES)
+        headers = messages.view(torch.int64)
         if uses_triton(messages):
-            rows, sums = messages.view(torch.int64), weighted_sum(messages.view(torch.int32)[..., :-2])
             known = self._sent, senders, self._root._worst
-            self._root._worst = judge(rows, sums, *known, intact=INTACT, corrupt=CORRUPT, late=OUT_OF_STEP)
-            return tuple(payload)
-        statuses = torch.where(headers[:, 0] == self._sent[0], headers[:, 1], senders + OUT_OF_STEP)
+            codes = INTACT, CORRUPT, OUT_OF_STEP, OK
+            self._root._judged = judge(headers, partial_sums(messages), *known, *codes)
+            self._root._worst = self._root._judged[0]
+            return payload
+        statuses = torch.where(headers[:, 0] == self._sent, headers[:, 1], senders + OUT_OF_STEP)
         statuses = torch.where(intact(messages), statuses, senders + CORRUPT)
         self._note_status(statuses.amin())
         # Non-finite gradients are raised later: first all ranks have to learn of them.
         self._raise(int(self._root._worst - OK), only=(CORRUPT, OUT_OF_STEP))
-        return tuple(payload)
+        return payload
 
     def _raise(self, difference: int, only: Sequence[int] | None = None) -> None:
         """Raise the error of a status, given as the difference to OK."""

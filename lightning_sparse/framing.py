@@ -10,17 +10,15 @@ weight of its position, a constant.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.checks import add_weighted_
-from lightning_sparse.kernels.launch import to_device, uses_triton
+from lightning_sparse.kernels.checks import add_weighted_, weigh, write_header_
+from lightning_sparse.kernels.launch import kept, to_device, uses_triton
+from lightning_sparse.kernels.messages import CHECKSUM_BYTES, HEADER_BYTES, Parts, aligned
 
-CHECKSUM_BYTES = 8
-"""At the end of each message."""
 INTACT = 0x5EED5EED5EED5EED
 """The weighted sum of an undamaged message's words: not 0, which is the sum of a message of zeros."""
 BLOCK = 1024
@@ -32,11 +30,34 @@ def frame(parts: Sequence[Tensor]) -> Tensor:
 
     Parts with several rows become as many messages, as rows.
     """
-    constants = (_kept_constants if type(parts[0]) is Tensor else _constants)(parts[0].device)
+    like = parts[0]
+    constants = kept((frame,), like, lambda: to_device(torch.tensor([0, INTACT]), like.device)).view(torch.uint8)
     blank, end = constants.expand(*parts[0].shape[:-1], -1).split(CHECKSUM_BYTES, -1)
     message = torch.cat([*_pieces(parts, blank), end], -1)
     _add_weighted_(message.view(torch.int64)[..., -1], message.view(torch.int32)[..., :-2], -1)
     return message
+
+
+def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> Tensor:
+    """Return what `frame` makes of a header, (fingerprint, status), and parts; by Triton. `Parts` are used up."""
+    messages = parts.messages if isinstance(parts, Parts) else None
+    start = INTACT
+    if messages is None:
+        start = 0
+        constants = kept((seal,), status, lambda: to_device(torch.tensor([0, 0, INTACT]), status.device))
+        lead = parts[0].shape[:-1] if parts else ()
+        header, end = constants.view(torch.uint8).expand(*lead, -1).split([HEADER_BYTES, CHECKSUM_BYTES], -1)
+        messages = torch.cat([header, *_pieces(parts, header[..., :CHECKSUM_BYTES]), end], -1)
+    elif isinstance(parts, Parts):
+        parts.messages = None
+    write_header_(messages, fingerprint, status, start, *_weights_of(messages.shape[-1] // 4 - 2, messages))
+    return messages
+
+
+def partial_sums(messages: Tensor) -> Tensor:
+    """Return sums of weighted words, without the checksum, of each of some messages, as rows; by Triton."""
+    words = messages.view(torch.int32)[..., :-2]
+    return weigh(words, *_weights_of(words.shape[-1], words))
 
 
 def join(parts: Sequence[Tensor], nbytes: int) -> Tensor:
@@ -55,9 +76,12 @@ def intact(messages: Tensor) -> Tensor:
     return weighted_sum(messages.view(torch.int32)[..., :-2]) + messages.view(torch.int64)[..., -1] == INTACT
 
 
-def unframe(messages: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors of `frame` or `join`, as views, given some with rows of the same lengths and dtypes."""
-    parts, start = [], 0
+def unframe(messages: Tensor, like: Sequence[Tensor], start: int = 0) -> tuple[Tensor, ...]:
+    """Return the tensors of `frame` or `join`, as views, given some with rows of the same lengths and dtypes.
+
+    Those of `seal` start at `HEADER_BYTES`.
+    """
+    parts = []
     for part in like:
         parts.append(messages[..., start : start + _row_bytes(part)].view(part.dtype))
         start += _aligned(part)
@@ -78,11 +102,9 @@ def weighted_sum(words: Tensor) -> Tensor:
 
 def _add_weighted_(out: Tensor, words: Tensor, sign: int) -> None:
     """Add `sign` times the weighted sum of each row of words to `out`, in place."""
-    count, device = words.shape[-1], words.device
+    count = words.shape[-1]
     blocks = count // BLOCK
-    # Weights are kept, but not tensors of another kind, such as torch's fake ones, which belong to their own mode.
-    weights = _kept_weights if type(words) is Tensor else _weights
-    within, of_block = weights(BLOCK, 0, device), weights(blocks + 1, 1 << 40, device)
+    within, of_block = _weights_of(count, words)
     if uses_triton(words):
         add_weighted_(out, words, within, of_block, sign)
         return
@@ -94,23 +116,19 @@ def _add_weighted_(out: Tensor, words: Tensor, sign: int) -> None:
     out.add_(sum(sums[1:], sums[0]), alpha=sign)
 
 
+def _weights_of(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights of the positions within a block, and of so many words' blocks."""
+    blocks, device = count // BLOCK, like.device
+    within = kept((_weights, BLOCK), like, lambda: _weights(BLOCK, 0, device))
+    return within, kept((_weights, blocks, "blocks"), like, lambda: _weights(blocks + 1, 1 << 40, device))
+
+
 def _weights(count: int, start: int, device: torch.device) -> Tensor:
     """Return hashes of the positions from `start` on, odd int64: the finaliser of SplitMix64 (Steele et al. 2014)."""
     x = torch.arange(start + 1, start + count + 1, device=device) * -0x61C8864680B583EB  # the golden ratio's 2⁶⁴ part
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift)) * factor
     return (x ^ (x >> 31)) | 1
-
-
-_kept_weights = functools.lru_cache(maxsize=64)(_weights)
-
-
-def _constants(device: torch.device) -> Tensor:
-    """Return eight zeros to align with, and a checksum of no words, as bytes."""
-    return to_device(torch.tensor([0, INTACT]), device).view(torch.uint8)
-
-
-_kept_constants = functools.cache(_constants)
 
 
 def _pieces(parts: Sequence[Tensor], blank: Tensor) -> list[Tensor]:
@@ -125,4 +143,4 @@ def _row_bytes(part: Tensor) -> int:
 
 
 def _aligned(part: Tensor) -> int:
-    return (_row_bytes(part) + 7) // 8 * 8
+    return aligned(_row_bytes(part))

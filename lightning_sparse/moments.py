@@ -30,6 +30,9 @@ from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
 
 State = Mapping[str, Any]
+AT_A_TIME = 1 << 23
+"""Elements of a segment that are joined at a time on CUDA: more than DDP's buckets have, so that these take no more
+launches, and 32 MB for each temporary where a segment is a whole model."""
 
 
 class Moments(NamedTuple):
@@ -108,7 +111,7 @@ class SegmentMoments:
     def to_come(self) -> Tensor:
         """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
         result = torch.empty(self._segment.numel, dtype=torch.float32, device=self._device)
-        each = at_a_time(result)
+        each = AT_A_TIME if result.is_cuda else at_a_time(result)
         for first, last in self._runs(each):
             part = result[self._segment.bounds[first] : self._segment.bounds[last]]
             if self._kind.first not in self._states[first]:

@@ -23,12 +23,12 @@ from lightning_sparse.kernels import block_stats, checks, chunks, launch, pack, 
 
 SCAN = {
     "u": "*fp32",
-    "grad": "*fp32",
-    "scale": "*fp32",
+    "typed": "*fp32",
+    "table": "*i64",
+    "scale": "fp32",
     "maxima": "*i32",
     "partial": "*fp32",
-    "first": "i32",
-    "start": "i32",
+    "many": "i32",
     "numel": "i32",
 }
 SELECT = {
@@ -36,16 +36,23 @@ SELECT = {
     "indices": "*i64",
     "numel": "i32",
     "count": "i32",
-    "threshold": "*i32",
-    "counts": "*i64",
-    "out": "*i64",
+    "counts": "*i32",
     "k": "i32",
-    "ties_up_to": "i32",
+    "limits": "*i32",
+    "tallies": "*i32",
+    "out": "*i64",
+    "tops": "*i32",
+    "bound": "*i32",
+    "kept": "*i32",
+    "places": "*i16",
+    "numbers": "*i32",
+    "blocks": "*i64",
     "tiles": "i32",
-    "when": "*i32",
+    "size": "i32",
 }
-BINS = {**SELECT, "counts": "*i32"}
-SEARCH = {"tops": "*i32", "first": "*i32", "limit": "*i32", "count": "i32", "fewest": "i32", "most": "i32"}
+OF_KEPT = {**SELECT, "indices": "*i32"}
+SEARCH = {"tops": "*i32", "partial": "*fp32", "least": "*i32", "limits": "*i32", "count": "i32", "tiles": "i32"}
+SEARCH |= {"numel": "i32", "double": "i64", "fewest": "i32", "most": "i32"}
 ENTRIES = {"x": "*fp32", "indices": "*i64", "values": "*fp32", "scale": "fp32", "count": "i32", "numel": "i32"}
 MANY = {
     "table": "*i64",
@@ -59,8 +66,9 @@ MANY = {
 }
 WORDS = {"words": "*i32", "within": "*i64", "of_block": "*i64", "sums": "*i64", "count": "i32", "block": "i32"}
 WORDS |= {"tiles": "i32", "words_each": "i32", "sums_each": "i32"}
-MESSAGES = dict.fromkeys(("messages", "sums", "sent", "senders", "worst", "out"), "*i64")
-MESSAGES |= {"rows": "i32", "each": "i32"}
+WORDS |= {"heads": "*i64", "fingerprint": "i64", "status": "*i64", "start": "i64"}
+MESSAGES = dict.fromkeys(("messages", "sums", "senders", "worst", "out"), "*i64")
+MESSAGES |= {"sent": "i64", "fine": "*i1", "rows": "i32", "each": "i32", "parts": "i32"}
 BROKEN = {"u": "*fp32", "indices": "*i64", "worst": "*i64", "out": "*i64", "own": "i64", "count": "i32", "numel": "i32"}
 CHUNKS = {"bits": "*i32", "indices": "*i64", "numel": "i32", "k": "i32", "k_last": "i32"}
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
@@ -68,16 +76,15 @@ PACK = {
     "indices": "*i64",
     "words": "*i32",
     "lower": "*u8",
-    "count": "i32",
-    "each": "i32",
-    "words_each": "i32",
-    "capacity": "i32",
-    "numel": "i32",
+    "values": "*fp32",
+    "count": "*i32",
+    "out": "*fp32",
+    **dict.fromkeys(("total", "each", "words_each", "lower_each", "count_each", "out_each", "numel"), "i32"),
 }
 UNPACK = {
     "upper": "*u8",
     "lower": "*i16",
-    "counts": "*i64",
+    "counts": "*i32",
     "count": "*i32",
     "out": "*i64",
     "nbytes": "i32",
@@ -88,45 +95,76 @@ UNPACK = {
     "lower_each": "i32",
     "count_each": "i32",
 }
-TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": block_stats.TILE}
-CHOSEN = {"GATHER": True, "BLOCK": 64, "TILE": select_triton.TILE, "WHEN": False}
-COUNTED = {name: value for name, value in CHOSEN.items() if name != "WHEN"}
+TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": block_stats.TILE, "STEPS": 4, "LOAD": False, "PART": 256}
+LOOK = {"KEPT": False, "GATHER": True, "BLOCK": 64, "TILE": select_triton.TILE}
+COUNT = {**LOOK, "LIMITED": False}
+WRITE = {**LOOK, "ADDED_UP": False, "TOPS": False, "END": False, "PAD": False}
+KEPT = {"KEPT": True, "GATHER": False}
+WEIGH = {"SIGN": 1, "STORE": False, "HEADER": False, "LOAD": False, "TILE": checks.TILE}
 # Name to kernel, types of its arguments, and constants.
 KERNELS = {
     "add fp32": (block_stats._add_with_stats, SCAN, {**TILES, "ADD": True, "MOMENTS": False}),
-    "add bf16": (block_stats._add_with_stats, {**SCAN, "grad": "*bf16"}, {**TILES, "ADD": True}),
-    "add fp16": (block_stats._add_with_stats, {**SCAN, "grad": "*fp16"}, {**TILES, "ADD": True, "BLOCK": 16}),
+    "add bf16": (block_stats._add_with_stats, {**SCAN, "typed": "*bf16"}, {**TILES, "ADD": True}),
+    "add fp16": (
+        block_stats._add_with_stats,
+        {**SCAN, "typed": "*fp16", "scale": "*fp32"},
+        {**TILES, "ADD": True, "BLOCK": 16, "LOAD": True},
+    ),
     "read": (block_stats._add_with_stats, SCAN, {**TILES, "ADD": False}),
-    "first digit": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 0}),
-    "last digit": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 3}),
-    "digit of maxima": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 1, "GATHER": False}),
-    "threshold": (select_triton._threshold, BINS, {}),
-    "count": (select_triton._count, BINS, COUNTED),
-    "count at 1 %": (select_triton._count, BINS, {**COUNTED, "BLOCK": 16}),
-    "write": (select_triton._write, SELECT, CHOSEN),
-    "digit if needed": (select_triton._histogram, BINS, {**CHOSEN, "DIGIT": 3, "WHEN": True}),
-    "write if needed": (select_triton._write, SELECT, {**CHOSEN, "WHEN": True}),
-    "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS}),
-    "weigh": (checks._add_weighted, WORDS, {"SIGN": -1, "TILE": checks.TILE}),
+    "first digit": (select_triton._histogram, SELECT, {**COUNT, "DIGIT": 0}),
+    "last digit": (select_triton._histogram, SELECT, {**COUNT, "DIGIT": 3}),
+    "digit of maxima": (select_triton._histogram, SELECT, {**COUNT, "DIGIT": 1, "GATHER": False}),
+    "digit of kept": (select_triton._histogram, OF_KEPT, {**COUNT, **KEPT, "DIGIT": 1, "LIMITED": True}),
+    "threshold": (select_triton._threshold, SELECT, {}),
+    "keep": (select_triton._keep, SELECT, LOOK),
+    "keep at 1 %": (select_triton._keep, SELECT, {**LOOK, "BLOCK": 16}),
+    "keep single elements": (select_triton._keep, SELECT, {**LOOK, "BLOCK": 1}),
+    "count": (select_triton._count, SELECT, COUNT),
+    "count of kept": (select_triton._count, OF_KEPT, {**COUNT, **KEPT}),
+    "write": (select_triton._write, SELECT, {**WRITE, "GATHER": False, "TOPS": True, "END": True}),
+    "write of kept": (select_triton._write, OF_KEPT, {**WRITE, **KEPT, "PAD": True}),
+    "write of many": (select_triton._write, SELECT, {**WRITE, "GATHER": False, "ADDED_UP": True}),
+    "write of kept at 0.5 %": (select_triton._write, OF_KEPT, {**WRITE, **KEPT, "BLOCK": 32}),
+    "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS, "TILE": threshold.AT_A_TIME}),
+    "weigh": (checks._add_weighted, WORDS, {**WEIGH, "STORE": True}),
+    "seal": (checks._add_weighted, WORDS, {**WEIGH, "SIGN": -1, "HEADER": True}),
+    "seal with a pin": (
+        checks._add_weighted,
+        {**WORDS, "fingerprint": "*i64"},
+        {**WEIGH, "SIGN": -1, "HEADER": True, "LOAD": True},
+    ),
     "judge": (
         checks._judge,
         MESSAGES,
-        {"INTACT": framing.INTACT, "CORRUPT": exchange.CORRUPT, "LATE": exchange.OUT_OF_STEP, "TILE": checks.TILE},
+        {
+            "INTACT": framing.INTACT,
+            "CORRUPT": exchange.CORRUPT,
+            "LATE": exchange.OUT_OF_STEP,
+            "OK": exchange.OK,
+            "LOAD": False,
+            "ROWS": checks.ROWS,
+            "TILE": checks.PARTS,
+        },
     ),
     "note": (checks._note_broken, BROKEN, {"OK": exchange.OK, "TILE": checks.TILE}),
     "chunks": (chunks._chunktopk, CHUNKS, {"CHUNK": chunks.CHUNK}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
-    "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8}),
-    "pack without lower bits": (pack._pack, {**PACK, "lower": "*i32"}, {"TILE": pack.TILE, "WIDTH": 0}),
-    "pack 16 lower bits": (pack._pack, {**PACK, "lower": "*i16"}, {"TILE": pack.TILE, "WIDTH": 16}),
-    "count bits": (pack._count_bits, {**UNPACK, "counts": "*i32"}, {"TILE": pack.BYTES}),
-    "unpack": (pack._unpack, {**UNPACK, "lower": "*u8"}, {"TILE": pack.BYTES, "WIDTH": 8}),
-    "unpack 16 lower bits": (pack._unpack, UNPACK, {"TILE": pack.BYTES, "WIDTH": 16}),
-    "unpack without lower bits": (pack._unpack, {**UNPACK, "lower": "*u8"}, {"TILE": pack.BYTES, "WIDTH": 0}),
-    "count of single elements": (select_triton._count, BINS, {**COUNTED, "BLOCK": 1}),
-    "write of single elements": (select_triton._write, SELECT, {**CHOSEN, "BLOCK": 1, "WHEN": True}),
-    "write at 0.5 %": (select_triton._write, SELECT, {**CHOSEN, "BLOCK": 32}),
+    "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8, "ENTRIES": True}),
+    "pack without lower bits": (
+        pack._pack,
+        {**PACK, "lower": "*i32"},
+        {"TILE": pack.TILE, "WIDTH": 0, "ENTRIES": False},
+    ),
+    "pack 16 lower bits": (pack._pack, {**PACK, "lower": "*i16"}, {"TILE": pack.TILE, "WIDTH": 16, "ENTRIES": True}),
+    "count bits": (pack._count_bits, UNPACK, {"TILE": pack.BYTES}),
+    "unpack": (pack._unpack, {**UNPACK, "lower": "*u8"}, {"TILE": pack.BYTES, "WIDTH": 8, "ADDED_UP": False}),
+    "unpack 16 lower bits": (pack._unpack, UNPACK, {"TILE": pack.BYTES, "WIDTH": 16, "ADDED_UP": False}),
+    "unpack without lower bits": (
+        pack._unpack,
+        {**UNPACK, "lower": "*u8", "counts": "*i64"},
+        {"TILE": pack.BYTES, "WIDTH": 0, "ADDED_UP": True},
+    ),
     "add to many fp32": (
         write_back._add_to_many,
         {**MANY, "typed": "*fp32", "values": "*fp32"},
@@ -145,8 +183,8 @@ def compiled(stand_in, types, constants, capability):
     aligned = set(names) - set(constants) - set(stand_in.plain)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
-    wide = {"BLOCK", "CHUNK"} & set(names) or stand_in.function.__name__ == "_unpack"
-    warps = 1 if names[0] == "tops" else 8 if wide else 4
+    wide = {"BLOCK", "CHUNK"} & set(names) or stand_in.function.__name__ in ("_pack", "_unpack")
+    warps = 16 if names[0] == "tops" else 8 if wide else 4
     kernel = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={**launch.OPTIONS, "num_warps": warps}
     )

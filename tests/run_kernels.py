@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.selection import Step, sparsifiers
 from lightning_sparse import METHODS, Comm, Reducer, method, simulate
-from lightning_sparse.kernels import block_stats
 
 
 def select(device: str) -> None:
@@ -44,8 +43,7 @@ def reduce_(device: str) -> None:
 
 
 def main(device: str) -> None:
-    """Run all, with gradients of a tile being long enough for the kernel that adds and scans."""
-    block_stats.FUSED = block_stats.TILE
+    """Run all."""
     torch.manual_seed(0)
     select(device)
     reduce_(device)

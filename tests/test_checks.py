@@ -8,13 +8,15 @@ import torch
 from lightning_sparse import framing
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.base import first_nonfinite
+from lightning_sparse.compressors.base import Entries, first_nonfinite
+from lightning_sparse.compressors.encoding import Encoding
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import CORRUPT, OK, OUT_OF_STEP, Exchange, status_of
 from lightning_sparse.kernels import checks, launch
 from tests.support.tiers import full
 from tests.test_kernels import DEVICE, Echo
 
+BROKEN = status_of(1) + 9
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of sums modulo 2⁶⁴
@@ -41,6 +43,31 @@ def test_messages_have_the_same_bytes(count, lead, use):
     assert not framing.intact(expected.to(DEVICE)).view(-1)[-1]
 
 
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("index_format", ["compact", "int32"])  # made where they lie, and copied
+def test_messages_of_an_exchange_have_the_same_bytes(index_format, pinned, lead, use):
+    numel, capacity = 70_000, 1200
+    indices = torch.full((*lead, capacity), numel)
+    for row, count in zip(indices.view(-1, capacity), (capacity, 0, 1100), strict=False):
+        row[:count] = torch.randperm(numel)[:count].sort().values
+    values = torch.where(indices < numel, torch.randn(*lead, capacity), 0)
+    messages = []
+    for kernels, device in (("torch", "cpu"), ("triton", DEVICE)):
+        use(kernels)
+        made = Exchange(Echo(4), Context.of(numel), fingerprint=7, device=torch.device(device))
+        made._worst = torch.tensor(BROKEN, device=device)
+        if pinned:
+            made.pin(torch.arange(9, device=device))
+        entries = Entries(indices.to(device), values.to(device))
+        payload, _ = Encoding(index_format).encode(entries, numel, capacity)
+        messages += [made._frame(payload).cpu() for _ in range(2)]
+    first, second, *theirs = messages
+    assert torch.equal(theirs[0], first)
+    assert torch.equal(theirs[1], second), "what is sent twice is another message"
+    assert bool(framing.intact(first).all())
+
+
 def received(damage, size: int = 5):
     """The status after messages of `size` ranks of which one or more are damaged."""
     comm = Echo(size)
@@ -52,9 +79,6 @@ def received(damage, size: int = 5):
     (rows,) = made._receive(messages, payload, made._senders)
     assert rows.shape == (size, 20)
     return int(made._worst)
-
-
-BROKEN = status_of(1) + 9
 
 
 def nothing(messages):
@@ -103,7 +127,7 @@ def test_the_lowest_rank_with_an_error_wins(damage, worst, kernels, use):
 def test_many_messages(use):
     """More than are judged at a time, and one alone."""
     use("triton")
-    assert received(flipped, checks.TILE + 3) == status_of(2) + CORRUPT
+    assert received(flipped, checks.ROWS + 3) == status_of(2) + CORRUPT
     assert received(nothing, 1) == OK
 
 

@@ -58,9 +58,12 @@ class Comm(abc.ABC):
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return every rank's `x`, in rank order. Shape and dtype must agree on all ranks."""
-        if self.size == 1:
-            return [x.clone()]
-        return self._timed((self.size - 1) * _nbytes(x), self._all_gather, x.contiguous())
+        return list(self._gathered(x))
+
+    def all_gather_rows(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, in rank order, as rows of one tensor, see `all_gather`."""
+        rows = self._gathered(x)
+        return rows if isinstance(rows, Tensor) else torch.stack(rows)
 
     def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
         """Send chunk i to rank i and return what each rank sent here, in rank order. All shapes must agree."""
@@ -139,6 +142,11 @@ class Comm(abc.ABC):
     def poll(self) -> None:  # noqa: B027
         """Raise RankFailure if another rank has failed. Called while this rank waits."""
 
+    def _gathered(self, x: Tensor) -> Tensor | list[Tensor]:
+        if self.size == 1:
+            return x.clone().unsqueeze(0)
+        return self._timed((self.size - 1) * _nbytes(x), self._all_gather, x.contiguous())
+
     def _timed_all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         nbytes = (sum(send) - send[self.rank]) * x.element_size()
         return self._timed(nbytes, self._all_to_all_v, x, send, receive)
@@ -156,7 +164,8 @@ class Comm(abc.ABC):
     def _all_reduce(self, x: Tensor, op: Op) -> None: ...
 
     @abc.abstractmethod
-    def _all_gather(self, x: Tensor) -> list[Tensor]: ...
+    def _all_gather(self, x: Tensor) -> Tensor | list[Tensor]:
+        """Return every rank's `x`, in rank order, as a list or as rows of one tensor."""
 
     @abc.abstractmethod
     def _broadcast(self, x: Tensor, src: int) -> None: ...

@@ -139,11 +139,11 @@ class ProcessGroupComm(Comm):
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         self._wait(lambda: dist.all_reduce(x, reduce_op, group=self.group, async_op=True), x)
 
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
+    def _all_gather(self, x: Tensor) -> Tensor:
         # Into one tensor, which NCCL fills in place; a list it would copy.
         rows = x.new_empty(self.size * x.numel())
         self._wait(lambda: all_gather_single(rows, x.view(-1), group=self.group, async_op=True), x)
-        return list(rows.view(self.size, *x.shape).unbind())
+        return rows.view(self.size, *x.shape)
 
     def _broadcast(self, x: Tensor, src: int) -> None:
         self._wait(lambda: dist.broadcast(x, group=self.group, async_op=True, group_src=src), x)

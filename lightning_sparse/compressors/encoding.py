@@ -31,7 +31,8 @@ from torch import Tensor
 from lightning_sparse.compressors.base import Entries, Payload
 from lightning_sparse.compressors.blocks import pack_steps, scale_of, unpack_steps
 from lightning_sparse.kernels.launch import uses_triton
-from lightning_sparse.kernels.pack import LOWER, pack_bits, unpack_bits, upper_bytes
+from lightning_sparse.kernels.messages import Parts
+from lightning_sparse.kernels.pack import LOWER, pack_bits, pack_entries_, unpack_bits, upper_bytes
 
 IndexFormat = Literal["compact", "int32"]
 ValueFormat = Literal["float32", "bfloat16", "int8", "int4", "int2"]
@@ -61,6 +62,14 @@ class Encoding:
         Several rows become as many payloads, the rows of each part.
         """
         indices, values = entries
+        width = _lower_bits(numel, capacity, self.index_format)
+        if uses_triton(indices) and width is not None and self.value_format == "float32":
+            size = upper_bytes(numel, capacity, width)
+            lengths = [(1, torch.int32), (capacity, torch.float32), (size, torch.uint8)]
+            lengths += [(capacity, LOWER[width])] if width else []
+            parts = Parts.of(indices.shape[:-1], lengths, indices.device)
+            pack_entries_(indices, values, parts[0], parts[1], parts.words(2), parts[3:], numel)
+            return parts, entries
         count = (indices < numel).sum(-1, keepdim=True, dtype=torch.int32)
         encoded = encode_values(values, capacity, self.value_format)
         payload = (count, *encoded, *encode_indices(indices, numel, capacity, self.index_format))

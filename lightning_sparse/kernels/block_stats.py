@@ -5,8 +5,8 @@
     stats = BlockStats(len(u), block=64).read(u)  # where u is there already
 
 On CPU the data is worked on in chunks that stay in cache, because a fresh temporary of u's length costs more than
-reading u: its pages have to be mapped first. On CUDA one kernel reads gradient and u, writes u and its maxima: about
-12 bytes an element.
+reading u: its pages have to be mapped first. On CUDA one launch, wherever the gradients lie, reads gradient and u,
+and writes u and its maxima: about 12 bytes an element.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.gradient_table import TILE, _address, bisections, gradient_table
 from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 
 if TYPE_CHECKING:
@@ -29,13 +30,6 @@ MAGNITUDE = 0x7FFFFFFF
 
 CHUNK = 1 << 20
 """Elements that are worked on at a time: 4 MB, or a fifth of the data where that is less, but not below 0.5 MB."""
-
-TILE = 4096
-"""Elements that one program of the kernel works on; a multiple of every block size."""
-
-FUSED = 1 << 20
-"""Gradients from this length on are added by the kernel that scans; a launch for each shorter one would cost more than
-reading u once more. An estimate: no GPU has been asked yet."""
 
 
 class BlockStats:
@@ -50,7 +44,8 @@ class BlockStats:
     Attributes:
         maxima: largest magnitude of each full block, int32, as bits without the sign; NaN counts as larger than
             infinity. What is left at the end belongs to no block. None until the vector was read, and with block 1.
-        sums: of all elements and of their squares, fp64, where the kernel has found them; they stay on the device.
+        partial: where the kernel was at work, (tiles, 2): sums of each tile's elements and of their squares, fp32; they
+            stay on the device.
     """
 
     def __init__(self, numel: int, block: int, *, moments: bool = False) -> None:
@@ -59,7 +54,7 @@ class BlockStats:
         self.moments = moments
         self.done = False  # whether the vector was read
         self.maxima: Tensor | None = None
-        self.sums: Tensor | None = None
+        self.partial: Tensor | None = None
         self._total = self._squares = 0.0
 
     def read(self, u: Tensor) -> BlockStats:
@@ -99,111 +94,112 @@ class BlockStats:
         self.done = True
         return self
 
-    def _by_triton(
-        self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0
-    ) -> BlockStats:
-        tiles = -(-self.numel // TILE)
-        partial = torch.empty(tiles if self.moments else 0, 2, dtype=torch.float32, device=u.device)
-        if self.block > 1:
-            self.maxima = torch.empty(self.numel // self.block, dtype=torch.int32, device=u.device)
-        factor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=u.device)
-        runs, targets, terms = _runs(u, parts, tiles)
-        _add(targets, terms, scale)
-        for first, last, start, grad in runs:
-            launch(
-                _add_with_stats,
-                last - first,
-                u,
-                u if grad is None else grad,
-                factor,
-                u if self.maxima is None else self.maxima,
-                partial,
-                first,
-                start,
-                self.numel,
-                ADD=grad is not None,
-                MAXIMA=self.maxima is not None,
-                MOMENTS=self.moments,
-                BLOCK=max(self.block, 16),
-                TILE=TILE,
-                num_warps=8,
-            )
-        if self.moments:
-            self.sums = partial.sum(0, dtype=torch.float64)
-        self.done = True
+    def _by_triton(self, u: Tensor) -> BlockStats:
+        _by_triton(u, self, [], (), 1.0)
         return self
 
     def mean_and_deviation(self) -> tuple[float, float]:
         """Return mean and standard deviation; precise enough for a threshold that will be refined."""
-        if self.sums is not None:
-            self._total, self._squares = self.sums.tolist()
+        if self.partial is not None:
+            self._total, self._squares = self.partial.sum(0, dtype=torch.float64).tolist()
         mean = self._total / self.numel
         return mean, math.sqrt(max(0.0, self._squares / self.numel - mean * mean))
 
 
-Run = tuple[int, int, int, Tensor | None]
+def _by_triton(
+    u: Tensor, stats: BlockStats | None, grads: Sequence[Tensor], bounds: Sequence[int], scale: float | Tensor
+) -> None:
+    """Add and scan, in one launch: gradients of one dtype wherever they lie, or none, and scan if there are `stats`."""
+    numel, device = u.numel(), u.device
+    tiles = -(-numel // TILE)
+    maxima = partial = table = u
+    if stats is not None and stats.block > 1:
+        maxima = stats.maxima = torch.empty(numel // stats.block, dtype=torch.int32, device=device)
+    if stats is not None and stats.moments:
+        partial = stats.partial = torch.empty(tiles, 2, dtype=torch.float32, device=device)
+    if grads:
+        table = gradient_table(grads, bounds)
+    if tiles:
+        launch(
+            _add_with_stats,
+            tiles,
+            u,
+            grads[0] if grads else u,
+            table,
+            scale,
+            maxima,
+            partial,
+            len(grads),
+            numel,
+            ADD=bool(grads),
+            STEPS=bisections(len(grads)) if grads else 0,
+            LOAD=isinstance(scale, Tensor),
+            MAXIMA=maxima is not u,
+            MOMENTS=partial is not u,
+            BLOCK=64 if stats is None else max(stats.block, 16),
+            TILE=TILE,
+            PART=256,
+            num_warps=8,
+        )
+    if stats is not None:
+        stats.done = True
 
 
-def _runs(
-    u: Tensor, parts: Sequence[tuple[int, int, Tensor]], tiles: int
-) -> tuple[list[Run], list[Tensor], list[Tensor]]:
-    """Divide the work between the kernel and a plain addition before it.
-
-    Returns:
-        The launches, as (first tile, last tile, where the gradient starts in u, gradient or None to read only), which
-        go through each tile once; and slices of u with what has to be added to them before: short gradients, and what
-        a long one has left and right of its full tiles.
-    """
-    runs: list[Run] = []
-    targets, terms = [], []
-    done = 0
-    for start, stop, grad in parts:
-        first, last = -(-start // TILE), stop // TILE
-        if stop - start < FUSED or first >= last or not grad.is_contiguous():
-            first = last = -(-stop // TILE)
-        else:
-            if done < first:
-                runs.append((done, first, 0, None))
-            runs.append((first, last, start, grad))
-            done = last
-        for left, right in ((start, min(stop, first * TILE)), (last * TILE, stop)):
-            if left < right:
-                targets.append(u[left:right])
-                terms.append(grad[left - start : right - start])
-    if done < tiles:
-        runs.append((done, tiles, 0, None))
-    return runs, targets, terms
-
-
-@kernel("first", "numel")
+@kernel("scale", "many", "numel")
 def _add_with_stats(
     u,
-    grad,
+    typed,
+    table,
     scale,
     maxima,
     partial,
-    first,
-    start,
+    many,
     numel,
     ADD: tl.constexpr,
+    STEPS: tl.constexpr,  # Triton 3.6's interpreter takes no tensor as a range, with NumPy 2.5
+    LOAD: tl.constexpr,
     MAXIMA: tl.constexpr,
     MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    tile = tl.program_id(0).to(tl.int64) + first
-    rows = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    # Loads without a mask are 16 bytes wide whatever the length is. Tiles with a gradient are always full.
+    """`table` is of `gradient_table`; `typed` only says the gradients' dtype."""
+    tile = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, TILE // BLOCK)
+    within = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    offsets = tile * TILE + within
     if ADD:
-        x = tl.fma(tl.load(grad + (offsets - start)).to(tl.float32), tl.load(scale), tl.load(u + offsets))
-        tl.store(u + offsets, x)
+        factor = scale
+        if LOAD:
+            factor = tl.load(scale)
+        address = tl.load(table + 2 * many + tile)
+        if address != 0:
+            # Loads without a mask are 16 bytes wide whatever the length is, from memory that is aligned.
+            if address % 16 == 0:
+                grad = tl.load(tl.multiple_of(address.to(tl.pointer_type(typed.dtype.element_ty)), 16) + within)
+            else:
+                grad = tl.load(address.to(tl.pointer_type(typed.dtype.element_ty)) + within)
+            x = tl.fma(grad.to(tl.float32), factor, tl.load(u + offsets))
+            tl.store(u + offsets, x)
+        else:
+            # Seldom: little at a time, so that this does not take the registers that the other way needs.
+            for part in range(TILE // PART):
+                index = tile * TILE + part * PART + tl.arange(0, PART)
+                valid = index < numel
+                addresses, starts = _address(table, index, many, STEPS)
+                places = addresses.to(tl.pointer_type(typed.dtype.element_ty)) + (index - starts)
+                grad = tl.load(places, mask=valid, other=0.0).to(tl.float32)
+                tl.store(u + index, tl.fma(grad, factor, tl.load(u + index, mask=valid, other=0.0)), mask=valid)
+            tl.debug_barrier()
+            x = tl.load(u + offsets, mask=offsets < numel, other=0.0)
     elif (tile + 1) * TILE <= numel:
         x = tl.load(u + offsets)
     else:
         x = tl.load(u + offsets, mask=offsets < numel, other=0.0)
     if MAXIMA:
         largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        rows += tile * (TILE // BLOCK)
         tl.store(maxima + rows, largest, mask=rows < numel // BLOCK)
     if MOMENTS:
         tl.store(partial + 2 * tile, tl.sum(x))
@@ -223,10 +219,12 @@ def add_with_stats_(
         stats: of u's length, filled; None adds only.
     """
     parts = list(zip(bounds[:-1], bounds[1:], grads, strict=True))
-    if stats is None:
+    if uses_triton(u) and len({grad.dtype for grad in grads}) == 1:
+        _by_triton(u, stats, [grad.contiguous() for grad in grads], bounds, scale)
+    elif stats is None or uses_triton(u):
         _add([u[start:stop] for start, stop, _ in parts], grads, scale)
-    elif uses_triton(u):
-        stats._by_triton(u, parts, scale)
+        if stats is not None:
+            stats.read(u)
     else:
         stats._over(u, parts, scale)
     return u

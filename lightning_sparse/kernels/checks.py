@@ -1,8 +1,9 @@
 """What is checked of every exchange where Triton works, in a launch each: checksums, received messages, sent entries.
 
-    add_weighted_(sums, words, within, of_block, -1)     # sums -= Σ weight · word, of each row
-    judge(messages, sums, intact, sent, senders, worst)  # the worst status that the messages tell of
-    note_broken(u, indices, own, worst)                  # and this rank's own, if an entry of u is not finite
+    write_header_(messages, fingerprint, status, ...)   # and the checksum
+    weigh(words, within, of_block)                       # Σ weight · word, of each row, in parts
+    judge(messages, sums, sent, senders, worst, ...)     # the worst status that the messages tell of
+    note_broken(u, indices, own, worst, ok)              # and this rank's own, if an entry of u is not finite
 
 The same in plain torch is in `framing.py` and `exchange.py`, by a dozen operations each. Statuses are explained there.
 """
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 1024
-"""Words that one program weighs, entries that one looks at, and messages that are judged at a time."""
+"""Words that one program weighs, and entries that one looks at."""
+
+ROWS, PARTS = 16, 64
+"""Messages that are judged at a time, and parts of their sums."""
 
 
 def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor, sign: int) -> None:
@@ -37,46 +41,125 @@ def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor,
     if rows and count:
         tiles = -(-count // TILE)
         strides = (words.stride(-2), sums.stride(-1)) if sums.dim() else (0, 0)
-        args = (words, within, of_block, sums, count, within.numel(), tiles, *strides)
-        launch(_add_weighted, rows * tiles, *args, SIGN=sign, TILE=TILE)
+        args = (words, within, of_block, sums, sums, 0, sums, 0, count, within.numel(), tiles, *strides)
+        launch(_add_weighted, rows * tiles, *args, SIGN=sign, STORE=False, HEADER=False, LOAD=False, TILE=TILE)
 
 
-@kernel("count", "block", "tiles", "words_each", "sums_each")
+def weigh(words: Tensor, within: Tensor, of_block: Tensor) -> Tensor:
+    """Return sums of weighted words, see `add_weighted_`, of each row and tile: int64, (rows, tiles)."""
+    rows, count = words.shape
+    tiles = -(-count // TILE)
+    sums = torch.empty(rows, tiles, dtype=torch.int64, device=words.device)
+    args = (words, within, of_block, sums, sums, 0, sums, 0, count, within.numel(), tiles, words.stride(0), tiles)
+    launch(_add_weighted, rows * tiles, *args, SIGN=1, STORE=True, HEADER=False, LOAD=False, TILE=TILE)
+    return sums
+
+
+def write_header_(
+    messages: Tensor, fingerprint: int | Tensor, status: Tensor, start: int, within: Tensor, of_block: Tensor
+) -> None:
+    """Write the first 16 bytes of messages, and add `start` minus the weighted sum of all words to the last 8.
+
+    Args:
+        messages: uint8, (..., n), n a multiple of 8; overwritten.
+        fingerprint: below 2⁶³, or an int64 scalar on the device.
+        status: int64 scalar.
+        start: a whole number.
+        within, of_block: weights, int64.
+    """
+    count = messages.shape[-1] // 4 - 2
+    tiles, rows = -(-count // TILE), messages.numel() // messages.shape[-1]
+    heads = messages.view(torch.int64)
+    args = (messages.view(torch.int32), within, of_block, heads[..., -1:], heads, fingerprint, status, start)
+    constants = {"SIGN": -1, "STORE": False, "HEADER": True, "LOAD": isinstance(fingerprint, Tensor), "TILE": TILE}
+    each = heads.shape[-1]
+    launch(_add_weighted, rows * tiles, *args, count, within.numel(), tiles, 2 * each, each, **constants)
+
+
+@kernel("fingerprint", "start", "count", "block", "tiles", "words_each", "sums_each")
 def _add_weighted(
-    words, within, of_block, sums, count, block, tiles, words_each, sums_each, SIGN: tl.constexpr, TILE: tl.constexpr
+    words,
+    within,
+    of_block,
+    sums,
+    heads,
+    fingerprint,
+    status,
+    start,
+    count,
+    block,
+    tiles,
+    words_each,
+    sums_each,
+    SIGN: tl.constexpr,
+    STORE: tl.constexpr,
+    HEADER: tl.constexpr,
+    LOAD: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) // tiles
-    positions = (tl.program_id(0) - row * tiles) * TILE + tl.arange(0, TILE)
+    tile = tl.program_id(0) - row * tiles
+    positions = tile * TILE + tl.arange(0, TILE)
     valid = positions < count
-    word = tl.load(words + row * words_each + positions, mask=valid, other=0).to(tl.int64)
     weight = tl.load(within + positions % block, mask=valid, other=0)
     weight *= tl.load(of_block + positions // block, mask=valid, other=0)
-    # Sums modulo 2⁶⁴ do not depend on the order.
-    tl.atomic_add(sums + row * sums_each, SIGN * tl.sum(word * weight), sem="relaxed")
+    if HEADER:
+        # The four words of the header are those that are written here; nobody reads them from memory.
+        word = tl.load(words + row * words_each + positions, mask=valid & (positions >= 4), other=0).to(tl.int64)
+        mark = fingerprint
+        if LOAD:
+            mark = tl.load(fingerprint)
+        known = tl.load(status)
+        word = tl.where(positions // 2 == 0, mark, tl.where(positions // 2 == 1, known, word))
+        word = tl.where((positions < 4) & (positions % 2 == 0), word << 32, word)
+        word = tl.where(positions < 4, word >> 32, word)
+        total = SIGN * tl.sum(word * weight)
+        if tile == 0:
+            tl.store(heads + row * sums_each, mark)
+            tl.store(heads + row * sums_each + 1, known)
+            total += start
+    else:
+        word = tl.load(words + row * words_each + positions, mask=valid, other=0).to(tl.int64)
+        total = SIGN * tl.sum(word * weight)
+    if STORE:
+        tl.store(sums + row * sums_each + tile, total)
+    else:
+        # Sums modulo 2⁶⁴ do not depend on the order.
+        tl.atomic_add(sums + row * sums_each, total, sem="relaxed")
 
 
 def judge(
-    messages: Tensor, sums: Tensor, sent: Tensor, senders: Tensor, worst: Tensor, intact: int, corrupt: int, late: int
-) -> Tensor:
-    """Return the least of `worst` and of what each message says, as a new int64 scalar.
+    messages: Tensor,
+    sums: Tensor,
+    sent: int | Tensor,
+    senders: Tensor,
+    worst: Tensor,
+    intact: int,
+    corrupt: int,
+    late: int,
+    ok: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the least of `worst` and of what each message says, an int64 scalar, and whether it is `ok`, a bool.
 
     Args:
         messages: int64, (P, words): a fingerprint, a status, anything, a checksum.
-        sums: int64, (P): the weighted sum of all words of each but its checksum.
-        sent: int64: the fingerprint that each must have.
+        sums: int64, (P, n): what adds up to the weighted sum of all words of each but its checksum.
+        sent: the fingerprint that each must have, below 2⁶³, or an int64 scalar.
         senders: int64, (P), or one for all: the status to which the error codes are added.
         worst: int64 scalar.
         intact: what sum and checksum must add up to.
         corrupt: code of a message that does not.
         late: code of a message with another fingerprint.
+        ok: the status where there is no error.
     """
-    out = torch.empty_like(worst)
-    args = (messages, sums, sent, senders, worst, out, len(messages), messages.shape[-1])
-    launch(_judge, 1, *args, INTACT=intact, CORRUPT=corrupt, LATE=late, TILE=TILE)
-    return out
+    out, fine = torch.empty_like(worst), torch.empty((), dtype=torch.bool, device=worst.device)
+    args = (messages, sums, sent, senders, worst, out, fine, len(messages), messages.shape[-1], sums.shape[-1])
+    constants = {"LOAD": isinstance(sent, Tensor), "INTACT": intact, "CORRUPT": corrupt, "LATE": late, "OK": ok}
+    launch(_judge, 1, *args, **constants, ROWS=ROWS, TILE=PARTS)
+    return out, fine
 
 
-@kernel("rows", "each")
+@kernel("sent", "rows", "each", "parts")
 def _judge(
     messages,
     sums,
@@ -84,27 +167,42 @@ def _judge(
     senders,
     worst,
     out,
+    fine,
     rows,
     each,
+    parts,
+    LOAD: tl.constexpr,
     INTACT: tl.constexpr,
     CORRUPT: tl.constexpr,
     LATE: tl.constexpr,
+    OK: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    mark = sent
+    if LOAD:
+        mark = tl.load(sent)
     least = tl.load(worst)
     start = 0
     while start < rows:
-        row = start + tl.arange(0, TILE)
+        row = start + tl.arange(0, ROWS)
         valid = row < rows
         message = messages + row.to(tl.int64) * each
+        total = tl.load(message + each - 1, mask=valid, other=0)
+        first = 0
+        while first < parts:
+            part = first + tl.arange(0, TILE)
+            places = row.to(tl.int64)[:, None] * parts + part[None, :]
+            total += tl.sum(tl.load(sums + places, mask=valid[:, None] & (part < parts)[None, :], other=0), axis=1)
+            first += TILE
         sender = tl.load(senders + row, mask=valid, other=0)
-        same = tl.load(message, mask=valid, other=0) == tl.load(sent)
+        same = tl.load(message, mask=valid, other=0) == mark
         status = tl.where(same, tl.load(message + 1, mask=valid, other=0), sender + LATE)
-        checksum = tl.load(message + each - 1, mask=valid, other=0)
-        status = tl.where(tl.load(sums + row, mask=valid, other=0) + checksum == INTACT, status, sender + CORRUPT)
+        status = tl.where(total == INTACT, status, sender + CORRUPT)
         least = tl.minimum(least, tl.min(tl.where(valid, status, least)))
-        start += TILE
+        start += ROWS
     tl.store(out, least)
+    tl.store(fine, least == OK)
 
 
 def note_broken(u: Tensor, indices: Tensor, own: int, worst: Tensor, ok: int) -> Tensor:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -65,10 +65,37 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(pinned, non_blocking=True)
 
 
+KEPT = 4096
+"""How many tensors are kept; then all are made anew."""
+KEEPS: tuple[type[Tensor], ...] = (Tensor,)
+"""Of which kind tensors are kept: others, such as torch's fake ones, belong to their own mode."""
+_kept: dict[Hashable, Tensor] = {}
+
+
+def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """Return the tensor that `make` returns, made once for each key, device and stream; nobody may change it.
+
+    Args:
+        key: what the tensor depends on, beside its device.
+        like: a tensor of the kind and on the device that it shall have.
+        make: called where it is not there yet.
+    """
+    if type(like) not in KEEPS:
+        return make()
+    # Another stream does not know when the tensor is there, nor the first one when it is not needed any more.
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+    found = _kept.get((key, like.device, stream))
+    if found is None:
+        if len(_kept) >= KEPT:
+            _kept.clear()
+        found = _kept[key, like.device, stream] = make()
+    return found
+
+
 class Kernel:
     """Stands in for a Triton kernel in its module until the first of them is launched.
 
-    Then all stand-ins of that module are replaced, so that kernels can call each other, and `tl` is put beside them.
+    Then all stand-ins in that module are replaced, so that kernels can call each other, and `tl` is put beside them.
     """
 
     def __init__(self, function: Callable[..., Any], plain: tuple[str, ...]) -> None:
@@ -81,9 +108,9 @@ class Kernel:
         with _loading:
             import triton
 
-            scope["tl"] = triton.language
             for name, value in list(scope.items()):
                 if isinstance(value, Kernel):
+                    value.function.__globals__["tl"] = triton.language
                     scope[name] = triton.jit(value.function, do_not_specialize=value.plain)
         return scope[self.function.__name__]
 

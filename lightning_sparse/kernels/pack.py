@@ -35,6 +35,10 @@ BYTES = 512
 """Bytes of upper bits that one program of the kernels works on, eight times as many bits."""
 
 
+ADDED_UP = 4096
+"""With more tiles than these, their counts are added up beforehand, and not by each program for those before it."""
+
+
 def upper_bytes(numel: int, capacity: int, width: int) -> int:
     """Return how many bytes the upper bits take."""
     return (capacity + (numel >> width) + 8) // 8
@@ -55,9 +59,7 @@ def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[T
     lower = (torch.zeros(*lead, capacity, dtype=LOWER[width], device=device),) if width else ()
     if uses_triton(indices):
         words = torch.zeros(*lead, -(-size // 4), dtype=torch.int32, device=device)
-        if count := indices.numel():
-            args = (indices.contiguous(), words, *(lower or (words,)), count, each, words.shape[-1], capacity, numel)
-            launch(_pack, -(-count // TILE), *args, WIDTH=width, TILE=TILE)
+        _launch_pack(indices, words, lower, numel, width)
         return words.view(torch.uint8)[..., :size], *lower
     bits = torch.zeros(*lead, 8 * size, dtype=torch.uint8, device=device)
     many = math.prod(lead)
@@ -69,6 +71,34 @@ def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[T
             part[: row.numel()] = row.to(part.dtype)  # conversion keeps the lower bits
     bits = bits.view(*lead, size, 8) << torch.arange(8, dtype=torch.uint8, device=device)
     return bits.sum(-1, dtype=torch.uint8), *lower
+
+
+def pack_entries_(
+    indices: Tensor, values: Tensor, count: Tensor, out: Tensor, words: Tensor, lower: Sequence[Tensor], numel: int
+) -> None:
+    """Write what `pack_bits` returns, how many indices there are, and values, in one launch; by Triton.
+
+    Args:
+        indices: as in `pack_bits`.
+        values: fp32, as many.
+        count, out, words, lower: int32, (..., 1), fp32, (..., capacity), int32, (..., n), and of `LOWER`: zeros, their
+            rows evenly spaced in memory; overwritten.
+        numel: as in `pack_bits`.
+    """
+    width = next(width for width, dtype in {0: None, **LOWER}.items() if not lower or dtype == lower[0].dtype)
+    _launch_pack(indices, words, lower, numel, width, values.contiguous(), count, out)
+
+
+def _launch_pack(
+    indices: Tensor, words: Tensor, lower: Sequence[Tensor], numel: int, width: int, *entries: Tensor
+) -> None:
+    indices, each = indices.contiguous(), indices.shape[-1]
+    values, count, out = entries or (words, words, words)
+    (low,) = lower or (words,)
+    strides = [part.stride(-2) if part.dim() > 1 else 0 for part in (words, low, count, out)]
+    if total := indices.numel():
+        args = (indices, words, low, values, count, out, total, each, *strides, numel)
+        launch(_pack, -(-total // TILE), *args, WIDTH=width, ENTRIES=bool(entries), TILE=TILE, num_warps=8)
 
 
 def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int) -> Tensor:
@@ -93,8 +123,9 @@ def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: in
         # Rows are where they came, evenly spaced in a message.
         each = [part.stride(-2) if lead else 0 for part in (upper, low, count)]
         launch(_count_bits, counts.numel(), upper, counts, size, tiles, each[0], TILE=BYTES)
-        args = (upper, low, counts.cumsum(-1), count, out, size, tiles, capacity, numel, *each)
-        launch(_unpack, counts.numel(), *args, WIDTH=width, TILE=BYTES, num_warps=8)
+        added_up = tiles > ADDED_UP
+        args = (upper, low, counts.cumsum(-1) if added_up else counts, count, out, size, tiles, capacity, numel, *each)
+        launch(_unpack, counts.numel(), *args, WIDTH=width, ADDED_UP=added_up, TILE=BYTES, num_warps=8)
         return out
     out = torch.full((*lead, capacity), numel, dtype=torch.int64, device=upper.device)
     bits = upper.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=upper.device) & 1
@@ -124,11 +155,28 @@ def gather(u: Tensor, indices: Tensor) -> Tensor:
     return values
 
 
-@kernel("count", "each", "words_each", "capacity", "numel")
-def _pack(indices, words, lower, count, each, words_each, capacity, numel, WIDTH: tl.constexpr, TILE: tl.constexpr):
+@kernel("total", "each", "words_each", "lower_each", "count_each", "out_each", "numel")
+def _pack(
+    indices,
+    words,
+    lower,
+    values,
+    count,
+    out,
+    total,
+    each,
+    words_each,
+    lower_each,
+    count_each,
+    out_each,
+    numel,
+    WIDTH: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     # In 64 bits, as rows times their length may exceed 32.
     positions = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    index = tl.load(indices + positions, mask=positions < count, other=numel)
+    index = tl.load(indices + positions, mask=positions < total, other=numel)
     valid = index < numel
     row = positions // each
     place = positions - row * each
@@ -137,7 +185,12 @@ def _pack(indices, words, lower, count, each, words_each, capacity, numel, WIDTH
     word = words + row * words_each + (bit >> 5)
     tl.atomic_or(word, (1 << (bit & 31)).to(tl.int32), mask=valid, sem="relaxed")
     if WIDTH > 0:
-        tl.store(lower + row * capacity + place, index.to(lower.dtype.element_ty), mask=valid)
+        tl.store(lower + row * lower_each + place, index.to(lower.dtype.element_ty), mask=valid)
+    if ENTRIES:
+        tl.store(out + row * out_each + place, tl.load(values + positions, mask=valid, other=0.0), mask=valid)
+        # The last index of a row says how many they are; where there is none, nothing is written.
+        after = tl.load(indices + positions + 1, mask=valid & (place + 1 < each), other=numel)
+        tl.store(count + row * count_each, (place + 1).to(tl.int32), mask=valid & (after >= numel))
 
 
 @kernel("nbytes", "tiles", "upper_each")
@@ -165,13 +218,26 @@ def _unpack(
     lower_each,
     count_each,
     WIDTH: tl.constexpr,
+    ADDED_UP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`counts` says how many bits are set in a tile and those before it in its row."""
+    """`counts` says how many bits are set in a tile, or, added up, in a tile and those before it in its row."""
     row = tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0) - row * tiles
     start = tile * TILE
-    before = tl.load(counts + tl.program_id(0) - 1, mask=tile > 0, other=0).to(tl.int32)
+    if ADDED_UP:
+        before = tl.load(counts + tl.program_id(0) - 1, mask=tile > 0, other=0).to(tl.int32)
+        whole = tl.load(counts + (row + 1) * tiles - 1).to(tl.int32)
+    else:
+        before = 0
+        whole = 0
+        first = 0
+        while first < tiles:
+            others = first + tl.arange(0, 1024)
+            some = tl.load(counts + row * tiles + others, mask=others < tiles, other=0)
+            before += tl.sum(tl.where(others < tile, some, 0))
+            whole += tl.sum(some)
+            first += 1024
     positions = start + tl.arange(0, TILE)
     byte = tl.load(upper + row * upper_each + positions, mask=positions < nbytes, other=0).to(tl.int32)
     bits = tl.reshape((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1, [TILE * 8])
@@ -184,7 +250,7 @@ def _unpack(
     tl.store(out + row * capacity + rank, index, mask=valid)
     # Padding, where no index comes: there are more bits than places.
     place = start * 8 + tl.arange(0, TILE * 8)
-    behind = tl.minimum(tl.load(counts + (row + 1) * tiles - 1).to(tl.int32), room)
+    behind = tl.minimum(whole, room)
     tl.store(out + row * capacity + place, tl.zeros_like(place) + numel, mask=(place >= behind) & (place < capacity))
 
 

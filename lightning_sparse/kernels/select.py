@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import CHUNK, MAGNITUDE, BlockStats, chunk_size
 from lightning_sparse.kernels.launch import uses_triton
-from lightning_sparse.kernels.select_triton import Blocks, topk_triton
+from lightning_sparse.kernels.select_triton import topk_triton
 
 BLOCKS_PER_ENTRY = 3
 """With fewer blocks than this per entry wanted, too many blocks hold one."""
@@ -92,8 +92,7 @@ def block_maxima(numel: int, k: int) -> BlockStats | None:
 def topk_from_maxima(bits: Tensor, stats: BlockStats, k: int) -> Tensor:
     """Return the int64 indices of the k largest magnitudes, ascending, given at least k block maxima."""
     if uses_triton(bits):
-        blocks = None if stats.maxima is None else topk_triton(Blocks(stats.maxima), k)
-        return topk_triton(Blocks.of(bits, blocks, stats.block), k)
+        return topk_triton(bits, k, stats.maxima, stats.block)
     if stats.maxima is None:
         return topk_cpu(bits, k)[0]
     blocks, tops = topk_cpu(stats.maxima, k)

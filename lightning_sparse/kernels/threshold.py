@@ -4,14 +4,15 @@ After one pass for block maxima and one for the moments, the maxima say where to
 reach the threshold has nothing to offer, and more than 4k/3 blocks that do are more than 4k/3 entries, without looking
 into any.
 
-On CUDA the largest 4k/3 + 1 maxima are sorted, so that one small kernel can count what reaches a threshold in a few
-steps, and the whole search runs there. The result has a fixed length and is padded: the host waits for nothing.
+On CUDA one program counts, among the largest 4k/3 + 1 maxima, what reaches a threshold, and the whole search runs
+there. The result has a fixed length and is padded: the host waits for nothing.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
 import math
+import struct
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,13 +29,16 @@ from lightning_sparse.kernels.select import (
     topk_cpu,
     topk_from_maxima,
 )
-from lightning_sparse.kernels.select_triton import Blocks, counts_above, indices_above, kth_largest, topk_triton
+from lightning_sparse.kernels.select_triton import THRESHOLD, Kept, blocks_of_largest, select, zeros
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 OCTAVE = 1 << 23
 """A factor of two, in bits."""
+
+AT_A_TIME = 4096
+"""Maxima that the kernel counts at a time."""
 
 ROUNDS = 12
 """Thresholds to try before the k largest are selected: enough to pin one down to 0.1 % once it is bracketed."""
@@ -94,46 +98,65 @@ def _bits(x: float) -> int:
 
 def _by_triton(bits: Tensor, k: int, z: float, stats: BlockStats) -> Tensor:
     maxima, fewest, most = bits if stats.maxima is None else stats.maxima, -(-2 * k // 3), min(4 * k // 3, bits.numel())
+    counts = zeros(bits.device)
     # No more blocks than these can hold the entries above any threshold that leaves enough and not too many.
-    candidates = topk_triton(Blocks(maxima), min(most + 1, maxima.numel()))
-    tops = (maxima.index_select(0, candidates) & MAGNITUDE).sort(descending=True).values
-    assert stats.sums is not None
-    mean, square = (stats.sums / stats.numel).unbind()
-    deviation = (square - mean * mean).clamp(min=0).sqrt()
-    first = (mean.abs() + z * deviation).float().view(torch.int32) + 1
-    # As in the loop above: without a spread there is nothing to start from, which 0 says.
-    first = torch.where((deviation > 0) & (deviation < math.inf), first, 0)
-    limit = torch.empty(1, dtype=torch.int32, device=bits.device)
-    launch(_search, 1, tops, first, limit, tops.numel(), fewest, most, ROUNDS=ROUNDS, num_warps=1)
-    blocks = Blocks.of(bits, candidates, stats.block)
-    counts = counts_above(blocks, limit)
-    # None was found, or more than 4k/3 crowd in few blocks: then the k largest, which lie in these blocks, too.
-    exact = ((limit < 0) | (counts[0, -1:] > most)).int()
-    threshold = torch.where(exact > 0, kth_largest(blocks, k, exact), limit)
-    counts = counts_above(blocks, threshold)
-    return indices_above(blocks, threshold, counts, most, ties_up_to=k, when=exact)
+    tops = torch.empty(min(most + 1, maxima.numel()), dtype=torch.int32, device=bits.device)
+    blocks = blocks_of_largest(bits, maxima, stats.block, tops.numel(), counts[0], tops)
+    limits = torch.empty(2, dtype=torch.int32, device=bits.device)
+    assert stats.partial is not None
+    double = struct.unpack("<q", struct.pack("<d", z))[0]  # as an argument z itself would lose half of its digits
+    args = (tops, stats.partial, counts[0, THRESHOLD:], limits, tops.numel(), len(stats.partial), stats.numel, double)
+    launch(_search, 1, *args, fewest, most, ROUNDS=ROUNDS, TILE=AT_A_TIME, num_warps=16)
+    # Where none was found, or more than 4k/3 crowd in few blocks, the k largest, which lie in these blocks, too.
+    return select(Kept(blocks, limits, counts[1]), counts[1], k, most, limits=limits)
 
 
-@kernel("count", "fewest", "most")
-def _search(tops, first, limit, count, fewest, most, ROUNDS: tl.constexpr):
-    """Store the largest magnitude that is not sent, -1 for none found; `tops` are the largest maxima, descending."""
+@kernel("count", "tiles", "numel", "double", "fewest", "most")
+def _search(
+    tops,
+    partial,
+    least,
+    limits,
+    count,
+    tiles,
+    numel,
+    double,
+    fewest,
+    most,
+    ROUNDS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Store the smallest magnitude that is sent, and `most`; or, if none was found, the least of `tops`, and -1.
+
+    `tops` are the largest maxima, `double` are the bits of z.
+    """
+    total = tl.zeros([TILE], dtype=tl.float64)
+    squares = tl.zeros([TILE], dtype=tl.float64)
+    start = 0
+    while start < tiles:
+        tile = start + tl.arange(0, TILE)
+        total += tl.load(partial + 2 * tile, mask=tile < tiles, other=0.0).to(tl.float64)
+        squares += tl.load(partial + 2 * tile + 1, mask=tile < tiles, other=0.0).to(tl.float64)
+        start += TILE
+    mean = tl.sum(total) / numel
+    deviation = tl.sqrt(tl.maximum(tl.sum(squares) / numel - mean * mean, 0.0))
+    first = (tl.abs(mean) + double.to(tl.float64, bitcast=True) * deviation).to(tl.float32)
+    threshold = first.to(tl.int32, bitcast=True) + 1
+    # As in the loop above: without a spread there is nothing to start from.
+    rounds = tl.where((deviation > 0) & (deviation < float("inf")) & (threshold > 0), ROUNDS, 0)
     low = 0
     high = 0x7FFFFFFF
-    threshold = tl.load(first)
     found = -1
-    rounds = tl.where(threshold > 0, ROUNDS, 0)
     while rounds > 0:
         passing = 0
-        behind = count
-        while passing < behind:
-            middle = (passing + behind) // 2
-            if tl.load(tops + middle) >= threshold:
-                passing = middle + 1
-            else:
-                behind = middle
+        start = 0
+        while start < count:
+            place = start + tl.arange(0, TILE)
+            passing += tl.sum((tl.load(tops + place, mask=place < count, other=-1) >= threshold).to(tl.int32))
+            start += TILE
         rounds -= 1
         if (passing >= fewest) & (passing <= most):
-            found = threshold - 1
+            found = threshold
             rounds = 0
         else:
             if passing > most:
@@ -149,4 +172,5 @@ def _search(tops, first, limit, count, fewest, most, ROUNDS: tl.constexpr):
                 threshold = tl.maximum(high - (1 << 23), 1)
             if (threshold == low) | (threshold == high):
                 rounds = 0
-    tl.store(limit, found)
+    tl.store(limits, tl.where(found > 0, found, tl.load(least)))
+    tl.store(limits + 1, tl.where(found > 0, most, -1))

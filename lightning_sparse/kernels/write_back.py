@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel, launch, to_device, uses_triton
+from lightning_sparse.kernels.gradient_table import _address, bisections, gradient_table
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -104,8 +105,7 @@ def _add_to_all(
     grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]], step_ok: Tensor | None
 ) -> None:
     """Add terms, by Triton, to gradients of the values' dtype, wherever they lie: one launch for each term."""
-    table = to_device(torch.tensor([*bounds[:-1], *(grad.data_ptr() for grad in grads)]), grads[0].device)
-    steps = (len(grads) - 1).bit_length()
+    table, steps = gradient_table(grads, bounds), bisections(len(grads))
     for indices, values in terms:
         if count := indices.numel():
             args = (table, grads[0], indices, values, table if step_ok is None else step_ok)
@@ -127,7 +127,7 @@ def _add_to_many(
     STEPS: tl.constexpr,  # Triton 3.6's interpreter takes no tensor as a range, with NumPy 2.5
     WHEN: tl.constexpr,
 ):
-    """`table` holds where each gradient starts in the segment, then its address; `typed` only says their dtype."""
+    """`table` is of `gradient_table`; `typed` only says the gradients' dtype."""
     positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + positions, mask=positions < count, other=numel)
     if WHEN:
@@ -135,16 +135,8 @@ def _add_to_many(
         numel = tl.where(tl.load(step_ok), numel, 0)
     valid = index < numel
     value = tl.load(values + positions, mask=valid, other=0.0)
-    # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
-    first = tl.zeros([TILE], dtype=tl.int32)
-    behind = first + many
-    for _ in range(STEPS):
-        middle = (first + behind) // 2
-        reached = tl.load(table + middle, mask=middle < many, other=0x7FFFFFFFFFFFFFFF) <= index
-        first = tl.where(reached, middle, first)
-        behind = tl.where(reached, behind, middle)
-    address = tl.load(table + many + first).to(tl.pointer_type(typed.dtype.element_ty))
-    address += index - tl.load(table + first)
+    addresses, starts = _address(table, index, many, STEPS)
+    address = addresses.to(tl.pointer_type(typed.dtype.element_ty)) + (index - starts)
     tl.store(address, tl.load(address, mask=valid, other=0.0) + value, mask=valid)
 
 

@@ -5,6 +5,7 @@ torch's fake tensors know device and shape but no values: what a step of ours do
 
 import contextlib
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_sparse.compressors import randk
+from lightning_sparse.exchange import OK
 from lightning_sparse.kernels import launch
 from tests.test_kernels import KERNELS, Echo, is_kernel
 
@@ -73,9 +75,12 @@ class Counting(Echo):
         def wait():
             if begun == self.steps and not (self.first_may_wait and begun == 0):
                 raise HostWait("looked at within the step")
-            return zeros(*x.shape)
+            return zeros(*x.shape) if x.dim() else OK  # a scalar is a status
 
         return wait
+
+    def _all_gather(self, x):
+        return x.new_empty(self.size, *x.shape)  # as over NCCL, which fills it
 
     def _timed(self, nbytes, collective, x, *args):
         assert x.device == CUDA
@@ -112,6 +117,9 @@ def on_fake_cuda():
                 if is_kernel(value):
                     replace(module, name, Launched(name))
         replace(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+        replace(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        replace(launch, "KEEPS", (torch.Tensor, torch._subclasses.FakeTensor))  # kept, as long as the mode lasts
+        replace(launch, "_kept", {})
         replace(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0)
         # On the host.
         replace(randk, "draw", lambda numel, k, generator: torch.empty(k, dtype=torch.int64))

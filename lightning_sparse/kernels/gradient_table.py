@@ -1,0 +1,66 @@
+"""Where a segment's gradients lie in memory, for kernels that go through all of them in one launch.
+
+table = gradient_table(grads, bounds)   # int64, on the device; kept, as gradients stay where they are
+_address(table, index, many, STEPS)     # in a kernel: the address and the gradient's start, of each index
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.launch import kept, kernel, to_device
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+TILE = 4096
+"""Consecutive elements of a segment that the table knows about together."""
+
+
+def gradient_table(grads: Sequence[Tensor], bounds: Sequence[int]) -> Tensor:
+    """Return where gradients lie, int64, on their device: kept for as long as they lie there.
+
+    The first part has the start of each gradient in the segment, the second part its address. The third part has, of
+    each tile of 4,096 elements, the address of the first where all of them are of one gradient, and 0 elsewhere.
+
+    Args:
+        grads: 1-D, contiguous, of one dtype.
+        bounds: where each gradient starts in the segment, and the segment's length as the last one.
+    """
+    addresses, size = tuple(grad.data_ptr() for grad in grads), grads[0].element_size()
+
+    def make() -> Tensor:
+        table = torch.zeros(2 * len(grads) + -(-bounds[-1] // TILE), dtype=torch.int64)
+        table[: 2 * len(grads)] = torch.tensor([*bounds[:-1], *addresses])
+        for start, stop, address in zip(bounds, bounds[1:], addresses, strict=False):
+            first, last = -(-start // TILE), stop // TILE
+            if first < last:
+                offsets = torch.arange(first, last) * TILE - start
+                table[2 * len(grads) :][first:last] = address + size * offsets
+        return to_device(table, grads[0].device)
+
+    return kept((gradient_table, addresses, size, *bounds), grads[0], make)
+
+
+def bisections(count: int) -> int:
+    """Return how many steps `_address` takes among so many gradients."""
+    return (count - 1).bit_length()
+
+
+@kernel()
+def _address(table, index, many, STEPS: tl.constexpr):
+    """Return, of the gradients that have the indices, the address in memory and the start in the segment, int64."""
+    # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
+    first = tl.zeros_like(index).to(tl.int32)
+    behind = first + many
+    for _ in range(STEPS):
+        middle = (first + behind) // 2
+        reached = tl.load(table + middle, mask=middle < many, other=0x7FFFFFFFFFFFFFFF) <= index
+        first = tl.where(reached, middle, first)
+        behind = tl.where(reached, behind, middle)
+    return tl.load(table + many + first), tl.load(table + first)

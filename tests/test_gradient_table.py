@@ -1,0 +1,57 @@
+"""Where gradients lie, in a table that is made once."""
+
+import pytest
+import torch
+
+from lightning_sparse.kernels import launch
+from lightning_sparse.kernels.gradient_table import TILE, gradient_table
+from tests.support.fake_cuda import CUDA, on_fake_cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_by_hand(dtype):
+    lengths = [3 * TILE - 1, 0, 1, 2 * TILE, 5]  # tiles: two of the first alone, one of the first and third, two, one
+    bounds = [0, 3 * TILE - 1, 3 * TILE - 1, 3 * TILE, 5 * TILE, 5 * TILE + 5]
+    grads = [torch.zeros(length, dtype=dtype) for length in lengths]
+    addresses = [grad.data_ptr() for grad in grads]
+    tile = TILE * dtype.itemsize
+    tiles = [addresses[0], addresses[0] + tile, 0, addresses[3], addresses[3] + tile, 0]
+    assert gradient_table(grads, bounds).tolist() == [*bounds[:-1], *addresses, *tiles]
+
+
+def test_a_tile_is_looked_up_from_where_its_gradient_starts():
+    grads = torch.zeros(3 * TILE).split([7, 3 * TILE - 7])
+    table = gradient_table(grads, [0, 7, 3 * TILE])
+    assert table[-3:].tolist() == [0, *(grads[0].data_ptr() + 4 * TILE * tile for tile in (1, 2))]
+
+
+def test_it_is_kept_for_as_long_as_gradients_stay_where_they_are():
+    both = torch.zeros(2, 100)
+    first = gradient_table([both[0]], [0, 100])
+    assert gradient_table([both[0]], [0, 100]) is first
+    assert gradient_table([both[1]], [0, 100]) is not first
+    assert gradient_table([both[0]], [0, 99]) is not first
+
+
+def test_not_more_is_kept_than_a_few_thousand(monkeypatch):
+    monkeypatch.setattr(launch, "_kept", {})
+    monkeypatch.setattr(launch, "KEPT", 3)
+    x = torch.zeros(1)
+    made = [launch.kept(key, x, lambda key=key: torch.tensor(key)) for key in range(5)]
+    assert [int(each) for each in made] == [*range(5)]
+    assert len(launch._kept) == 2
+    assert launch.kept(4, x, lambda: torch.tensor(7)) is made[4]
+
+
+def test_what_is_kept_belongs_to_a_kind_a_device_and_a_stream(monkeypatch):
+    class Other(torch.Tensor):
+        pass
+
+    x = torch.zeros(1)
+    assert launch.kept("key", x, lambda: x) is x
+    assert int(launch.kept("key", x.as_subclass(Other), lambda: torch.tensor(5))) == 5
+    with on_fake_cuda():
+        y = torch.empty(1, device=CUDA)
+        assert launch.kept("key", y, lambda: y) is y
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 1}))
+        assert launch.kept("key", y, lambda: y + 1) is not y
