@@ -140,7 +140,7 @@ def draw(table: pd.DataFrame) -> Any:
     best = best_rates(table[table["problem"] == "digits"], ["method"]).loc[list(METHODS)]
     panels[2].barh(list(METHODS), best["loss"], color=[f"C{number}" for number in range(len(METHODS))])
     panels[2].invert_yaxis()
-    panels[2].set(xscale="log", xlabel="training loss", title="digits")
+    panels[2].set(xlabel="training loss", title="digits")
     return figure
 
 

@@ -224,10 +224,13 @@ def draw(table: pd.DataFrame) -> Any:
             line[1].plot(curve["bits"] / 8e3, curve["error"], **options)
             if plain and method != "qsgd":
                 line[2].plot(curve["step"], curve["error_last"] / curve["error"], **options)
+        top = 3 * curves(table, data)["SGD"]["error"].max()  # "no shift" goes far beyond
         line[0].set(xscale="log", yscale="log", xlabel="steps", ylabel="f(x̄) − min f", title=f"{data} data")
         line[1].set(xscale="log", yscale="log", xlabel="kB sent")
+        for panel in line[:2]:
+            panel.set_ylim(top=top)
         line[2].set(xscale="log", yscale="log", xlabel="steps", title="error of the last weights by the average's")
-        line[0].legend(fontsize=6)
+        line[0].legend(fontsize=6, loc="lower left")
         mine = table[(table["problem"] == data) & (table["processes"] > 0)]
         for (method, k), rows in mine.groupby(["method", "k"], sort=False):
             seconds = rows.set_index("processes")["seconds_training"].sort_index()
