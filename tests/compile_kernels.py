@@ -184,7 +184,7 @@ def compiled(stand_in, types, constants, capability):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
     wide = {"BLOCK", "CHUNK"} & set(names) or stand_in.function.__name__ in ("_pack", "_unpack")
-    warps = 16 if names[0] == "tops" else 8 if wide else 4
+    warps = 16 if names[0] == "tops" or constants.get("BLOCK") == 1 else 8 if wide else 4
     kernel = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={**launch.OPTIONS, "num_warps": warps}
     )

@@ -61,7 +61,8 @@ class Blocks:
     def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Run a kernel over all tiles."""
         gathered = self.indices is not None
-        constants |= {"KEPT": False, "GATHER": gathered, "BLOCK": self.size, "TILE": TILE, "num_warps": 8}
+        warps = 8 if self.size > 1 else 16  # an index for each element takes registers
+        constants |= {"KEPT": False, "GATHER": gathered, "BLOCK": self.size, "TILE": TILE, "num_warps": warps}
         indices = self.bits if self.indices is None else self.indices
         launch(kernel, self.tiles, self.bits, indices, self.bits.numel(), self.count, *args, **constants)
 
