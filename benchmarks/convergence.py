@@ -97,8 +97,10 @@ MOMENTUM = [
         for density in (0.01, 0.001)
         for method, exchange in (("topk", "gradient"), ("memsgd", "update"), ("dgc", "update"), ("topk", "update"))
     ),
+    *(Case("gaussiank", 0.001, exchange=exchange) for exchange in ("gradient", "update")),
 ]
 """Gradients; updates with momentum left alone, set to zero where entries are sent, and paid out."""
+MOMENTUM_SEEDS = range(3)
 
 TUNING_EPOCHS = 3
 DENSE_EPOCHS = 4
@@ -174,7 +176,7 @@ def compare(out: Path) -> None:
 def compare_with_momentum(out: Path) -> None:
     """Train every case of `MOMENTUM` at two rates, and print its mean accuracy and loss at the better one."""
     rows: list[Row] = []
-    for seed in SEEDS:
+    for seed in MOMENTUM_SEEDS:
         rows += [run(case, rate, DENSE_EPOCHS, seed, 0) for case in MOMENTUM for rate in GRID if rate.momentum == 0.9]
         results.save(out / "convergence_momentum.csv", rows)
     means = (
