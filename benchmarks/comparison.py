@@ -34,11 +34,11 @@ from torch.utils.data import default_collate
 from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import AS_OURS, Wrapped, data_parallel
 from benchmarks.harness.launch import hosts, launch
-from benchmarks.harness.ranks import gather, join, leave, timed, write
+from benchmarks.harness.ranks import join, leave, timed, write
 from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import missing
 from benchmarks.harness.timing import step_columns
-from benchmarks.language import LENGTH, amortized
+from benchmarks.language import LENGTH, RATES, amortized, factor
 from examples.data.digits import digits
 from examples.data.text import StandardLibrary
 from examples.models import ResNet20
@@ -55,12 +55,12 @@ from lightning_sparse import (
     simulate,
 )
 from lightning_sparse import method as make_method
+from lightning_sparse.strategies.fit_checks import is_adaptive
 from lightning_sparse.updates import Updates
 
 WORKERS, STEPS, EVERY, DENSITY, SEEDS = 2, 300, 50, 0.01, (0, 1, 2)
 LOCAL_STEPS = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 """Steps before each exchange, all divisors of `EVERY`: weights are equal when they are evaluated."""
-LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 ROUNDS, TIMED_STEPS = 5, 4
 KEY = ["contestant", "lr", "seed"]
 
@@ -104,6 +104,11 @@ class Task(NamedTuple):
     optimizer: Callable[..., torch.optim.Optimizer]
     rates: tuple[float, ...]
 
+    @property
+    def adaptive(self) -> bool:
+        """Whether the optimizer divides by past gradients: then the strategy exchanges updates of sparse methods."""
+        return is_adaptive(self.optimizer([torch.zeros(1, requires_grad=True)], lr=1.0))
+
 
 SGD_RATES = (0.001, 0.01, 0.03, 0.1)
 
@@ -122,7 +127,7 @@ TASKS = {
 
 def contestants(task: str) -> list[str]:
     """Return the rows of METHODS, and two that exchange what the strategy would not."""
-    other = "gradients" if TASKS[task].optimizer is torch.optim.AdamW else "updates"
+    other = "gradients" if TASKS[task].adaptive else "updates"
     return [*METHODS, f"topk {other}", f"gaussiank {other}"]
 
 
@@ -133,13 +138,8 @@ def made(task: str, contestant: str) -> Method:
     rule = chosen.update_rule
     if rule is not None:
         return replace(chosen, update_rule=replace(rule, every=LOCAL_STEPS.get(name, 1)))
-    updates = what == "updates" or (not what and TASKS[task].optimizer is torch.optim.AdamW and chosen.is_sparse)
+    updates = what == "updates" or (not what and TASKS[task].adaptive and chosen.is_sparse)
     return replace(chosen, update_rule=UpdateRule() if updates else None)
-
-
-def factor(step: int) -> float:
-    """Return the factor on the learning rate."""
-    return min(1.0, (step + 1) / (STEPS // 10)) * (1 + math.cos(math.pi * step / STEPS)) / 2
 
 
 def numbers(order: Tensor, step: int, rank: int, batch_size: int) -> list[int]:
@@ -173,7 +173,7 @@ def train(task: str, contestant: str, lr: float, seed: int, data: Data, steps: i
     def rank(comm: Comm) -> list[Row]:
         model, points = models[comm.rank], []
         optimizer = TASKS[task].optimizer(model.parameters(), lr=lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, STEPS))
         rule = method.update_rule
         reducer = Reducer(method, comm, seed=seed, exchanged="update" if rule else "gradient")
         updates = Updates(reducer, model, [optimizer]) if rule else None
@@ -274,7 +274,6 @@ def step_times(task: str, out: str) -> None:
         for _ in range(TIMED_STEPS if every > 1 else 1):  # brings the model back into the caches
             step()
         write(out, contestant=name, every=every, **timed(step, TIMED_STEPS))
-        gather(0)
 
 
 def measure_seconds(path: Path) -> None:
@@ -283,7 +282,7 @@ def measure_seconds(path: Path) -> None:
         raise SystemExit(f"No links can be made here: {reason}.")
     rows: list[Row] = []
     for task in TASKS:
-        for link in LINKS:
+        for link in RATES:
             with hosts(WORKERS, link) as where:
                 records, reason = launch("benchmarks.comparison", {"task": task}, where, WORKERS)
             if reason:

@@ -40,16 +40,15 @@ def frame(parts: Sequence[Tensor]) -> Tensor:
 
 def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> Tensor:
     """Return what `frame` makes of a header, (fingerprint, status), and parts; by Triton. `Parts` are used up."""
-    messages = parts.messages if isinstance(parts, Parts) else None
-    start = INTACT
-    if messages is None:
-        start = 0
+    if isinstance(parts, Parts) and parts.messages is not None:
+        messages, start = parts.messages, INTACT
+        parts.messages = None
+    else:
+        start = 0  # the checksum's start is in what is copied
         constants = kept((seal,), status, lambda: to_device(torch.tensor([0, 0, INTACT]), status.device))
         lead = parts[0].shape[:-1] if parts else ()
         header, end = constants.view(torch.uint8).expand(*lead, -1).split([HEADER_BYTES, CHECKSUM_BYTES], -1)
         messages = torch.cat([header, *_pieces(parts, header[..., :CHECKSUM_BYTES]), end], -1)
-    elif isinstance(parts, Parts):
-        parts.messages = None
     write_header_(messages, fingerprint, status, start, *_weights_of(messages.shape[-1] // 4 - 2, messages))
     return messages
 

@@ -66,10 +66,7 @@ def reproduce(finding: Finding, config: Config, out: Path) -> None:
             raise SystemExit(
                 f"{path} was made with {name}={others[0]}, not {value}: give another folder, --out, or delete the file."
             )
-    try:
-        cases = finding.cases(config)
-    except ValueError as error:
-        raise SystemExit(f"{finding.name}: {error}") from None
+    cases = cases_of(finding, config)
     todo = missing(finding, cases, known)
     print(f"{finding.name}: {len(todo)} of {len(cases)} runs to do, {', '.join(f'{k}={v}' for k, v in config.items())}")
     torch.set_num_threads(1)  # ranks are threads, or forked processes
@@ -106,15 +103,20 @@ def redraw(finding: Finding, out: Path) -> None:
     if texts.empty:
         raise SystemExit(f"{path}: there is nothing to draw yet; run: {command}")
     config = {name: type(default)(texts[name].iloc[0]) for name, default in finding.config.items()}
-    try:
-        cases = finding.cases(config)
-    except ValueError as error:
-        raise SystemExit(f"{finding.name}: {error}") from None
+    cases = cases_of(finding, config)
     if lacking := missing(finding, cases, texts):
         raise SystemExit(f"{path} lacks {len(lacking)} runs of {len(cases)}; run again: {command}")
     found = table.load(path)
     plots.write(finding.draw(found), path.with_suffix(".png"))
     print(finding.verdict(found))
+
+
+def cases_of(finding: Finding, config: Config) -> list[Row]:
+    """Return the key columns of each run; a config that makes no sense is a SystemExit."""
+    try:
+        return finding.cases(config)
+    except ValueError as error:
+        raise SystemExit(f"{finding.name}: {error}") from None
 
 
 def missing(finding: Finding, cases: Iterable[Row], known: pd.DataFrame) -> list[Row]:
