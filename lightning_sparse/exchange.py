@@ -28,13 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import (
-    Compressor,
-    Entries,
-    Payload,
-    Update,
-    first_nonfinite_parameter,
-)
+from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update
 from lightning_sparse.context import Context
 from lightning_sparse.framing import INTACT, frame, intact, partial_sums, seal, unframe, weighted_sum
 from lightning_sparse.kernels.checks import judge, note_broken
@@ -125,13 +119,9 @@ class Exchange:
         if not uses_triton(u):
             self._check(u, floats if exposed else [u, *floats], ctx)
         elif exposed and isinstance(update, Entries):
-            # In u: the update's own values are rounded.
-            own = status_of(self.comm.ranks[self.rank]) + 1 + ctx.segment.start - self._root.ctx.segment.start
-            self._root._worst = note_broken(u, update.indices, own, self._root._worst, OK)
+            self._note_broken(u, update.indices, (), ctx)  # in u: the update's own values are rounded
         else:
-            self._note(first_nonfinite_parameter(u, ctx.segment), ctx)
-            for part in floats:
-                self._note(torch.where(part.isfinite().all(), 0, TOO_LARGE), ctx)
+            self._note_broken(u, None, floats, ctx)
         return payload, update
 
     def check_finite(self, u: Tensor, *made: Tensor) -> None:
@@ -144,9 +134,7 @@ class Exchange:
         if not uses_triton(u):
             self._check(u, made or [u], self.ctx)
             return
-        self._note(first_nonfinite_parameter(u, self.ctx.segment), self.ctx)
-        for part in made:
-            self._note(torch.where(part.isfinite().all(), 0, TOO_LARGE), self.ctx)
+        self._note_broken(u, None, made, self.ctx)
 
     def check_sum(self, x: Tensor) -> None:
         """Note in the status if a sum over all ranks is not finite; as all have it, all note the same."""
@@ -174,7 +162,7 @@ class Exchange:
 
     def all_to_all(self, rows: Payload) -> Payload:
         """Send row r of each part to rank r; return the rows that all ranks have sent here, in rank order."""
-        return self._receive(torch.stack(self.comm.all_to_all(list(self._frame(rows)))), rows, self._senders)
+        return self._receive(self.comm.all_to_all_rows(self._frame(rows)), rows, self._senders)
 
     def broadcast(self, payload: Payload, src: int) -> Payload:
         """Return rank `src`'s payload; the other ranks pass one of the same shapes."""
@@ -222,6 +210,15 @@ class Exchange:
             self._note(1 + positions[0, 0], ctx)
         elif not all(torch.isfinite(part).all() for part in floats):
             self._note(torch.tensor(TOO_LARGE), ctx)
+
+    def _note_broken(self, u: Tensor, indices: Tensor | None, made: Sequence[Tensor], ctx: Context) -> None:
+        """Note, by Triton, where `u` is not finite at the indices, None for all, or else a tensor made of it."""
+        mine = status_of(self.comm.ranks[self.rank])
+        first = mine + 1 + ctx.segment.start - self._root.ctx.segment.start
+        self._root._worst = note_broken(u, indices, first, self._root._worst, OK)
+        for part in made:
+            flat = part.contiguous().view(-1)
+            self._root._worst = note_broken(flat, None, mine + TOO_LARGE, self._root._worst, OK, place=False)
 
     def _note(self, code: Tensor, ctx: Context) -> None:
         """Add an error of this rank to the status: 0 for none, 1 + the index of an element, or a code below 0."""

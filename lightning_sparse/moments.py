@@ -167,9 +167,13 @@ class SegmentMoments:
         kept = torch.ones(self._segment.numel, device=self._device)
         for indices, _ in applied.lists:
             add_entries_(kept, indices, torch.full(indices.shape, -1.0, device=self._device))
-        for moment, part in zip(moments, self._segment.views(kept), strict=True):
-            if moment is not None:
-                moment.mul_(part.view(moment.shape) > 0)
+        parts = [
+            (moment, part.view(moment.shape))
+            for moment, part in zip(moments, self._segment.views(kept.clamp_(min=0)), strict=True)
+            if moment is not None
+        ]
+        if parts:
+            torch._foreach_mul_(*map(list, zip(*parts, strict=True)))
 
 
 def batch_factor(

@@ -19,7 +19,18 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from lightning_sparse import exchange, framing
-from lightning_sparse.kernels import block_stats, checks, chunks, launch, pack, select_triton, threshold, write_back
+from lightning_sparse.kernels import (
+    block_stats,
+    checks,
+    chunks,
+    gradient_table,
+    launch,
+    pack,
+    quantize,
+    select_kernels,
+    threshold,
+    write_back,
+)
 
 SCAN = {
     "u": "*fp32",
@@ -71,6 +82,16 @@ MESSAGES = dict.fromkeys(("messages", "sums", "senders", "worst", "out"), "*i64"
 MESSAGES |= {"sent": "i64", "fine": "*i1", "rows": "i32", "each": "i32", "parts": "i32"}
 BROKEN = {"u": "*fp32", "indices": "*i64", "worst": "*i64", "out": "*i64", "own": "i64", "count": "i32", "numel": "i32"}
 CHUNKS = {"bits": "*i32", "indices": "*i64", "numel": "i32", "k": "i32", "k_last": "i32"}
+BLOCKS = {
+    "u": "*fp32",
+    "update": "*fp32",
+    "table": "*i64",
+    "scales": "*i16",
+    "codes": "*u8",
+    "rows": "i32",
+    "many": "i32",
+}
+OF_64 = {"STEPS": 4, "BLOCK": 64, "HALF": 32, "ROWS": quantize.TILE // 64}
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
 PACK = {
     "indices": "*i64",
@@ -96,7 +117,7 @@ UNPACK = {
     "count_each": "i32",
 }
 TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": block_stats.TILE, "STEPS": 4, "LOAD": False, "PART": 256}
-LOOK = {"KEPT": False, "GATHER": True, "BLOCK": 64, "TILE": select_triton.TILE}
+LOOK = {"KEPT": False, "GATHER": True, "BLOCK": 64, "TILE": select_kernels.TILE}
 COUNT = {**LOOK, "LIMITED": False}
 WRITE = {**LOOK, "ADDED_UP": False, "TOPS": False, "END": False, "PAD": False}
 KEPT = {"KEPT": True, "GATHER": False}
@@ -111,20 +132,20 @@ KERNELS = {
         {**TILES, "ADD": True, "BLOCK": 16, "LOAD": True},
     ),
     "read": (block_stats._add_with_stats, SCAN, {**TILES, "ADD": False}),
-    "first digit": (select_triton._histogram, SELECT, {**COUNT, "DIGIT": 0}),
-    "last digit": (select_triton._histogram, SELECT, {**COUNT, "DIGIT": 3}),
-    "digit of maxima": (select_triton._histogram, SELECT, {**COUNT, "DIGIT": 1, "GATHER": False}),
-    "digit of kept": (select_triton._histogram, OF_KEPT, {**COUNT, **KEPT, "DIGIT": 1, "LIMITED": True}),
-    "threshold": (select_triton._threshold, SELECT, {}),
-    "keep": (select_triton._keep, SELECT, LOOK),
-    "keep at 1 %": (select_triton._keep, SELECT, {**LOOK, "BLOCK": 16}),
-    "keep single elements": (select_triton._keep, SELECT, {**LOOK, "BLOCK": 1}),
-    "count": (select_triton._count, SELECT, COUNT),
-    "count of kept": (select_triton._count, OF_KEPT, {**COUNT, **KEPT}),
-    "write": (select_triton._write, SELECT, {**WRITE, "GATHER": False, "TOPS": True, "END": True}),
-    "write of kept": (select_triton._write, OF_KEPT, {**WRITE, **KEPT, "PAD": True}),
-    "write of many": (select_triton._write, SELECT, {**WRITE, "GATHER": False, "ADDED_UP": True}),
-    "write of kept at 0.5 %": (select_triton._write, OF_KEPT, {**WRITE, **KEPT, "BLOCK": 32}),
+    "first digit": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 0}),
+    "last digit": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 3}),
+    "digit of maxima": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 1, "GATHER": False}),
+    "digit of kept": (select_kernels._histogram, OF_KEPT, {**COUNT, **KEPT, "DIGIT": 1, "LIMITED": True}),
+    "threshold": (select_kernels._threshold, SELECT, {}),
+    "keep": (select_kernels._keep, SELECT, LOOK),
+    "keep at 1 %": (select_kernels._keep, SELECT, {**LOOK, "BLOCK": 16}),
+    "keep single elements": (select_kernels._keep, SELECT, {**LOOK, "BLOCK": 1}),
+    "count": (select_kernels._count, SELECT, COUNT),
+    "count of kept": (select_kernels._count, OF_KEPT, {**COUNT, **KEPT}),
+    "write": (select_kernels._write, SELECT, {**WRITE, "GATHER": False, "TOPS": True, "END": True}),
+    "write of kept": (select_kernels._write, OF_KEPT, {**WRITE, **KEPT, "PAD": True}),
+    "write of many": (select_kernels._write, SELECT, {**WRITE, "GATHER": False, "ADDED_UP": True}),
+    "write of kept at 0.5 %": (select_kernels._write, OF_KEPT, {**WRITE, **KEPT, "BLOCK": 32}),
     "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS, "TILE": threshold.AT_A_TIME}),
     "weigh": (checks._add_weighted, WORDS, {**WEIGH, "STORE": True}),
     "seal": (checks._add_weighted, WORDS, {**WEIGH, "SIGN": -1, "HEADER": True}),
@@ -146,8 +167,17 @@ KERNELS = {
             "TILE": checks.PARTS,
         },
     ),
-    "note": (checks._note_broken, BROKEN, {"OK": exchange.OK, "TILE": checks.TILE}),
+    "note": (checks._note_broken, BROKEN, {"OK": exchange.OK, "TILE": checks.TILE, "ALL": False, "PLACE": True}),
+    "note everywhere": (
+        checks._note_broken,
+        {**BROKEN, "u": "*bf16", "indices": "*bf16"},
+        {"OK": exchange.OK, "TILE": checks.TILE, "ALL": True, "PLACE": False},
+    ),
     "chunks": (chunks._chunktopk, CHUNKS, {"CHUNK": chunks.CHUNK}),
+    "quantize to 4 bits": (quantize._quantize, BLOCKS, {**OF_64, "BITS": 4}),
+    "quantize to 8 bits": (quantize._quantize, BLOCKS, {**OF_64, "BITS": 8}),
+    "dequantize 4 bits": (quantize._dequantize, BLOCKS, {**OF_64, "BITS": 4}),
+    "dequantize 8 bits": (quantize._dequantize, BLOCKS, {**OF_64, "BITS": 8}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
     "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8, "ENTRIES": True}),
@@ -169,6 +199,16 @@ KERNELS = {
         write_back._add_to_many,
         {**MANY, "typed": "*fp32", "values": "*fp32"},
         {"TILE": write_back.TILE, "STEPS": 4, "WHEN": False},
+    ),
+    "write to many fp32": (
+        write_back._write_to_many,
+        {**MANY, "out": "*fp32"},
+        {"TILE": gradient_table.TILE, "PART": 256, "STEPS": 4, "WHEN": False},
+    ),
+    "write to many": (
+        write_back._write_to_many,
+        {**MANY, "out": "*bf16"},
+        {"TILE": gradient_table.TILE, "PART": 256, "STEPS": 4, "WHEN": True},
     ),
     "add to many": (write_back._add_to_many, MANY, {"TILE": write_back.TILE, "STEPS": 4, "WHEN": True}),
 }

@@ -17,7 +17,17 @@ from triton.runtime.driver import driver
 
 from lightning_sparse import Reducer, method
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels import block_stats, checks, chunks, launch, pack, select_triton, threshold, write_back
+from lightning_sparse.kernels import (
+    block_stats,
+    checks,
+    chunks,
+    launch,
+    pack,
+    quantize,
+    select_triton,
+    threshold,
+    write_back,
+)
 from tests.test_kernels import Echo
 
 STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]] = [
@@ -35,6 +45,8 @@ STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]]
     ("oktopk", {"density": 0.01}, torch.bfloat16, {"w": (50_000,)}),
     ("scalecom", {"density": 0.001}, torch.float32, {"w": (1200, 100)}),
     ("chunktopk", {"density": 0.001}, torch.float32, {"w": (1200, 100)}),
+    ("int4", {}, torch.float32, {"w": (1200, 101), "b": (101,)}),
+    ("int8", {}, torch.bfloat16, {"w": (1200, 100)}),
 ]
 
 
@@ -68,7 +80,7 @@ def main() -> None:
         kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants)
         launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
 
-    for module in (block_stats, checks, chunks, pack, select_triton, threshold, write_back):
+    for module in (block_stats, checks, chunks, pack, quantize, select_triton, threshold, write_back):
         module.launch = compiled  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(False)
     torch.empty = torch.zeros  # type: ignore[assignment]  # what no kernel has written serves as indices

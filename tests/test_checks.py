@@ -8,7 +8,7 @@ import torch
 from lightning_sparse import framing
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.base import Entries, first_nonfinite
+from lightning_sparse.compressors.base import Entries
 from lightning_sparse.compressors.encoding import Encoding
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import CORRUPT, OK, OUT_OF_STEP, Exchange, status_of
@@ -142,12 +142,27 @@ def test_the_first_broken_entry_is_noted(count, value, use):
     u[indices[count // 3 :: 2]] = value
     padded = torch.cat([indices, indices.new_full((3,), 4000)])
     for given in (indices, padded):
-        code = int(first_nonfinite(u[indices], indices, 4000))
-        assert int(checks.note_broken(u, given, own, ok, OK)) == (own - 1 + code if count else OK)
+        first = int(indices[count // 3]) if count else 0
+        assert int(checks.note_broken(u, given, own, ok, OK)) == (own + first if count else OK)
     known = torch.tensor(status_of(7), device=DEVICE)
     assert int(checks.note_broken(u, indices, own, known, OK)) == status_of(7), "the cause is known already"
     u[:] = torch.finfo(torch.float32).max
     assert int(checks.note_broken(u, indices, own, ok, OK)) == OK
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_first_broken_element_of_all_is_noted(value, dtype, use):
+    use("triton")
+    u = torch.randn(2500, device=DEVICE).to(dtype)
+    ok, own = torch.tensor(OK, device=DEVICE), status_of(4)
+    assert int(checks.note_broken(u, None, own, ok, OK)) == OK
+    assert int(checks.note_broken(u[:0], None, own, ok, OK)) == OK
+    u[[2499, 1100]] = value
+    assert int(checks.note_broken(u, None, own, ok, OK)) == own + 1100
+    assert int(checks.note_broken(u, None, own - 1, ok, OK, place=False)) == own - 1
+    known = torch.tensor(status_of(7), device=DEVICE)
+    assert int(checks.note_broken(u, None, own, known, OK)) == status_of(7), "the cause is known already"
 
 
 def told(comm: Comm) -> int:

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.compressors.base import first_nonfinite, first_nonfinite_parameter
 from lightning_sparse.kernels import launch, pack
-from lightning_sparse.layout import Segment
 from tests.test_kernels import DEVICE, needs_triton, use
 
 __all__ = ["use"]
@@ -110,19 +108,3 @@ def test_gather(kernels, use):
     assert pack.gather(u, indices[:0]).tolist() == []
     if kernels == "triton":
         assert pack.gather(u, torch.tensor([1, 5000], device=device)).tolist() == [u[1].item(), 0.0]
-
-
-def test_the_first_broken_element():
-    segment = Segment(0, ("a", "none", "b"), ((3,), (0,), (4,)), 100)
-    u = torch.tensor([0.0, 3e38, -3e38, 1.0, 2.0, 3.0, 4.0])
-    chosen = torch.tensor([0, 2, 3, 6, 7])  # the last one is none
-    assert first_nonfinite_parameter(u, segment).item() == 0
-    for broken, (place, parameter) in {0: (1, 1), 2: (3, 1), 3: (4, 4), 6: (7, 4)}.items():
-        for value in (torch.nan, torch.inf, -torch.inf):
-            v = u.clone()
-            v[broken] = value
-            assert first_nonfinite_parameter(v, segment).item() == parameter
-            assert first_nonfinite(torch.cat([v, v.new_zeros(1)])[chosen], chosen, 7).item() == place
-    empty = Segment(0, ("none",), ((0,),), 0)
-    assert first_nonfinite_parameter(torch.empty(0), empty).item() == 0
-    assert first_nonfinite(torch.empty(0), torch.empty(0, dtype=torch.int64), 0).item() == 0

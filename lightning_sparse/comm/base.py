@@ -69,11 +69,14 @@ class Comm(abc.ABC):
         """Send chunk i to rank i and return what each rank sent here, in rank order. All shapes must agree."""
         if len(chunks) != self.size:
             raise ValueError(f"all_to_all got {len(chunks)} chunks for {self.size} ranks; give one for each rank.")
+        return list(self.all_to_all_rows(torch.stack(list(chunks))))
+
+    def all_to_all_rows(self, rows: Tensor) -> Tensor:
+        """Send row i to rank i and return what each rank sent here as rows, in rank order, see `all_to_all`."""
         if self.size == 1:
-            return [chunks[0].clone()]
-        sizes = [chunk.numel() for chunk in chunks]
-        received = self._timed_all_to_all_v(torch.cat([chunk.reshape(-1) for chunk in chunks]), sizes, sizes)
-        return [part.view(chunks[0].shape) for part in received.split(sizes)]
+            return rows.clone()
+        sizes = [rows[0].numel()] * self.size
+        return self._timed_all_to_all_v(rows.reshape(-1), sizes, sizes).view(rows.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks of this rank's part of `x` (1-D), which is `x.tensor_split(size)[rank]`.

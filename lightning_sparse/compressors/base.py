@@ -10,7 +10,6 @@ holds the values after rounding, so that u - update is what the residual has to 
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
 
@@ -65,30 +63,15 @@ def exact_values(u: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
 
 def write_exact_(update: Tensor, places: Sequence[tuple[int, int]], values: Tensor) -> None:
     """Write what `exact_values` returned to its places in `update`."""
-    for (start, stop), part in zip(places, values.split([stop - start for start, stop in places]), strict=True):
-        update[start:stop] = part
+    if places:
+        parts = [update[start:stop] for start, stop in places]
+        torch._foreach_copy_(parts, list(values.split([len(part) for part in parts])))
 
 
 def drop_padding(entries: Entries, numel: int) -> Entries:
     """Return a list of entries without its padding; on CUDA the host waits for their number."""
     valid = entries.indices < numel
     return Entries(entries.indices[valid], entries.values[valid])
-
-
-def first_nonfinite(values: Tensor, positions: Tensor, numel: int) -> Tensor:
-    """Return 1 + the position, below `numel`, of the first non-finite value, 0 if all are finite; an int64 scalar."""
-    if not values.numel():
-        return torch.zeros((), dtype=torch.int64, device=values.device)
-    return (torch.where(values.abs() < math.inf, numel, positions).amin() + 1) % (numel + 1)
-
-
-def first_nonfinite_parameter(u: Tensor, segment: Segment) -> Tensor:
-    """Return 1 + the start of the first parameter that is not finite in `u`, 0 if all are; an int64 scalar."""
-    parts = [(start, part) for start, part in zip(segment.bounds, segment.views(u), strict=False) if part.numel()]
-    if not parts:
-        return torch.zeros((), dtype=torch.int64, device=u.device)
-    norms = torch.stack(torch._foreach_norm([part for _, part in parts], math.inf))  # no other norm overflows
-    return first_nonfinite(norms, to_device(torch.tensor([start for start, _ in parts]), u.device), segment.numel)
 
 
 class Compressor(abc.ABC):

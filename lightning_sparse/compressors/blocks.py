@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.launch import at_a_time
+from lightning_sparse.kernels.launch import at_a_time, uses_triton
+from lightning_sparse.kernels.quantize import block_table, dequantize_, quantize_
 from lightning_sparse.layout import Segment
 
 
@@ -48,6 +49,17 @@ class Blocks(Compressor):
         scales = torch.empty(pieces.rows, 1, dtype=torch.bfloat16, device=u.device)
         codes = torch.empty(pieces.rows, self._row_bytes, dtype=torch.uint8, device=u.device)
         update = torch.empty_like(u)
+        if uses_triton(u):
+            if pieces.rows:
+                table = block_table(pieces.parameters, self.block, u)
+                quantize_(u, table, self.bits, self.block, scales, codes, update)
+        else:
+            self._quantize(u, pieces, scales, codes, update)
+        exact = exact_values(u, pieces.vectors)
+        write_exact_(update, pieces.vectors, exact)
+        return (scales.view(-1), codes.view(-1), exact), update
+
+    def _quantize(self, u: Tensor, pieces: _Pieces, scales: Tensor, codes: Tensor, update: Tensor) -> None:
         # A fresh temporary for each piece would cost as much as the arithmetic: its pages have to be mapped first.
         scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=u.device)
         for start, stop, first, last in pieces.matrices:
@@ -59,20 +71,22 @@ class Blocks(Compressor):
             torch.div(rows, torch.where(scale > 0, scale, 1), out=steps).round_()
             pack_steps(steps, self.bits, codes[first:last])
             update[start:stop] = steps.mul_(scale).view(-1)[: stop - start]
-        exact = exact_values(u, pieces.vectors)
-        write_exact_(update, pieces.vectors, exact)
-        return (scales.view(-1), codes.view(-1), exact), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         scales, codes, exact = payload
         pieces = _pieces(ctx.segment, self.block, at_a_time(codes))
         rows, scales = codes.view(-1, self._row_bytes), scales.view(-1, 1)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=codes.device)
-        scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=codes.device)
-        for start, stop, first, last in pieces.matrices:
-            steps = scratch[: last - first]
-            unpack_steps(rows[first:last], self.bits, steps)
-            update[start:stop] = steps.mul_(scales[first:last]).view(-1)[: stop - start]
+        if uses_triton(codes):
+            if pieces.rows:
+                table = block_table(pieces.parameters, self.block, codes)
+                dequantize_(scales, rows, table, self.bits, self.block, update)
+        else:
+            scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=codes.device)
+            for start, stop, first, last in pieces.matrices:
+                steps = scratch[: last - first]
+                unpack_steps(rows[first:last], self.bits, steps)
+                update[start:stop] = steps.mul_(scales[first:last]).view(-1)[: stop - start]
         write_exact_(update, pieces.vectors, exact)
         return update
 
@@ -120,12 +134,14 @@ class _Pieces(NamedTuple):
     """Where a segment's blocks are.
 
     Attributes:
-        matrices: start and stop of pieces of parameters of two or more dimensions, and of their blocks.
-        vectors: start and stop of the others.
+        parameters: start and stop of those of two or more dimensions that have elements.
+        matrices: start and stop of pieces of these, and of the pieces' blocks.
+        vectors: start and stop of the other parameters.
         rows: the number of blocks.
         longest: the most blocks of a piece.
     """
 
+    parameters: tuple[tuple[int, int], ...]
     matrices: tuple[tuple[int, int, int, int], ...]
     vectors: tuple[tuple[int, int], ...]
     rows: int
@@ -135,16 +151,17 @@ class _Pieces(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _pieces(segment: Segment, block: int, most: int) -> _Pieces:
     """Return the pieces of a segment, of at most about `most` elements."""
-    matrices, vectors, rows = [], [], 0
+    parameters, matrices, vectors, rows = [], [], [], 0
     each = max(1, most // block) * block
     for shape, (start, stop) in zip(segment.shapes, pairwise(segment.bounds), strict=True):
         if len(shape) < 2:
             vectors.append((start, stop))
             continue
+        if start < stop:
+            parameters.append((start, stop))
         # The last block, if it is not full, is a piece of its own.
         full = stop - (stop - start) % block
         for first, last in pairwise([*range(start, full, each), *sorted({full, stop})]):
             matrices.append((first, last, rows, rows := rows - (first - last) // block))
-    return _Pieces(
-        tuple(matrices), tuple(vectors), rows, max((last - first for *_, first, last in matrices), default=0)
-    )
+    longest = max((last - first for *_, first, last in matrices), default=0)
+    return _Pieces(tuple(parameters), tuple(matrices), tuple(vectors), rows, longest)

@@ -205,31 +205,46 @@ def _judge(
     tl.store(fine, least == OK)
 
 
-def note_broken(u: Tensor, indices: Tensor, own: int, worst: Tensor, ok: int) -> Tensor:
+def note_broken(u: Tensor, indices: Tensor | None, own: int, worst: Tensor, ok: int, *, place: bool = True) -> Tensor:
     """Return the least of `worst` and of `own` plus the first index where `u` is not finite, as a new int64 scalar.
 
     Args:
-        u: 1-D, fp32.
-        indices: where to look, int64, 1-D; may be padded with `len(u)`.
+        u: 1-D, fp32, or of another floating dtype.
+        indices: where to look, int64, 1-D; may be padded with `len(u)`. None looks everywhere.
         own: what the index is added to.
         worst: int64 scalar; if it is not `ok`, it stays.
         ok: what it is where nothing is known.
+        place: whether the index is added; else it is `own`, wherever the element is.
     """
     out = worst.clone()
-    if count := indices.numel():
-        args = (u, indices, worst, out, own, count, u.numel())
-        launch(_note_broken, -(-count // TILE), *args, OK=ok, TILE=TILE)
+    if count := u.numel() if indices is None else indices.numel():
+        args = (u, u if indices is None else indices, worst, out, own, count, u.numel())
+        launch(_note_broken, -(-count // TILE), *args, OK=ok, TILE=TILE, ALL=indices is None, PLACE=place)
     return out
 
 
 @kernel("own", "count", "numel")
-def _note_broken(u, indices, worst, out, own, count, numel, OK: tl.constexpr, TILE: tl.constexpr):
-    positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    index = tl.load(indices + positions, mask=positions < count, other=numel)
+def _note_broken(
+    u,
+    indices,
+    worst,
+    out,
+    own,
+    count,
+    numel,
+    OK: tl.constexpr,
+    TILE: tl.constexpr,
+    ALL: tl.constexpr,
+    PLACE: tl.constexpr,
+):
+    positions = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    index = positions
+    if not ALL:
+        index = tl.load(indices + positions, mask=positions < count, other=numel)
     valid = index < numel
-    bits = tl.load(u + index, mask=valid, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = tl.load(u + index, mask=valid, other=0.0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     first = tl.min(tl.where(valid & (bits >= 0x7F800000), index, numel))
     # Minima do not depend on the order; what was known before is read where nobody writes.
     if first < numel:  # noqa: SIM102 (`and` is not for tensors)
         if tl.load(worst) == OK:
-            tl.atomic_min(out, own + first, sem="relaxed")
+            tl.atomic_min(out, own + first if PLACE else own, sem="relaxed")

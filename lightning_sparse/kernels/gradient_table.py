@@ -53,14 +53,21 @@ def bisections(count: int) -> int:
 
 
 @kernel()
-def _address(table, index, many, STEPS: tl.constexpr):
-    """Return, of the gradients that have the indices, the address in memory and the start in the segment, int64."""
-    # The last gradient that starts at the index or before, by bisection: it is one of first, ..., behind - 1.
+def _found(starts, index, many, STEPS: tl.constexpr):
+    """Return which of `many` ascending starts, the first of them 0, is the last at each index or before it."""
+    # By bisection: it is one of first, ..., behind - 1.
     first = tl.zeros_like(index).to(tl.int32)
     behind = first + many
     for _ in range(STEPS):
         middle = (first + behind) // 2
-        reached = tl.load(table + middle, mask=middle < many, other=0x7FFFFFFFFFFFFFFF) <= index
+        reached = tl.load(starts + middle, mask=middle < many, other=0x7FFFFFFFFFFFFFFF) <= index
         first = tl.where(reached, middle, first)
         behind = tl.where(reached, behind, middle)
+    return first
+
+
+@kernel()
+def _address(table, index, many, STEPS: tl.constexpr):
+    """Return, of the gradients that have the indices, the address in memory and the start in the segment, int64."""
+    first = _found(table, index, many, STEPS)
     return tl.load(table + many + first), tl.load(table + first)

@@ -95,7 +95,8 @@ def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
 class Kernel:
     """Stands in for a Triton kernel in its module until the first of them is launched.
 
-    Then all stand-ins in that module are replaced, so that kernels can call each other, and `tl` is put beside them.
+    Then all stand-ins in that module, and in those that it has some from, are replaced, so that kernels can call each
+    other, and `tl` is put beside them.
     """
 
     def __init__(self, function: Callable[..., Any], plain: tuple[str, ...]) -> None:
@@ -104,15 +105,25 @@ class Kernel:
 
     def load(self) -> Any:
         """Return the Triton kernel."""
-        scope = self.function.__globals__
-        with _loading:
-            import triton
+        scope, name = self.function.__globals__, self.function.__name__
+        if isinstance(scope[name], Kernel):
+            with _loading:
+                self._load_module(scope)
+        return scope[name]
 
-            for name, value in list(scope.items()):
-                if isinstance(value, Kernel):
-                    value.function.__globals__["tl"] = triton.language
+    @staticmethod
+    def _load_module(scope: dict[str, Any]) -> None:
+        import triton
+
+        scope["tl"] = triton.language
+        for name, value in list(scope.items()):
+            if isinstance(value, Kernel):
+                home = value.function.__globals__
+                if home is scope:
                     scope[name] = triton.jit(value.function, do_not_specialize=value.plain)
-        return scope[self.function.__name__]
+                else:
+                    Kernel._load_module(home)
+                    scope[name] = home[value.function.__name__]
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:

@@ -29,7 +29,8 @@ from lightning_sparse.kernels.select import (
     topk_cpu,
     topk_from_maxima,
 )
-from lightning_sparse.kernels.select_triton import THRESHOLD, Kept, blocks_of_largest, select, zeros
+from lightning_sparse.kernels.select_kernels import THRESHOLD
+from lightning_sparse.kernels.select_triton import Kept, blocks_of_largest, select, zeros
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.gradient_table import TILE as TABLE_TILE
 from lightning_sparse.kernels.gradient_table import _address, bisections, gradient_table
 from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 
@@ -72,7 +73,7 @@ def write_entries_(
     """
     rounded = any(grad.dtype != torch.float32 for grad in grads)
     torch._foreach_zero_(list(grads))
-    if uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads):
+    if _in_one_launch(grads):
         if rounded and len(terms) > 1:
             # Each element has to be summed up in fp32 before it is rounded once.
             terms = [coalesce(terms, bounds[-1])]
@@ -99,6 +100,11 @@ def write_entries_(
                     errors.append(what - fitting.float())
     # Without the padding, whose values are 0.
     return (indices[: cuts[-1]], torch.cat([*errors, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
+
+
+def _in_one_launch(grads: Sequence[Tensor]) -> bool:
+    """Return whether a kernel can go through all of them."""
+    return uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads)
 
 
 def _add_to_all(
@@ -138,6 +144,47 @@ def _add_to_many(
     addresses, starts = _address(table, index, many, STEPS)
     address = addresses.to(tl.pointer_type(typed.dtype.element_ty)) + (index - starts)
     tl.store(address, tl.load(address, mask=valid, other=0.0) + value, mask=valid)
+
+
+def _write_to_all(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, step_ok: Tensor | None) -> None:
+    """Write a dense result of the gradients' dtype to them, by Triton: one launch for all."""
+    if programs := -(-bounds[-1] // TABLE_TILE):
+        table = gradient_table(grads, bounds)
+        args = (table, out, table if step_ok is None else step_ok, bounds[-1], len(grads))
+        constants = {"TILE": TABLE_TILE, "PART": 256, "STEPS": bisections(len(grads)), "WHEN": step_ok is not None}
+        launch(_write_to_many, programs, *args, **constants)
+
+
+@kernel("numel", "many")
+def _write_to_many(
+    table,
+    out,
+    step_ok,
+    numel,
+    many,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+    STEPS: tl.constexpr,
+    WHEN: tl.constexpr,
+):
+    """`table` is of `gradient_table`."""
+    tile = tl.program_id(0).to(tl.int64)
+    ok = True
+    if WHEN:
+        ok = tl.load(step_ok)
+    address = tl.load(table + 2 * many + tile)
+    if address != 0:
+        within = tl.arange(0, TILE)
+        value = tl.load(out + tile * TILE + within)
+        tl.store(address.to(tl.pointer_type(out.dtype.element_ty)) + within, tl.where(ok, value, 0.0))
+    else:
+        for part in range(TILE // PART):
+            index = tile * TILE + part * PART + tl.arange(0, PART)
+            valid = index < numel
+            value = tl.load(out + index, mask=valid, other=0.0)
+            addresses, starts = _address(table, index, many, STEPS)
+            places = addresses.to(tl.pointer_type(out.dtype.element_ty)) + (index - starts)
+            tl.store(places, tl.where(ok, value, 0.0), mask=valid)
 
 
 def cast_saturating(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,11 +249,12 @@ def write_dense_(
         no error feedback.
     """
     parts = [out[start:stop] for start, stop in pairwise(bounds)]
-    for grad, part in zip(grads, parts, strict=True):
-        if step_ok is None:
-            grad.copy_(cast_saturating(part, grad.dtype))
-        else:
-            torch.where(step_ok, cast_saturating(part, grad.dtype), grad.new_zeros(()), out=grad)
+    if _in_one_launch(grads):
+        _write_to_all(grads, bounds, cast_saturating(out, grads[0].dtype), step_ok)
+    else:
+        for grad, part in zip(grads, parts, strict=True):
+            fitting = cast_saturating(part, grad.dtype)
+            grad.copy_(fitting if step_ok is None else torch.where(step_ok, fitting, 0))
     if not error_feedback or all(grad.dtype == torch.float32 for grad in grads):
         return None
     return torch.cat([part - grad for grad, part in zip(grads, parts, strict=True)])
