@@ -5,7 +5,7 @@ BIN := .venv/bin
 # What `make gpu` runs with; nothing is installed for it.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: test test-all demo docs reliability gpu matrix format clean
+.PHONY: test test-all test-exhaustive demo docs reliability gpu matrix format clean
 
 # Each test is a process of one thread, and of a few ranks now and then.
 PROCESSES ?= 2
@@ -16,11 +16,15 @@ test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -m "not full"
+	$(PYTEST) -m "not full and not exhaustive"
 
-# All of that, and then what is left.
+# All of that, and then a part of what is left: some cases of each test.
 test-all: test
-	$(PYTEST) -m full
+	$(PYTEST) -m "full and not exhaustive"
+
+# All cases of all tests: about an hour.
+test-exhaustive: .venv/installed
+	$(PYTEST)
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py

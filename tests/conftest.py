@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 # Before torch is imported. One thread each: a process that has used OpenMP cannot be forked safely.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -23,6 +24,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
+
+
+# Of the cases that a test has in the full tier, `make test-all` runs the first ones and then one in so many.
+FIRST, ONE_IN = 2, 7
+
+
+def pytest_collection_modifyitems(items):
+    """Mark as `exhaustive` what of the full tier `make test-all` leaves out; some tests are marked by hand."""
+    seen = Counter()
+    for item in items:
+        if item.get_closest_marker("full"):
+            number = seen[item.nodeid.partition("[")[0]]
+            if number >= FIRST and number % ONE_IN:
+                item.add_marker("exhaustive")
+            seen[item.nodeid.partition("[")[0]] += 1
 
 
 @pytest.fixture(autouse=True)

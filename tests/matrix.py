@@ -33,7 +33,7 @@ ROWS = {
     "newest": ("3.13", []),
 }
 TESTS = (
-    ["tests", "-m", "not full", "-n", "2", "--dist", "loadgroup"],
+    ["tests", "-m", "not full and not exhaustive", "-n", "2", "--dist", "loadgroup"],
     # What compilers of other versions make of the kernels.
     [
         "tests/test_kernels.py::test_whole_steps_compile_for_gpus",

@@ -27,7 +27,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.framing import unframe
 from tests.processes import run_ranks
 from tests.support.representatives import in_turn
-from tests.support.tiers import tiers
+from tests.support.tiers import in_diagonals, tiers
 from tests.support.updates import dense
 from tests.test_methods import flat, gradients, kept, train
 
@@ -363,9 +363,9 @@ def test_every_corrupt_message_is_an_error_on_all_ranks(corruption, name):
         assert all(isinstance(error, Exception) for error in ranks), (target, ranks)
 
 
-@every_aggregator
-@pytest.mark.parametrize(("size", "per_node"), tiers([(1, 1), (2, 2), (3, 3), (5, 1), (6, 3)], [(6, 3)]))
-def test_short_segments_and_more_wanted_than_there_is(name, size, per_node):
+@pytest.mark.parametrize(("name", "place"), in_diagonals(AGGREGATORS, [(1, 1), (2, 2), (3, 3), (5, 1), (6, 3)], 10))
+def test_short_segments_and_more_wanted_than_there_is(name, place):
+    size, per_node = place
     aggregator = AGGREGATORS[name]
     if isinstance(aggregator, TwoLevel):
         aggregator = TwoLevel(aggregator.inter_node, per_node)

@@ -10,7 +10,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.kernels.block_stats import CHUNK, chunk_size
 from lightning_sparse.kernels.select import block_size
 from tests.processes import run_ranks
-from tests.support.tiers import tiers
+from tests.support.tiers import full
 
 NUMEL = 1_000_000
 
@@ -44,7 +44,8 @@ def methods(size: int) -> dict[str, Method]:
     }
 
 
-@pytest.mark.parametrize("size", tiers([2, 3, 8], [2]))
+@full
+@pytest.mark.parametrize("size", [2, 3, 8])
 def test_state_and_a_little_more(size):
     k = round(0.001 * NUMEL)
     block = block_size(NUMEL, k)

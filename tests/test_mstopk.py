@@ -51,7 +51,7 @@ def test_by_hand():
     assert remainder(MSTopK(2 / 8), u).tolist() == [0, -1, 2, 0, 0.5, 0, 0, 3]
 
 
-@pytest.mark.parametrize("rounds", tiers([4, 8, 10, 12, 16, 30], [10, 30]))
+@pytest.mark.parametrize("rounds", tiers([4, 8, 10, 12, 16, 30], [10]))
 @pytest.mark.parametrize("name", tiers(SMOOTH, ["Gaussian", "Student 3", "shifted down"]))
 def test_sends_what_the_published_loop_sends(name, rounds):
     numel, differing = 60_000, 0
@@ -80,7 +80,7 @@ def test_the_run_of_the_band_moves_with_the_step_and_the_rank():
     assert len(runs) > 2
 
 
-@pytest.mark.parametrize("name", tiers(INPUTS, ["normal", "few values", "nan and inf"]))
+@pytest.mark.parametrize("name", tiers(INPUTS, ["nan and inf"]))
 def test_exactly_k_on_hostile_inputs(name):
     for numel in (1, 2, 63, 1000, 131072, 300_007):
         u = INPUTS[name](numel)

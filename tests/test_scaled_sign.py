@@ -89,7 +89,7 @@ def train(name: str, size: int, steps: int = 300) -> tuple[float, float]:
     return simulate(size, rank)[0]
 
 
-@pytest.mark.parametrize("size", tiers([1, 2, 3], [1, 2]))
+@pytest.mark.parametrize("size", tiers([1, 2, 3], [2]))
 def test_the_published_counter_example(size):
     """Karimireddy et al. 2019: every sign is ±(1, -1), so signSGD never changes x₁ + x₂; error feedback does.
 

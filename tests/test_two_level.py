@@ -40,9 +40,7 @@ PLACES = [(1, 1), (3, 1), (2, 2), (3, 2)]
 CASES = [(part, *place) for part in BETWEEN for place in PLACES] + [(Mean(), 1, 3), (OkTopK(), 2, 4)]
 
 
-@pytest.mark.parametrize(
-    ("between", "hosts", "ranks_per_node"), tiers(CASES, [(Mean(), 2, 2), (OkTopK(), 2, 2)]), ids=repr
-)
+@pytest.mark.parametrize(("between", "hosts", "ranks_per_node"), tiers(CASES, [(OkTopK(), 2, 2)]), ids=repr)
 def test_equal_on_all_ranks_and_nothing_lost(between, hosts, ranks_per_node):
     size = hosts * ranks_per_node
     for kind in KINDS:

@@ -98,7 +98,7 @@ def train(comm, method: Method, kind: str, granularity: str, steps: int = 2) -> 
 CASES = [(compressor, size) for compressor in COMPRESSORS for size in SIZES]
 
 
-@pytest.mark.parametrize(("compressor", "size"), tiers(CASES, [case for case in CASES if case[1] == 3]), ids=repr)
+@pytest.mark.parametrize(("compressor", "size"), tiers(CASES, [case for case in CASES if case[1] == 3][::3]), ids=repr)
 def test_equal_on_all_ranks_and_nothing_lost(compressor, size):
     for index, kind in enumerate(KINDS):
         granularity = ["layer", "bucket", "model"][index % 3]

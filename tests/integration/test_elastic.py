@@ -30,7 +30,7 @@ from examples.train import quiet
 from lightning_sparse.reducer import Reducer
 from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
 from tests.processes import free_port
-from tests.support.tiers import full
+from tests.support.tiers import exhaustive, full
 
 TIMEOUT = 3.0  # the groups' own, in seconds, where a rank stays
 ENDLESS = ("hangs", "freezes")
@@ -357,7 +357,7 @@ def whole(rank: int, folder: Path, steps: int) -> dict[str, Tensor]:
     return torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
 
 
-@full
+@exhaustive
 @pytest.mark.reliability(
     "torchrun with --max-restarts: a worker is killed in a step, one while it writes a checkpoint, Ctrl-C",
     checked="starts again by itself from the last good checkpoint; at the end the weights are as without any of this",
@@ -390,7 +390,7 @@ def test_torchrun_starts_again(tmp_path):
     assert all(torch.equal(went_on[name], straight[name]) for name in straight)
 
 
-@full
+@exhaustive
 @pytest.mark.reliability(
     "torchrun with --nnodes 1:2: the second node goes",
     checked="goes on from the last checkpoint with fewer workers; the mean residual stays",

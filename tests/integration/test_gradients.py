@@ -230,9 +230,7 @@ FORMS = {
 FULL = ["dense", "topk"]
 SPARSE = in_turn(FORMS, [name for name in OTHERS if name != "dense"])
 QUICK = [
-    "momentum, decay, warm-up from 0",
     "accumulation, last group smaller",
-    "unused here and there",
     "two optimizers, manual",
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, missing
-from tests.support.tiers import full
+from tests.support.tiers import exhaustive
 
 REASON = missing()
 PATIENCE = 200.0  # for what takes some ten seconds on an idle machine
@@ -51,7 +51,7 @@ SCRIPT = """
 """
 
 
-@full
+@exhaustive
 @pytest.mark.skipif(REASON is not None, reason=f"no hosts to be had here: {REASON}")
 @pytest.mark.reliability(
     "torchrun over two hosts with addresses of their own, two ranks each",

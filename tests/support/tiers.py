@@ -1,11 +1,11 @@
-"""The two tiers: `make test` leaves out what is marked `full`, `make test-all` runs it as well."""
+"""The tiers: `make test` leaves out what is marked `full` or `exhaustive`, `make test-all` the latter."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
-full = pytest.mark.full
+full, exhaustive = pytest.mark.full, pytest.mark.exhaustive
 
 
 def tiers(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
