@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Entries, Update, add_
@@ -58,8 +59,7 @@ class NoMemory(Memory):
 
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         u = ctx.state["u"]
-        for part, grad in zip(ctx.segment.views(u), grads, strict=True):
-            part.copy_(grad)
+        torch._foreach_copy_(list(ctx.segment.views(u)), grads)
         return u if ctx.scale == 1 else u.mul_(ctx.scale)
 
 

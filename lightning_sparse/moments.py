@@ -97,16 +97,24 @@ class SegmentMoments:
         betas = [[group["betas"][which] for group in groups] for which in (0, 1)]
         steps = [steps_of(state) for state in states]
         factors = batch_factor(first, second, betas, steps, size)
-        was_stepped = _vector(steps, first.device) > _vector([steps_before[index] for index in stepped], first.device)
-        factors = torch.where(was_stepped, factors, 1.0)
-        torch._foreach_mul_([changes[index] for index in stepped], list(factors.unbind()))
         decays = [
             group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0 for group in groups
         ]
-        rests = (1 - factors).mul_(_vector(decays, factors.device)).unbind()
-        for index, decay, rest in zip(stepped, decays, rests, strict=True):
-            if isinstance(decay, Tensor) or decay:
-                changes[index].addcmul_(weights[index].float().reshape(-1), rest)
+        after, before, decay = _vectors([steps, [steps_before[index] for index in stepped], decays], first.device)
+        factors = torch.where(after > before, factors, 1.0)
+        torch._foreach_mul_([changes[index] for index in stepped], list(factors.unbind()))
+        rests = (1 - factors).mul_(decay).unbind()
+        decayed = [
+            (changes[index], weights[index].float().reshape(-1), rest)
+            for index, given, rest in zip(stepped, decays, rests, strict=True)
+            if isinstance(given, Tensor) or given
+        ]
+        if self._device.type == "cpu":
+            for change, weight, rest in decayed:
+                change.addcmul_(weight, rest)
+        elif decayed:
+            shares = torch._foreach_mul([weight for _, weight, _ in decayed], [rest for *_, rest in decayed])
+            torch._foreach_add_([change for change, *_ in decayed], list(shares))
 
     def to_come(self) -> Tensor:
         """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
@@ -183,11 +191,10 @@ def batch_factor(
 
     Numbers of the optimizer, β₁ and β₂ of each parameter and its steps, may be tensors on the device.
     """
-    corrections = [
-        _vector([1 - beta**step for beta, step in zip(each, steps, strict=True)], first.device) for each in betas
-    ]
-    noise = _vector([(1 - beta) / (1 + beta) for beta in betas[0]], first.device)
-    ratio = first / corrections[0].square() / (second / corrections[1]).clamp(min=1e-38)
+    corrections = [[1 - beta**step for beta, step in zip(each, steps, strict=True)] for each in betas]
+    of_noise = [(1 - beta) / (1 + beta) for beta in betas[0]]
+    of_first, of_second, noise = _vectors([*corrections, of_noise], first.device)
+    ratio = first / of_first.square() / (second / of_second).clamp(min=1e-38)
     signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
     return torch.rsqrt(signal + (1 - signal) / size)
 
@@ -204,8 +211,14 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([x.reshape(-1) for x in tensors])
 
 
+def _vectors(rows: Sequence[Sequence[Any]], device: torch.device) -> Tensor:
+    """Return rows of numbers, or of scalars on the device, as a tensor there: one copy for all if they are numbers."""
+    if not any(isinstance(value, Tensor) for row in rows for value in row):
+        return to_device(torch.tensor(rows, dtype=torch.float32), device)
+    return torch.stack([_vector(row, device) for row in rows])
+
+
 def _vector(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Return numbers, or scalars on the device, as a tensor there."""
     if any(isinstance(value, Tensor) for value in values):
         return torch.stack([torch.as_tensor(value, device=device).reshape(()).float() for value in values])
     return to_device(torch.tensor(values, dtype=torch.float32), device)
