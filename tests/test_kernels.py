@@ -48,7 +48,7 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT
-from tests.support.tiers import full, in_diagonals, tiers
+from tests.support.tiers import exhaustive, full, in_diagonals, tiers
 from tests.test_gaussiank import SMOOTH
 from tests.test_methods import make
 from tests.test_select import INPUTS, oracle
@@ -436,13 +436,13 @@ def every_method(rank, size):
     return outcomes
 
 
-@full
+@exhaustive
 @needs_triton
 @interpreted
 @pytest.mark.parametrize("size", [3, 4])
 def test_every_method_over_processes(size):
     """Processes, because the interpreter is no place for threads."""
-    ranks = run_ranks(size, every_method, size, timeout=300)
+    ranks = run_ranks(size, every_method, size, timeout=900)
     for name, kernels in ranks[0]:
         outcomes = [rank[name, kernels] for rank in ranks]
         for _, total, _ in outcomes:
@@ -495,12 +495,12 @@ def wrong_on_rank_1(rank, size):
     return outcomes
 
 
-@full
+@exhaustive
 @needs_triton
 @interpreted
 @pytest.mark.parametrize("size", [3])
 def test_what_is_wrong_on_one_rank_harms_nobodys_weights(size):
-    ranks = run_ranks(size, wrong_on_rank_1, size, timeout=300)
+    ranks = run_ranks(size, wrong_on_rank_1, size, timeout=900)
     for name, value in ranks[0]:
         outs, errors = zip(*(rank[name, value] for rank in ranks), strict=True)
         assert outs == (0.0,) * size, (name, value)
@@ -561,12 +561,12 @@ def damaged_on_its_way(rank, size):
     return outcomes
 
 
-@full
+@exhaustive
 @needs_triton
 @interpreted
 @pytest.mark.parametrize("size", [4])
 def test_a_damaged_message_harms_nobodys_weights(size):
-    ranks = run_ranks(size, damaged_on_its_way, size, timeout=300)
+    ranks = run_ranks(size, damaged_on_its_way, size, timeout=900)
     hits = set()
     for case in ranks[0]:
         hit, nothing, _, raised = ranks[1][case]
