@@ -58,8 +58,8 @@ ALLOWED = {
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {"aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer"},
     "reproduce": {
-        *("aggregators", "comm", "compressors", "context", "exchange", "memory", "memsgd", "methods", "reducer"),
-        *("layout", "robust"),
+        *("aggregators", "comm", "compressors", "context", "exchange", "memory", "memsgd", "methods", "observer"),
+        *("layout", "reducer", "robust"),
     },
     "__main__": {"advise", "cli", "reproduce"},
 }

@@ -27,6 +27,8 @@ from tests.support.tiers import tiers
 TINY = {
     "memsgd": "--steps 12 --dense 40 --sparse 120",
     "gaussiank-contraction": "--numel 1000 --vectors 2",
+    "gaussiank-distributions": "--steps 2",
+    "sparse-accuracy": "--steps 1 --hidden 32",
     "error-feedback": "--steps 2 --examples 20 --repeats 1",
     "volume": "--elements 20000 --most 4",
     "layer-wise": "--steps 1 --repeats 1",
@@ -39,7 +41,7 @@ def tiny(name, out):
     return [name, *TINY[name].split(), "--out", str(out)]
 
 
-@pytest.mark.parametrize("name", tiers(FINDINGS, [name for name in FINDINGS if name != "signsgd"]))
+@pytest.mark.parametrize("name", tiers(FINDINGS, ["gaussiank-contraction", "layer-wise", "volume"]))
 def test_every_finding_runs_draws_and_says_whether_it_held(name, tmp_path, capsys):
     command.main(tiny(name, tmp_path))
     said = capsys.readouterr().out

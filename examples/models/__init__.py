@@ -1,4 +1,4 @@
-"""Networks, one per file, and how Lightning trains them.
+"""Networks, and how Lightning trains them.
 
     Classifier(ResNet20(in_channels=1))      # images; VGG16 and convnet are others
     LanguageModel(GPT(context=128))          # bytes of text; LSTM is the other one
@@ -11,8 +11,6 @@ from examples.models.classifier import Classifier, OneCycleClassifier
 from examples.models.convnet import convnet
 from examples.models.gpt import GPT
 from examples.models.language_model import LanguageModel
-from examples.models.lstm import LSTM
-from examples.models.resnet import ResNet20
-from examples.models.vgg import VGG16
+from lightning_sparse.reproduce.networks import LSTM, VGG16, ResNet20
 
 __all__ = ["GPT", "LSTM", "VGG16", "Classifier", "LanguageModel", "OneCycleClassifier", "ResNet20", "convnet"]

@@ -2,8 +2,7 @@
 
 Shi et al. 2019, arXiv 1911.08772: any k-contraction leaves at most (1 − k/d)‖u‖² of u, which is what RandK leaves on
 average, but for bell-shaped u TopK leaves less than (1 − k/d)²‖u‖², their Theorem 1. Here u are normal numbers, as in
-the paper.
-`benchmarks/observations.py` has the same for u of real trainings.
+the paper; `gaussiank_distributions` has the same for u of real trainings.
 """
 
 from __future__ import annotations

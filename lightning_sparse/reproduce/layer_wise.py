@@ -81,14 +81,14 @@ def draw(table: pd.DataFrame) -> Any:
             panel.bar([place + offset for place in range(len(NAMES))], heights, 0.4, color=color, label=kind)
         panel.set_xticks(range(len(NAMES)), NAMES)
     panels[0].set(yscale="log", ylabel="training loss", title="at the best of three rates")
-    panels[1].set(ylabel="test accuracy, %", ylim=(50, 100))
+    panels[1].set(ylabel="test accuracy, %", ylim=(0, 100))
     panels[0].legend()
     return figure
 
 
 FINDING = Finding(
     "layer-wise",
-    {"steps": 100, "density": 0.01, "ranks": 2, "repeats": 1, "seed": 0},
+    {"steps": 400, "density": 0.01, "ranks": 2, "repeats": 1, "seed": 0},
     ("method", "compressed", "lr", "repeat"),
     cases,
     run,

@@ -89,6 +89,8 @@ def draw(table: pd.DataFrame) -> Any:
             marker = "s" if "feedback" in name else "o"
             panel.plot(sent[name], best[column][name], marker, color=f"C{number}", label=name)
             panel.set(xscale="log", xlabel="bits per value")
+            panel.set_xticks([2, 4, 8, 16, 32], labels=["2", "4", "8", "16", "32"])
+            panel.minorticks_off()
     panels[0].set(yscale="log", ylabel="training loss", title="at the best of three rates")
     panels[1].set(ylabel="test accuracy, %")
     panels[0].legend()
@@ -97,7 +99,7 @@ def draw(table: pd.DataFrame) -> Any:
 
 FINDING = Finding(
     "terngrad-qsgd",
-    {"steps": 100, "ranks": 2, "repeats": 1, "seed": 0},
+    {"steps": 400, "ranks": 2, "repeats": 1, "seed": 0},
     ("method", "lr", "repeat"),
     cases,
     run,
