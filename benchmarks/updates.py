@@ -125,10 +125,10 @@ TRIED = [
     Run("not rescaled", 4, 0.01, 0.002, 0, 300),
     Run("topk", 4, 0.01, 0.002, 0, 300),
     Run("payout rescaled too", 4, 0.01, 0.002, 0, 300),
-    Run("two passes", 8, 0.01, 0.002, 0, 200),
     *(Run(*what, 0.002, seed, 1000) for seed in (1, 2) for what in (("dense", 4, 1.0), ("topk", 4, 0.0075))),
     *(Run(*what, 0.002, seed, 1000) for seed in (0, 1, 2) for what in (("topk", 2, 0.001), ("alone", 2, 1.0))),
     Run("dense", 8, 1.0, 0.002, 0, 1000),
+    Run("two passes", 8, 0.01, 0.002, 0, 1000),
 ]
 """What to train, in this order."""
 
