@@ -24,8 +24,8 @@ from tests.processes import run_ranks
 PACKAGE = Path(lightning_sparse.__file__).parent
 CPU = torch.device("cpu")
 FOREACH = {
-    *("_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_foreach_sub", "_foreach_sub_"),
-    "_foreach_zero_",
+    *("_foreach_add_", "_foreach_copy_", "_foreach_mul", "_foreach_mul_", "_foreach_norm", "_foreach_sub"),
+    *("_foreach_sub_", "_foreach_zero_"),
 }
 """Of torch's: private by name, but what torch.optim is made of, and each is tested below."""
 INHERITED = {"_actions", "_get", "_timeout"}
@@ -186,6 +186,8 @@ def test_foreach_functions_take_what_they_are_given():
     assert [x.tolist() for x in xs] == [[10.0, 10.0], [8.0]]
     torch._foreach_mul_(xs, list(torch.tensor([0.5, 0.25]).unbind()))  # scalars for tensors of several elements
     assert [x.tolist() for x in xs] == [[5.0, 5.0], [2.0]]
+    scaled = torch._foreach_mul(xs, list(torch.tensor([3.0, 2.0]).unbind()))
+    assert [x.tolist() for x in scaled] == [[15.0, 15.0], [4.0]]
     assert [x.tolist() for x in torch._foreach_sub(xs, [torch.ones(2), torch.ones(1)])] == [[4.0, 4.0], [1.0]]
     torch._foreach_sub_(xs[:1], [torch.ones(2)])
     torch._foreach_copy_(xs[1:], [torch.full((1,), 7.0)])  # from another dtype
