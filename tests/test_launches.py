@@ -10,7 +10,7 @@ from benchmarks.harness import results
 from tests.support.fake_cuda import CUDA, on_fake_cuda
 
 
-@pytest.mark.parametrize("name", ["topk", "gaussiank", "chunktopk"])
+@pytest.mark.parametrize("name", ["topk", "gaussiank", "chunktopk", "int4"])
 def test_no_launch_is_added(name):
     """Fewer are fine; then write the table anew: python -m benchmarks.launches."""
     table = results.load(results.RESULTS / "launches.csv").query("state == 'now' and gradients == 'float32'")
