@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
-from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
 from benchmarks.updates import steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -347,27 +346,6 @@ def updates() -> str:
     return table(["ranks, steps", "variant", "density", "rate", "seeds", "steps to 2.6", "loss", "% of bytes"], rows)
 
 
-def comparison(task: str) -> str:
-    """Last loss and bytes of every method on one task, by loss, and seconds of the training over two links."""
-    runs = finals(read(f"comparison_{task}")).sort_values("loss")
-    times = read("comparison_seconds").query("task == @task").set_index(["contestant", "rate"]).median_ms
-    rows = []
-    for run in runs.itertuples():
-        diverged = run.loss == float("inf")
-        rows.append(
-            [
-                f"`{run.contestant}`",
-                f"{run.lr:g}",
-                "diverged" if diverged else f"{run.loss:.3f}",
-                "" if diverged else f"{run.low:.3f} to {run.high:.3f}",
-                "" if diverged else f"{run.accuracy:.1f}",
-                digits(run.sent_bytes / 1e6),
-                *(digits(times[run.contestant, rate] * STEPS / 1e3) for rate in ("100mbit", "1gbit")),
-            ]
-        )
-    return table(["", "rate", "loss", "three seeds", "accuracy, %", "MB", "s at 100 Mbit/s", "s at 1 Gbit/s"], rows)
-
-
 def volume() -> str:
     """Bytes that the busiest worker sends in a step."""
     formulas = {
@@ -596,7 +574,6 @@ TABLES: dict[str, Callable[[], str]] = {
         [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "local_sgd")],
     ),
     "updates": updates,
-    **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
     "volume": volume,
     "selection": selection,
     "callbacks": callbacks,

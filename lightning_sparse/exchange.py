@@ -207,25 +207,32 @@ class Exchange:
             return
         positions = (~torch.isfinite(u)).nonzero()
         if len(positions):
-            self._note(1 + positions[0, 0], ctx)
+            self._note(self._first_element(ctx) + int(positions[0, 0]))
         elif not all(torch.isfinite(part).all() for part in floats):
-            self._note(torch.tensor(TOO_LARGE), ctx)
+            self._note(self._too_large)
 
     def _note_broken(self, u: Tensor, indices: Tensor | None, made: Sequence[Tensor], ctx: Context) -> None:
         """Note, by Triton, where `u` is not finite at the indices, None for all, or else a tensor made of it."""
-        mine = status_of(self.comm.ranks[self.rank])
-        first = mine + 1 + ctx.segment.start - self._root.ctx.segment.start
-        self._root._worst = note_broken(u, indices, first, self._root._worst, OK)
+        self._root._worst = note_broken(u, indices, self._first_element(ctx), self._root._worst, OK)
         for part in made:
             flat = part.contiguous().view(-1)
-            self._root._worst = note_broken(flat, None, mine + TOO_LARGE, self._root._worst, OK, place=False)
+            self._root._worst = note_broken(flat, None, self._too_large, self._root._worst, OK, place=False)
 
-    def _note(self, code: Tensor, ctx: Context) -> None:
-        """Add an error of this rank to the status: 0 for none, 1 + the index of an element, or a code below 0."""
-        offset = ctx.segment.start - self._root.ctx.segment.start
-        own = self._senders[self.rank] + torch.where(code > 0, code + offset, code)
-        # An error that is known already is the cause: in TwoLevel, a NaN of one rank is in the sum of its node.
-        self._note_status(torch.where((code == 0) | (self._root._worst != OK), OK, own))
+    def _first_element(self, ctx: Context) -> int:
+        """Return the status of this rank where the first element of `ctx`'s segment, a part of ours, is not finite."""
+        return status_of(self.comm.ranks[self.rank]) + 1 + ctx.segment.start - self._root.ctx.segment.start
+
+    @property
+    def _too_large(self) -> int:
+        """The status of this rank where `u` is too large for the compressor."""
+        return status_of(self.comm.ranks[self.rank]) + TOO_LARGE
+
+    def _note(self, status: int) -> None:
+        """Note a status of this rank, unless another is known already, which is the cause.
+
+        In TwoLevel, a NaN of one rank is in the sum of its node.
+        """
+        self._note_status(torch.where(self._root._worst != OK, OK, status))
 
     def _note_status(self, status: Tensor) -> None:
         self._root._worst = torch.minimum(self._root._worst, status)

@@ -175,13 +175,9 @@ class SegmentMoments:
         kept = torch.ones(self._segment.numel, device=self._device)
         for indices, _ in applied.lists:
             add_entries_(kept, indices, torch.full(indices.shape, -1.0, device=self._device))
-        parts = [
-            (moment, part.view(moment.shape))
-            for moment, part in zip(moments, self._segment.views(kept.clamp_(min=0)), strict=True)
-            if moment is not None
-        ]
-        if parts:
-            torch._foreach_mul_(*map(list, zip(*parts, strict=True)))
+        parts = zip(moments, self._segment.views(kept.clamp_(min=0)), strict=True)
+        if pairs := [(moment, part.view(moment.shape)) for moment, part in parts if moment is not None]:
+            torch._foreach_mul_([moment for moment, _ in pairs], [part for _, part in pairs])
 
 
 def batch_factor(

@@ -170,7 +170,7 @@ KERNELS = {
     "note": (checks._note_broken, BROKEN, {"OK": exchange.OK, "TILE": checks.TILE, "ALL": False, "PLACE": True}),
     "note everywhere": (
         checks._note_broken,
-        {**BROKEN, "u": "*bf16", "indices": "*bf16"},
+        {**BROKEN, "u": "*bf16", "indices": "*bf16", "own": "u32"},  # as which Triton takes rank 0's status
         {"OK": exchange.OK, "TILE": checks.TILE, "ALL": True, "PLACE": False},
     ),
     "chunks": (chunks._chunktopk, CHUNKS, {"CHUNK": chunks.CHUNK}),

@@ -161,6 +161,7 @@ def test_the_first_broken_element_of_all_is_noted(value, dtype, use):
     u[[2499, 1100]] = value
     assert int(checks.note_broken(u, None, own, ok, OK)) == own + 1100
     assert int(checks.note_broken(u, None, own - 1, ok, OK, place=False)) == own - 1
+    assert int(checks.note_broken(u, None, status_of(0) - 1, ok, OK, place=False)) == status_of(0) - 1
     known = torch.tensor(status_of(7), device=DEVICE)
     assert int(checks.note_broken(u, None, own, known, OK)) == status_of(7), "the cause is known already"
 

@@ -67,12 +67,12 @@ class Comm(abc.ABC):
 
     def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
         """Send chunk i to rank i and return what each rank sent here, in rank order. All shapes must agree."""
-        if len(chunks) != self.size:
-            raise ValueError(f"all_to_all got {len(chunks)} chunks for {self.size} ranks; give one for each rank.")
-        return list(self.all_to_all_rows(torch.stack(list(chunks))))
+        return list(self.all_to_all_rows(torch.stack(list(chunks)) if chunks else torch.empty(0)))
 
     def all_to_all_rows(self, rows: Tensor) -> Tensor:
         """Send row i to rank i and return what each rank sent here as rows, in rank order, see `all_to_all`."""
+        if len(rows) != self.size:
+            raise ValueError(f"all_to_all got {len(rows)} chunks for {self.size} ranks; give one for each rank.")
         if self.size == 1:
             return rows.clone()
         sizes = [rows[0].numel()] * self.size

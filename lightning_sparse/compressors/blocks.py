@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.launch import at_a_time, uses_triton
-from lightning_sparse.kernels.quantize import block_table, dequantize_, quantize_
+from lightning_sparse.kernels.quantize import dequantize_, quantize_
 from lightning_sparse.layout import Segment
 
 
@@ -50,9 +50,7 @@ class Blocks(Compressor):
         codes = torch.empty(pieces.rows, self._row_bytes, dtype=torch.uint8, device=u.device)
         update = torch.empty_like(u)
         if uses_triton(u):
-            if pieces.rows:
-                table = block_table(pieces.parameters, self.block, u)
-                quantize_(u, table, self.bits, self.block, scales, codes, update)
+            quantize_(u, pieces.parameters, self.bits, self.block, scales, codes, update)
         else:
             self._quantize(u, pieces, scales, codes, update)
         exact = exact_values(u, pieces.vectors)
@@ -78,9 +76,7 @@ class Blocks(Compressor):
         rows, scales = codes.view(-1, self._row_bytes), scales.view(-1, 1)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=codes.device)
         if uses_triton(codes):
-            if pieces.rows:
-                table = block_table(pieces.parameters, self.block, codes)
-                dequantize_(scales, rows, table, self.bits, self.block, update)
+            dequantize_(scales, rows, pieces.parameters, self.bits, self.block, update)
         else:
             scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=codes.device)
             for start, stop, first, last in pieces.matrices:

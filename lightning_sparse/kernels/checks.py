@@ -247,4 +247,5 @@ def _note_broken(
     # Minima do not depend on the order; what was known before is read where nobody writes.
     if first < numel:  # noqa: SIM102 (`and` is not for tensors)
         if tl.load(worst) == OK:
-            tl.atomic_min(out, own + first if PLACE else own, sem="relaxed")
+            # int64 by the sum: Triton may take `own` for a narrower number.
+            tl.atomic_min(out, own + (first if PLACE else tl.zeros_like(first)), sem="relaxed")

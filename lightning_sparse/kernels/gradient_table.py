@@ -48,14 +48,14 @@ def gradient_table(grads: Sequence[Tensor], bounds: Sequence[int]) -> Tensor:
 
 
 def bisections(count: int) -> int:
-    """Return how many steps `_address` takes among so many gradients."""
+    """Return how many steps `_bisect` takes among so many starts."""
     return (count - 1).bit_length()
 
 
 @kernel()
-def _found(starts, index, many, STEPS: tl.constexpr):
+def _bisect(starts, index, many, STEPS: tl.constexpr):
     """Return which of `many` ascending starts, the first of them 0, is the last at each index or before it."""
-    # By bisection: it is one of first, ..., behind - 1.
+    # It is one of first, ..., behind - 1.
     first = tl.zeros_like(index).to(tl.int32)
     behind = first + many
     for _ in range(STEPS):
@@ -69,5 +69,5 @@ def _found(starts, index, many, STEPS: tl.constexpr):
 @kernel()
 def _address(table, index, many, STEPS: tl.constexpr):
     """Return, of the gradients that have the indices, the address in memory and the start in the segment, int64."""
-    first = _found(table, index, many, STEPS)
+    first = _bisect(table, index, many, STEPS)
     return tl.load(table + many + first), tl.load(table + first)

@@ -1,8 +1,7 @@
 """Blocks of some parameters in 4 or 8 bits, all of them in one launch; `compressors/blocks.py` says what they are.
 
-    table = block_table(places, block, like)                        # where parameters and their blocks are; kept
-    quantize_(u, table, bits, block, scales, codes, update)         # u to scales and codes, and what they stand for
-    dequantize_(scales, codes, table, bits, block, update)          # these back to what they stand for
+    quantize_(u, places, bits, block, scales, codes, update)   # u to scales and codes, and the dequantized values
+    dequantize_(scales, codes, places, bits, block, update)    # scales and codes to the dequantized values
 
 Only for where `uses_triton`; the CPU works on a piece at a time, which stays in its cache.
 """
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.gradient_table import _found, bisections
+from lightning_sparse.kernels.gradient_table import _bisect, bisections
 from lightning_sparse.kernels.launch import kept, kernel, launch, to_device
 
 if TYPE_CHECKING:
@@ -26,60 +25,95 @@ TILE = 4096
 """Elements of a program."""
 
 
-def block_table(places: Sequence[tuple[int, int]], block: int, like: Tensor) -> Tensor:
-    """Return of each parameter the number of its first block, its start and its stop, int64 (3, parameters); kept.
+def quantize_(
+    u: Tensor,
+    places: Sequence[tuple[int, int]],
+    bits: int,
+    block: int,
+    scales: Tensor,
+    codes: Tensor,
+    update: Tensor,
+) -> None:
+    """Write scales, codes and the dequantized values.
 
     Args:
+        u: 1-D, fp32.
         places: start and stop of each parameter, none of them empty; a parameter begins with a block of its own.
-        block: elements of a block; the last one of a parameter may have fewer.
-        like: on the device where the table shall be.
+        bits: 4 or 8.
+        block: elements of a block, even; the last block of a parameter may have fewer.
+        scales: bf16 (blocks). Overwritten.
+        codes: uint8 (blocks, block * bits / 8). Overwritten.
+        update: 1-D, fp32, as long as `u`, of the dequantized values. Overwritten at the places.
     """
+    _launch(_quantize, u, places, bits, block, scales, codes, update)
+
+
+def dequantize_(
+    scales: Tensor, codes: Tensor, places: Sequence[tuple[int, int]], bits: int, block: int, update: Tensor
+) -> None:
+    """Write the dequantized values to the places in `update`; arguments as for `quantize_`."""
+    _launch(_dequantize, update, places, bits, block, scales, codes)
+
+
+def _launch(
+    kernel,
+    x: Tensor,
+    places: Sequence[tuple[int, int]],
+    bits: int,
+    block: int,
+    scales: Tensor,
+    codes: Tensor,
+    *out: Tensor,
+):
+    half = 1 << (block // 2 - 1).bit_length()
+    rows = max(1, TILE // (2 * half))
+    # The interpreter's numpy does not know bf16's bits; 16 bits are 16 bits.
+    arguments = (scales.view(torch.int16), codes, *out, len(scales), len(places))
+    constants = {"STEPS": bisections(len(places)), "BITS": bits, "BLOCK": block, "HALF": half, "ROWS": rows}
+    if programs := -(-len(scales) // rows):
+        launch(kernel, programs, x, _table(places, block, x), *arguments, **constants)
+
+
+def _table(places: Sequence[tuple[int, int]], block: int, like: Tensor) -> Tensor:
+    """Return the number of each parameter's first block, its start and its stop, int64 (3, parameters); kept."""
 
     def make() -> Tensor:
         starts, stops = torch.tensor(places, dtype=torch.int64).T
         counts = (stops - starts + block - 1) // block
         return to_device(torch.stack([counts.cumsum(0) - counts, starts, stops]), like.device)
 
-    return kept((block_table, tuple(places), block), like, make)
-
-
-def quantize_(u: Tensor, table: Tensor, bits: int, block: int, scales: Tensor, codes: Tensor, update: Tensor) -> None:
-    """Write scales, codes and what they stand for.
-
-    Args:
-        u: 1-D, fp32.
-        table: of `block_table`.
-        bits: 4 or 8.
-        block: elements of a block, even.
-        scales: bf16 (blocks). Overwritten.
-        codes: uint8 (blocks, block * bits / 8). Overwritten.
-        update: 1-D, fp32, as long as `u`. Overwritten at the table's places.
-    """
-    _launched(_quantize, u, table, bits, block, scales, codes, update)
-
-
-def dequantize_(scales: Tensor, codes: Tensor, table: Tensor, bits: int, block: int, update: Tensor) -> None:
-    """Write what scales and codes stand for to the table's places in `update`; shapes as for `quantize_`."""
-    _launched(_dequantize, update, table, bits, block, scales, codes)
-
-
-def _launched(kernel, x: Tensor, table: Tensor, bits: int, block: int, scales: Tensor, codes: Tensor, *out: Tensor):
-    half = 1 << (block // 2 - 1).bit_length()
-    rows = max(1, TILE // (2 * half))
-    many = table.shape[1]
-    # The interpreter's numpy does not know bf16's bits; 16 bits are 16 bits.
-    arguments = (x, table, scales.view(torch.int16), codes, *out, len(scales), many)
-    constants = {"STEPS": bisections(many), "BITS": bits, "BLOCK": block, "HALF": half, "ROWS": rows}
-    if programs := -(-len(scales) // rows):
-        launch(kernel, programs, *arguments, **constants)
+    return kept((_table, tuple(places), block), like, make)
 
 
 @kernel()
-def _places(table, row, many, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where each block starts, and how many elements it has, int64."""
-    parameter = _found(table, row, many, STEPS)
-    start = tl.load(table + many + parameter) + (row - tl.load(table + parameter)) * BLOCK
-    return start, tl.minimum(tl.load(table + 2 * many + parameter) - start, BLOCK)
+def _halves(
+    table,
+    rows,
+    many,
+    STEPS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return where the two halves of this program's blocks are: 4 bits have an element of each in a byte.
+
+    That is, of each block: its number; whether there is such a block; the offsets in the segment of its first half's
+    elements; which of these, and which of the other half's, there are; the offsets of the first half's codes; and which
+    of these there are.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = row < rows
+    block = tl.minimum(row, rows - 1)
+    parameter = _bisect(table, block, many, STEPS)
+    start = tl.load(table + many + parameter) + (block - tl.load(table + parameter)) * BLOCK
+    count = tl.where(present, tl.load(table + 2 * many + parameter) - start, 0)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    within = lane < BLOCK // 2
+    has_first = within & (lane < count)
+    has_other = within & (lane + BLOCK // 2 < count)
+    codes = row[:, None] * (BLOCK * BITS // 8) + lane
+    return row, present, start[:, None] + lane, has_first, has_other, codes, within & present[:, None]
 
 
 @kernel("rows", "many")
@@ -97,16 +131,9 @@ def _quantize(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    present = row < rows
-    start, count = _places(table, tl.minimum(row, rows - 1), many, STEPS, BLOCK)
-    count = tl.where(present, count, 0)
-    # Two halves of each block: 4 bits have an element of each in a byte.
-    lane = tl.arange(0, HALF)[None, :]
-    within = lane < BLOCK // 2
-    first = start[:, None] + lane
-    has_first = within & (lane < count[:, None])
-    has_other = within & (lane + BLOCK // 2 < count[:, None])
+    row, present, first, has_first, has_other, place, has_code = _halves(
+        table, rows, many, STEPS, BITS, BLOCK, HALF, ROWS
+    )
     x = tl.load(u + first, mask=has_first, other=0.0)
     y = tl.load(u + first + BLOCK // 2, mask=has_other, other=0.0)
     # Magnitudes as whole numbers, of which NaN is the largest, above infinity.
@@ -121,19 +148,18 @@ def _quantize(
     too_large = ((high << 16).to(tl.float32, bitcast=True) * levels == float("inf")) & (exact < float("inf"))
     high = tl.where(too_large, high - 1, high)
     tl.store(scales + row, high.to(tl.int16), mask=present)
-    scale = (high << 16).to(tl.float32, bitcast=True)
-    divisor = tl.where(scale > 0, scale, 1.0)[:, None]
+    scale = (high << 16).to(tl.float32, bitcast=True)[:, None]
+    divisor = tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x)
     # To the nearest whole number, of two the even one: below 2²² a sum with 1.5 · 2²³ has no place for more.
-    x = (tl.div_rn(x, divisor + tl.zeros_like(x)) + 12582912.0) - 12582912.0
-    y = (tl.div_rn(y, divisor + tl.zeros_like(y)) + 12582912.0) - 12582912.0
-    place = row[:, None] * (BLOCK * BITS // 8) + lane
+    x = (tl.div_rn(x, divisor) + 12582912.0) - 12582912.0
+    y = (tl.div_rn(y, divisor) + 12582912.0) - 12582912.0
     if BITS == 4:
-        tl.store(codes + place, (x + 8 + 16 * (y + 8)).to(tl.int32).to(tl.uint8), mask=within & present[:, None])
+        tl.store(codes + place, (x + 8 + 16 * (y + 8)).to(tl.int32).to(tl.uint8), mask=has_code)
     else:
-        tl.store(codes + place, x.to(tl.int32).to(tl.uint8), mask=within & present[:, None])
-        tl.store(codes + place + BLOCK // 2, y.to(tl.int32).to(tl.uint8), mask=within & present[:, None])
-    tl.store(update + first, x * scale[:, None], mask=has_first)
-    tl.store(update + first + BLOCK // 2, y * scale[:, None], mask=has_other)
+        tl.store(codes + place, x.to(tl.int32).to(tl.uint8), mask=has_code)
+        tl.store(codes + place + BLOCK // 2, y.to(tl.int32).to(tl.uint8), mask=has_code)
+    tl.store(update + first, x * scale, mask=has_first)
+    tl.store(update + first + BLOCK // 2, y * scale, mask=has_other)
 
 
 @kernel("rows", "many")
@@ -150,18 +176,9 @@ def _dequantize(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    present = row < rows
-    start, count = _places(table, tl.minimum(row, rows - 1), many, STEPS, BLOCK)
-    count = tl.where(present, count, 0)
-    lane = tl.arange(0, HALF)[None, :]
-    within = lane < BLOCK // 2
-    first = start[:, None] + lane
-    has_first = within & (lane < count[:, None])
-    has_other = within & (lane + BLOCK // 2 < count[:, None])
+    row, present, first, has_first, has_other, place, _ = _halves(table, rows, many, STEPS, BITS, BLOCK, HALF, ROWS)
     high = tl.load(scales + row, mask=present, other=0).to(tl.int32)
     scale = (high << 16).to(tl.float32, bitcast=True)[:, None]
-    place = row[:, None] * (BLOCK * BITS // 8) + lane
     if BITS == 4:
         both = tl.load(codes + place, mask=has_first, other=0).to(tl.int32)
         x = (both & 15) - 8

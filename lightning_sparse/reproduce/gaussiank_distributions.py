@@ -52,9 +52,9 @@ Examples = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: how to make the network and its examples, and the top of the rate's cycle."""
+    """What is trained: how to make the network from a seed, and its examples, and the top of the rate's cycle."""
 
-    network: Callable[[], nn.Module]
+    network: Callable[[int], nn.Module]
     examples: Callable[[], Examples]
     lr: float
 
@@ -74,10 +74,10 @@ def text(length: int = 64) -> Examples:
 
 
 WORKLOADS = {
-    "MLP": Workload(lambda: network(256, 0), lambda: images(8), 0.1),
-    "ResNet-20": Workload(lambda: ResNet20(in_channels=1), lambda: images(8), 0.1),
-    "VGG-16": Workload(lambda: VGG16(in_channels=1, width=16), lambda: images(32), 0.1),
-    "LSTM": Workload(LSTM, text, 2.0),
+    "MLP": Workload(lambda seed: network(256, seed), lambda: images(8), 0.1),
+    "ResNet-20": Workload(lambda _: ResNet20(in_channels=1), lambda: images(8), 0.1),
+    "VGG-16": Workload(lambda _: VGG16(in_channels=1, width=16), lambda: images(32), 0.1),
+    "LSTM": Workload(lambda _: LSTM(), text, 2.0),
 }
 
 
@@ -118,7 +118,7 @@ def train(workload: Workload, chosen: Method, config: Config) -> Recorded:
     with torch.random.fork_rng(devices=[]):
         for _ in range(config["ranks"]):
             torch.manual_seed(config["seed"])
-            nets.append(workload.network())
+            nets.append(workload.network(config["seed"]))
 
     def rank(comm: Comm) -> None:
         net, look = nets[comm.rank], Look()
@@ -293,7 +293,7 @@ def draw_contraction(panels: Sequence[Any], found: pd.DataFrame) -> None:
         panel.set(xscale="log", yscale="logit", xlabel="step", title=title, ylabel="‖u − top k‖² / ‖u‖²")
         panel.set_yticks(TICKS, map(str, TICKS), fontsize=7)
         panel.set_yticks([], minor=True)
-        panel.set_ylim(0.9 * min(lowest.min(), 1 - density), 1 - 0.8 * density)
+        panel.set_ylim(0.9 * min(lowest.min(), whole[f"left_{density:g}"].min()), 1 - 0.8 * density)
     panels[0].legend(fontsize=7)
     for name in dict.fromkeys(reversed(found["layer"].tolist())):
         curve = found[found["layer"] == name]

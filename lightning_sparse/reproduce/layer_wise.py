@@ -74,15 +74,14 @@ def verdict(table: pd.DataFrame) -> str:
 def draw(table: pd.DataFrame) -> Any:
     """Draw loss and accuracy, layer beside model."""
     best = best_rates(table, ["method", "compressed"])
-    figure, (panels,) = plots.panels(1, 2, (11, 3.8))
-    for panel, column in zip(panels, ("loss", "accuracy_percent"), strict=True):
+    figure, panels = plots.loss_and_accuracy()
+    for column, panel in panels.items():
         for offset, kind, color in ((-0.2, "layer", "#0072B2"), (0.2, "model", "#D55E00")):
             heights = [best[column][name, kind] for name in NAMES]
             panel.bar([place + offset for place in range(len(NAMES))], heights, 0.4, color=color, label=kind)
         panel.set_xticks(range(len(NAMES)), NAMES)
-    panels[0].set(yscale="log", ylabel="training loss", title="at the best of three rates")
-    panels[1].set(ylabel="test accuracy, %", ylim=(0, 100))
-    panels[0].legend()
+    panels["accuracy_percent"].set(ylim=(0, 100))
+    panels["loss"].legend()
     return figure
 
 

@@ -55,6 +55,14 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     return plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
 
 
+def loss_and_accuracy() -> tuple[Any, dict[str, Any]]:
+    """Return a figure with two panels, of the columns "loss" and "accuracy_percent" at each method's best rate."""
+    figure, ((loss, accuracy),) = panels(1, 2, (11, 4))
+    loss.set(yscale="log", ylabel="training loss", title="at the best of three rates")
+    accuracy.set(ylabel="test accuracy, %")
+    return figure, {"loss": loss, "accuracy_percent": accuracy}
+
+
 def write(figure: Any, path: Path, **options: Any) -> None:
     """Write a figure to a PNG file, all or nothing; `options` are those of `savefig`."""
     with replacing(path) as temporary:

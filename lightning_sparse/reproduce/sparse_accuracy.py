@@ -64,17 +64,15 @@ def draw(table: pd.DataFrame) -> Any:
     """Draw accuracy and loss against the bytes of a step."""
     best, key = best_rates(table, ["method", "density"]), ["method", "density"]
     sent = table.groupby(key)["bytes_per_step"].mean()
-    figure, (panels,) = plots.panels(1, 2, (11, 4))
+    figure, panels = plots.loss_and_accuracy()
     for name in ("dense", *NAMES):
         densities = [1.0] if name == "dense" else list(DENSITIES)
-        for panel, column in zip(panels, ("loss", "accuracy_percent"), strict=True):
+        for column, panel in panels.items():
             heights = [best[column][name, density] for density in densities]
             style = plots.line(name) | {"marker": "o", "label": name}
             panel.plot([sent[name, density] for density in densities], heights, **style)
             panel.set(xscale="log", xlabel="bytes a rank sends in a step")
-    panels[0].set(yscale="log", ylabel="training loss", title="at the best of three rates")
-    panels[1].set(ylabel="test accuracy, %")
-    panels[0].legend()
+    panels["loss"].legend()
     return figure
 
 

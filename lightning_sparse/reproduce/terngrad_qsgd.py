@@ -83,17 +83,15 @@ def verdict(table: pd.DataFrame) -> str:
 def draw(table: pd.DataFrame) -> Any:
     """Draw loss and accuracy against bits."""
     best, sent = best_rates(table, ["method"]), table.groupby("method")["bits"].first()
-    figure, (panels,) = plots.panels(1, 2, (11, 4))
+    figure, panels = plots.loss_and_accuracy()
     for number, name in enumerate(METHODS):
-        for panel, column in zip(panels, ("loss", "accuracy_percent"), strict=True):
+        for column, panel in panels.items():
             marker = "s" if "feedback" in name else "o"
             panel.plot(sent[name], best[column][name], marker, color=f"C{number}", label=name)
             panel.set(xscale="log", xlabel="bits per value")
             panel.set_xticks([2, 4, 8, 16, 32], labels=["2", "4", "8", "16", "32"])
             panel.minorticks_off()
-    panels[0].set(yscale="log", ylabel="training loss", title="at the best of three rates")
-    panels[1].set(ylabel="test accuracy, %")
-    panels[0].legend()
+    panels["loss"].legend()
     return figure
 
 
