@@ -23,6 +23,7 @@ from lightning_sparse.kernels import (
     block_stats,
     checks,
     chunks,
+    codes,
     gradient_table,
     launch,
     pack,
@@ -91,6 +92,7 @@ BLOCKS = {
     "rows": "i32",
     "many": "i32",
 }
+CODES = {"codes": "*i16", "packed": "*u8", "count": "i32", "groups": "i32"}
 OF_64 = {"STEPS": 4, "BLOCK": 64, "HALF": 32, "ROWS": quantize.TILE // 64}
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
 PACK = {
@@ -177,6 +179,14 @@ KERNELS = {
     "quantize to 4 bits": (quantize._quantize, BLOCKS, {**OF_64, "BITS": 4}),
     "quantize to 8 bits": (quantize._quantize, BLOCKS, {**OF_64, "BITS": 8}),
     "dequantize 4 bits": (quantize._dequantize, BLOCKS, {**OF_64, "BITS": 4}),
+    **{
+        f"pack codes of {bits} bits": (codes._pack_codes, CODES, {"BITS": bits, "TILE": codes.TILE})
+        for bits in (1, 5, 15)
+    },
+    **{
+        f"unpack codes of {bits} bits": (codes._unpack_codes, CODES, {"BITS": bits, "TILE": codes.TILE})
+        for bits in (1, 5, 15)
+    },
     "dequantize 8 bits": (quantize._dequantize, BLOCKS, {**OF_64, "BITS": 8}),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),

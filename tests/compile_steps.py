@@ -21,6 +21,7 @@ from lightning_sparse.kernels import (
     block_stats,
     checks,
     chunks,
+    codes,
     launch,
     pack,
     quantize,
@@ -47,6 +48,9 @@ STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]]
     ("chunktopk", {"density": 0.001}, torch.float32, {"w": (1200, 100)}),
     ("int4", {}, torch.float32, {"w": (1200, 101), "b": (101,)}),
     ("int8", {}, torch.bfloat16, {"w": (1200, 100)}),
+    ("qsgd", {}, torch.float32, {"w": (1200, 101)}),
+    ("terngrad", {}, torch.float32, {"w": (1200, 101)}),
+    ("signsgd", {}, torch.float32, {"w": (1200, 101)}),
 ]
 
 
@@ -80,7 +84,7 @@ def main() -> None:
         kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants)
         launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
 
-    for module in (block_stats, checks, chunks, pack, quantize, select_triton, threshold, write_back):
+    for module in (block_stats, checks, chunks, codes, pack, quantize, select_triton, threshold, write_back):
         module.launch = compiled  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(False)
     empty = torch.empty

@@ -31,6 +31,7 @@ from lightning_sparse.kernels import (
     block_stats,
     checks,
     chunks,
+    codes,
     gradient_table,
     launch,
     pack,
@@ -272,7 +273,7 @@ def test_adding_and_taking_out_entries(use):
         assert not add_entries_(x.to(DEVICE, copy=True), indices.to(DEVICE), chosen, -1.0)[indices.to(DEVICE)].any()
 
 
-KERNELS = (block_stats, checks, chunks, gradient_table, pack, quantize, select_triton, threshold, write_back)
+KERNELS = (block_stats, checks, chunks, codes, gradient_table, pack, quantize, select_triton, threshold, write_back)
 
 
 def is_kernel(value):
@@ -629,6 +630,22 @@ def test_what_is_wrong_is_raised_a_step_later_and_harms_no_weights(name, dtype, 
                 reducer.state_dict()  # no checkpoint of what is broken
 
 
+@needs_triton
+@pytest.mark.parametrize("bits", range(1, 16))
+def test_codes_have_the_same_bytes(bits, use):
+    for numel in (0, 1, 7, 8, 1001, 1024, 3001):
+        drawn = torch.randint(0, 1 << bits, (numel,), generator=torch.Generator().manual_seed(bits))
+        for dtype in [torch.int16] if bits > 8 else [torch.uint8, torch.int16]:
+            given = drawn.to(dtype)
+            use("torch")
+            packed = codes.pack_codes(given, bits)
+            use("triton")
+            assert torch.equal(codes.pack_codes(given.to(DEVICE), bits).cpu(), packed)
+            again = codes.unpack_codes(packed.to(DEVICE), bits, numel).cpu()
+            assert again.dtype == (torch.int16 if bits > 8 else torch.uint8)
+            assert torch.equal(again, drawn.to(again.dtype))
+
+
 def test_the_choice_can_be_forced(monkeypatch):
     x = torch.zeros(1)
     monkeypatch.delenv(launch.KERNELS, raising=False)
@@ -699,7 +716,7 @@ def test_whole_steps_compile_for_gpus():
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_gpus(capability):
     kernels = by_compiler("tests.compile_kernels", capability)
-    assert len(kernels) == 43
+    assert len(kernels) == 49
     for name, kernel in kernels.items():
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers

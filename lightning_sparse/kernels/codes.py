@@ -7,19 +7,28 @@ Codes of 1, 2, 4 or 8 bits fill bytes: the first code of a byte is in its lowest
 several planes of such widths, one behind the other, the lower bits first: 5 bits are a plane of 4 and a plane of 1.
 
 On the CPU 8 codes are worked on as one 64-bit word, which is several times as fast as comparing and shifting bytes.
+With Triton each direction is one launch.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import at_a_time
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch, uses_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 WORD = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 """Width of a code to the word that holds as many codes, a byte each, as one byte does packed."""
+
+TILE = 1024
+"""Codes of a program of Triton's."""
 
 
 def code_bytes(numel: int, bits: int) -> int:
@@ -31,6 +40,10 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes (1-D, integers from 0 to 2^bits - 1, bits up to 15) as bytes, uint8 of `code_bytes`."""
     count = codes.numel()
     packed = torch.empty(code_bytes(count, bits), dtype=torch.uint8, device=codes.device)
+    if uses_triton(codes):
+        if count:
+            launch(_pack_codes, -(-count // TILE), codes, packed, count, packed.numel() // bits, BITS=bits, TILE=TILE)
+        return packed
     most = at_a_time(codes)
     scratch = torch.empty(min(most, count + 7) // 8, dtype=torch.int64, device=codes.device)
     for start in range(0, count, most):
@@ -57,6 +70,11 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Return the codes that `pack_codes` was given (1-D, of `numel`): uint8, or int16 if they have more than 8 bits."""
     codes = torch.empty(-(-numel // 8) * 8, dtype=torch.int16 if bits > 8 else torch.uint8, device=packed.device)
+    if uses_triton(packed):
+        if numel:
+            groups = packed.numel() // bits
+            launch(_unpack_codes, -(-numel // TILE), packed, codes, numel, groups, BITS=bits, TILE=TILE)
+        return codes[:numel]
     most = at_a_time(packed)
     scratch = torch.empty(2, min(most, codes.numel()) // 8, dtype=torch.int64, device=packed.device)
     for start in range(0, codes.numel(), most):
@@ -74,6 +92,38 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
             else:
                 place.copy_(part)
     return codes[:numel]
+
+
+@kernel("count", "groups")
+def _pack_codes(codes, packed, count, groups, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Of `count` codes in `groups` of 8, write the bytes of every plane."""
+    tile = tl.program_id(0).to(tl.int64)
+    for step in tl.static_range(4):
+        # Planes of 8, 4, 2 and 1 bits, where BITS has such a one. Before it lie those of more bits.
+        if BITS >> (3 - step) & 1:
+            places = tile * (TILE >> step) + tl.arange(0, TILE >> step)  # of its bytes, with 1 << step codes each
+            byte = tl.zeros([TILE >> step], tl.int32)
+            for number in tl.static_range(1 << step):
+                index = (places << step) + number
+                code = tl.load(codes + index, mask=index < count, other=0).to(tl.int32)
+                code = code >> (BITS >> (4 - step) << (4 - step)) & ((1 << (8 >> step)) - 1)
+                byte |= code << (number * (8 >> step))
+            start = (BITS >> (4 - step) << (4 - step)) * groups.to(tl.int64)
+            tl.store(packed + start + places, byte.to(tl.uint8), mask=places < groups * (8 >> step))
+
+
+@kernel("count", "groups")
+def _unpack_codes(packed, codes, count, groups, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Of the planes of `groups` of 8 codes, write `count` codes."""
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    code = tl.zeros([TILE], tl.int32)
+    for step in tl.static_range(4):
+        if BITS >> (3 - step) & 1:
+            start = (BITS >> (4 - step) << (4 - step)) * groups.to(tl.int64)
+            byte = tl.load(packed + start + (index >> step), mask=index < count, other=0).to(tl.int32)
+            part = byte >> (index % (1 << step) * (8 >> step)).to(tl.int32) & ((1 << (8 >> step)) - 1)
+            code |= part << (BITS >> (4 - step) << (4 - step))
+    tl.store(codes + index, code.to(codes.dtype.element_ty), mask=index < count)
 
 
 def region_codes(numel: int, size: int) -> int:
