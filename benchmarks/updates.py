@@ -129,7 +129,7 @@ TRIED = [
     *(Run(*what, 0.002, seed, 1000) for seed in (0, 1, 2) for what in (("topk", 2, 0.001), ("alone", 2, 1.0))),
     Run("dense", 8, 1.0, 0.002, 0, 1000),
     Run("two passes", 8, 0.01, 0.002, 0, 1000),
-    Run("topk", 8, 0.00385, 0.002, 0, 300),
+    Run("topk", 8, 0.0038, 0.002, 0, 1000),
 ]
 """What to train, in this order."""
 

@@ -305,6 +305,18 @@ def language_seeds() -> str:
     return table(["", "seeds", "loss after 1,000 steps", "steps to 2.6", "steps to 2.0"], rows)
 
 
+def language_large() -> str:
+    """The larger GPT: loss after 1,000, 2,000 and 3,000 steps, steps to two losses, bytes of a step."""
+    rows = []
+    for method, run in read("language").query("part == 'large'").groupby("method", sort=False):
+        losses = run.set_index("step").val_loss
+        ends = [f"{losses[step]:.3f}" for step in (1050, 1950, 3000)]
+        sent = run.sent_bytes_per_worker.iloc[-1] / run.step.iloc[-1] / 1e3
+        rows.append([str(method), *ends, pair(*(steps_to(run, target) for target in (2.0, 1.6))), f"{sent:,.1f}"])
+    heads = ["", "after 1,050 steps", "after 1,950", "after 3,000", "steps to 2.0 / 1.6", "kB per step"]
+    return table(heads, rows)
+
+
 def momentum() -> str:
     """Digits, ResNet-20, SGD with momentum 0.9: gradients against updates, each at the better of two rates."""
     keys = ["method", "exchange", "density", "max_lr"]
@@ -573,6 +585,7 @@ TABLES: dict[str, Callable[[], str]] = {
         language,
         [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "local_sgd")],
     ),
+    "language-large": language_large,
     "updates": updates,
     "volume": volume,
     "selection": selection,
