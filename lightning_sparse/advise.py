@@ -24,7 +24,7 @@ from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
 from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, matrices, step
 from lightning_sparse.exchange import Exchanged
-from lightning_sparse.methods import METHODS, Method, method
+from lightning_sparse.methods import METHODS, Method, method, resolve_update_method
 from lightning_sparse.reducer import Reducer
 
 TIMED_ELEMENTS = 25_000_000
@@ -55,11 +55,11 @@ UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
 def bandwidth(text: str) -> float:
-    """Read "1Gbit", "100Mbit" or "12.5GB" as bytes per second."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])(bit|B)(?:/s|ps)?", text)
+    """Read "1Gbit", "100Mbps" or "12.5GB" as bytes per second."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])(bit|b|B)(?:/s|ps)?", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth: write 1Gbit, 100Mbit or 12.5GB (per second)")
-    return float(match[1]) * UNITS[match[2]] / (8 if match[3] == "bit" else 1)
+    return float(match[1]) * UNITS[match[2]] / (1 if match[3] == "B" else 8)
 
 
 def number(text: str) -> float:
@@ -74,9 +74,9 @@ def number(text: str) -> float:
 
 
 def gbit(bandwidth: float) -> str:
-    """Write bytes per second as Gbit/s or Mbit/s, to two digits."""
+    """Write bytes per second as Gbit/s or Mbit/s, to three digits."""
     bits = bandwidth * 8
-    return f"{bits / 1e9:.2g} Gbit/s" if bits >= 0.995e9 else f"{bits / 1e6:.2g} Mbit/s"
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
 def measure(chosen: Method, params: int) -> Costs:
@@ -129,9 +129,8 @@ def estimates(
     for name in METHODS:
         if name == "dense":
             continue
-        chosen = method(name)
-        if density is not None and chosen.density is not None:
-            chosen = method(name, density=density)
+        given = density if "density" in METHODS[name].options else None
+        chosen = resolve_update_method(name, given) if adaptive else method(name, density=given)
         # In a world of one a sparsifier takes the same time with every aggregator, so it is timed once.
         kind = repr(chosen.compressor if isinstance(chosen.compressor, Sparsifier) else chosen)
         try:
@@ -172,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--optimizer", choices=["adamw", "sgd"], default="adamw", help="adamw stands for all that divide by gradients"
     )
     parser.add_argument(
-        "--density", type=number, help="fraction of entries to send. Default: that of each method, 0.001"
+        "--density", type=number, help="fraction of entries to send. Default: 0.01 with adamw, 0.001 with sgd"
     )
     args = parser.parse_args(argv)
     if args.workers < 2:

@@ -274,6 +274,19 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
     return Method(spec.make(**options), spec.memory, spec.aggregator, spec.update_rule)
 
 
+UPDATE_DENSITY = 0.01
+"""What methods by name send of updates where no density is given: with 0.001 AdamW needs more steps than without
+compression, see docs/optimizers.md. Methods with a rule of their own keep what their papers have."""
+
+
+def resolve_update_method(given: str | Method, density: float | None) -> Method:
+    """Return the method that a user's pair of options means where updates are exchanged."""
+    chosen = resolve_method(given, density)
+    if isinstance(given, str) and density is None and chosen.update_rule is None and chosen.is_sparse:
+        return method(given, density=UPDATE_DENSITY)
+    return chosen
+
+
 def resolve_method(given: str | Method, density: float | None) -> Method:
     """Return the method that a user's pair of options means."""
     if isinstance(given, str):

@@ -143,10 +143,10 @@ def test_help_tells_the_names_and_comments_tell_the_options(capsys):
     assert "topk_ddp" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.strategy.help=SparseDDPStrategy"])
-    assert "fraction of gradient entries to send" in capsys.readouterr().out
+    assert "fraction of entries to send" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["fit", *DIGITS, "--print_config=comments"])
-    assert "# fraction of gradient entries to send" in capsys.readouterr().out
+    assert "# fraction of entries to send" in capsys.readouterr().out
 
 
 STRATEGY = "trainer: {strategy: {class_path: SparseDDPStrategy, init_args: {%s}}}"

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
-from lightning_sparse.methods import Method, resolve_method
+from lightning_sparse.methods import Method, resolve_update_method
 from lightning_sparse.options import check_warmup
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
@@ -55,7 +56,8 @@ def attach_updates(
         model: the model, on its device.
         optimizer: its optimizer, or several of them.
         method: a name in `METHODS`, or a `Method` made of own parts.
-        density: fraction of entries to send, in (0, 1]; None keeps the method's own. Only beside a name.
+        density: fraction of entries to send, in (0, 1]; None is 0.01, or a method's own where it has an `UpdateRule`.
+            Only beside a name.
         granularity: what is compressed together: "layer", "bucket" or "model".
         bucket_cap_mb: size of a "bucket" in MiB.
         every: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most.
@@ -69,13 +71,30 @@ def attach_updates(
 
     Raises:
         TypeError, ValueError: an option, a parameter or an optimizer that cannot be used; the message says which.
+        RuntimeError: there is no process group.
         RankFailure: other ranks use other settings, or do not attach.
     """
-    method = resolve_method(method, density)
+    if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"attach_updates(model={type(model).__name__}(...)): give the model itself, and then its optimizer. "
+            f"DistributedDataParallel would send all gradients as well."
+        )
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
+        raise ValueError(
+            f"{', '.join(alone[:3])}{' and others' if len(alone) > 3 else ''} require gradients but are in no "
+            f"optimizer that attach_updates got, so ranks would drift apart in them. Pass all optimizers, "
+            f"attach_updates(model, [first, second], ...), or freeze them by requires_grad_(False)."
+        )
+    method = resolve_update_method(method, density)
     warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
+    if not dist.is_initialized():
+        raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
     exchange = UpdateExchange(
         model,
-        [optimizer] if isinstance(optimizer, Optimizer) else optimizer,
+        optimizers,
         method,
         every=every,
         timeout=timeout,

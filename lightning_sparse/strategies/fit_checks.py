@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.methods import Method
+from lightning_sparse.methods import METHODS, Method
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,24 @@ ADAPTIVE = (
 def is_adaptive(optimizer: Optimizer) -> bool:
     """Return whether an optimizer divides by the size of past gradients."""
     return isinstance(optimizer, ADAPTIVE)
+
+
+def check_names(strategy: type, method: str | Method, options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that neither Lightning's DDPStrategy nor DistributedDataParallel has.
+
+    They look at options when the model is wrapped, or never: where updates are exchanged it is not wrapped.
+    """
+    makers = [DistributedDataParallel, *(cls for cls in strategy.__mro__ if "__init__" in vars(cls))]
+    known = {name for cls in makers for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
+    for option, value in options.items():
+        if option in known:
+            continue
+        if isinstance(method, str) and method in METHODS and option in METHODS[method].options:
+            hint = f" It is one of the method's: method=lightning_sparse.method({method!r}, {option}={value!r})."
+        else:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{strategy.__name__} has no option {option!r}.{hint}")
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:
@@ -44,9 +65,20 @@ def several_evaluations(optimizer: Optimizer, method: Method) -> str:
     )
 
 
-def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Warn if an optimizer divides by the size of past gradients, which are sparse here."""
+def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer], *, chosen: bool) -> None:
+    """Warn if an optimizer divides by the size of past gradients, which are sparse here, or may do so.
+
+    Args:
+        optimizers: of all that is trained.
+        chosen: whether the user has chosen to exchange gradients.
+    """
     adaptive = next(filter(is_adaptive, optimizers), None)
+    unknown = next((x for x in optimizers if not isinstance(x, (*ADAPTIVE, torch.optim.SGD, torch.optim.ASGD))), None)
+    if adaptive is None and unknown is not None and not chosen:
+        log.warning(
+            f"{type(unknown).__name__} is not known, so ranks exchange gradients. If it divides by past gradients, or "
+            f"takes their signs, it wants updates: set exchange='update'; see docs/optimizers.md."
+        )
     if adaptive is not None:
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: a GPT needed 4 to 6 "

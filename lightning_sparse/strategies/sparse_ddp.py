@@ -17,7 +17,7 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
 from lightning_sparse.hooks import CommThread, UpdateExchange
-from lightning_sparse.methods import METHODS, Method, resolve_method
+from lightning_sparse.methods import METHODS, Method, resolve_method, resolve_update_method
 from lightning_sparse.options import (
     Granularity,
     OnNonFinite,
@@ -30,6 +30,7 @@ from lightning_sparse.options import (
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies import loss_scale
 from lightning_sparse.strategies.fit_checks import (
+    check_names,
     check_optimizers,
     check_placement,
     is_adaptive,
@@ -76,7 +77,8 @@ class SparseDDP(UpdateOrGradientExchange):
 
     Args:
         method: a name in `lightning_sparse.METHODS`, or a `Method` made of own parts.
-        density: fraction of gradient entries to send, in (0, 1]; None keeps the method's own, 0.001.
+        density: fraction of entries to send, in (0, 1]; None is the method's own, 0.001, or 0.01 of updates, unless the
+            method has an `UpdateRule`.
         granularity: what is compressed together: each "layer", each "bucket" of `bucket_cap_mb`, or the whole "model".
         warmup: densities to use in turn before `density`, an epoch each, or `warmup_steps` steps each.
         warmup_steps: number of optimizer steps, or of exchanges of updates, for each density of `warmup`.
@@ -120,6 +122,7 @@ class SparseDDP(UpdateOrGradientExchange):
                     f"{type(self).__name__}({option}=...): DDP takes one communication hook, and compression is it. "
                     f"Leave {option} out, or use strategy='ddp'."
                 )
+        check_names(type(self), method, kwargs)
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
@@ -128,11 +131,11 @@ class SparseDDP(UpdateOrGradientExchange):
         super().__init__(**kwargs)
         ours = ddp_options(self)
         ours["bucket_cap_mb"] = check_partition(granularity, ours["bucket_cap_mb"])
-        self._method = resolve_method(method, density)
+        self._method, self._update_method = resolve_method(method, density), resolve_update_method(method, density)
         self._compresses = not isinstance(self._method.compressor, Identity)
         self._two_level = check("two_level", two_level)
         if two_level:
-            self._method = replace(self._method, aggregator=TwoLevel(self._method.aggregator))
+            self._on_two_levels()
         warmup, warmup_steps = check_warmup(self._method, warmup, warmup_steps)
         self._options: dict[str, Any] = {
             "granularity": granularity,
@@ -174,10 +177,7 @@ class SparseDDP(UpdateOrGradientExchange):
             check_optimizers(self.optimizers, self._method)
         self._reducer = None  # free the residuals of an earlier fit before new ones are allocated
         if self._two_level:
-            assert isinstance(self._method.aggregator, TwoLevel)
-            self._method = replace(
-                self._method, aggregator=TwoLevel(self._method.aggregator.inter_node, self.num_processes)
-            )
+            self._on_two_levels(self.num_processes)
         what = "update" if self._exchanges_updates() else "gradient"
         ranks: list[Any] = [None] * self.world_size
         dist.all_gather_object(ranks, what)
@@ -198,6 +198,19 @@ class SparseDDP(UpdateOrGradientExchange):
             check_placement(nodes, self._method.aggregator.ranks_per_node)
         if self.global_rank == 0:
             self._inform(run_summary(self._reducer, trainer, self._exchange.note))
+        if self.world_size == 1 and self._compresses:
+            log.warning(
+                f"{type(self).__name__} on one rank sends nothing to anybody, yet keeps back what it does not choose: "
+                f"that only costs steps. Train with strategy='auto', or on several devices."
+            )
+
+    def _on_two_levels(self, *ranks_per_node: int) -> None:
+        one_level = self._method.aggregator
+        if isinstance(one_level, TwoLevel):
+            one_level = one_level.inter_node
+        aggregator = TwoLevel(one_level, *ranks_per_node)
+        self._method = replace(self._method, aggregator=aggregator)
+        self._update_method = replace(self._update_method, aggregator=aggregator)
 
     def _exchanges_updates(self) -> bool:
         if self._exchanged != "auto":
@@ -212,7 +225,7 @@ class SparseDDP(UpdateOrGradientExchange):
         if self._update_exchange is not None:
             self._update_exchange.begin()
         elif (self._method.density or 1) < 1 and self.global_rank == 0:
-            warn_of_adaptive_optimizers(self.optimizers)
+            warn_of_adaptive_optimizers(self.optimizers, chosen=self._exchanged == "gradient")
         _before_lightnings_sigterm_handler(self._announce_sigterm)
 
     def _announce_sigterm(self) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.hooks import UpdateExchange
+from lightning_sparse.methods import Method
 from lightning_sparse.strategies.gradients import GradientExchange
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ class UpdateOrGradientExchange(GradientExchange):
     """Exchanges either updates, with a model that is not wrapped, or gradients, through DistributedDataParallel."""
 
     _every: int | None
+    _update_method: Method
 
     def _begin_updates(self) -> None:
         clip_norm = self._options["clip_norm"]
@@ -33,7 +35,7 @@ class UpdateOrGradientExchange(GradientExchange):
         self._exchange = UpdateExchange(
             self.model,
             self.optimizers,
-            self._method,
+            self._update_method,
             every=self._every,
             broadcast_buffers=ddp_options(self).get("broadcast_buffers", True),
             timeout=self._timeout,

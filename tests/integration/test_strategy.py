@@ -128,6 +128,14 @@ def test_teardown_before_setup():
         ({"warmup_steps": 10}, ValueError, "warmup_steps=10 is the number of steps for each density of warmup"),
         ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=...\): DDP takes one communication hook"),
         ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
+        ({"findunused_parameters": True}, TypeError, "no option 'findunused_parameters'. Did you mean 'find_unused"),
+        ({"densty": 0.01}, TypeError, "SparseDDPStrategy has no option 'densty'. Did you mean 'density'"),
+        ({"k": 100}, TypeError, r"has no option 'k'\.$"),
+        (
+            {"method": "powersgd", "rank": 2},
+            TypeError,
+            r"no option 'rank'\. It is one of the method's: method=lightning_sparse\.method\('powersgd', rank=2\)",
+        ),
     ],
 )
 def test_bad_options(options, error, message):

@@ -373,6 +373,67 @@ def test_a_learning_rate_finder_leaves_nothing_behind():
     assert all(torch.equal(weights, ranks[0][0]) for found in ranks for weights in found)
 
 
+class Unknown(torch.optim.Optimizer):
+    """Steps by the sign of the gradient."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad.sign()
+        return loss
+
+
+def test_an_unknown_optimizer_is_warned_of_unless_the_exchange_is_chosen():
+    net = partial(Net, Unknown, lr=0.01)
+
+    def run(rank: int) -> list[list[str]]:
+        return [fit(rank, net, {"exchange": exchange})["messages"] for exchange in ("auto", "gradient", "update")]
+
+    first, _ = lightning_ranks(2, run)
+    assert [len(texts) for texts in first] == [1, 0, 0]
+    assert "Unknown is not known, so ranks exchange gradients." in first[0][0]
+    assert "set exchange='update'" in first[0][0]
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "density"),
+    [
+        (AdamNet, {}, "TopK(density=0.01)"),
+        (Net, {}, "TopK(density=0.001)"),
+        (AdamNet, {"density": 0.001}, "TopK(density=0.001)"),
+        (AdamNet, {"method": "memsgd"}, "TopK(density=0.001)"),
+        (AdamNet, {"method": method("topk")}, "TopK(density=0.001)"),
+    ],
+)
+def test_more_is_sent_of_updates_where_no_density_is_given(net, options, density):
+    first, _ = lightning_ranks(2, fit, net, {"density": None, **options})
+    assert first["first line"].startswith(density)
+
+
+def test_one_rank_is_warned_that_nothing_is_gained():
+    messages = Messages()
+    trainer(sparse(), 1).fit(AdamNet(), Loader(0, 1, 2))
+    assert [text for text in messages.texts if "SparseDDPStrategy on one rank sends nothing to anybody" in text]
+
+
+def test_attach_updates_says_what_is_wrong_with_model_and_optimizers(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    body, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    net = nn.Sequential(body, head)
+    with pytest.raises(ValueError, match=r"'1\.weight', '1\.bias' require gradients but are in no optimizer"):
+        attach_updates(net, ADAMW(body.parameters()))
+    head.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"needs a process group: call torch\.distributed\.init_process_group"):
+        attach_updates(net, ADAMW(body.parameters()))
+    with pytest.raises(TypeError, match=r"model=AdamW\(\.\.\.\)\): give the model itself, and then its optimizer"):
+        attach_updates(ADAMW(net.parameters()), net)
+
+
 def test_a_warm_up_needs_steps_where_nobody_counts_epochs():
     net = nn.Linear(4, 1)
     with pytest.raises(ValueError, match=r"warmup=\(0.1,\) without epochs: say how many steps each density lasts"):
