@@ -167,3 +167,12 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"Attacked\(.*cannot aggregate what TopK"):
         Method(TopK(), NoMemory(), Attacked(MajorityVote(), "negate", 0.1))
     assert method("median").aggregator == CoordinateMedian()
+
+
+def test_what_an_attacker_has_sent_whole_leaves_no_residual():
+    """Though all-reduce writes the mean over what it was given."""
+    found, expected = (
+        run(3, Method(Identity(), Residual(), Attacked(a, "negate", 0.4)), 3) for a in (AllReduceMean(), Mean())
+    )
+    assert all(torch.allclose(a, b) for a, b in zip(found[0], expected[0], strict=True))
+    assert not any(per_name["w"].any() for elements in found[1] for per_name in elements.values())

@@ -26,6 +26,18 @@ def test_by_hand():
     assert update.tolist() == [3.0, -4.0, 0.0]
 
 
+@pytest.mark.parametrize(("levels", "bucket"), [(7, 1), (7, 12), (15, 512), (127, 1)])
+def test_a_value_that_rounding_puts_above_its_norm_has_the_highest_level(levels, bucket):
+    """Norm / levels of denormals is rounded, and in 2¹⁶ elements a random number is nearly 1: codes must not spill."""
+    u = torch.ones(1 << 17)
+    u[:bucket] = 10 * 2.0**-149
+    compressor, ctx = QSGD(levels, bucket), Context.of(len(u))
+    payload, update = compressor.compress(u, ctx)
+    assert torch.equal(compressor.decode(payload, ctx), update)
+    assert unpack_codes(payload[1], compressor.bits, len(u)).max() <= 2 * levels
+    assert update.max() <= payload[0].max()
+
+
 @pytest.mark.parametrize(
     ("levels", "bits"), [(1, 2), (2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (15, 5), (63, 7), (127, 8)]
 )

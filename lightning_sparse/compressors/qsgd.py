@@ -65,7 +65,8 @@ class QSGD(Compressor):
             torch.div(rows, torch.where(step > 0, step, 1), out=levels)
             flat = uniform.add_(levels.view(-1), start, self.levels)[: stop - start]
             # Conversion rounds down, as all is positive; fp32 to 16 bits to 8 is faster on the CPU than at once.
-            code = codes[start:stop].copy_(small[: stop - start].copy_(flat))
+            # The largest value may be above its norm by rounding, and so its code above those that there are.
+            code = codes[start:stop].copy_(small[: stop - start].copy_(flat).clamp_(0, 2 * self.levels))
             self._decode_piece(code, step, levels, update[start:stop])
         return (norms.view(-1), pack_codes(codes, self.bits)), update
 

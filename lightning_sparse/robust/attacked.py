@@ -78,7 +78,10 @@ class Attacked(Aggregator[Any]):
         if exchange.rank < exchange.size - share_of(self.share, exchange.size):
             return self.aggregator(u, compressor, exchange, ctx)
         factor = self.factor(u, ctx)
-        update, applied = self.aggregator(u * factor, compressor, exchange, ctx)
+        sent = u * factor
+        update, applied = self.aggregator(sent, compressor, exchange, ctx)
+        if applied is sent:  # all of it; an aggregator may have overwritten it since
+            return update, u
         # What went into the result, in terms of u.
         back = factor.reciprocal()
         if isinstance(applied, Tensor):
