@@ -70,7 +70,12 @@ WIDTH = {"large": 256}
 """Of the model, where it is not the GPT's own: 3.3 M parameters."""
 GRID = [0.001, 0.002, 0.005, 0.01]
 TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
-    ("adamw", "ddp"): {"tune": [0.0005, *GRID], "retune": [0.0005, 0.001, 0.002, 0.005], "final": [0.002]},
+    ("adamw", "ddp"): {
+        "tune": [0.0005, *GRID],
+        "retune": [0.0005, 0.001, 0.002, 0.005],
+        "final": [0.002],
+        "large": [0.002],
+    },
     ("adamw", "bf16"): {"final": [0.002]},
     ("adamw", "powersgd"): {"tune": [0.0005, 0.001, 0.002, 0.005], "final": [0.001, 0.002]},
     ("adamw", "int4"): {"final": [0.002]},
@@ -79,7 +84,7 @@ TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
     ("adamw", "gtopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "oktopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "scalecom"): {"final": [0.0005, 0.001, 0.002]},
-    ("adamw", "topk updates"): {"final": [0.002]},
+    ("adamw", "topk updates"): {"final": [0.002], "large": [0.002]},
     ("adamw", "gaussiank updates"): {"final": [0.002]},
     ("adamw", "local_sgd"): {"final": [0.002]},
     ("adamw", "diloco"): {"final": [0.002]},

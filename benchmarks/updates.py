@@ -90,6 +90,7 @@ VARIANTS = {
     "payout rescaled too": Variant(factor="payout too"),
     "half paid out": Variant(payout=0.5),
     "two passes": Variant(aggregator=TwoPass()),
+    "two passes, the second 3 times as dense": Variant(aggregator=TwoPass(second=3)),
     "gaussiank": Variant(method="gaussiank"),
     "gtopk": Variant(method="gtopk"),
     "oktopk": Variant(method="oktopk"),
@@ -130,6 +131,7 @@ TRIED = [
     Run("dense", 8, 1.0, 0.002, 0, 1000),
     Run("two passes", 8, 0.01, 0.002, 0, 1000),
     Run("topk", 8, 0.0038, 0.002, 0, 1000),
+    Run("two passes, the second 3 times as dense", 8, 0.0075, 0.002, 0, 1000),
 ]
 """What to train, in this order."""
 

@@ -63,6 +63,9 @@ OPTIONS = {
     "rescale": Option(bool, lambda x: True, "must be True or False."),
     "outer_lr": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0."),
     "outer_momentum": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1)."),
+    "second": Option(
+        Real, lambda x: 0 < x < math.inf, "must be a number above 0, the second pass's density over the first's."
+    ),
     "decay": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], what remains of the residual in each step."),
     "rank": Option(Integral, lambda x: x >= 1, "must be a whole number of columns, 1 or more."),
     "beta": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1), what remains of the momentum in each step."),

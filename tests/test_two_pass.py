@@ -36,8 +36,8 @@ class Whole(Compressor):
         return segment.numel  # not true, so that it is not too much to be used
 
 
-def two_pass(compressor: Compressor) -> Method:
-    return Method(compressor, Residual(), TwoPass())
+def two_pass(compressor: Compressor, second: float = 1.0) -> Method:
+    return Method(compressor, Residual(), TwoPass(second))
 
 
 def take(comm, method: Method, us: list[list[list[float]]]) -> list[tuple[list[float], list[float]]]:
@@ -61,6 +61,30 @@ def test_entries_by_hand():
     # What the owners have kept is handed out, or was: 4 + 1, and 2 against 7. The 2 is rank 1's now.
     assert first[1] == ([2.5, 0.0, 0.0, 3.5], [0.0, 0.0, 0.0, 0.0])
     assert second[1] == ([2.5, 0.0, 0.0, 3.5], [0.0, 0.0, 2.0, 0.0])
+
+
+def test_a_second_pass_twice_as_dense_by_hand():
+    """As above, but of both sums in each region both are handed out."""
+    us = [[[4.0, -2.0, 2.0, 6.0], [1.0, -3.0, -8.0, 1.0]]]
+    first, second = simulate(2, lambda comm: take(comm, two_pass(TopK(density=0.5), 2), us))
+    assert first == [([2.0, -2.5, -4.0, 3.5], [0.0, 0.0, 2.0, 0.0])]
+    assert second == [([2.0, -2.5, -4.0, 3.5], [1.0, 0.0, 0.0, 0.0])]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_bytes_of_a_denser_second_pass_are_those_announced(size):
+    def rank(comm, second):
+        reducer = Reducer(two_pass(TopK(density=0.01), second), comm, granularity="model")
+        reducer.reduce_({"w": torch.randn(80_000, generator=torch.Generator().manual_seed(comm.rank))})
+        return comm.sent_bytes, reducer.routing.nbytes(reducer.method.density)
+
+    for second in (1, 3):
+        for sent, announced in simulate(size, lambda comm: rank(comm, second)):  # noqa: B023
+            assert (
+                announced <= sent <= announced + 2 * (size - 1) * 48
+            )  # header, checksum, counts and alignment of each
+    (few, _), (many, _) = (simulate(size, lambda comm, x=x: rank(comm, x))[0] for x in (1, 3))
+    assert many / few == pytest.approx(2, rel=0.15)  # indices of denser entries are shorter
 
 
 def test_dense_updates_by_hand():
@@ -95,14 +119,17 @@ def train(comm, method: Method, kind: str, granularity: str, steps: int = 2) -> 
     return given, received, kept(reducer)
 
 
-CASES = [(compressor, size) for compressor in COMPRESSORS for size in SIZES]
+CASES = [(compressor, 1.0, size) for compressor in COMPRESSORS for size in SIZES]
+CASES += [(TopK(density=0.05), second, size) for second in (0.5, 3.0, 99.0) for size in SIZES]
 
 
-@pytest.mark.parametrize(("compressor", "size"), tiers(CASES, [case for case in CASES if case[1] == 3][::3]), ids=repr)
-def test_equal_on_all_ranks_and_nothing_lost(compressor, size):
+@pytest.mark.parametrize(
+    ("compressor", "second", "size"), tiers(CASES, [case for case in CASES if case[2] == 3][::3]), ids=repr
+)
+def test_equal_on_all_ranks_and_nothing_lost(compressor, second, size):
     for index, kind in enumerate(KINDS):
         granularity = ["layer", "bucket", "model"][index % 3]
-        ranks = simulate(size, lambda comm, kind=kind: train(comm, two_pass(compressor), kind, granularity))  # noqa: B023
+        ranks = simulate(size, lambda comm, kind=kind: train(comm, two_pass(compressor, second), kind, granularity))  # noqa: B023
         assert all(torch.equal(rank[1], ranks[0][1]) for rank in ranks), kind
         given = sum(rank[0] for rank in ranks)
         found = size * ranks[0][1] + sum(rank[2] for rank in ranks)
@@ -285,7 +312,11 @@ def test_one_rank_is_the_compressor_alone():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"TwoPass\(\) cannot aggregate what Sign\(\) sends"):
+    with pytest.raises(ValueError, match=r"TwoPass\(second=0\): second must be a number above 0"):
+        TwoPass(second=0)
+    with pytest.raises(ValueError, match=r"TwoPass\(second=3\) cannot aggregate what QSGD\(.*\) sends"):
+        Method(QSGD(), NoMemory(), TwoPass(second=3))
+    with pytest.raises(ValueError, match=r"TwoPass\(second=1.0\) cannot aggregate what Sign\(\) sends"):
         Method(Sign(), NoMemory(), TwoPass())
     with pytest.raises(ValueError, match=r"TwoLevel\(inter_node=TwoPass\(\)\).*OkTopK\(\)"):
         TwoLevel(TwoPass())

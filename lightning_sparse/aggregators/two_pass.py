@@ -19,6 +19,7 @@ from lightning_sparse.framing import join, joined_bytes, unframe
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
 from lightning_sparse.layout import Segment, cut
+from lightning_sparse.options import check
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,19 @@ class TwoPass(Aggregator[Compressor]):
     The part of the sum that the second compression leaves out, P·(M − C(M)), is the owner's: in its region, applied =
     u − P·(M − C(M)), which makes that part its residual. So Σ u = P·result + Σ residuals, without any state of the
     aggregator's own, and another number of ranks finds everything in the residuals, whose mean a resume keeps.
+
+    Attributes:
+        second: density of the second pass over that of the first; only for compressors with a density. The mean of P
+            ranks has up to P times as many entries as each of them has sent: of eight ranks 3 is better than 1 with as
+            many bytes, see docs/optimizers.md. The paper has 1.
     """
 
+    second: float = 1.0
+
     divides = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "second", check("second", self.second, "TwoPass"))
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         rank, size = exchange.rank, exchange.size
@@ -66,8 +77,10 @@ class TwoPass(Aggregator[Compressor]):
             add_(mean, update, 1 / size)
             entries += update.lists if isinstance(update, Entries) else []
 
-        payload, _ = exchange.compress(mean, compressor, own)
-        (gathered,) = exchange.all_gather((join(payload, nbytes),))
+        regions = [replace(region, density=self._second(ctx.density)) for region in regions]
+        likes = [_payload_like(compressor, region.segment, region.density, u.device) for region in regions]
+        payload, _ = exchange.compress(mean, compressor, regions[rank])
+        (gathered,) = exchange.all_gather((join(payload, max(map(joined_bytes, likes))),))
         result = [
             compressor.decode(unframe(row, like), region)
             for row, like, region in zip(gathered, likes, regions, strict=True)
@@ -76,14 +89,19 @@ class TwoPass(Aggregator[Compressor]):
         return _of_segment(result, regions, ctx.segment), _of_segment(applied, regions, ctx.segment)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
-        return 2 * (size - 1) * _most_bytes(compressor, segment, density, size)
+        passes = (density, self._second(density))
+        return (size - 1) * sum(_most_bytes(compressor, segment, each, size) for each in passes)
 
     def messages(self, size: int) -> int:
         return 2 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
         # Signs do not approximate u, so there is no sum to compress; and regions cut matrices.
-        return not isinstance(compressor, Sign | LowRank)
+        return not isinstance(compressor, Sign | LowRank) and (self.second == 1 or hasattr(compressor, "density"))
+
+    def _second(self, density: float | None) -> float | None:
+        """Return the density of the second pass, None where the compressor has none."""
+        return None if density is None else min(1.0, density * self.second)
 
 
 @functools.lru_cache(maxsize=4096)
