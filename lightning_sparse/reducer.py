@@ -118,6 +118,15 @@ class Reducer:
         """The state of each segment."""
         return self._states.by_segment
 
+    def takes_buckets(self, params: Mapping[str, Tensor]) -> None:
+        """Take gradients as DDP's buckets have them: those of dense parameters in the order of memory."""
+        self._states.strides = {
+            name: param.stride()
+            for name, param in params.items()
+            # Strides that are kept are of a dense tensor.
+            if not param.is_contiguous() and torch.empty_like(param, device="meta").stride() == param.stride()
+        }
+
     def setup(self, params: Mapping[str, Tensor], apart: Mapping[str, int] | None = None) -> None:
         """Lay out the state for these parameters (or gradients), given in registration order; see `Layout.of`.
 

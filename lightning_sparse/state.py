@@ -26,6 +26,8 @@ class SegmentStates:
     Attributes:
         specs: name to declaration, of all parts of the method.
         by_segment: the state of each segment, in the layout's order.
+        strides: of parameters whose elements come in the order of memory and not row by row, as those of channels_last
+            parameters in DDP's buckets. What is saved is in the parameter's own shape, whatever its strides.
     """
 
     def __init__(self, method: Method, exchanged: Exchanged) -> None:
@@ -40,6 +42,7 @@ class SegmentStates:
         if len(self.specs) < len(declared):
             raise ValueError(f"{method!r}: two of its parts keep a state under the same name.")
         self.by_segment: list[State] = []
+        self.strides: Mapping[str, tuple[int, ...]] = {}
         self._layout: Layout | None = None
         self._loaded: Mapping[str, Any] | None = None  # before the parameters are known
 
@@ -88,7 +91,8 @@ class SegmentStates:
         for segment, state in zip(self._layout.segments if self._layout else (), self.by_segment, strict=True):
             for name, per_param in elements.items():
                 for param, shape, view in zip(segment.names, segment.shapes, segment.views(state[name]), strict=True):
-                    per_param[param] = view.reshape(shape).to("cpu", copy=True)
+                    of_param = self._shaped(param, shape, view)
+                    per_param[param] = of_param.to("cpu", copy=True, memory_format=torch.contiguous_format)
             segments["\n".join(segment.names)] = {
                 name: value.to("cpu", copy=True) for name, value in state.items() if self.specs[name].per == "segment"
             }
@@ -133,11 +137,16 @@ class SegmentStates:
         self.clear()
         for segment, state in zip(layout.segments, self.by_segment, strict=True):
             for name in fitting & saved["elements"].keys():
-                for param, view in zip(segment.names, segment.views(state[name]), strict=True):
-                    view.copy_(saved["elements"][name][param].reshape(-1))
+                for param, shape, view in zip(segment.names, segment.shapes, segment.views(state[name]), strict=True):
+                    self._shaped(param, shape, view).copy_(saved["elements"][name][param])
             for name, value in saved["segments"].get("\n".join(segment.names), {}).items():
                 if name in fitting:
                     state[name] = value.to(self._device, copy=True)
+
+    def _shaped(self, param: str, shape: tuple[int, ...], view: Tensor) -> Tensor:
+        """Return a view, 1-D, of a parameter's state as a view of the parameter's shape."""
+        strides = self.strides.get(param)
+        return view.view(shape) if strides is None else view.as_strided(shape, strides, view.storage_offset())
 
 
 def check_header(state: Mapping[str, Any], rank: int, size: int) -> None:

@@ -109,6 +109,7 @@ def start_comm_thread(
         bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
         **options,
     )
+    session.reducer.takes_buckets(parameters())
     thread = CommThread(session, ddp, parameters())
     try:
         if session.stream is not None:

@@ -53,6 +53,42 @@ def train(net: nn.Module, forward: Any, average: Any, rank: int) -> list[Tensor]
     return [param.detach().clone() for param in net.parameters()]
 
 
+def residual_of_a_convolution(rank: int) -> list[bool]:
+    """Whether what is sent and what is saved add up to the gradient, and do so in a model of the other format."""
+    found = []
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    for first, second in (
+        (torch.contiguous_format, torch.channels_last),
+        (torch.channels_last, torch.contiguous_format),
+    ):
+        alone, nets = nn.Conv2d(3, 4, 3), []
+        alone(x).square().mean().backward()
+        for memory_format in (first, second):
+            net = nn.Conv2d(3, 4, 3)
+            net.load_state_dict(alone.state_dict())
+            nets.append(DistributedDataParallel(net.to(memory_format=memory_format)))
+        reducer, other = attach(nets[0], "topk", density=0.1), attach(nets[1], "topk", density=0.1)
+        nets[0](x).square().mean().backward()
+        saved = reducer.state_dict()
+        rest = saved["elements"]["residual"]["weight"]
+        found.append(
+            torch.allclose(nets[0].module.weight.grad + rest, alone.weight.grad, atol=1e-6) and bool(rest.any())
+        )
+        other.load_state_dict(saved)
+        found.append(torch.equal(other.state_dict()["elements"]["residual"]["weight"], rest))
+        applied = nets[0].module.weight.grad.clone()
+        for _ in range(20):
+            nets[1].zero_grad()
+            nets[1](x * 0).sum().mul(0).backward()
+            applied += nets[1].module.weight.grad
+        found.append(torch.allclose(applied, alone.weight.grad, atol=1e-6))
+    return found
+
+
+def test_a_residual_is_saved_in_the_shape_of_its_parameter_whatever_the_order_of_memory():
+    assert run_ranks(1, residual_of_a_convolution) == [[True] * 6]
+
+
 def make(name: str, density: float) -> Any:
     return method(name, density=density if "density" in METHODS[name].options else None, **small(name))
 
