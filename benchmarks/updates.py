@@ -132,6 +132,13 @@ TRIED = [
     Run("two passes", 8, 0.01, 0.002, 0, 1000),
     Run("topk", 8, 0.0038, 0.002, 0, 1000),
     Run("two passes, the second 3 times as dense", 8, 0.0075, 0.002, 0, 1000),
+    Run("dense", 2, 1.0, 0.002, 0, 1000),
+    Run("topk", 2, 0.01, 0.002, 0, 300),
+    Run("bf16 values", 2, 0.0165, 0.002, 0, 300),
+    Run("8-bit values", 2, 0.024, 0.002, 0, 300),
+    Run("4-bit values", 2, 0.031, 0.002, 0, 300),
+    Run("chunks, 2-bit values", 2, 0.0285, 0.002, 0, 300),
+    *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("every 10", "late", "neither", "beta1 0.5")),
 ]
 """What to train, in this order."""
 
