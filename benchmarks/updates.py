@@ -43,6 +43,10 @@ STEPS, EVERY = 1000, 25
 """Steps of the schedule, and between two evaluations."""
 
 
+COLORS = [*(f"C{index}" for index in range(10)), "navy", "gold", "deeppink", "teal", "lime", "sienna"]
+"""Of the variants in the figure."""
+
+
 class Variant(NamedTuple):
     """A way to make one training of what several ranks' gradients say.
 
@@ -322,9 +326,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 def draw(table: pd.DataFrame, path: Path) -> None:
     """Draw all losses against steps, minus those of dense training with as many ranks, in a panel for each number."""
     sizes = sorted(table.query("variant == 'dense'")["workers"].unique())
-    figure, panels = plots.panels(1, len(sizes), (5 * len(sizes), 4.5), sharey=True)
+    figure, panels = plots.panels(1, len(sizes), (5 * len(sizes), 6.5), sharey=True)
     variants = [variant for variant in table["variant"].unique() if variant != "dense"]
-    colors = {"dense": "black"} | {variant: f"C{index}" for index, variant in enumerate(variants)}
+    colors = {"dense": "black"} | {variant: COLORS[index % len(COLORS)] for index, variant in enumerate(variants)}
     for panel, size in zip(panels[0], sizes, strict=True):
         runs = table.query("workers == @size and step > 0")
         dense = runs.query("variant == 'dense' and lr == 0.002").groupby("step")["val_loss"].mean()
@@ -335,7 +339,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
             difference = losses - dense.reindex(losses.index)
             panel.plot(losses.index, difference, style, color=colors[variant], label=label)
         panel.set(title=f"{size} ranks", xlabel="steps", ylim=(-0.15, 0.25))
-        panel.legend()
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
     panels[0][0].set_ylabel("validation loss minus that of dense training, nats per byte")
     plots.write(figure, path)
 
