@@ -250,7 +250,7 @@ def _nadam(group: State, state: State) -> Tensor:
 def _radam(group: State, state: State) -> Tensor:
     beta, step = group["betas"][1], torch.as_tensor(steps_of(state))
     longest = 2 / (1 - beta) - 1
-    length = longest - 2 * step * beta**step / (1 - beta**step)
+    length = longest - 2 * step * beta**step / _correction(beta, state)
     rectifier = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
     root = _root(state["exp_avg_sq"], group, state) / rectifier.clamp(min=1e-12).sqrt()
     return _moment(group, state).div_(torch.where(length > 5, root, 1.0))
@@ -264,11 +264,17 @@ def _moment(group: State, state: State) -> Tensor:
     """Return lr · β / (1 − β) · m̂."""
     beta = group["betas"][0]
     moment: Tensor = state["exp_avg"].float()
-    return moment.mul(group["lr"] * beta / (1 - beta) / (1 - beta ** steps_of(state)))
+    return moment.mul(group["lr"] * beta / (1 - beta) / _correction(beta, state))
 
 
 def _root(square: Tensor, group: State, state: State) -> Tensor:
-    return square.float().sqrt().mul_((1 - group["betas"][1] ** steps_of(state)) ** -0.5).add_(group["eps"])
+    return square.float().sqrt().mul_(_correction(group["betas"][1], state) ** -0.5).add_(group["eps"])
+
+
+def _correction(beta: float, state: State) -> Any:
+    """Return 1 − βᵗ, and a tiny number before the first step: a scaler lets a fused optimizer leave that out."""
+    correction = 1 - beta ** steps_of(state)
+    return correction.clamp(min=1e-30) if isinstance(correction, Tensor) else max(correction, 1e-30)
 
 
 def steps_of(state: State) -> Any:

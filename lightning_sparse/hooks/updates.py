@@ -144,7 +144,8 @@ class UpdateExchange:
         method = replace(method, update_rule=rule)
         self.optimizers, self._every = optimizers, rule.every
         self._steps = [0] * len(optimizers)
-        self._buffers = list(model.buffers()) if broadcast_buffers else []
+        # Looked up each time: a module may put another tensor in a buffer's place.
+        self._model = weakref.ref(model) if broadcast_buffers else lambda: None
 
         def parameters() -> Mapping[str, Tensor]:
             check_updates(method, optimizers)
@@ -211,6 +212,10 @@ class UpdateExchange:
         if self._steps[index] % self._every == 0:
             self._exchange(optimizer)
 
+    def adopt(self) -> None:
+        """Take in parameters that optimizers were given since the last step."""
+        self._updates.adopt()
+
     def exchange_pending(self) -> None:
         """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it."""
         for index, optimizer in enumerate(self.optimizers):
@@ -223,7 +228,8 @@ class UpdateExchange:
         started = time.perf_counter()
         try:
             self._updates.exchange(optimizer)
-            self._take_over(self._buffers)
+            if (model := self._model()) is not None:
+                self._take_over(list(model.buffers()))
         except Exception as error:
             self._session.fail(error)
             raise

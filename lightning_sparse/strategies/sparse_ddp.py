@@ -192,6 +192,7 @@ class SparseDDP(UpdateOrGradientExchange):
             super().configure_ddp()
         assert self._exchange is not None
         self._reducer, self._consistent = self._exchange.reducer, True
+        self._exchange_before_callbacks(trainer)
         if isinstance(self._method.aggregator, TwoLevel):
             nodes: list[Any] = [None] * self.world_size
             dist.all_gather_object(nodes, self.node_rank)

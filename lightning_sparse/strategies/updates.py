@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class UpdateOrGradientExchange(GradientExchange):
 
     _every: int | None
     _update_method: Method
+    _first_callback: Any = None
 
     def _begin_updates(self) -> None:
         clip_norm = self._options["clip_norm"]
@@ -57,15 +59,30 @@ class UpdateOrGradientExchange(GradientExchange):
             f"exchange='gradient'."
         )
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
+    def _exchange_before_callbacks(self, trainer: Any) -> None:
+        """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last."""
+        if self.reducer.method.every > 1 and self._first_callback not in trainer.callbacks:
+            self._first_callback = import_module(self._namespace).Callback()
+            self._first_callback.on_validation_start = lambda *_: self._exchange_pending()
+            self._first_callback.on_train_end = lambda *_: self._exchange_pending()
+            trainer.callbacks.insert(0, self._first_callback)
+
+    def _exchange_pending(self) -> None:
         if self._update_exchange is not None:
             self._update_exchange.exchange_pending()
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._update_exchange is not None:
+            self._update_exchange.adopt()  # what callbacks such as BaseFinetuning gave the optimizers as fit started
+        super().load_optimizer_state_dict(checkpoint)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._exchange_pending()
+
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._update_exchange is not None:
-            self._update_exchange.exchange_pending()
+        self._exchange_pending()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

@@ -415,10 +415,120 @@ def test_more_is_sent_of_updates_where_no_density_is_given(net, options, density
     assert first["first line"].startswith(density)
 
 
+class Swapping(pl.Callback):
+    """Validates with a moving average of the weights, and puts them back afterwards."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.average = {name: param.detach().clone() for name, param in module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for name, param in module.named_parameters():
+            self.average[name].lerp_(param.detach(), 0.1)
+
+    def _swap(self, module: Any) -> None:
+        for name, param in module.named_parameters():
+            self.average[name], param.data = param.detach().clone(), self.average[name]
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self._swap(module)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self._swap(module)
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, index: int) -> None:
+        pass
+
+    def val_dataloader(self) -> Any:
+        return Loader(0, 1, 1)
+
+
+def test_callbacks_that_swap_weights_find_them_exchanged():
+    def run(rank: int) -> list[Tensor]:
+        net, found = Validated(ADAMW, lr=0.01), []
+        run = trainer(
+            sparse(every=3), 2, callbacks=[Swapping()], num_sanity_val_steps=0, val_check_interval=5, max_epochs=2
+        )
+        for _ in range(2):  # the second fit goes on with the same Trainer
+            run.fit(net, Loader(rank, 2, 10))
+            found.append(net.weights)
+        assert len(run.callbacks) == len({id(callback) for callback in run.callbacks})
+        return found
+
+    first, second = lightning_ranks(2, run)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class InfiniteAtFirst(Net):
+    """Whose first gradient is infinite, on the ranks that are given."""
+
+    def __init__(self, ranks: tuple[int, ...], optimizer: Any) -> None:
+        super().__init__(optimizer, lr=0.01)
+        self.ranks = ranks
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        return loss * math.inf if index == 0 and self.global_rank in self.ranks else loss
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_fused_optimizer_whose_first_step_overflows(ranks):
+    """It is called and leaves the step out by itself: then it has moments, and no step."""
+    net = partial(InfiniteAtFirst, ranks, partial(ADAMW, fused=True))
+    first, second = lightning_ranks(2, partial(fit, scaled=True), net, {})
+    assert first["weights"].isfinite().all()
+    assert torch.equal(first["weights"], second["weights"])
+
+
+class Unfreezing(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.embedding)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.embedding, optimizer)
+
+
+class Finetuned(Net):
+    def configure_optimizers(self) -> Any:
+        return ADAMW([param for param in self.parameters() if param.requires_grad], lr=0.01)
+
+
+def test_resume_after_parameters_were_added(tmp_path):
+    def run(rank: int) -> list[Tensor]:
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
+        whole, resumed = Finetuned(), Finetuned()
+        trainer(sparse(), 2, callbacks=[saving, Unfreezing()], max_epochs=2).fit(whole, Loader(rank, 2, 8))
+        again = trainer(sparse(), 2, callbacks=[Unfreezing()], max_epochs=2)
+        again.fit(resumed, Loader(rank, 2, 8), ckpt_path=tmp_path / "step=12.ckpt")
+        return [whole.weights, resumed.weights]
+
+    for weights, again in lightning_ranks(2, run):
+        assert torch.equal(weights, again)
+
+
+class Reassigning(Net):
+    """A buffer that is another tensor in each step, and differs among ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW, lr=0.01)
+        self.register_buffer("total", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.total = self.total + self.global_rank + 1
+        return super().training_step(batch, index)
+
+
+def test_buffers_that_a_module_replaces_become_rank_0s():
+    first, second = lightning_ranks(2, fit, Reassigning, {})
+    assert first["buffers"].any()
+    assert torch.equal(first["buffers"], second["buffers"])
+
+
 def test_one_rank_is_warned_that_nothing_is_gained():
-    messages = Messages()
-    trainer(sparse(), 1).fit(AdamNet(), Loader(0, 1, 2))
-    assert [text for text in messages.texts if "SparseDDPStrategy on one rank sends nothing to anybody" in text]
+    (only,) = lightning_ranks(1, fit, AdamNet, {}, 1)
+    assert any("SparseDDPStrategy on one rank sends nothing to anybody" in text for text in only["messages"])
 
 
 def test_attach_updates_says_what_is_wrong_with_model_and_optimizers(monkeypatch):
