@@ -103,16 +103,6 @@ def test_a_rank_whose_boundaries_are_lost_goes_on_with_the_others(found):
     assert (sum(rank[1] for rank in ranks) - 4 * ranks[0][0]).abs().max() <= 20 * 4 * 4 * 2**-23
 
 
-def test_finite_sums_of_a_node_that_overflow_are_no_error():
-    def rank(comm):
-        grads = {"w": torch.full((100,), 3e38)}
-        Reducer(Method(TopK(density=0.5), aggregator=TwoLevel(Mean(), ranks_per_node=2)), comm).reduce_(grads)
-        return grads["w"]
-
-    for result in simulate(4, rank):
-        assert result.max() == torch.tensor(3e38)
-
-
 def test_sends_a_part_of_the_segment():
     numel, density = 100_000, 0.01
 

@@ -81,7 +81,7 @@ class TwoLevel(Aggregator[Sparsifier]):
         inner = replace(ctx, segment=part, rank=members.index(exchange.rank), stats=None)
         inter = exchange.sub(members, ctx=inner)
 
-        mean = intra.reduce_scatter(u / count)  # divided before they are added, so that sums stay in range
+        mean = intra.reduce_scatter(u).div_(count)
         update, applied = self.inter_node(mean, compressor, inter, inner)
         assert isinstance(update, Entries)
         assert isinstance(applied, Entries)  # as sparsifiers do

@@ -6,6 +6,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -119,10 +120,8 @@ class Checkpointing(DDPStrategy):
             return {}
         states = {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)}
         for state in states.values():
-            state["state"] = {
-                param: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in own.items()}
-                for param, own in state["state"].items()
-            }
+            state["state"] = {param: _plain(own) for param, own in state["state"].items()}
+            state["param_groups"] = [_plain(group) for group in state["param_groups"]]
         return {"optimizers": states}
 
     def _agree(self, filepath: Any) -> tuple[str, str] | None:
@@ -235,3 +234,16 @@ class Checkpointing(DDPStrategy):
                 f"{', '.join(names)}{' and others' * (len(lost) > NAMED)} not found in {folder!r}: the residuals in "
                 f"them are lost, and these workers start with empty ones. Move the folder along with the checkpoint."
             )
+
+
+def _plain(value: Any) -> Any:
+    """Return what a sidecar file may hold: tensors on the host, and Python's numbers, where schedules left numpy's."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)

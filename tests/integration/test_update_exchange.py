@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -502,6 +503,26 @@ def test_resume_after_parameters_were_added(tmp_path):
         trainer(sparse(), 2, callbacks=[saving, Unfreezing()], max_epochs=2).fit(whole, Loader(rank, 2, 8))
         again = trainer(sparse(), 2, callbacks=[Unfreezing()], max_epochs=2)
         again.fit(resumed, Loader(rank, 2, 8), ckpt_path=tmp_path / "step=12.ckpt")
+        return [whole.weights, resumed.weights]
+
+    for weights, again in lightning_ranks(2, run):
+        assert torch.equal(weights, again)
+
+
+class NumpysSchedule(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = ADAMW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: np.float64(1) / (1 + t))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_rates_of_numpy_do_not_spoil_a_sidecar_file(tmp_path):
+    def run(rank: int) -> list[Tensor]:
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        whole, resumed = NumpysSchedule(), NumpysSchedule()
+        trainer(sparse(), 2, callbacks=[saving]).fit(whole, Loader(rank, 2, 8))
+        options = {} if Version(pl.__version__) < Version("2.6") else {"weights_only": False}  # of Lightning's own file
+        trainer(sparse(), 2).fit(resumed, Loader(rank, 2, 8), ckpt_path=tmp_path / "step=4.ckpt", **options)
         return [whole.weights, resumed.weights]
 
     for weights, again in lightning_ranks(2, run):
