@@ -7,8 +7,8 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: test test-all test-exhaustive demo docs reliability gpu matrix format clean
 
-# Tests wait for processes and timeouts a third of the time: three at once take 3:15 minutes on two cores, two 4:11.
-PROCESSES ?= 3
+# Tests wait for processes and timeouts a third of the time: PROCESSES=3 takes 3:15 minutes on two quiet cores, 2 4:11.
+PROCESSES ?= 2
 PYTEST := $(BIN)/pytest -q -n $(PROCESSES) --dist loadgroup
 
 # Lint, types, and every promise once.
