@@ -306,7 +306,7 @@ def language_seeds() -> str:
 
 
 def language_large() -> str:
-    """The larger GPT: loss after 1,000, 2,000 and 3,000 steps, steps to two losses, bytes of a step."""
+    """The larger GPT: loss after about 1,000, 2,000 and 3,000 steps, steps to two losses, bytes of a step."""
     rows = []
     for method, run in read("language").query("part == 'large'").groupby("method", sort=False):
         losses = run.set_index("step").val_loss

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import MappingProxyType
@@ -249,6 +249,12 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
 )
 
 
+def suggestion(given: Any, known: Iterable[str]) -> str:
+    """Return what ends an error about an unknown name: a question for the nearest known one, or nothing."""
+    near = difflib.get_close_matches(str(given), known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 def method(name: str, *, density: float | None = None, **options: Any) -> Method:
     """Make a method by its name in `METHODS`.
 
@@ -262,9 +268,7 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
         TypeError: an option that the method does not have.
     """
     if name not in METHODS:
-        near = difflib.get_close_matches(str(name), METHODS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Method {name!r} is not known; choose from {', '.join(METHODS)}.{hint}")
+        raise ValueError(f"Method {name!r} is not known; choose from {', '.join(METHODS)}.{suggestion(name, METHODS)}")
     spec = METHODS[name]
     if density is not None:
         options["density"] = density

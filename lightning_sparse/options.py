@@ -7,7 +7,7 @@ text, are equal, and so that a seed draws the same numbers whatever its type.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
@@ -105,6 +105,11 @@ def check(name: str, value: Any, owner: str = "") -> Any:
     if not number or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, Integral) else float(cast(Real, value))
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names of some, for an error that should not grow with their number."""
+    return ", ".join(names[:most]) + " and others" * (len(names) > most)
 
 
 def check_density(owner: str, density: Any) -> float:

@@ -38,6 +38,7 @@ from lightning_sparse._compat import at_end_of_backward
 from lightning_sparse.comm import POLL
 from lightning_sparse.hooks.session import JOIN_SECONDS, Session
 from lightning_sparse.hooks.step import Bucket, Step
+from lightning_sparse.options import listed
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class CommThread:
         late = {name: p for p in self._params if (name := self._name_of[id(p)]) not in self._step.arrived}
         unused = [name for name, p in late.items() if p.grad is None or not p.requires_grad] or list(late)
         raise self._fail_with(
-            f"{', '.join(map(repr, unused[:3]))}{' and others' if len(unused) > 3 else ''} got no gradient on rank "
+            f"{listed([*map(repr, unused)])} got no gradient on rank "
             f"{self.comm.ranks[self.comm.rank]} at step {self.reducer.step}, so DDP did not exchange all gradients and "
             f"the ranks would drift apart. If that is meant, set find_unused_parameters=True, with static_graph=False."
         )

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_update_method
-from lightning_sparse.options import check_warmup
+from lightning_sparse.options import check_warmup, listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates, exchanged_parameters
@@ -84,9 +84,9 @@ def attach_updates(
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
         raise ValueError(
-            f"{', '.join(alone[:3])}{' and others' if len(alone) > 3 else ''} require gradients but are in no "
-            f"optimizer that attach_updates got, so ranks would drift apart in them. Pass all optimizers, "
-            f"attach_updates(model, [first, second], ...), or freeze them by requires_grad_(False)."
+            f"{listed(alone)} require gradients but are in no optimizer that attach_updates got, so ranks would drift "
+            f"apart in them. Pass all optimizers, attach_updates(model, [first, second], ...), or freeze them by "
+            f"requires_grad_(False)."
         )
     method = resolve_update_method(method, density)
     warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)

@@ -12,13 +12,13 @@ when it ends, so after Ctrl-C the same command goes on. At the end a sentence sa
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_sparse.methods import suggestion
 from lightning_sparse.reproduce import FINDINGS, PACKAGES
 
 if TYPE_CHECKING:
@@ -62,11 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         parser.error(f"give the NAME of a finding, one of {', '.join(FINDINGS)}, or --list")
     if args.name not in FINDINGS:
-        near = difflib.get_close_matches(args.name, FINDINGS, n=1)
-        parser.error(
-            f"{args.name!r} is not known; choose from {', '.join(FINDINGS)}."
-            + "".join(f" Did you mean {name!r}?" for name in near)
-        )
+        known = ", ".join(FINDINGS)
+        parser.error(f"{args.name!r} is not known; choose from {known}.{suggestion(args.name, FINDINGS)}")
     chosen = finding(args.name)
     own = parser.add_argument_group(f"options of {args.name}")
     for option, default in chosen.config.items():

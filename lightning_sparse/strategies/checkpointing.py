@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import CommThread, UpdateExchange
+from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.saves import Saves, writes_at_once
 
@@ -229,9 +230,9 @@ class Checkpointing(DDPStrategy):
         # A stranger's checkpoint may ask for a million files: each rank sends, and the warning names, a few.
         lost = sorted({rank for ranks in self._gather(missing[: NAMED + 1]) for rank in ranks})
         if lost and self.global_rank == 0:
-            names = [sidecars.name(info["tag"], rank, info["size"]) for rank in lost[:NAMED]]
+            names = [sidecars.name(info["tag"], rank, info["size"]) for rank in lost]
             log.warning(
-                f"{', '.join(names)}{' and others' * (len(lost) > NAMED)} not found in {folder!r}: the residuals in "
+                f"{listed(names, NAMED)} not found in {folder!r}: the residuals in "
                 f"them are lost, and these workers start with empty ones. Move the folder along with the checkpoint."
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.methods import METHODS, Method
+from lightning_sparse.methods import METHODS, Method, suggestion
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,7 @@ def check_names(strategy: type, method: str | Method, options: Mapping[str, Any]
         if isinstance(method, str) and method in METHODS and option in METHODS[method].options:
             hint = f" It is one of the method's: method=lightning_sparse.method({method!r}, {option}={value!r})."
         else:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = suggestion(option, known)
         raise TypeError(f"{strategy.__name__} has no option {option!r}.{hint}")
 
 
@@ -74,16 +72,16 @@ def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer], *, chosen: bool
     """
     adaptive = next(filter(is_adaptive, optimizers), None)
     unknown = next((x for x in optimizers if not isinstance(x, (*ADAPTIVE, torch.optim.SGD, torch.optim.ASGD))), None)
-    if adaptive is None and unknown is not None and not chosen:
-        log.warning(
-            f"{type(unknown).__name__} is not known, so ranks exchange gradients. If it divides by past gradients, or "
-            f"takes their signs, it wants updates: set exchange='update'; see docs/optimizers.md."
-        )
     if adaptive is not None:
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: a GPT needed 4 to 6 "
             f"times as many steps with them as with dense ones. Let ranks exchange updates, exchange='update', which "
             f"needed no more; see docs/optimizers.md."
+        )
+    elif unknown is not None and not chosen:
+        log.warning(
+            f"{type(unknown).__name__} is not known, so ranks exchange gradients. If it divides by past gradients, or "
+            f"takes their signs, it wants updates: set exchange='update'; see docs/optimizers.md."
         )
 
 
