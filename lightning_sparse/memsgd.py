@@ -12,6 +12,7 @@ torch's `AveragedModel` and Lightning's `WeightAveraging`.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -254,6 +255,7 @@ def train_parallel(
     steps, processes = check("steps", steps, "train_parallel"), check("processes", processes, "train_parallel")
     if start_method not in ("spawn", "fork"):
         raise ValueError(f"train_parallel(start_method={start_method!r}): choose from spawn, fork.")
+    gc.collect()  # or a forked process may collect what only this one can: a process group waits for its threads
     x.share_memory_()
     memories = [torch.zeros_like(x).share_memory_() for _ in range(processes)]
     spans = torch.zeros(processes, 2, dtype=torch.float64).share_memory_()

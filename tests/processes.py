@@ -8,7 +8,7 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,20 @@ def reserve_port() -> socket.socket:
 def free_port() -> int:
     with reserve_port() as holder:
         return int(holder.getsockname()[1])
+
+
+def start_all(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    """Start processes, in which garbage of this one is never collected.
+
+    A process group's destructor waits for threads that only its own process has, and a collection may happen in a
+    forked process before its first line.
+    """
+    gc.freeze()
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        gc.unfreeze()
 
 
 def run_ranks(
@@ -66,8 +80,7 @@ def run_ranks(
         )
         for rank in range(size)
     ]
-    for process in processes:
-        process.start()
+    start_all(processes)
     for _, writing in pipes:
         writing.close()
     results: list[Any] = []
@@ -100,8 +113,6 @@ def _rank(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # Garbage of the parent is not collected here: a process group's destructor waits for threads that only it has.
-    gc.freeze()
     for other, (_, writing) in enumerate(inherited):
         if other != rank:
             writing.close()  # or the end of a rank that dies would go unnoticed

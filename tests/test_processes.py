@@ -1,6 +1,7 @@
 """What ranks of tests inherit."""
 
 import gc
+from multiprocessing.util import register_after_fork
 
 from tests.processes import run_ranks
 
@@ -19,6 +20,7 @@ def test_ranks_do_not_destroy_what_their_parent_has_left():
     gc.disable()
     try:
         Left()
-        assert run_ranks(1, lambda rank: gc.collect() and len(destroyed), backend=None) == [0]
+        register_after_fork(Left, lambda _: gc.collect())  # before the rank's first line
+        assert run_ranks(1, lambda rank: (gc.collect(), len(destroyed))[1], backend=None) == [0]
     finally:
         gc.enable()

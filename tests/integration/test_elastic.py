@@ -29,7 +29,7 @@ from examples.elastic import newest, train
 from examples.train import quiet
 from lightning_sparse.reducer import Reducer
 from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
-from tests.processes import free_port
+from tests.processes import free_port, start_all
 from tests.support.tiers import exhaustive, full
 
 TIMEOUT = 3.0  # the groups' own, in seconds, where a rank stays
@@ -153,8 +153,7 @@ def sabotaged(size: int, name: str, folder: Path, case: str, victim: int) -> lis
         os._exit(1)
 
     ranks = [context.Process(target=child, args=(rank,)) for rank in range(size)]
-    for process in ranks:
-        process.start()
+    start_all(ranks)
     for rank, process in enumerate(ranks):
         if rank != victim:
             process.join(PATIENCE)
