@@ -227,7 +227,11 @@ class Reducer:
         masked = []
         if unused:
             masked = self._states.mask_unused(segment, unused)
-            torch._foreach_zero_([grad for name, grad in zip(segment.names, grads, strict=True) if name in unused])
+            resting = [index for index, name in enumerate(segment.names) if name in unused]
+            torch._foreach_zero_([grads[index] for index in resting])
+            if ctx.payout is not None:
+                views = segment.views(ctx.payout)
+                torch._foreach_zero_([views[index] for index in resting])
         for observer in self.observers:
             observer.gradients(grads, ctx)
         with timed(self.seconds, "compensate"):

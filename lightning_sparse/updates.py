@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
@@ -49,6 +50,8 @@ class Updates:
         self._weights = {name: param.detach().clone() for name, param in self._params.items()}
         self._steps_before: dict[str, Any] = {}
         self._begun: set[Optimizer] = set()
+        self._frozen: set[str] = set()
+        self._new: list[str] = []
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer) -> None:
@@ -61,6 +64,8 @@ class Updates:
         self._begun.add(optimizer)
         names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
         self._steps_before.update({name: steps_of(optimizer.state.get(self._params[name], {})) for name in names})
+        self._frozen.difference_update(names)
+        self._frozen.update(name for name in names if not self._params[name].requires_grad)
         if names:
             params = [self._params[name].detach() for name in names]
             torch._foreach_copy_([self._weights[name] for name in names], params)
@@ -77,6 +82,7 @@ class Updates:
             kept.update({name: torch.zeros(param.shape) for name, param in new.items()})
         self._reducer.setup(self._params, numbers)
         self._reducer.load_state_dict(state)
+        self._new += new
         self._weights.update({name: param.clone() for name, param in new.items()})
 
     @property
@@ -118,6 +124,11 @@ class Updates:
         try:
             for segment in segments:
                 self._exchange_segment(segment, optimizer, group_of)
+            # A layer that was made during training may have started from other numbers on each rank. After the first
+            # exchange: that is where ranks whose parameters differ are told so.
+            new = [name for name in self._new if self._optimizer_of[name] is optimizer]
+            broadcast(self._reducer.comm, [self._params[name].detach() for name in new])
+            self._new = [name for name in self._new if name not in new]
         except BaseException:  # some weights are updates, some are those of this rank, and some of all
             for name in (name for segment in segments for name in segment.names):
                 self._params[name].detach().copy_(self._weights[name])
@@ -143,7 +154,8 @@ class Updates:
             before = [self._steps_before.get(name, 0) for name in segment.names]
             moments.rescale_(changes, weights, before, reducer.comm.size)
         payout = moments.to_come if moments and empties and self._rule.momentum == "pay_out" else None
-        applied = reducer.reduce_segment_(segment, changes, payout=payout)
+        frozen = [name for name in self._frozen.intersection(segment.names) if not self._params[name].requires_grad]
+        applied = reducer.reduce_segment_(segment, changes, frozen, payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
             moments.take_out(applied)
         if keeps:
@@ -184,6 +196,17 @@ class Updates:
         beta = max(map(kind.beta, optimizer.param_groups))
         # Entries that are sent about as often as momentum decays have no delay to make up for.
         return beta > 0 and (self._rule.momentum == "mask" or (density or 1) < 1 - beta)
+
+
+@torch.no_grad()
+def broadcast(comm: Comm, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with rank 0's, by one message for each dtype."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        comm.broadcast(flat.view(torch.uint8), 0)  # as bytes: gloo does not know all dtypes
+        for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _subtract_from_(minuends: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

@@ -406,6 +406,58 @@ def test_parameters_that_are_given_to_an_optimizer_later():
     assert steps == 4
 
 
+def test_a_layer_that_was_made_during_training_becomes_rank_0s():
+    def rank(comm: Comm) -> Tensor:
+        net = Net()
+        optimizer = SGD([net.a, net.b], 0.1)
+        reducer = Reducer("topk", comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        net.new = nn.Parameter(torch.full((2, 3), 1.0 + comm.rank))
+        optimizer.add_param_group({"params": [net.new]})
+        for step in range(2):
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            updates.exchange(optimizer)
+        return weights(net)
+
+    first, *others = simulate(3, rank)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ["topk", "randk", "int4"])
+def test_a_parameter_that_is_frozen_rests_and_goes_on_later(name, every):
+    def rank(comm: Comm) -> tuple[list[Tensor], Tensor]:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        chosen = method(name, **({} if name == "int4" else {"density": 0.1}))
+        reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        path, kept = [], {}
+        for step in range(4 * every * 3):
+            frozen = step // (4 * every) == 1
+            net.a.requires_grad_(not frozen)
+            if step % every == 0:
+                updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            if frozen:
+                net.a.grad = None
+            optimizer.step()
+            if (step + 1) % every == 0:
+                updates.exchange(optimizer)
+                path.append(net.a.detach().clone())
+                kept[len(path)] = reducer.state_dict()["elements"]["residual"]["a"]
+        assert torch.equal(kept[4], kept[8])
+        assert kept[4].any()
+        return path, weights(net)
+
+    (path, end), (_, other) = simulate(2, rank)
+    assert all(torch.equal(path[3], frozen) for frozen in path[4:8])
+    assert not torch.equal(path[3], path[8])
+    assert torch.equal(end, other)
+
+
 def test_what_all_ranks_do_to_their_weights_stays_done():
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         net = Net()

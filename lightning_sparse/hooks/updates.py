@@ -31,7 +31,7 @@ from lightning_sparse.methods import Method, resolve_update_method
 from lightning_sparse.options import check_warmup, listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates, exchanged_parameters
+from lightning_sparse.updates import Updates, broadcast, exchanged_parameters
 
 
 def attach_updates(
@@ -163,7 +163,7 @@ class UpdateExchange:
         )
         self.reducer, self.comm = self._session.reducer, self._session.comm
         self._all = [*(param.detach() for param in model.parameters()), *model.buffers()]
-        self._take_over(self._all)
+        broadcast(self.comm, self._all)
         self._updates = Updates(self.reducer, model, optimizers)
         self.note = self._updates.note
         self._hooks = [
@@ -175,7 +175,7 @@ class UpdateExchange:
 
     def begin(self) -> None:
         """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
-        self._take_over(self._all)
+        broadcast(self.comm, self._all)
         for optimizer in self.optimizers:
             self._updates.begin(optimizer)
 
@@ -229,7 +229,7 @@ class UpdateExchange:
         try:
             self._updates.exchange(optimizer)
             if (model := self._model()) is not None:
-                self._take_over(list(model.buffers()))
+                broadcast(self.comm, list(model.buffers()))
         except Exception as error:
             self._session.fail(error)
             raise
@@ -239,16 +239,6 @@ class UpdateExchange:
     def drain(self) -> bool:
         """Return whether the residuals belong to the weights."""
         return self.is_consistent
-
-    @torch.no_grad()
-    def _take_over(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite tensors with rank 0's, by one message for each dtype."""
-        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            self.comm.broadcast(flat.view(torch.uint8), 0)  # as bytes: gloo does not know all dtypes
-            for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that training has failed on this one."""
