@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gathers every rank's tensor into one. New in torch 2.13, where `all_gather_into_tensor` became deprecated."""
@@ -98,6 +99,11 @@ def hook_name(ddp: DistributedDataParallel) -> str | None:
     """Return the name of a model's communication hook, Python's or torch's own. Private in torch 2.8 to 2.15."""
     name: str | None = ddp._get_ddp_logging_data().get("comm_hook")
     return name
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return what is called after an optimizer's steps. Private in torch 2.8 to 2.15."""
+    return list(optimizer._optimizer_step_post_hooks.values())  # type: ignore[attr-defined]
 
 
 def delayed_parameters(ddp: DistributedDataParallel) -> Any:

@@ -32,6 +32,14 @@ INHERITED = {"_actions", "_get", "_timeout"}
 """What a class of ours has from a parser, a command line or a strategy of others."""
 
 
+def test_step_hooks():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    hook = optimizer.register_step_post_hook(test_step_hooks)
+    assert _compat.step_hooks(optimizer) == [test_step_hooks]
+    hook.remove()
+    assert _compat.step_hooks(optimizer) == []
+
+
 def gathered(rank: int) -> list[float]:
     rows = torch.empty(4)
     _compat.all_gather_single(rows, torch.full((2,), float(rank)), group=dist.group.WORLD, async_op=True).wait()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import step_hooks
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_update_method
@@ -260,6 +261,11 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
             f"another method, such as 'topk'."
         )
     for optimizer in optimizers:
+        if any(isinstance(getattr(hook, "__self__", None), UpdateExchange) for hook in step_hooks(optimizer)):
+            raise ValueError(
+                f"The updates of this {type(optimizer).__name__} are exchanged already: attach_updates was called with "
+                f"it before. Once is enough; for other settings make a new optimizer."
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "LBFGS keeps differences of gradients from step to step, and weights that other ranks change as well "

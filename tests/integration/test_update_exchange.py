@@ -565,6 +565,19 @@ def test_attach_updates_says_what_is_wrong_with_model_and_optimizers(monkeypatch
         attach_updates(ADAMW(net.parameters()), net)
 
 
+def attached_twice(rank: int) -> tuple[str, str, float]:
+    net = nn.Linear(4, 1)
+    optimizer = ADAMW(net.parameters())
+    attach_updates(net, optimizer)
+    return caught(lambda: attach_updates(net, optimizer, every=2))
+
+
+def test_updates_are_not_exchanged_twice():
+    for kind, text, _ in run_ranks(2, attached_twice):
+        assert kind == "ValueError"
+        assert "The updates of this AdamW are exchanged already: attach_updates was called with it before" in text
+
+
 def test_a_warm_up_needs_steps_where_nobody_counts_epochs():
     net = nn.Linear(4, 1)
     with pytest.raises(ValueError, match=r"warmup=\(0.1,\) without epochs: say how many steps each density lasts"):
