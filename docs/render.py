@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
+from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
 from benchmarks.updates import steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -337,6 +338,21 @@ def momentum() -> str:
     return table(["method", "exchanges", "density", "rate", "loss", "accuracy"], rows)
 
 
+def comparison(task: str) -> str:
+    """All methods on one task, by loss: best rate, last loss, accuracy, bytes, seconds of 300 steps over two links."""
+    found = finals(read(f"comparison_{task}")).sort_values("loss")
+    times = read("comparison_seconds").query("task == @task").set_index(["rate", "contestant"])["median_ms"]
+    rows = []
+    for run in found.itertuples():
+        seconds = [times[rate, run.contestant] * STEPS / 1e3 for rate in ("1gbit", "100mbit")]
+        ends = "diverged" if math.isinf(run.loss) else f"{run.loss:.3f} ({run.low:.3f} to {run.high:.3f})"
+        accuracy = "" if math.isinf(run.loss) else f"{run.accuracy:.1f} %"
+        cells = [f"{run.lr:g}", ends, accuracy, digits(run.sent_bytes / 1e6), *(digits(s) for s in seconds)]
+        rows.append([run.contestant, *cells])
+    heads = ["", "rate", "loss", "accuracy", "MB sent", "s, 1 Gbit/s", "s, 100 Mbit/s"]
+    return table(heads, rows)
+
+
 def updates() -> str:
     """Variants of the exchange of updates: the mean over seeds."""
     rows = []
@@ -587,6 +603,7 @@ TABLES: dict[str, Callable[[], str]] = {
         [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "local_sgd")],
     ),
     "language-large": language_large,
+    **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
     "updates": updates,
     "volume": volume,
     "selection": selection,

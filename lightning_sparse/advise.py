@@ -50,7 +50,7 @@ CAUTIONS = {
 }
 """Methods that are listed but never recommended, because a step with them is worth less, and why."""
 SECONDS = 1.0
-"""Of a method's steps, after which three are enough to time it."""
+"""Seconds of timed steps after which three steps suffice as a measurement."""
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 

@@ -54,9 +54,9 @@ class Context:
         seed: the run's seed, equal on all ranks.
         rank: this rank.
         stats: block statistics of u, filled in by the memory while it forms u; None where the compressor asks for none.
-        payout: if optimizers' updates are exchanged, what the momentum of this rank's optimizer would still add to
-            them in later steps: 1-D fp32, the memory's to overwrite. It is taken out of the momentum where it is
-            applied. None: nothing is paid out.
+        payout: where optimizers' updates are exchanged, 1-D fp32: the sum of all later updates that the momentum of
+            this rank's optimizer would make without new gradients. The memory adds it to u, and may overwrite it; where
+            entries are applied, the momentum is set to zero. None: nothing is paid out.
     """
 
     segment: Segment

@@ -139,7 +139,7 @@ def step(
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
     after_backward = exchanged == "update" or method.update_rule is not None
-    dense_rounds = 2 * (workers - 1)
+    dense_messages = 2 * (workers - 1)
     device = work.forward  # when the device is free again
     arrival, wire, sent = 0.0, 0.0, 0.0
     done: list[
@@ -149,19 +149,19 @@ def step(
     for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
         shapes = matrices(numel)
         segment = Segment(index, ("",) * len(shapes), shapes, 0)
-        dense = dense_bytes * numel * dense_rounds / workers
+        dense = dense_bytes * numel * dense_messages / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
         # As in `Reducer`: only a method whose result is a mean may fall back to the dense mean.
         may_fall_back = workers > 1 and method.aggregator.averages
         compressed = not isinstance(method.compressor, Identity) or not isinstance(method.aggregator, AllReduceMean)
         arrives = work.forward + fraction * work.backward
         if compressed and (not may_fall_back or chosen < 4 * dense / dense_bytes):
-            nbytes, rounds = chosen, method.aggregator.messages(workers)
+            nbytes, messages = chosen, method.aggregator.messages(workers)
             before = costs.segment + numel * costs.element
             # In all our exchanges a rank receives as many bytes as it sends.
             after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment, density)
         else:
-            nbytes, rounds, before, after = dense, dense_rounds, 0.0, 0.0
+            nbytes, messages, before, after = dense, dense_messages, 0.0, 0.0
             before = dense * costs.dense_byte
         if costs.shared:
             # Backward is interrupted.
@@ -169,7 +169,7 @@ def step(
         else:
             device = max(device, arrives) + before
         arrival = fraction
-        wire = max(wire, device) + rounds * link.latency + nbytes / link.bandwidth
+        wire = max(wire, device) + messages * link.latency + nbytes / link.bandwidth
         if after_backward:  # one segment after the other, in the training thread
             device = wire = wire + after
             after = 0.0

@@ -5,8 +5,8 @@ A message holds these parts, each aligned to 8 bytes:
 - fingerprint: a digest of method, seed, step, density, segment and layout, and the number of the message within the
   exchange. It differs if ranks are out of step, or if a message is one of another step;
 - status: the worst error that the sender knows of. A rank passes on the worst status it has received, so after the
-  last message all ranks raise the same error, or none does; only of a last message that is damaged on its way the
-  others hear by the store, when they next wait for the rank that received it;
+  last message all ranks raise the same error, or none does. One exception: if the last message itself is corrupted, its
+  receiver reports it through the store, and the other ranks raise that error in their next collective;
 - the payload's tensors;
 - checksum: chosen so that the sum of all 4-byte words, each times a weight of its position, is a fixed number. So
   flipped, swapped and zeroed words are found, a message of zeros included; TCP's own checksum has 16 bits.
@@ -31,7 +31,7 @@ from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update
 from lightning_sparse.context import Context
 from lightning_sparse.framing import INTACT, frame, intact, partial_sums, seal, unframe, weighted_sum
-from lightning_sparse.kernels.checks import judge, note_broken
+from lightning_sparse.kernels.checks import note_broken, worst_status
 from lightning_sparse.kernels.launch import to_device, uses_triton
 from lightning_sparse.kernels.messages import HEADER_BYTES
 
@@ -90,7 +90,7 @@ class Exchange:
             comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK]), device)
         self._root: Exchange = parent._root if parent else self  # which holds the status for all
         self._senders, self._worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
-        self._judged: tuple[Tensor, Tensor] | None = None  # on CUDA, a status and whether it is OK
+        self._found: tuple[Tensor, Tensor] | None = None  # on CUDA, a status and whether it is OK
 
     def sub(self, ranks: Sequence[int], *, ctx: Context | None = None, counted: bool = True) -> Exchange:
         """Return an exchange among some of the ranks, see `Comm.sub`, with the same status.
@@ -137,8 +137,8 @@ class Exchange:
         self._note_broken(u, None, made, self.ctx)
 
     def check_sum(self, x: Tensor) -> None:
-        """Note in the status if a sum over all ranks is not finite; as all have it, all note the same."""
-        fine = x.isfinite().all() | (self._root._worst != OK)  # an error that is known already is the cause
+        """Set the status if an all-reduced tensor is not finite: it is identical on all ranks, and so is the status."""
+        fine = x.isfinite().all() | (self._root._worst != OK)  # keep an earlier error: it caused this one
         self._note_status(torch.where(fine, OK, self._senders[0] + TOO_LARGE))
 
     def pin(self, x: Tensor) -> None:
@@ -196,7 +196,7 @@ class Exchange:
         if not uses_triton(self._senders):
             self._raise(worst() - OK)
             return
-        judged, fine = self._root._judged or (None, None)
+        judged, fine = self._root._found or (None, None)
         self.step_ok = fine if judged is status else status == OK
         self.deferred = lambda: self._raise(worst() - OK)
 
@@ -254,8 +254,8 @@ class Exchange:
         if uses_triton(messages):
             known = self._sent, senders, self._root._worst
             codes = INTACT, CORRUPT, OUT_OF_STEP, OK
-            self._root._judged = judge(headers, partial_sums(messages), *known, *codes)
-            self._root._worst = self._root._judged[0]
+            self._root._found = worst_status(headers, partial_sums(messages), *known, *codes)
+            self._root._worst = self._root._found[0]
             return payload
         statuses = torch.where(headers[:, 0] == self._sent, headers[:, 1], senders + OUT_OF_STEP)
         statuses = torch.where(intact(messages), statuses, senders + CORRUPT)

@@ -44,8 +44,8 @@ class Memory(abc.ABC):
         Args:
             u: what `compensate` returned; may be changed.
             applied: the part of u that went into the result.
-            rounding_error: what rounding took from the result; None if nothing was rounded, or without
-                `error_feedback`.
+            rounding_error: exact minus written result, where gradients are 16-bit; None if nothing was rounded, or
+                without `error_feedback`.
             ctx: as in `compensate`.
         """
 

@@ -124,7 +124,7 @@ class MemSGD:
         seed: of the random choice.
 
     Attributes:
-        memory: m, of x's shape and dtype; without what is still to come of λx (see `settle_`).
+        memory: m, of x's shape and dtype; without what is still to come of λx (see `apply_lazy_l2_`).
 
     Raises:
         ValueError: an option out of range.
@@ -151,7 +151,7 @@ class MemSGD:
         self.generator = torch.Generator().manual_seed(check("seed", seed, "MemSGD"))
         # Σ η so far, and Σ η up to which λx is in the memory, for each entry.
         self._rates = 0.0
-        self._settled = torch.zeros(x.numel() if self.l2 and choice == "random" else 0, dtype=torch.float64)
+        self._l2_applied = torch.zeros(x.numel() if self.l2 and choice == "random" else 0, dtype=torch.float64)
 
     def step_(self, gradient: Update, lr: float) -> Entries:
         """Take a step; `x` and `memory` change in place.
@@ -181,25 +181,28 @@ class MemSGD:
             indices = m.abs().topk(self.k).indices
         else:
             indices = draw(m.numel(), self.k, self.generator)
-            self.settle_(indices)
+            self.apply_lazy_l2_(indices)
         values = m[indices]
         x.index_add_(0, indices, values, alpha=-1)
         if self.error_feedback:
             m.index_fill_(0, indices, 0.0)
         else:
             m.zero_()
-            self._settled.fill_(self._rates)
+            self._l2_applied.fill_(self._rates)
         return Entries(indices, values)
 
-    def settle_(self, indices: Tensor | None = None) -> None:
-        """Add to the memory what it lacks of λx at `indices`, None for all; nothing is lacking if k are the largest."""
-        if not self._settled.numel():
+    def apply_lazy_l2_(self, indices: Tensor | None = None) -> None:
+        """Add λx of the steps since an entry's last one to the memory at `indices`, None for all (lazy regularisation).
+
+        If the k largest are chosen, it has been added in each step.
+        """
+        if not self._l2_applied.numel():
             return
         if indices is None:
             indices = torch.arange(self.x.numel())
-        lacking = (self._rates - self._settled[indices]).to(self.x.dtype)
+        lacking = (self._rates - self._l2_applied[indices]).to(self.x.dtype)
         self.memory.index_add_(0, indices, lacking.mul_(self.x[indices]), alpha=self.l2)
-        self._settled.index_fill_(0, indices, self._rates)
+        self._l2_applied.index_fill_(0, indices, self._rates)
 
 
 class ParallelRun(NamedTuple):
@@ -286,7 +289,7 @@ def _work(
     spans[process, 0] = time.monotonic()
     for step in range(steps):
         worker.step_(gradient(x, generator), lr(step * processes + process))
-    worker.settle_()
+    worker.apply_lazy_l2_()
     spans[process, 1] = time.monotonic()
 
 

@@ -31,8 +31,8 @@ from lightning_sparse.layout import Segment
 
 State = Mapping[str, Any]
 AT_A_TIME = 1 << 23
-"""Elements of a segment that are joined at a time on CUDA: more than DDP's buckets have, so that these take no more
-launches, and 32 MB for each temporary where a segment is a whole model."""
+"""Most elements that are concatenated at a time on CUDA: at least a DDP bucket, so that a bucket needs one batch of
+launches; it limits temporaries to 32 MB each where the segment is a whole model."""
 
 
 class Moments(NamedTuple):
@@ -135,7 +135,7 @@ class SegmentMoments:
         return result
 
     def _runs(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield the parameters in runs, by first and last + 1, that make fewer operations worked on as one.
+        """Yield (first, end) index ranges of parameters that one operation can process concatenated.
 
         All of a run have the same options, kinds of state and number of steps, and `most` elements at most; a longer
         parameter is a run of its own, and so is one without dimensions, whose state looks like a number of steps.

@@ -91,7 +91,7 @@ class GradientCheck:
             self.scale = clip / self.loss_scale
             return True
         if self.get_scale is None:
-            # The same parameter as the exchange of one segment after the other names: of the first the lowest rank.
+            # The parameter that an exchange segment by segment would name: of the first segment the lowest rank's.
             rank, name = next(
                 (rank, name) for segment in layout.segments for rank, name in found.items() if name in segment.names
             )

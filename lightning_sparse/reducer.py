@@ -1,4 +1,4 @@
-"""The algorithm, once: compensate, aggregate, hand out, keep the rest, count.
+"""The whole algorithm: add the residual, aggregate, write the gradients, update the residual, count the step.
 
 def rank(comm: Comm) -> Tensor:
     reducer = Reducer(method("topk", density=0.25), comm)
@@ -24,7 +24,6 @@ from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchanged
-from lightning_sparse.exchanges import Exchanges
 from lightning_sparse.gradients import check_fits, check_tensor, write_
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
@@ -33,6 +32,7 @@ from lightning_sparse.options import OnNonFinite as OnNonFinite
 from lightning_sparse.options import check_partition, check_seed, check_warmup
 from lightning_sparse.overflow import GradientCheck
 from lightning_sparse.routing import DENSE, Routing
+from lightning_sparse.segment_exchanges import SegmentExchanges
 from lightning_sparse.state import SegmentStates, check_header
 
 log = logging.getLogger(__name__)
@@ -86,16 +86,13 @@ class Reducer:
         exchanged: Exchanged = "gradient",
     ) -> None:
         self.method = resolve_method(method, None)
-        seed = check_seed(seed)
-        warmup, warmup_steps = check_warmup(self.method, warmup, warmup_steps)
+        self.warmup, self.warmup_steps = check_warmup(self.method, warmup, warmup_steps)
         self.gradient_check = GradientCheck(loss_scale, on_nonfinite, clip_norm)
         self.method.aggregator.check_size(comm.size)
         self.comm = comm
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.granularity = granularity
         self.bucket_cap_mb = check_partition(granularity, bucket_cap_mb)
-        self.warmup = tuple(warmup)
-        self.warmup_steps = warmup_steps
         self.step = 0
         self.skipped = 0
         self.epoch = 0
@@ -105,7 +102,7 @@ class Reducer:
         self.routing: Routing
         self.exchanged = exchanged
         self._states = SegmentStates(self.method, exchanged)
-        self._exchanges = Exchanges(comm, exchanged)
+        self._exchanges = SegmentExchanges(comm, exchanged)
 
     @property
     def density(self) -> float | None:
@@ -119,13 +116,8 @@ class Reducer:
         return self._states.by_segment
 
     def takes_buckets(self, params: Mapping[str, Tensor]) -> None:
-        """Take gradients as DDP's buckets have them: those of dense parameters in the order of memory."""
-        self._states.strides = {
-            name: param.stride()
-            for name, param in params.items()
-            # Strides that are kept are of a dense tensor.
-            if not param.is_contiguous() and torch.empty_like(param, device="meta").stride() == param.stride()
-        }
+        """Expect flat gradients in memory order, as in DDP's buckets; state is saved in each parameter's shape."""
+        self._states.take_memory_order(params)
 
     def setup(self, params: Mapping[str, Tensor], apart: Mapping[str, int] | None = None) -> None:
         """Lay out the state for these parameters (or gradients), given in registration order; see `Layout.of`.
@@ -170,15 +162,9 @@ class Reducer:
                     if result.data_ptr() != grads[name].data_ptr():
                         grads[name].copy_(result.view_as(grads[name]))
         except Exception as error:
-            self.comm.mark_failed(self.error_message(error))
+            self.comm.mark_failed(error_message(error, self.comm, self.step))
             raise
         self.finish_step()
-
-    def error_message(self, error: BaseException) -> str:
-        """Return the text that other ranks raise for an error on this one."""
-        if isinstance(error, RankFailure):
-            return str(error)  # another rank's error, or one of all ranks
-        return f"Rank {self.comm.ranks[self.comm.rank]} failed at step {self.step}: {type(error).__name__}: {error}"
 
     def check_gradients(self, grads: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
         """Return whether all ranks take the step, see `GradientCheck.passes`.
@@ -227,11 +213,10 @@ class Reducer:
         masked = []
         if unused:
             masked = self._states.mask_unused(segment, unused)
-            resting = [index for index, name in enumerate(segment.names) if name in unused]
-            torch._foreach_zero_([grads[index] for index in resting])
+            zeroed = [*zip(segment.names, grads, strict=True)]
             if ctx.payout is not None:
-                views = segment.views(ctx.payout)
-                torch._foreach_zero_([views[index] for index in resting])
+                zeroed += zip(segment.names, segment.views(ctx.payout), strict=True)
+            torch._foreach_zero_([x for name, x in zeroed if name in unused])
         for observer in self.observers:
             observer.gradients(grads, ctx)
         with timed(self.seconds, "compensate"):
@@ -256,7 +241,7 @@ class Reducer:
         return applied
 
     def raise_deferred(self) -> None:
-        """Raise an error of the last step, whose status the host did not wait for, on CUDA: as on the CPU."""
+        """On CUDA: raise the previous step's error, whose status was copied to the host asynchronously."""
         self._exchanges.raise_deferred()
 
     def reset(self) -> None:
@@ -302,6 +287,13 @@ class Reducer:
         self._states.load(state)
         self._exchanges.forget()
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
+
+
+def error_message(error: BaseException, comm: Comm, step: int) -> str:
+    """Return the text that other ranks raise for an error on this one."""
+    if isinstance(error, RankFailure):
+        return str(error)  # another rank's error, or one of all ranks
+    return f"Rank {comm.ranks[comm.rank]} failed at step {step}: {type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

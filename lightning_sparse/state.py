@@ -59,6 +59,15 @@ class SegmentStates:
             self.load(self._loaded)
             self._loaded = None
 
+    def take_memory_order(self, params: Mapping[str, Tensor]) -> None:
+        """Set `strides`, for state whose elements come in the order in which these parameters lie in memory."""
+        self.strides = {
+            name: param.stride()
+            for name, param in params.items()
+            # Strides that empty_like keeps are those of a tensor without gaps.
+            if not param.is_contiguous() and torch.empty_like(param, device="meta").stride() == param.stride()
+        }
+
     def clear(self) -> None:
         """Set all state to zero."""
         self._loaded = None

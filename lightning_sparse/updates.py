@@ -57,8 +57,8 @@ class Updates:
     def begin(self, optimizer: Optimizer) -> None:
         """Take an optimizer's present weights for those that all ranks agree on; to be called before it steps.
 
-        They are so after each exchange, and where all ranks have changed them alike since, by clipping weights for
-        example, or by going back to a checkpoint. Parameters that the optimizer was given since then are taken in.
+        Weights are equal on all ranks after an exchange, and stay equal if every rank then makes the same change, by
+        clipping them or by loading a checkpoint. Parameters that the optimizer was given since then are taken in.
         """
         self.adopt()
         self._begun.add(optimizer)
@@ -140,8 +140,9 @@ class Updates:
         weights = [self._weights[name] for name in segment.names]
         reducer = self._reducer
         lossless = reducer.comm.size == 1 and reducer.method.compressor.is_exact(reducer.density)
-        keeps = lossless and not self._rule.has_outer_step  # x - (x - w) need not be w
-        in_place = not keeps and all(w.dtype == torch.float32 and w.is_contiguous() for w in stepped)
+        # Lossless on one rank: no round trip, as x - (x - w) may differ from w by rounding.
+        leaves_weights = lossless and not self._rule.has_outer_step
+        in_place = not leaves_weights and all(w.dtype == torch.float32 and w.is_contiguous() for w in stepped)
         if in_place:  # saves as much memory as the segment has, and a pass over it
             _subtract_from_(weights, stepped)
             changes = [w.view(-1) for w in stepped]
@@ -158,7 +159,7 @@ class Updates:
         applied = reducer.reduce_segment_(segment, changes, frozen, payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
             moments.take_out(applied)
-        if keeps:
+        if leaves_weights:
             return
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
         if in_place:

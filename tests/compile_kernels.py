@@ -156,8 +156,8 @@ KERNELS = {
         {**WORDS, "fingerprint": "*i64"},
         {**WEIGH, "SIGN": -1, "HEADER": True, "LOAD": True},
     ),
-    "judge": (
-        checks._judge,
+    "worst_status": (
+        checks._worst_status,
         MESSAGES,
         {
             "INTACT": framing.INTACT,

@@ -47,7 +47,7 @@ def test_nothing_is_lost(choice, numel, kind):
         lost += lr * (dense + 0.3 * x)
         worker.step_(Entries(where, dense[where]) if kind == "entries" else dense, lr)
         assert worker.memory.count_nonzero() <= numel - min(3, numel) or choice == "random"
-    worker.settle_()
+    worker.apply_lazy_l2_()
     torch.testing.assert_close(start - x + worker.memory, lost)
 
 

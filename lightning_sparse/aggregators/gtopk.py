@@ -42,7 +42,7 @@ class GlobalTopK(Aggregator[Sparsifier]):
         result, returned = Entries(own.indices, own.values / size), []
 
         def swap(peer: int, owner: bool) -> Entries:
-            """Exchange results with a peer; the owner takes back what rounding took from this rank's."""
+            """Exchange results with a peer; the owner keeps the rounding errors of the values that it sends."""
             nonlocal result
             payload, rounded = encoding.encode(result, numel, capacity)
             if owner:

@@ -75,13 +75,13 @@ class OkTopK(Aggregator[Sparsifier]):
     def _boundaries(self, own: Entries, exchange: Exchange, ctx: Context) -> Tensor:
         """Return the first indices of regions 1 to P - 1, int64; the ranks agree on them every `refresh` steps."""
         numel, size, device = ctx.segment.numel, exchange.size, own.indices.device
-        known = ctx.state.get("boundaries")
+        kept = ctx.state.get("boundaries")
         digest = 0
         if not exchange.in_sync:
             # They may come from a checkpoint. A rank may have none, or other ones, if its sidecar file was missing.
-            valid = known is not None and known.numel() == size - 1
+            valid = kept is not None and kept.numel() == size - 1
             digest = (
-                zlib.crc32(repr(exchange.comm.to_host_async(known)()).encode()) if known is not None and valid else -1
+                zlib.crc32(repr(exchange.comm.to_host_async(kept)()).encode()) if kept is not None and valid else -1
             )
         (digests,) = exchange.agree((torch.full((1,), digest, device=device),), strict=True)
         refresh = ctx.step % self.refresh == 0

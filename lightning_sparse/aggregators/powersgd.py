@@ -26,9 +26,8 @@ class PowerSGD(Aggregator[LowRank]):
     3. All-reduce Q = mean of Mᵀ P̂. The result is P̂ Qᵀ; Q is kept for the next step.
 
     Applied is P̂ P̂ᵀ M, this rank's own share of the result, so Σ u = P · result + Σ residuals. To take out the result
-    instead, as the authors' code does, conserves as well and gives the same results. But what ranks differ in never
-    leaves their residuals then: it adds up and costs digits, and if a rank is absent for a step, the others' part is
-    alone.
+    instead, as the authors' code does, conserves as well and gives the same results. But then the differences between
+    ranks never leave the residuals: they grow and cost digits, and no longer cancel if a rank misses a step.
 
     Results are equal to the last bit on ranks with processors of one kind and equal numbers of threads, as products of
     matrices are.

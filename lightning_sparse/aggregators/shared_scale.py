@@ -25,8 +25,8 @@ class SharedScale(Aggregator[TernGrad]):
     2. Each rank rounds its u to -1, 0 and 1 times these scales, and sends the codes of region r to rank r.
     3. The owner of a region sums the codes, exactly; all gather the sums, 0 to 2P, in ⌈log₂(2P + 1)⌉ bits each.
 
-    A sum, whose parts cannot be checked, is not needed for either: the scales of all ranks are a few numbers, and the
-    largest of them is the same on all ranks. So 2 + ⌈log₂(2P + 1)⌉ bits (P − 1)/P are sent for each element.
+    No step uses an all-reduce, which could not carry a checksum: scales are all-gathered, and every rank takes the same
+    maximum. 2 + ⌈log₂(2P + 1)⌉ bits (P − 1)/P are sent for each element.
     """
 
     divides = True

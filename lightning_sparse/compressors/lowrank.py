@@ -18,7 +18,8 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.options import check
 
 DEPENDENT = 1e-6
-"""A column depends on those before it if no larger a share of it than this, some ten roundings, lies across them."""
+"""A column of P counts as linearly dependent if the share of its norm that is orthogonal to the columns before it is at
+most this: about ten roundings of fp32."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lightning_sparse.compressors.encoding import IndexFormat, ValueFormat
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.candidates import keep_indices, largest, largest_of, sampled
+from lightning_sparse.kernels.candidates import keep_indices, largest_entries, largest_mask, sampled
 from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
 
 SAMPLE = 1 << 16
@@ -68,9 +68,9 @@ class MSTopK(Sparsifier):
         bits = magnitude_bits("MSTopK", u)
         seed = ctx.generator(shared=False).initial_seed() >> 1  # fits into int64
         # One more than may be sent, so that there is the entry of rank k + 1, and too wide a band shows.
-        indices, magnitudes = largest(bits, 9 * k // 8 + 1, ensure_stats(ctx.stats, u, block_size(numel, k)))
+        indices, magnitudes = largest_entries(bits, 9 * k // 8 + 1, ensure_stats(ctx.stats, u, block_size(numel, k)))
         mean = sampled(bits, SAMPLE, seed).view(torch.float32).mean(dtype=torch.float64)
-        exact = largest_of(magnitudes, k)
+        exact = largest_mask(magnitudes, k)
         keep = self._around_the_grid(magnitudes.view(torch.float32).double(), exact, mean, k, seed)
         return keep_indices(indices, keep, k, numel)
 

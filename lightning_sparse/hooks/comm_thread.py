@@ -39,6 +39,7 @@ from lightning_sparse.comm import POLL
 from lightning_sparse.hooks.session import JOIN_SECONDS, Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
+from lightning_sparse.reducer import error_message
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +83,8 @@ class CommThread:
         # DDP delivers parameters that took no part too, with the stale contents of their .grad; only autograd knows.
         self._tracks_use = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._used: set[str] = set()
-        self._use_hooks = (
-            [param.register_post_accumulate_grad_hook(self._mark_used) for param in self._params]
-            if self._tracks_use
-            else []
-        )
+        tracked = self._params if self._tracks_use else []
+        self._use_hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
 
     # In the training thread:
 
@@ -187,14 +185,9 @@ class CommThread:
         self._queue.join()
         if self._error is not None or self.reductions > before:
             return
-        # DDP does not deliver a bucket with one gradient missing, so not every parameter that is late is at fault.
         late = {name: p for p in self._params if (name := self._name_of[id(p)]) not in self._step.arrived}
-        unused = [name for name, p in late.items() if p.grad is None or not p.requires_grad] or list(late)
-        raise self._fail_with(
-            f"{listed([*map(repr, unused)])} got no gradient on rank "
-            f"{self.comm.ranks[self.comm.rank]} at step {self.reducer.step}, so DDP did not exchange all gradients and "
-            f"the ranks would drift apart. If that is meant, set find_unused_parameters=True, with static_graph=False."
-        )
+        where = f"on rank {self.comm.ranks[self.comm.rank]} at step {self.reducer.step}"
+        raise self._fail_with(_without_gradient(late, where))
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that training has failed on this one, outside the communication thread."""
@@ -264,7 +257,7 @@ class CommThread:
                 self._queue.task_done()
             del bucket
             if self._error is not None:
-                # Kernels of this rank may wait for peers that will not come, and whoever looks at a tensor for them.
+                # A kernel may wait for a dead rank, and whoever reads a tensor waits for the kernel: a deadlock.
                 self._session.free_device()
         if self._closed_by_thread:
             self._close_session(alive=False)
@@ -279,7 +272,7 @@ class CommThread:
 
     def _watch_device(self) -> None:
         """If this rank's device waits for a rank that has failed, free the device."""
-        # A query would break a graph that another thread captures: none, then, once the device is known to be done.
+        # Querying a stream invalidates a CUDA graph that another thread captures: no query once our work is done.
         if self._stream is None or self._error is not None or not self._device_busy:
             return
         try:
@@ -291,7 +284,7 @@ class CommThread:
             # The training thread may be waiting for the device, and so for the failed rank. The gradients it gets now
             # are invalid, and the next backward raises the error.
             self._fail(error)
-            log.error(self.reducer.error_message(error))
+            log.error(error_message(error, self.comm, self.reducer.step))
             self._session.free_device()
 
     def _fail(self, error: BaseException) -> None:
@@ -299,7 +292,7 @@ class CommThread:
         # First of all, so that backward ends whatever happens here.
         for bucket in self._step.buckets:
             bucket.complete()
-        self.comm.mark_failed(self.reducer.error_message(error))
+        self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
 
 
 def exchanges_after_backward(ddp: DistributedDataParallel) -> bool:
@@ -312,4 +305,14 @@ def exchanges_after_backward(ddp: DistributedDataParallel) -> bool:
         (ddp.find_unused_parameters and not ddp.static_graph)
         or any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules())
         or os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
+    )
+
+
+def _without_gradient(late: Mapping[str, Tensor], where: str) -> str:
+    """Return the text of an error for parameters whose gradients DDP has not delivered, by name."""
+    # DDP does not deliver a bucket with one gradient missing, so not every parameter that is late is at fault.
+    unused = [name for name, param in late.items() if param.grad is None or not param.requires_grad] or list(late)
+    return (
+        f"{listed([*map(repr, unused)])} got no gradient {where}, so DDP did not exchange all gradients and the ranks "
+        f"would drift apart. If that is meant, set find_unused_parameters=True, with static_graph=False."
     )

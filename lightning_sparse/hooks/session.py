@@ -30,7 +30,7 @@ from lightning_sparse.comm.peers import Peers, first_line
 from lightning_sparse.comm.process_group import call_in_thread, has_ended
 from lightning_sparse.methods import Method
 from lightning_sparse.options import check_timeout
-from lightning_sparse.reducer import Reducer
+from lightning_sparse.reducer import Reducer, error_message
 
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0
@@ -79,7 +79,7 @@ class Session:
         self._parent = group
         self._device = device
         self._closed = self._freed = False
-        # Of high priority: each of our many short kernels would wait for all of one of backward's to be under way.
+        # High priority: otherwise each short kernel waits until all blocks of a running backward kernel are scheduled.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         timeout = check_timeout(timeout) or group_timeout(group, device)
         self.comm = ProcessGroupComm(group)
@@ -134,7 +134,7 @@ class Session:
         except BaseException as error:
             if not isinstance(error, RankFailure):
                 raise_if_peer_failed()  # the cause
-            peers.mark_failed(self.reducer.error_message(error))
+            peers.mark_failed(error_message(error, self.comm, self.reducer.step))
             raise
 
     def dry_run(self, params: Mapping[str, Tensor]) -> None:
@@ -149,7 +149,7 @@ class Session:
             if self.stream is None:
                 self._rehearse(params)
             else:
-                # What was done to the residuals so far was in the current stream, where others may look at them later.
+                # Residuals were allocated in the current stream and may be read there: order both streams around this.
                 current = torch.cuda.current_stream(self._device)
                 self.stream.wait_stream(current)
                 with torch.cuda.stream(self.stream):
@@ -194,7 +194,7 @@ class Session:
             # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
             with contextlib.suppress(Exception):
                 error.args = (f"{self.comm.diagnose()} ({first_line(error)})",)
-        self.comm.mark_failed(self.reducer.error_message(error))
+        self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
 
     def mark_done(self) -> None:
         """Tell the other ranks that this one makes no further calls: those that still wait for it will fail."""

@@ -109,7 +109,7 @@ class BlockStats:
 def _by_triton(
     u: Tensor, stats: BlockStats | None, grads: Sequence[Tensor], bounds: Sequence[int], scale: float | Tensor
 ) -> None:
-    """Add and scan, in one launch: gradients of one dtype wherever they lie, or none, and scan if there are `stats`."""
+    """Add gradients of one dtype, or none, to u, and compute its block statistics if there are `stats`: one launch."""
     numel, device = u.numel(), u.device
     tiles = -(-numel // TILE)
     maxima = partial = table = u
@@ -209,7 +209,7 @@ def _add_with_stats(
 def add_with_stats_(
     u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, stats: BlockStats | None
 ) -> Tensor:
-    """Add `scale` times the gradients to u (1-D, fp32), in place, and scan the sum on the way if it is wanted.
+    """Add `scale` times the gradients to u (1-D, fp32), in place, and compute block statistics of the sum on the way.
 
     Args:
         u: overwritten with the sum.

@@ -77,17 +77,17 @@ def indices_reaching(bits: Tensor, k: int, thresholds: Tensor, fewest: int, most
 
 
 def _among_the_largest(bits: Tensor, k: int, thresholds: Tensor, fewest: int, most: int, stats: BlockStats) -> Tensor:
-    indices, magnitudes = largest(bits, most + 1, stats)
+    indices, magnitudes = largest_entries(bits, most + 1, stats)
     reached = magnitudes >= thresholds.unsqueeze(1)
     counts = reached.sum(1)
     # The first of the largest: a one, or the first zero where no threshold leaves enough.
     first = (counts >= fewest).int().argmax().view(1)
     keep, count = reached.index_select(0, first)[0], counts.index_select(0, first)
-    keep = torch.where((count >= fewest) & (count <= most), keep, largest_of(magnitudes, k))
+    keep = torch.where((count >= fewest) & (count <= most), keep, largest_mask(magnitudes, k))
     return keep_indices(indices, keep, most, bits.numel())
 
 
-def largest(bits: Tensor, count: int, stats: BlockStats) -> tuple[Tensor, Tensor]:
+def largest_entries(bits: Tensor, count: int, stats: BlockStats) -> tuple[Tensor, Tensor]:
     """Return int64 indices, ascending, and int32 magnitudes of the `count` largest, or of all where there are fewer."""
     if count >= bits.numel():
         return torch.arange(bits.numel(), device=bits.device), bits & MAGNITUDE
@@ -95,7 +95,7 @@ def largest(bits: Tensor, count: int, stats: BlockStats) -> tuple[Tensor, Tensor
     return indices, bits.index_select(0, indices) & MAGNITUDE
 
 
-def largest_of(magnitudes: Tensor, k: int) -> Tensor:
+def largest_mask(magnitudes: Tensor, k: int) -> Tensor:
     """Return a bool mask of the k largest magnitudes, 0 < k <= len(magnitudes); of equal ones the first."""
     if not uses_triton(magnitudes):
         keep = torch.zeros_like(magnitudes, dtype=torch.bool)

@@ -2,7 +2,7 @@
 
     write_header_(messages, fingerprint, status, ...)   # and the checksum
     weigh(words, within, of_block)                       # Σ weight · word, of each row, in parts
-    judge(messages, sums, sent, senders, worst, ...)     # the worst status that the messages tell of
+    worst_status(messages, sums, sent, senders, worst, ...)     # the worst status in any message
     note_broken(u, indices, own, worst, ok)              # and this rank's own, if an entry of u is not finite
 
 The same in plain torch is in `framing.py` and `exchange.py`, by a dozen operations each. Statuses are explained there.
@@ -106,16 +106,16 @@ def _add_weighted(
     if HEADER:
         # The four words of the header are those that are written here; nobody reads them from memory.
         word = tl.load(words + row * words_each + positions, mask=valid & (positions >= 4), other=0).to(tl.int64)
-        mark = fingerprint
+        expected = fingerprint
         if LOAD:
-            mark = tl.load(fingerprint)
+            expected = tl.load(fingerprint)
         known = tl.load(status)
-        word = tl.where(positions // 2 == 0, mark, tl.where(positions // 2 == 1, known, word))
+        word = tl.where(positions // 2 == 0, expected, tl.where(positions // 2 == 1, known, word))
         word = tl.where((positions < 4) & (positions % 2 == 0), word << 32, word)
         word = tl.where(positions < 4, word >> 32, word)
         total = SIGN * tl.sum(word * weight)
         if tile == 0:
-            tl.store(heads + row * sums_each, mark)
+            tl.store(heads + row * sums_each, expected)
             tl.store(heads + row * sums_each + 1, known)
             total += start
     else:
@@ -128,7 +128,7 @@ def _add_weighted(
         tl.atomic_add(sums + row * sums_each, total, sem="relaxed")
 
 
-def judge(
+def worst_status(
     messages: Tensor,
     sums: Tensor,
     sent: int | Tensor,
@@ -155,12 +155,12 @@ def judge(
     out, fine = torch.empty_like(worst), torch.empty((), dtype=torch.bool, device=worst.device)
     args = (messages, sums, sent, senders, worst, out, fine, len(messages), messages.shape[-1], sums.shape[-1])
     constants = {"LOAD": isinstance(sent, Tensor), "INTACT": intact, "CORRUPT": corrupt, "LATE": late, "OK": ok}
-    launch(_judge, 1, *args, **constants, ROWS=ROWS, TILE=PARTS)
+    launch(_worst_status, 1, *args, **constants, ROWS=ROWS, TILE=PARTS)
     return out, fine
 
 
 @kernel("sent", "rows", "each", "parts")
-def _judge(
+def _worst_status(
     messages,
     sums,
     sent,
@@ -179,9 +179,9 @@ def _judge(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    mark = sent
+    expected = sent
     if LOAD:
-        mark = tl.load(sent)
+        expected = tl.load(sent)
     least = tl.load(worst)
     start = 0
     while start < rows:
@@ -196,7 +196,7 @@ def _judge(
             total += tl.sum(tl.load(sums + places, mask=valid[:, None] & (part < parts)[None, :], other=0), axis=1)
             first += TILE
         sender = tl.load(senders + row, mask=valid, other=0)
-        same = tl.load(message, mask=valid, other=0) == mark
+        same = tl.load(message, mask=valid, other=0) == expected
         status = tl.where(same, tl.load(message + 1, mask=valid, other=0), sender + LATE)
         status = tl.where(total == INTACT, status, sender + CORRUPT)
         least = tl.minimum(least, tl.min(tl.where(valid, status, least)))

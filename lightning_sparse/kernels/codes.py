@@ -96,7 +96,7 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 @kernel("count", "groups")
 def _pack_codes(codes, packed, count, groups, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Of `count` codes in `groups` of 8, write the bytes of every plane."""
+    """Write the bytes of every bit plane of `count` codes, which lie in `groups` of 8."""
     tile = tl.program_id(0).to(tl.int64)
     for step in tl.static_range(4):
         # Planes of 8, 4, 2 and 1 bits, where BITS has such a one. Before it lie those of more bits.
@@ -114,7 +114,7 @@ def _pack_codes(codes, packed, count, groups, BITS: tl.constexpr, TILE: tl.const
 
 @kernel("count", "groups")
 def _unpack_codes(packed, codes, count, groups, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Of the planes of `groups` of 8 codes, write `count` codes."""
+    """Write the first `count` codes that the bit planes of `groups` of 8 codes hold."""
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     code = tl.zeros([TILE], tl.int32)
     for step in tl.static_range(4):

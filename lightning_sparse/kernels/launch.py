@@ -20,7 +20,7 @@ KERNELS = "LIGHTNING_SPARSE_KERNELS"
 """Environment variable that forces the choice: "torch", or "triton" (on CPU only with TRITON_INTERPRET=1)."""
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Of the compiler: a product and a sum become one instruction. Triton's default up to 3.9, but no more in 3.10."""
+"""Triton compiler options: fuse a product and a sum into one instruction (the default up to 3.9, off from 3.10)."""
 
 CHUNK = 1 << 17
 """Elements that are worked on at a time on the CPU, where they stay in cache from one operation to the next."""
@@ -66,9 +66,9 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 KEPT = 4096
-"""How many tensors are kept; then all are made anew."""
+"""Size of the cache of constant tensors; when it is full, it is emptied."""
 KEEPS: tuple[type[Tensor], ...] = (Tensor,)
-"""Of which kind tensors are kept: others, such as torch's fake ones, belong to their own mode."""
+"""Types of tensors that are cached: others, such as torch's fake tensors, belong to a mode that ends."""
 _kept: dict[Hashable, Tensor] = {}
 
 
@@ -82,7 +82,7 @@ def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """
     if type(like) not in KEEPS:
         return make()
-    # Another stream does not know when the tensor is there, nor the first one when it is not needed any more.
+    # A cache for each stream: another one is not ordered after the copy to the device, nor before the memory is freed.
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
     found = _kept.get((key, like.device, stream))
     if found is None:
@@ -95,8 +95,8 @@ def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
 class Kernel:
     """Stands in for a Triton kernel in its module until the first of them is launched.
 
-    Then all stand-ins in that module, and in those that it has some from, are replaced, so that kernels can call each
-    other, and `tl` is put beside them.
+    The first launch replaces every stand-in in the module, and in modules that it imports stand-ins from, by the
+    compiled kernel, and adds `tl` to their globals, so that kernels can call each other.
     """
 
     def __init__(self, function: Callable[..., Any], plain: tuple[str, ...]) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 HEADER_BYTES = 16
-"""Of a fingerprint and a status, before the parts of a message that is sealed."""
+"""Bytes of fingerprint and status at the start of a message."""
 CHECKSUM_BYTES = 8
-"""At the end of each message."""
+"""Bytes of the checksum at the end of a message."""
 
 
 def aligned(nbytes: int) -> int:

@@ -111,8 +111,8 @@ def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: in
         numel, capacity, width: of `pack_bits`.
 
     Raises:
-        ValueError: there are more or fewer. Not by Triton: the host does not look, and what comes out are numbers, not
-            negative.
+        ValueError: the payload holds more or fewer indices. With Triton this is not checked, as the host would wait:
+            from a corrupt payload come wrong indices, none of them negative.
     """
     *lead, size = upper.shape
     if uses_triton(upper):

@@ -54,7 +54,7 @@ def _magnitudes(
 def _digit(counts, k, limits, DIGIT: tl.constexpr, LIMITED: tl.constexpr):
     """Return the first digits, of eight bits each, of the k-th largest number, from the histogram of the last of them.
 
-    What was found out for the digits before, and is now, one program puts behind the histograms for the next kernel.
+    Program 0 stores the digits found so far and the remaining count behind the histograms, for the next kernel.
     """
     bins = tl.arange(0, 256)
     count = tl.load(counts + (DIGIT - 1) * 256 + bins)

@@ -20,7 +20,7 @@ GOLDEN = 0x9E3779B9
 
 
 class Uniform:
-    """The numbers of a key, and the memory to make them in, which fresh for each piece would cost as much as they do.
+    """Counter-based random numbers of one key, with a buffer that is reused: a fresh one for each piece costs as much.
 
     The numbers are odd multiples of 2⁻¹⁷ in (0, 1), each as likely as any other. So the expectation of the floor of x +
     number is x, to 2⁻¹⁷.

@@ -48,7 +48,7 @@ class Saves:
     - for any other CheckpointIO, once the next save has returned: it may write asynchronously. This keeps the sidecar
       files of one save more than needed.
 
-    From the last save of a path that is in place on, all sidecar files stay.
+    The sidecar files of the newest save that is in place, and of all later ones, stay.
     """
 
     def __init__(self) -> None:

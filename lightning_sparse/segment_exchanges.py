@@ -14,7 +14,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange, Exchanged
 
 
-class Exchanges:
+class SegmentExchanges:
     """Begins and finishes the `Exchange` of each segment and step."""
 
     def __init__(self, comm: Comm, exchanged: Exchanged) -> None:
