@@ -239,7 +239,9 @@ def failing(rank: int) -> tuple[str, list[bool]]:
     except KeyError as error:
         text = str(error)
     backward_has_ended.set()
-    thread.close()
+    deadline = time.monotonic() + 10
+    while not freed and time.monotonic() < deadline:
+        time.sleep(0.01)
     return text, freed
 
 
