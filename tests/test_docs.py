@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from lightning_sparse import METHODS, SparseDDPStrategy
+from tests.support.tiers import full
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -85,6 +86,29 @@ def test_a_message_that_is_explained_is_one_of_the_package(message):
     # The example has filled in a name or a number here and there.
     example = words(message)
     assert any(likeness(example, text) >= 0.7 for text in messages())
+
+
+CASES = """
+import sys, pytest
+
+class Print:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            for marker in item.iter_markers("reliability"):
+                print("case:", *marker.args, file=sys.stderr)
+
+pytest.main(["--collect-only", "-q", "-m", "reliability", "-p", "no:cacheprovider"], plugins=[Print()])
+"""
+
+
+@full
+def test_the_reliability_table_has_the_cases_that_are_marked():
+    run = subprocess.run([sys.executable, "-c", CASES], cwd=ROOT, capture_output=True, text=True, check=True)
+    marked = {line.removeprefix("case: ") for line in run.stderr.splitlines() if line.startswith("case: ")}
+    _, _, table = (DOCS / "reliability.md").read_text().partition("<!-- reliability -->\n")
+    written = [line.split(" | ")[0].removeprefix("| ") for line in table.partition("<!-- end -->")[0].splitlines()[2:]]
+    assert marked
+    assert marked == set(written)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
