@@ -3,9 +3,9 @@
 Three tasks with two workers: ResNet-20 on scikit-learn's digits with SGD, and the byte-level GPT of
 `benchmarks.language` with SGD and with AdamW; momentum 0.9, density 0.01, a linear warm-up of the rate over a tenth of
 300 steps, and a cosine to zero. Every contestant gets the best rate, by the last loss of seed 0, of a grid that is the
-same for all within a task, and then two more seeds. Gradients or updates are exchanged, as the strategy chooses by
-itself; contestants that end in "gradients" or "updates" exchange the other. Ranks are threads of this process: what
-they send is counted.
+same for all within a task, and then two more seeds; a rate at which one of these diverges is given up. Gradients or
+updates are exchanged, as the strategy chooses by itself; contestants that end in "gradients" or "updates" exchange the
+other. Ranks are threads of this process: what they send is counted.
 
     python -m benchmarks.comparison                      # train what the CSV files lack; --task NAME: one task
     sudo python -m benchmarks.comparison --seconds       # step times over shaped links, all contestants in turn
@@ -62,6 +62,8 @@ WORKERS, STEPS, EVERY, DENSITY, SEEDS = 2, 300, 50, 0.01, (0, 1, 2)
 LOCAL_STEPS = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 """Steps before each exchange, all divisors of `EVERY`: weights are equal when they are evaluated."""
 ROUNDS, TIMED_STEPS = 5, 4
+TOP = {"digits_sgd": 3.0, "gpt_sgd": 1.3, "gpt_adamw": 1.15}
+"""The highest loss in a panel, in times of the lowest; triangles stand for what lies above."""
 KEY = ["contestant", "lr", "seed"]
 
 Examples = tuple[Tensor, Tensor]
@@ -227,9 +229,11 @@ def missing_runs(task: str, table: pd.DataFrame) -> list[tuple[str, float, int]]
 
 
 def best_rates(table: pd.DataFrame) -> dict[str, float]:
-    """Return the rate of each contestant with the lowest last loss of seed 0."""
-    ends = table.query("seed == 0").groupby(["contestant", "lr"], sort=False)["val_loss"].last()
-    return {name: float(losses.idxmin()[1]) for name, losses in ends.groupby(level=0, sort=False)}
+    """Return the rate of each contestant with the lowest last loss of seed 0, but none at which a seed diverges."""
+    ends = table.groupby(KEY, sort=False)["val_loss"].last()
+    diverges = ends.groupby(level=KEY[:2], sort=False).max() == math.inf
+    first = ends.xs(SEEDS[0], level="seed").mask(diverges, math.inf)
+    return {name: float(losses.idxmin()[1]) for name, losses in first.groupby(level=0, sort=False)}
 
 
 def finals(table: pd.DataFrame) -> pd.DataFrame:
@@ -301,21 +305,45 @@ def measure_seconds(path: Path, tasks: Iterable[str]) -> None:
 def draw(folder: Path) -> None:
     """Draw the last loss of each contestant against the bytes that a worker has sent."""
     present = [task for task in TASKS if (folder / f"comparison_{task}.csv").exists()]
-    figure, panels = plots.panels(1, len(present), (6 * len(present), 6))
-    for panel, task in zip(panels[0], present, strict=True):
+    figure, panels = plots.panels(len(present), 1, (11, 6.5 * len(present)))
+    for (panel,), task in zip(panels, present, strict=True):
         table = finals(results.load(folder / f"comparison_{task}.csv")).query("loss < inf").sort_values("sent_bytes")
         best = table[table["loss"] == table["loss"].cummin()]
-        panel.step(best["sent_bytes"] / 1e6, best["loss"], where="post", color="black", linewidth=0.6)
+        top = table["loss"].min() * TOP[task]
+        lowest = [*zip(best["sent_bytes"] / 1e6, best["loss"].clip(upper=top), strict=True)]
+        panel.step(*zip(*lowest, strict=True), where="post", color="black", linewidth=0.6)
+        labels = []
         for row in table.itertuples():
-            error = [[row.loss - row.low], [row.high - row.loss]]
-            color = plots.line(row.contestant)["color"]
-            panel.errorbar(row.sent_bytes / 1e6, row.loss, error, fmt="o", markersize=4, color=color)
-            panel.annotate(
-                row.contestant, (row.sent_bytes / 1e6, row.loss), (4, 2), textcoords="offset points", fontsize=7
-            )
-        panel.set(xscale="log", xlabel="MB that a worker sent in 300 steps", title=task.replace("_", ", "))
-    panels[0][0].set_ylabel("held-out loss, mean and range of three seeds")
+            place, color = (row.sent_bytes / 1e6, min(row.loss, top)), plots.line(row.contestant)["color"]
+            if row.loss < top:
+                error = [[row.loss - row.low], [min(row.high, top) - row.loss]]
+                panel.errorbar(*place, error, fmt="o", markersize=4, color=color, linewidth=0.8)
+            else:
+                panel.plot(*place, "^", markersize=5, color=color, clip_on=False)
+            labels.append((*place, row.contestant if row.loss < top else f"{row.contestant}: {row.loss:.2f}"))
+        panel.set(xscale="log", title=task.replace("_", ", "), ylabel="held-out loss, mean and range of three seeds")
+        panel.set_ylim(table["low"].min() / TOP[task] ** 0.05, top)
+        label(figure, panel, labels)
+    panels[-1][0].set_xlabel("MB that a worker sent in 300 steps; the line leads over the lowest losses")
     plots.write(figure, folder / "comparison.png")
+
+
+def label(figure: Any, panel: Any, labels: list[tuple[float, float, str]]) -> None:
+    """Write texts to the right of points, moved up where they would lie on each other."""
+    panel.margins(x=0.12)
+    figure.canvas.draw()  # from here on it is known where a point lies
+    to_points, height = 72 / figure.dpi, 9
+    placed: list[tuple[float, float, float]] = []
+    for x, y, text in sorted(labels, key=lambda each: each[1]):
+        at, above = panel.transData.transform((x, y)) * to_points
+        left, right, bottom = at + 7, at + 10 + 4.2 * len(text), above - height / 3
+        for start, end, taken in sorted(placed, key=lambda each: each[2]):
+            if start < right and left < end and abs(bottom - taken) < height:
+                bottom = taken + height
+        placed.append((left, right, bottom))
+        line = {"arrowstyle": "-", "linewidth": 0.3, "shrinkA": 0, "shrinkB": 2}
+        offset = (left - at, bottom - above)
+        panel.annotate(text, (x, y), offset, textcoords="offset points", fontsize=7, arrowprops=line)
 
 
 def main() -> None:

@@ -39,6 +39,13 @@ def test_the_best_rate_of_the_grid_gets_more_seeds(monkeypatch):
     assert onebit.seeds == 2
 
 
+def test_a_rate_at_which_a_seed_diverges_is_given_up(monkeypatch):
+    monkeypatch.setattr(comparison, "contestants", lambda task: ["onebit"])
+    monkeypatch.setitem(TASKS, "gpt_sgd", TASKS["gpt_sgd"]._replace(rates=(0.1, 0.2)))
+    table = ended(("onebit", 0.1, 0, 1.0), ("onebit", 0.2, 0, 1.2), ("onebit", 0.1, 1, math.inf))
+    assert missing_runs("gpt_sgd", table) == [("onebit", 0.2, 1), ("onebit", 0.2, 2)]
+
+
 def test_contestants_exchange_what_the_strategy_would_or_what_their_name_says():
     assert made("gpt_sgd", "topk").update_rule is None
     assert made("gpt_sgd", "topk updates").update_rule is not None
