@@ -136,7 +136,7 @@ def lightning_ranks(size: int, fn: Callable[..., Any], *args: Any, **options: An
 
 
 class Watch(pl.Callback):
-    """Adds up what backward produces on this rank, unscaled, and what is applied, in the order of memory."""
+    """Adds up what backward produces on this rank, unscaled, and what is applied: flat, row by row."""
 
     def __init__(self) -> None:
         self.sums: dict[str, dict[str, Tensor]] = {"given": {}, "mass": {}, "applied": {}}
@@ -145,7 +145,7 @@ class Watch(pl.Callback):
         def watch(name: str, param: nn.Parameter) -> None:
             def add(grad: Tensor) -> None:
                 scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
-                grad = flat(grad, param) / (1.0 if scaler is None else scaler.get_scale())
+                grad = grad.double().flatten() / (1.0 if scaler is None else scaler.get_scale())
                 self.fresh = True
                 self.sums["given"][name] += grad
                 self.sums["mass"][name] += grad.abs()
@@ -162,13 +162,7 @@ class Watch(pl.Callback):
         fresh, self.fresh = self.fresh, False  # SWA makes one step without a backward pass, when all is over
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if fresh and param.grad is not None:
-                self.sums["applied"][self.names[id(param)]] += flat(param.grad, param)
-
-
-def flat(grad: Tensor, param: Tensor) -> Tensor:
-    """Return a gradient as DDP lays it out, 1-D: as its parameter lies in memory."""
-    laid_out = torch.empty_strided(param.shape, param.stride(), dtype=torch.float64).copy_(grad)
-    return laid_out.as_strided((param.numel(),), (1,))
+                self.sums["applied"][self.names[id(param)]] += param.grad.double().flatten()
 
 
 def lost(sums: list[dict[str, Any]], states: list[dict[str, Any]]) -> float:
