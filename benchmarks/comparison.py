@@ -321,7 +321,8 @@ def draw(folder: Path) -> None:
             else:
                 panel.plot(*place, "^", markersize=5, color=color, clip_on=False)
             labels.append((*place, row.contestant if row.loss < top else f"{row.contestant}: {row.loss:.2f}"))
-        panel.set(xscale="log", title=task.replace("_", ", "), ylabel="held-out loss, mean and range of three seeds")
+        panel.set(xscale="log", ylabel="held-out loss, mean and range of three seeds")
+        panel.set_title(task.replace("_", ", "), loc="left", pad=32)  # above the labels of triangles
         panel.set_ylim(table["low"].min() / TOP[task] ** 0.05, top)
         label(figure, panel, labels)
     panels[-1][0].set_xlabel("MB that a worker sent in 300 steps; the line leads over the lowest losses")
