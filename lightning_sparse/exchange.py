@@ -196,8 +196,8 @@ class Exchange:
         if not uses_triton(self._senders):
             self._raise(worst() - OK)
             return
-        judged, fine = self._root._found or (None, None)
-        self.step_ok = fine if judged is status else status == OK
+        found, fine = self._root._found or (None, None)
+        self.step_ok = fine if found is status else status == OK
         self.deferred = lambda: self._raise(worst() - OK)
 
     def _check(self, u: Tensor, floats: Sequence[Tensor], ctx: Context) -> None:

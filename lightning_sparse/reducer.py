@@ -213,10 +213,7 @@ class Reducer:
         masked = []
         if unused:
             masked = self._states.mask_unused(segment, unused)
-            zeroed = [*zip(segment.names, grads, strict=True)]
-            if ctx.payout is not None:
-                zeroed += zip(segment.names, segment.views(ctx.payout), strict=True)
-            torch._foreach_zero_([x for name, x in zeroed if name in unused])
+            torch._foreach_zero_([grad for name, grad in zip(segment.names, grads, strict=True) if name in unused])
         for observer in self.observers:
             observer.gradients(grads, ctx)
         with timed(self.seconds, "compensate"):

@@ -14,7 +14,7 @@ gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,12 +150,12 @@ class Updates:
             differences = torch._foreach_sub([x.float() for x in weights], [w.float() for w in stepped])
             changes = [difference.reshape(-1) for difference in differences]
         rescales, empties = self._rescales(optimizer), self._empties_momentum(optimizer, reducer.density)
-        moments = self._moments(segment, optimizer, group_of) if rescales or empties else None
+        frozen = {name for name in self._frozen.intersection(segment.names) if not self._params[name].requires_grad}
+        moments = self._moments(segment, optimizer, group_of, frozen) if rescales or empties else None
         if moments and rescales:
             before = [self._steps_before.get(name, 0) for name in segment.names]
             moments.rescale_(changes, weights, before, reducer.comm.size)
         payout = moments.to_come if moments and empties and self._rule.momentum == "pay_out" else None
-        frozen = [name for name in self._frozen.intersection(segment.names) if not self._params[name].requires_grad]
         applied = reducer.reduce_segment_(segment, changes, frozen, payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
             moments.take_out(applied)
@@ -173,10 +173,16 @@ class Updates:
             rounding = torch._foreach_sub([w.float() for w in stepped], exact)
             torch._foreach_add_(segment.views(residual), [rest.reshape(-1) for rest in rounding])
 
-    def _moments(self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]) -> SegmentMoments:
+    def _moments(
+        self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any], frozen: Collection[str]
+    ) -> SegmentMoments:
         params = [self._params[name] for name in segment.names]
         groups = [group_of[id(param)] for param in params]
-        states = [optimizer.state.get(param, {}) for param in params]
+        # The momentum of a frozen parameter is neither paid out nor emptied.
+        states = [
+            {} if name in frozen else optimizer.state.get(param, {})
+            for name, param in zip(segment.names, params, strict=True)
+        ]
         kind = moments_of(optimizer)
         assert kind is not None
         return SegmentMoments(segment, kind, groups, states, params[0].device)

@@ -434,7 +434,7 @@ def test_a_parameter_that_is_frozen_rests_and_goes_on_later(name, every):
         chosen = method(name, **({} if name == "int4" else {"density": 0.1}))
         reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
         updates = Updates(reducer, net, [optimizer])
-        path, kept = [], {}
+        path, kept, momentum = [], {}, {}
         for step in range(4 * every * 3):
             frozen = step // (4 * every) == 1
             net.a.requires_grad_(not frozen)
@@ -448,7 +448,9 @@ def test_a_parameter_that_is_frozen_rests_and_goes_on_later(name, every):
                 updates.exchange(optimizer)
                 path.append(net.a.detach().clone())
                 kept[len(path)] = reducer.state_dict()["elements"]["residual"]["a"]
+                momentum[len(path)] = optimizer.state[net.a]["exp_avg"].clone()
         assert torch.equal(kept[4], kept[8])
+        assert torch.equal(momentum[4], momentum[8])
         assert kept[4].any()
         return path, weights(net)
 

@@ -2,7 +2,7 @@
 
     write_header_(messages, fingerprint, status, ...)   # and the checksum
     weigh(words, within, of_block)                       # Σ weight · word, of each row, in parts
-    worst_status(messages, sums, sent, senders, worst, ...)     # the worst status in any message
+    worst_status(messages, sums, sent, senders, ...)     # the worst status in any message
     note_broken(u, indices, own, worst, ok)              # and this rank's own, if an entry of u is not finite
 
 The same in plain torch is in `framing.py` and `exchange.py`, by a dozen operations each. Statuses are explained there.
@@ -106,16 +106,16 @@ def _add_weighted(
     if HEADER:
         # The four words of the header are those that are written here; nobody reads them from memory.
         word = tl.load(words + row * words_each + positions, mask=valid & (positions >= 4), other=0).to(tl.int64)
-        expected = fingerprint
+        own = fingerprint
         if LOAD:
-            expected = tl.load(fingerprint)
+            own = tl.load(fingerprint)
         known = tl.load(status)
-        word = tl.where(positions // 2 == 0, expected, tl.where(positions // 2 == 1, known, word))
+        word = tl.where(positions // 2 == 0, own, tl.where(positions // 2 == 1, known, word))
         word = tl.where((positions < 4) & (positions % 2 == 0), word << 32, word)
         word = tl.where(positions < 4, word >> 32, word)
         total = SIGN * tl.sum(word * weight)
         if tile == 0:
-            tl.store(heads + row * sums_each, expected)
+            tl.store(heads + row * sums_each, own)
             tl.store(heads + row * sums_each + 1, known)
             total += start
     else:

@@ -20,7 +20,7 @@ GOLDEN = 0x9E3779B9
 
 
 class Uniform:
-    """Counter-based random numbers of one key, with a buffer that is reused: a fresh one for each piece costs as much.
+    """Counter-based random numbers of one key, with one buffer: a fresh one for each piece costs as much as they do.
 
     The numbers are odd multiples of 2⁻¹⁷ in (0, 1), each as likely as any other. So the expectation of the floor of x +
     number is x, to 2⁻¹⁷.
