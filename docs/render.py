@@ -139,6 +139,23 @@ def network() -> str:
     return table(["", *(column for rate in RATES.values() for column in (rate, "× ddp"))], rows)
 
 
+def step() -> str:
+    """Median step of `gaussiank` and of what torch has, on every link, four workers, as a list."""
+    runs = read("network").query("kind == 'step' and workload == 'mlp' and workers == 4 and ranks_per_host == 1")
+    steps = runs.set_index(["contestant", "rate"])
+    links = []
+    for rate, link in RATES.items():
+        ours, ddp, bf16, powersgd = (
+            f"{steps.median_ms[name, rate]:,.0f}" for name in ("gaussiank", "ddp", "bf16", "powersgd")
+        )
+        times = steps.times_faster_than_ddp["gaussiank", rate]
+        links.append(
+            f"- {link}: `gaussiank` {ours}, stock `ddp` {ddp} ({times:.1f} times as long), a bf16 hook {bf16}, torch's "
+            f"PowerSGD {powersgd}.\n"
+        )
+    return "".join(links)
+
+
 def network_adamw() -> str:
     """Median step with AdamW, four workers, and the most memory that a worker had."""
     steps = read("network").query("kind == 'step' and workload == 'mlp_adamw'").set_index(["contestant", "rate"])
@@ -589,6 +606,7 @@ def memsgd_errors() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "network": network,
+    "step": step,
     "network-adamw": network_adamw,
     "network-workers": network_workers,
     "network-10gbit": network_10gbit,

@@ -145,6 +145,11 @@ def train(job: dict[str, Any]) -> None:
 # The program that starts the workers and shows their curves.
 
 
+def show(text: str, end: str = "\n") -> None:
+    """Print to stderr, so that the first sentence on stdout is what was gained."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
 class View:
     """Shows test loss against seconds as it comes: a chart in a terminal, otherwise a line per test."""
 
@@ -157,15 +162,15 @@ class View:
     def add(self, strategy: str, point: dict[str, float]) -> None:
         """Show one more point."""
         self.curves.setdefault(strategy, []).append(point)
-        if sys.stdout.isatty():
+        if sys.stderr.isatty():
             if self.drawn:
-                print(f"\x1b[{self.drawn}A", end="")
+                show(f"\x1b[{self.drawn}A", end="")
             lines = self.chart(min(100, shutil.get_terminal_size().columns) - 12)
-            print(*(f"\x1b[2K{line}" for line in lines), sep="\n", flush=True)
+            show("\n".join(f"\x1b[2K{line}" for line in lines))
             self.drawn = len(lines)
         else:
             text = "{:>14} {seconds:7.1f} s   step {step:3d}   test loss {loss:.3f}"
-            print(text.format(strategy, **point), flush=True)
+            show(text.format(strategy, **point))
 
     def chart(self, width: int) -> list[str]:
         """Return the chart's lines: loss from 3 down to 0.1, logarithmic, and seconds."""
@@ -246,9 +251,9 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, stop)
     reason = "asked for by --emulate" if args.emulate else missing()
-    print(f"2.1 million parameters, {WORKERS} workers, {bits_per_second(RATE) / 1e6:.0f} Mbit/s between them.")
+    show(f"2.1 million parameters, {WORKERS} workers, {bits_per_second(RATE) / 1e6:.0f} Mbit/s between them.")
     if reason:
-        print(
+        show(
             f"The link is EMULATED ({reason}): after each backward pass a worker waits for as long as the bytes\n"
             f"that it sends in this step would take on such a link, with either strategy."
         )
@@ -259,8 +264,8 @@ def main() -> None:
         with hosts(WORKERS, "loopback" if reason else RATE, calibrate=False) as where:
             for name in STRATEGIES:
                 job = {"strategy": name, "emulated": bool(reason), "log_dir": str(args.log_dir.resolve())}
-                if not sys.stdout.isatty():
-                    print(f'strategy="{name}": the workers start ...', flush=True)
+                if not sys.stderr.isatty():
+                    show(f'strategy="{name}": the workers start ...')
                 _, failed = launch(
                     "examples.demo", job, where, WORKERS, PATIENCE, lambda point, name=name: view.add(name, point)
                 )
@@ -268,7 +273,7 @@ def main() -> None:
                     raise SystemExit(f"strategy={name!r} failed: {failed}")
     except KeyboardInterrupt:
         raise SystemExit("\nStopped; workers and links are removed.") from None
-    print("\n" + verdict(view.curves, bool(reason)))
+    print(verdict(view.curves, bool(reason)))
     print("Seconds count training only, not the start of the workers and not the tests.")
     draw(view.curves, bool(reason), args.log_dir / "demo.png")
     print(f"tensorboard --logdir {args.log_dir}")

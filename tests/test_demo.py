@@ -35,7 +35,7 @@ def test_without_a_terminal_every_test_is_a_line(capsys):
     view = View()
     for point in FAST:
         view.add("gaussiank_ddp", point)
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(FAST)
     assert lines[-1].split() == ["gaussiank_ddp", "12.0", "s", "step", "10", "test", "loss", "0.150"]
 
