@@ -16,7 +16,17 @@ import pandas as pd
 
 from lightning_sparse.compressors import RandK, TopK
 from lightning_sparse.memsgd import MemSGD
-from lightning_sparse.reproduce import FINDINGS, command, error_feedback, frame, memsgd, plots, table
+from lightning_sparse.reproduce import (
+    FINDINGS,
+    command,
+    error_feedback,
+    frame,
+    memsgd,
+    plots,
+    scaling_efficiency,
+    table,
+    volume,
+)
 from lightning_sparse.reproduce.digits import digits, network, train
 from lightning_sparse.reproduce.error_feedback import gradient, value
 from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal
@@ -31,6 +41,7 @@ TINY = {
     "sparse-accuracy": "--steps 1 --hidden 32",
     "error-feedback": "--steps 2 --examples 20 --repeats 1",
     "volume": "--elements 20000 --most 4",
+    "scaling-efficiency": "--largest 300000",
     "layer-wise": "--steps 1 --repeats 1",
     "terngrad-qsgd": "--steps 1 --repeats 1",
     "signsgd": "--epochs 1",
@@ -57,6 +68,18 @@ def test_every_finding_runs_draws_and_says_whether_it_held(name, tmp_path, capsy
     assert (tmp_path / f"{name}.png").exists()
     assert len(table.load_texts(tmp_path / f"{name}.csv")) == runs
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.csv", f"{name}.png"]
+
+
+def test_efficiency_is_computing_over_computing_and_work_and_exchange(tmp_path):
+    dense = scaling_efficiency.run({"link": "1 Gbit/s", "model": "VGG-16", "method": "dense"}, {})
+    exchange = 62 * 0.436e-3 + 2 * 4 * 14_728_266 * 31 / 32 * 9e-9  # 62 messages, β of the paper
+    assert dense["exchange_s"] == pytest.approx(exchange, rel=1e-6)
+    assert dense["efficiency_percent"] == pytest.approx(100 * 0.14 / (0.14 + exchange), rel=1e-6)
+    work, sent = scaling_efficiency.reduced("gtopk", 5000, 3, 0.01)
+    assert work > 0
+    assert sent == volume.measure("gtopk", 3, 5000, 0.01, "compact")["busiest_bytes"]
+    with pytest.raises(SystemExit, match="--largest 1000: the smallest model has 272474"):
+        frame.reproduce(scaling_efficiency.FINDING, {"density": 0.1, "largest": 1000}, tmp_path)
 
 
 def finding(run):
