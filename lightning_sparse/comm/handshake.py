@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -173,8 +174,8 @@ class Handshake:
             if here != there:
                 self._object(
                     session,
-                    f"Ranks differ in {name}: rank {self._leader} has {there}, rank {self._rank} has {here}. Give all "
-                    f"ranks the same settings.",
+                    f"Ranks differ in {name}: rank {self._leader} has {there}, rank {self._rank} has {here}"
+                    f"{_first_difference(there, here)}. Give all ranks the same settings.",
                 )
                 return
 
@@ -232,6 +233,13 @@ class Handshake:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return True
+
+
+def _first_difference(there: Any, here: Any) -> str:
+    """Return the first `name=value` in which two descriptions of several differ."""
+    options = [re.findall(r"\w+=[^\s,()]*", str(text)) for text in (there, here)]
+    differing = [f"{its} and {mine}" for its, mine in zip(*options, strict=False) if its != mine]
+    return f", which differ in {differing[0]}" if differing else ""
 
 
 def _encodable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_sparse.hooks import CommThread, start_comm_thread
 from lightning_sparse.methods import Method
 from lightning_sparse.strategies.checkpointing import Checkpointing
 from lightning_sparse.strategies.fit_checks import several_evaluations, warn_of_clipping
+from lightning_sparse.strategies.turns import Turns
 
 
 class GradientExchange(Checkpointing):
@@ -26,6 +28,7 @@ class GradientExchange(Checkpointing):
         super().__init__(**kwargs)
         self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
         self._reductions = 0  # steps reduced before the present backward
+        self._turns: Turns | None = None
 
     def _register_ddp_hooks(self) -> None:
         scaler = self._lightnings_scaler
@@ -42,6 +45,8 @@ class GradientExchange(Checkpointing):
             loss_scale=scaler and scaler.get_scale,
             **self._options,
         )
+        if len(self.optimizers) > 1 and self._method.memory.error_feedback and self.global_rank == 0:
+            self._turns = Turns(self.optimizers, self.model)  # type: ignore[arg-type]
 
     @property
     def _comm_thread(self) -> CommThread | None:
@@ -105,16 +110,26 @@ class GradientExchange(Checkpointing):
                 raise self._failed(several_evaluations(optimizer, self._method))
             return closure()
 
-        if self._options["on_nonfinite"] == "raise" or self._lightnings_scaler or self._own_scaler:
-            return super().optimizer_step(optimizer, once, model, **kwargs)
+        safe: Callable[[], Any] = once
+        if self._options["on_nonfinite"] == "skip" and not self._lightnings_scaler and not self._own_scaler:
+            safe = functools.partial(_without_nonfinite, optimizer, once)
+        result = super().optimizer_step(optimizer, safe, model, **kwargs)
+        if self._turns is not None:
+            self._turns.on_step(optimizer)
+        return result
 
-        def skip_nonfinite() -> Any:
-            result = once()
-            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
-            firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
-            # The gradients of a skipped step are all NaN. An optimizer without gradients does nothing.
-            if firsts and torch.stack([first.float() for first in firsts]).isnan().any():
-                optimizer.zero_grad()
-            return result
+    def teardown(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
+        super().teardown()
 
-        return super().optimizer_step(optimizer, skip_nonfinite, model, **kwargs)
+
+def _without_nonfinite(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    """Call the closure, and leave an optimizer without gradients, so that it does nothing, where they are all NaN."""
+    result = closure()
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
+    if firsts and torch.stack([first.float() for first in firsts]).isnan().any():
+        optimizer.zero_grad()
+    return result

@@ -51,7 +51,7 @@ def attach_with(rank: int, settings: list[dict[str, Any]]) -> tuple[str, str, fl
     ("settings", "message"),
     [
         ([{"method": "topk"}, {"method": "gaussiank"}], "Ranks differ in method: rank 0 has Method(compressor=TopK("),
-        ([{"density": 0.1}, {"density": 0.2}], "density=0.2"),
+        ([{"density": 0.1}, {"density": 0.2}], ", which differ in density=0.1 and density=0.2. Give all ranks"),
         ([{"seed": 1}, {"seed": 2}], "Ranks differ in seed: rank 0 has 1, rank 1 has 2"),
         ([{}, {"granularity": "model"}], "Ranks differ in granularity: rank 0 has 'bucket', rank 1 has 'model'"),
         ([{}, {"warmup": [0.1], "warmup_steps": 5}], "Ranks differ in warmup"),

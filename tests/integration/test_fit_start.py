@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategies.fit_checks import check_placement
-from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, strategy, trainer
+from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, strategy, trainer
 
 
 class Twice(torch.optim.SGD):
@@ -143,3 +144,36 @@ def test_placement_names_the_ranks():
     check_placement([0] * 8, 4)  # parts of a node are fine
     with pytest.raises(ValueError, match=r"ranks 2 to 3 .* \(rank 2 on node 0, rank 3 on node 1\)"):
         check_placement([0, 0, 0, 1], 2)
+
+
+def test_a_gan_that_does_not_toggle_its_optimizers_is_warned_once():
+    class Careless(Gan):
+        def toggle_optimizer(self, optimizer):
+            """Leave all parameters as they are."""
+
+        untoggle_optimizer = toggle_optimizer
+
+    class BothAtOnce(Careless):
+        """Both optimizers step after two backward passes, which both exchange."""
+
+        def training_step(self, batch, index):
+            noise = nn.functional.one_hot(batch[0], 16).float()
+            for _ in range(2):
+                self.manual_backward(self.discriminator(self.generator(noise)).mean())
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def rank(rank: int) -> list[Any]:
+        found = []
+        for net, name in ((Careless, "topk"), (Gan, "topk"), (BothAtOnce, "topk"), (Careless, "qsgd")):
+            messages = Messages()
+            how = strategy(name, 0.1, find_unused_parameters=True)
+            trainer(how, 1, max_epochs=2).fit(net(), Loader(0, 1, 4))
+            found.append([text for text in messages.texts if "toggle_optimizer" in text])
+        return found
+
+    careless, toggled, both, without_residual = lightning_ranks(1, rank)[0]
+    assert len(careless) == 1
+    assert careless[0].startswith("Optimizer 0 (SGD) did not step, but another one did")
+    assert toggled == both == without_residual == []
