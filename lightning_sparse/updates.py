@@ -139,9 +139,12 @@ class Updates:
         stepped = [self._params[name].detach() for name in segment.names]
         weights = [self._weights[name] for name in segment.names]
         reducer = self._reducer
-        lossless = reducer.comm.size == 1 and reducer.method.compressor.is_exact(reducer.density)
+        residual = reducer.states[segment.index].get("residual")
+        alone = reducer.comm.size == 1 and not self._rule.has_outer_step
         # Lossless on one rank: no round trip, as x - (x - w) may differ from w by rounding.
-        leaves_weights = lossless and not self._rule.has_outer_step
+        leaves_weights = (
+            alone and reducer.method.compressor.is_exact(reducer.density) and (residual is None or not residual.any())
+        )
         in_place = not leaves_weights and all(w.dtype == torch.float32 and w.is_contiguous() for w in stepped)
         if in_place:  # saves as much memory as the segment has, and a pass over it
             _subtract_from_(weights, stepped)
@@ -168,7 +171,6 @@ class Updates:
         means = [mean.view(x.shape) for x, mean in zip(weights, changes, strict=True)]
         exact = torch._foreach_sub([x.float() for x in weights], means)
         torch._foreach_copy_(stepped, list(exact))
-        residual = reducer.states[segment.index].get("residual")
         if residual is not None:  # it keeps what rounding has added to the weights
             rounding = torch._foreach_sub([w.float() for w in stepped], exact)
             torch._foreach_add_(segment.views(residual), [rest.reshape(-1) for rest in rounding])

@@ -219,6 +219,31 @@ def test_one_rank_that_sends_everything_is_the_plain_optimizer(name):
     assert torch.equal(found, weights(net))
 
 
+def test_one_rank_that_sends_everything_sends_what_a_residual_held_before():
+    """As after a resume with another density, on one rank of what were two."""
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.5)
+        start, given = weights(net), torch.zeros(())
+        state = None
+        for step, density in enumerate((0.1, 1.0, 1.0)):
+            reducer = Reducer(method("topk", density=density), comm, exchanged="update")
+            updates = Updates(reducer, net, [optimizer])
+            if state is not None:
+                reducer.load_state_dict(state)
+            net.backward(0, step)
+            given = given + 0.5 * flat(param.grad for _, param in sorted(net.named_parameters()))
+            updates.begin(optimizer)
+            optimizer.step()
+            updates.exchange(optimizer)
+            state = reducer.state_dict()
+        return weights(net), start - given
+
+    ((found, expected),) = simulate(1, rank)
+    assert torch.allclose(found, expected, rtol=0, atol=3 * 2 * 2**-23 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("sgd", "rmsprop")])
 def test_what_momentum_still_owes(name):
     """If no gradient came any more, the weights would go on by as much, but for what changes with the steps."""
