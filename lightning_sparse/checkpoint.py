@@ -186,7 +186,9 @@ def _is_state(state: Mapping[str, Any]) -> bool:
 
 
 def checksum(content: Any, so_far: int = 0) -> int:
-    """Return the CRC-32 of nested dictionaries of tensors and primitives, half a second per GB."""
+    """Return the CRC-32 of nested dictionaries and lists of tensors and primitives, half a second per GB."""
+    if isinstance(content, list | tuple) and _holds_tensor(content):  # a learning rate may be one
+        content = dict(enumerate(content))
     if isinstance(content, Mapping):
         for key, value in content.items():
             so_far = checksum(value, zlib.crc32(repr(key).encode(), so_far))
@@ -195,6 +197,12 @@ def checksum(content: Any, so_far: int = 0) -> int:
         so_far = zlib.crc32(repr((content.dtype, tuple(content.shape))).encode(), so_far)
         return zlib.crc32(content.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, so_far)
     return zlib.crc32(repr(content).encode(), so_far)
+
+
+def _holds_tensor(content: Any) -> bool:
+    """Whether there is a tensor in nested dictionaries and lists; its repr depends on torch's print options."""
+    parts = content.values() if isinstance(content, Mapping) else content if isinstance(content, list | tuple) else ()
+    return isinstance(content, Tensor) or any(map(_holds_tensor, parts))
 
 
 def remove_own(checkpoint: str | os.PathLike[str], tag: str, rank: int, size: int) -> None:

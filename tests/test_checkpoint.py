@@ -305,6 +305,19 @@ def test_a_full_disk_leaves_the_earlier_sidecar_files_and_no_others(at, tmp_path
     assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
 
 
+def test_the_checksum_of_a_tensor_in_a_list_is_that_of_its_bytes():
+    """As of a learning rate that is a tensor, in an optimizer's groups."""
+    groups = {"param_groups": [{"lr": torch.tensor(0.00123), "betas": (0.9, 0.999)}]}
+    before = sidecars.checksum(groups)
+    precision = torch._tensor_str.PRINT_OPTS.precision
+    torch.set_printoptions(precision=2)
+    try:
+        assert sidecars.checksum(groups) == before
+        assert sidecars.checksum({"param_groups": [{"lr": torch.tensor(0.00124), "betas": (0.9, 0.999)}]}) != before
+    finally:
+        torch.set_printoptions(precision=precision)
+
+
 def test_the_checksum_sees_names_types_shapes_and_order():
     tensor = torch.tensor([1.0, 2.0])
     contents = [
