@@ -32,7 +32,7 @@ from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels import launch
 from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
-from tests.test_kernels import Echo
+from tests.support.kernels import Echo
 
 WIDTH = 768
 LINEAR = {"in": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "wide": (4 * WIDTH, WIDTH), "narrow": (WIDTH, 4 * WIDTH)}

@@ -29,7 +29,7 @@ from lightning_sparse.kernels import (
     threshold,
     write_back,
 )
-from tests.test_kernels import Echo
+from tests.support.kernels import Echo
 
 STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]] = [
     ("topk", {"density": 0.001}, torch.float32, {"w": (1200, 1000), "b": (1000,), "nothing": (0,), "v": (77, 3)}),

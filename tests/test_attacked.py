@@ -17,7 +17,7 @@ from lightning_sparse.memory import Momentum, NoMemory, Residual
 from lightning_sparse.robust import Attacked
 from tests.support.representatives import DISTINCT
 from tests.support.tiers import tiers
-from tests.test_methods import flat, gradients, make
+from tests.support.training import flat, gradients, make
 
 
 def run(size, made, steps=1, value=lambda rank: torch.full((1000,), rank + 1.0), seed=0):

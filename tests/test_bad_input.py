@@ -28,8 +28,8 @@ from lightning_sparse.framing import unframe
 from tests.processes import run_ranks
 from tests.support.representatives import in_turn
 from tests.support.tiers import in_diagonals, tiers
+from tests.support.training import flat, gradients, kept, train
 from tests.support.updates import dense
-from tests.test_methods import flat, gradients, kept, train
 
 AGGREGATORS = {
     "topk": Mean(),

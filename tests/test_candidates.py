@@ -13,9 +13,9 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels import candidates, launch
 from lightning_sparse.kernels.chunks import CHUNK, chunktopk
 from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits
+from tests.support.kernels import DEVICE, HOSTILE, SOME
 from tests.support.tiers import in_diagonals, tiers
-from tests.test_kernels import DEVICE, HOSTILE, SOME
-from tests.test_select import oracle
+from tests.support.vectors import oracle
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 # numpy's, in which the interpreter calculates.

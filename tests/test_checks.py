@@ -13,8 +13,8 @@ from lightning_sparse.compressors.encoding import Encoding
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import CORRUPT, OK, OUT_OF_STEP, Exchange, status_of
 from lightning_sparse.kernels import checks, launch
+from tests.support.kernels import DEVICE, Echo
 from tests.support.tiers import full
-from tests.test_kernels import DEVICE, Echo
 
 BROKEN = status_of(1) + 9
 pytestmark = [

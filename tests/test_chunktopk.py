@@ -15,8 +15,7 @@ from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.chunks import CHUNK
 from tests.support.tiers import tiers
 from tests.support.updates import decoded, remainder
-from tests.test_gaussiank import SMOOTH
-from tests.test_select import INPUTS, oracle
+from tests.support.vectors import INPUTS, SMOOTH, oracle
 
 
 def each_by_itself(u: Tensor, density: float) -> Tensor:

@@ -12,8 +12,8 @@ import pytest
 import lightning_sparse
 from lightning_sparse import SparseDDPStrategy, cli
 from tests.processes import run_ranks
+from tests.support.cifar10 import write_cifar10
 from tests.support.tiers import tiers
-from tests.test_examples import write_cifar10
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(f"{file.parent.name}/{file.stem}" for file in CONFIGS.glob("*/*.yaml"))

@@ -16,7 +16,7 @@ from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method
 from lightning_sparse.update_rule import UpdateRule
 from tests.support.tiers import in_diagonals, tiers
-from tests.test_methods import make
+from tests.support.training import make
 
 
 def test_dense_by_hand():

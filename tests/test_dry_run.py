@@ -14,7 +14,7 @@ from lightning_sparse.hooks.comm_thread import exchanges_after_backward
 from lightning_sparse.hooks.session import Session
 from tests.processes import run_ranks
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
-from tests.test_kernels import Echo
+from tests.support.kernels import Echo
 
 PARAMS = {"w": torch.zeros(50, 40), "b": torch.zeros(7)}
 

@@ -7,7 +7,7 @@ from lightning_sparse import METHODS, Method, Reducer, simulate
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import GaussianK, TopK
 from tests.support.tiers import in_diagonals
-from tests.test_methods import make
+from tests.support.training import make
 
 METHODS_AND_PARTS = {
     **{name: make(name) for name in METHODS},

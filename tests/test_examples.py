@@ -1,7 +1,6 @@
 """The examples: what the model and the data look like, and a short training in one process."""
 
 import pickle
-import struct
 import sysconfig
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from examples.data.cifar10 import crop_and_flip
 from examples.elastic import newest
 from examples.models import GPT, LSTM, VGG16, OneCycleClassifier, ResNet20
 from examples.train import make_strategy, train
+from tests.support.cifar10 import write_cifar10
 
 
 @pytest.mark.parametrize(
@@ -222,44 +222,6 @@ def test_standard_library_is_the_same_again_and_without_tests():
     assert data.train_set.text.numel() > 5_000_000
     assert again.train_set.text.numel() == 95_000
     torch.testing.assert_close(again.train_set.text, data.train_set.text[:95_000])
-
-
-def python2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
-    """Write a batch as the published files have it: protocol 2 of Python 2, with its byte strings."""
-
-    def string(value: bytes) -> bytes:
-        return b"U" + bytes([len(value)]) + value if len(value) < 256 else b"T" + struct.pack("<i", len(value)) + value
-
-    def number(value: int) -> bytes:
-        return b"J" + struct.pack("<i", value)
-
-    def named(module: str, name: str) -> bytes:
-        return f"c{module}\n{name}\n".encode()
-
-    none, false = b"N", b"\x89"
-    empty = named("numpy.core.multiarray", "_reconstruct")
-    empty += named("numpy", "ndarray") + number(0) + b"\x85" + string(b"b") + b"\x87R"
-    dtype = named("numpy", "dtype") + string(b"u1") + number(0) + number(1) + b"\x87R"
-    dtype += b"(" + number(3) + string(b"|") + none * 3 + number(-1) * 2 + number(0) + b"tb"
-    shape = number(images.shape[0]) + number(images.shape[1]) + b"\x86"
-    array = empty + b"(" + number(1) + shape + dtype + false + string(images.tobytes()) + b"tb"
-    listed = b"](" + b"".join(map(number, labels)) + b"e"
-    return b"\x80\x02}(" + string(b"data") + array + string(b"labels") + listed + b"u."
-
-
-def write_cifar10(folder: Path, layout: str, count: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """Write six files of random images into folder/layout, and return all training images and labels."""
-    draw = np.random.default_rng(0)
-    inner = folder / layout / ("cifar-10-batches-py" if layout == "python" else "cifar-10-batches-bin")
-    inner.mkdir(parents=True)
-    images = draw.integers(0, 256, (6, count, 3072), dtype=np.uint8)
-    labels = draw.integers(0, 10, (6, count), dtype=np.uint8)
-    for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-        if layout == "python":
-            (inner / name).write_bytes(python2_pickle(images[i], labels[i].tolist()))
-        else:
-            (inner / f"{name}.bin").write_bytes(np.hstack([labels[i][:, None], images[i]]).tobytes())
-    return images[:5].reshape(-1, 3, 32, 32), labels[:5].reshape(-1).astype(np.int64)
 
 
 @pytest.mark.parametrize("layout", ["python", "binary"])

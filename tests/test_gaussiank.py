@@ -4,36 +4,13 @@ import math
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
-from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.compressors import GaussianK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import select, threshold
 from tests.support.tiers import tiers
 from tests.support.updates import decoded, remainder
-from tests.test_select import INPUTS, oracle
-
-
-def laplace(numel):
-    return torch.empty(numel).exponential_() * torch.randn(numel).sign()
-
-
-def student(numel, freedom):
-    return torch.randn(numel) / (torch.randn(freedom, numel).square_().mean(0)).sqrt_()
-
-
-SMOOTH = {
-    "Gaussian": torch.randn,
-    "Laplace": laplace,
-    "Student 3": lambda d: student(d, 3),
-    "Student 5": lambda d: student(d, 5),
-    "shifted up": lambda d: torch.randn(d) + 3,
-    "shifted down": lambda d: laplace(d) - 30,
-    "mixed scales": lambda d: torch.randn(d) * torch.logspace(-6, 0, d),
-    "small": lambda d: laplace(d) * 1e-15,
-    "large": lambda d: laplace(d) * 1e15,
-}
-DENSITIES = [0.001, 0.005, 0.01, 0.05]
+from tests.support.vectors import DENSITIES, INPUTS, SMOOTH, laplace, oracle, recorded, student
 
 
 @pytest.mark.parametrize("refine", ["bracket", "paper"])
@@ -183,29 +160,6 @@ def test_refuses_what_it_does_not_know():
             GaussianK(0.5, refine).select(torch.randn(3, 4))
         with pytest.raises(TypeError, match=r"must be torch.float32"):
             GaussianK(0.5, refine).select(torch.randn(3).double())
-
-
-def recorded(density: float, steps: int = 12) -> list[torch.Tensor]:
-    """Return what error feedback sees, u = g + e, while an MLP learns real digits with TopK at this density."""
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
-    residual = torch.zeros(sum(param.numel() for param in net.parameters()))
-    seen = []
-    for step in range(steps):
-        batch = slice(64 * step, 64 * (step + 1))
-        net.zero_grad()
-        torch.nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
-        residual += torch.cat([param.grad.flatten() for param in net.parameters()])
-        seen.append(residual.clone())
-        sent = torch.zeros_like(residual)
-        chosen = TopK(density).select(residual)
-        sent[chosen] = residual[chosen]
-        residual[chosen] = 0
-        torch.nn.utils.vector_to_parameters(
-            torch.nn.utils.parameters_to_vector(net.parameters()).detach() - 0.5 * sent, net.parameters()
-        )
-    return seen
 
 
 @pytest.mark.parametrize("density", [0.001, 0.005, 0.01, 0.05])

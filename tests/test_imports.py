@@ -1,6 +1,7 @@
 """Dependencies point one way, and importing costs nothing that is not needed."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,13 @@ def test_dependencies_point_one_way(file):
         if name.startswith("torch.distributed"):
             assert mine in DISTRIBUTED, name
         assert top != "triton" or (mine == "kernels" and name not in imports(file, top_level=True)), name
+
+
+def test_what_tests_share_is_in_no_test_file():
+    tests = Path(__file__).parent
+    for file in (*tests.rglob("*.py"), *(tests.parent / "benchmarks").rglob("*.py")):
+        for name in imports(file):
+            assert not re.search(r"^tests\.(.*\.)?test_", name), f"{file.relative_to(tests.parent)} imports {name}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

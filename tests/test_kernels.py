@@ -23,23 +23,16 @@ from packaging.version import Version
 from benchmarks import selection
 from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method
 from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel
-from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure
+from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import (
     block_stats,
-    checks,
-    chunks,
     codes,
-    gradient_table,
     launch,
-    pack,
-    quantize,
     select,
     select_triton,
-    threshold,
-    write_back,
 )
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
 from lightning_sparse.kernels.select import topk_indices
@@ -48,24 +41,24 @@ from lightning_sparse.kernels.write_back import add_entries_, write_dense_, writ
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
+from tests.support.kernels import (
+    DEVICE,
+    HOSTILE,
+    KERNELS,
+    SOME,
+    Echo,
+    interpreted,
+    is_kernel,
+    needs_gpu,
+    needs_triton,
+)
 from tests.support.representatives import DISTINCT
 from tests.support.tiers import exhaustive, full, in_diagonals, tiers
-from tests.test_gaussiank import SMOOTH
-from tests.test_methods import make
-from tests.test_select import INPUTS, oracle
+from tests.support.training import make
+from tests.support.vectors import INPUTS, SMOOTH, oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="where there is a GPU kernels do not run on the CPU")
-needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 # numpy's, in which the interpreter calculates: of NaN and infinities, and of sums that overflow.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture
-def use(monkeypatch):
-    """Choose between "torch" and "triton"."""
-    return lambda kernels: monkeypatch.setenv(launch.KERNELS, kernels)
 
 
 def same_bits(x, y):
@@ -75,13 +68,6 @@ def same_bits(x, y):
     return torch.equal(broken, y.isnan()) and torch.equal(x[~broken].view(torch.int32), y[~broken].view(torch.int32))
 
 
-HOSTILE = {
-    **INPUTS,
-    "infinities": lambda d: torch.where(torch.rand(d) < 0.5, torch.inf, -torch.inf),
-    "largest": lambda d: torch.full((d,), torch.finfo(torch.float32).max),
-    "student": SMOOTH["Student 3"],
-}
-SOME = ["few values", "nan and inf"]
 # Shorter than a block, whole tiles, cut at both ends, short ones between long ones, and none at all.
 LENGTHS = [[0], [1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [8192], [4097, 1, 13, 12289], [9000, 3, 20001, 4096]]
 
@@ -271,33 +257,6 @@ def test_adding_and_taking_out_entries(use):
         # What is taken out is zero afterwards, and not nearly so: it must not be sent twice.
         chosen = x[indices].to(DEVICE)
         assert not add_entries_(x.to(DEVICE, copy=True), indices.to(DEVICE), chosen, -1.0)[indices.to(DEVICE)].any()
-
-
-KERNELS = (block_stats, checks, chunks, codes, gradient_table, pack, quantize, select_triton, threshold, write_back)
-
-
-def is_kernel(value):
-    """Whether it stands for a kernel, or is one that was launched already."""
-    return isinstance(value, launch.Kernel) or (callable(value) and type(value).__module__.startswith("triton"))
-
-
-class Echo(Comm):
-    """Ranks that all send the same: the interpreter is no place for threads."""
-
-    def __init__(self, size):
-        super().__init__(0, size)
-
-    def _all_reduce(self, x, op):
-        x.mul_(self.size)
-
-    def _all_gather(self, x):
-        return [x.clone() for _ in range(self.size)]
-
-    def _broadcast(self, x, src):
-        pass
-
-    def _all_to_all_v(self, x, send, receive):
-        return torch.cat([x[:count] for count in receive])
 
 
 @needs_triton

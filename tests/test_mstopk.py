@@ -10,8 +10,7 @@ from lightning_sparse.compressors.mstopk import MSTopK
 from lightning_sparse.context import Context
 from tests.support.tiers import tiers
 from tests.support.updates import decoded, remainder
-from tests.test_gaussiank import SMOOTH
-from tests.test_select import INPUTS, oracle
+from tests.support.vectors import INPUTS, SMOOTH, oracle
 
 
 def published(u: torch.Tensor, k: int, rounds: int, seed: int) -> tuple[list[int], int]:

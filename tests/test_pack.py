@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.kernels import launch, pack
-from tests.test_kernels import DEVICE, needs_triton, use
+from tests.support.kernels import DEVICE, needs_triton, use
 
 __all__ = ["use"]
 # numpy's, in which the interpreter calculates: of NaN and infinities.

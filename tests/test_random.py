@@ -23,7 +23,7 @@ from lightning_sparse.memory import NoMemory
 from lightning_sparse.observer import Observer
 from lightning_sparse.state import resized
 from tests.support.tiers import full
-from tests.test_methods import make
+from tests.support.training import make
 
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 PROFILES = {

@@ -11,8 +11,7 @@ from lightning_sparse.kernels import candidates
 from tests.support.inputs import calls_of
 from tests.support.tiers import tiers
 from tests.support.updates import decoded, remainder
-from tests.test_gaussiank import SMOOTH, recorded
-from tests.test_select import INPUTS, oracle
+from tests.support.vectors import INPUTS, SMOOTH, oracle, recorded
 
 # Every third element is sampled, 100,000 of them, and the 100th largest is the threshold.
 NUMEL, DENSITY, K = 300_000, 0.001, 300

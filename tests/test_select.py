@@ -6,42 +6,8 @@ import torch
 from lightning_sparse.kernels import select
 from lightning_sparse.kernels.select import topk_indices
 from tests.support.tiers import tiers
+from tests.support.vectors import INPUTS, oracle
 
-
-def oracle(u: torch.Tensor, k: int) -> torch.Tensor:
-    """Sort everything: the bits without the sign, the lowest index first among equals."""
-    magnitudes = u.view(torch.int32) & 0x7FFFFFFF
-    return magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
-
-
-def clustered(u):
-    u[: len(u) // 50] *= 100
-    return u
-
-
-def broken(u):
-    u[::701] = torch.nan
-    u[5::997] = -torch.inf
-    return u
-
-
-INPUTS = {
-    "normal": lambda d: torch.randn(d),
-    "heavy tails": lambda d: torch.randn(d) ** 5,
-    "layers": lambda d: torch.randn(d) * torch.logspace(-8, 2, d),
-    "bf16": lambda d: torch.randn(d).bfloat16().float(),
-    "few values": lambda d: torch.randn(d).mul(2).round(),
-    "signs": lambda d: torch.randn(d).sign(),
-    "constant": lambda d: torch.full((d,), -2.0),
-    "zeros": torch.zeros,
-    "negative zeros": lambda d: -torch.zeros(d),
-    "mostly zero": lambda d: torch.randn(d) * (torch.rand(d) < 0.0007),
-    "clustered": lambda d: clustered(torch.randn(d)),
-    "ascending": lambda d: torch.arange(d, dtype=torch.float32),
-    "denormal": lambda d: torch.randn(d) * 1e-41,
-    "nan and inf": lambda d: broken(torch.randn(d)),
-    "all nan": lambda d: torch.full((d,), torch.nan),
-}
 # One element, less than a block, exact blocks, tails of one to 63 elements, more than one chunk of 2^17.
 LENGTHS = (1, 2, 63, 64, 65, 1000, 4096 + 63, 131072, 131072 * 2 + 1, 300_007)
 

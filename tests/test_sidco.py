@@ -13,8 +13,7 @@ from lightning_sparse.kernels import candidates
 from tests.support.inputs import calls_of
 from tests.support.tiers import in_diagonals
 from tests.support.updates import decoded, remainder
-from tests.test_gaussiank import DENSITIES, SMOOTH, recorded
-from tests.test_select import INPUTS, oracle
+from tests.support.vectors import DENSITIES, INPUTS, SMOOTH, oracle, recorded
 
 FITS = ["exponential", "gamma", "pareto"]
 

@@ -10,7 +10,7 @@ from lightning_sparse.compressors import GaussianK, RandK, TopK
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.support.tiers import tiers
-from tests.test_methods import KINDS, flat, gradients, kept, train
+from tests.support.training import KINDS, flat, gradients, kept, train
 
 
 def two_level(between=None, ranks_per_node=2, compressor=None):

@@ -18,8 +18,8 @@ from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.state import resized
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
-from tests.test_methods import KINDS, flat, gradients, kept
-from tests.test_updates import train as train_updates
+from tests.support.training import KINDS, flat, gradients, kept
+from tests.support.update_training import train as train_updates
 
 
 @dataclass(frozen=True)

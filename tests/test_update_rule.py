@@ -21,7 +21,7 @@ from lightning_sparse.state import resized
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.support.tiers import tiers
-from tests.test_updates import ADAMW, SGD, Net, residual, weights
+from tests.support.update_training import ADAMW, SGD, Net, residual, weights
 
 LOCAL = [name for name, spec in METHODS.items() if spec.update_rule and spec.update_rule.every > 1]
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Reducer, attach
-from tests.integration.test_failures import SOON, caught, step
+from tests.integration.failing import SOON, caught, step
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
 

@@ -22,24 +22,10 @@ from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.hooks import comm_thread
 from lightning_sparse.kernels import launch
 from lightning_sparse.observer import Observer
+from tests.integration.failing import SOON, caught, step
 from tests.processes import free_port, run_ranks
+from tests.support.kernels import interpreted, needs_triton
 from tests.support.tiers import full
-from tests.test_kernels import interpreted, needs_triton
-
-SOON = 10  # seconds; the groups' timeout is 30
-
-
-def step(ddp: nn.Module, scale: float = 1.0) -> None:
-    (ddp(torch.ones(2, 50)) * scale).pow(2).sum().backward()
-
-
-def caught(fn: Any) -> tuple[str, str, float]:
-    started = time.monotonic()
-    try:
-        fn()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "no error", "", time.monotonic() - started
 
 
 def attach_with(rank: int, settings: list[dict[str, Any]]) -> tuple[str, str, float]:

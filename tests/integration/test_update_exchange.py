@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates, method
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
-from tests.integration.test_failures import SOON, caught
+from tests.integration.failing import SOON, caught
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sparse.compressors import randk
 from lightning_sparse.exchange import OK
 from lightning_sparse.kernels import launch
-from tests.test_kernels import KERNELS, Echo, is_kernel
+from tests.support.kernels import KERNELS, Echo, is_kernel
 
 CUDA = torch.device("cuda", 0)
 

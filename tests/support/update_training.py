@@ -1,0 +1,124 @@
+"""A model, optimizers, and steps whose updates are exchanged, with a check of what is lost."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse import Method, Reducer
+from lightning_sparse.comm import Comm
+from lightning_sparse.moments import moments_of
+from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates import Updates
+
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: SGD(params, 0.1),
+    "momentum": lambda params: SGD(params, 0.1, momentum=0.9),
+    "nesterov": lambda params: SGD(params, 0.1, momentum=0.9, nesterov=True),
+    "adam": lambda params: torch.optim.Adam(params, 0.01, amsgrad=True),
+    "adamw": lambda params: ADAMW(params, 0.01),
+    "adamw, foreach": lambda params: ADAMW(params, 0.01, foreach=True),
+    "adamw, fused": lambda params: ADAMW(params, 0.01, fused=True),
+    "adamw, maximize": lambda params: ADAMW(params, 0.01, maximize=True),
+    "nadam": lambda params: torch.optim.NAdam(params, 0.01),
+    "radam": lambda params: torch.optim.RAdam(params, 0.01),
+    "adamax": lambda params: torch.optim.Adamax(params, 0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01),
+}
+
+
+class Net(nn.Module):
+    """Its loss is the product of its weights and what a rank is given, so that gradients are what a test says."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in (("a", (7, 5)), ("b", (3,)), ("c", (2, 4, 3)), ("none", (0,)), ("one", (1,))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+    def backward(self, rank: int, step: int) -> None:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        for param in self.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors])
+
+
+def residual(reducer: Reducer) -> Tensor:
+    assert reducer.layout is not None
+    kept = {
+        name: view
+        for segment, state in zip(reducer.layout.segments, reducer.states, strict=True)
+        for name, view in zip(segment.names, segment.views(state["residual"]), strict=True)
+    }
+    return flat(kept[name] for name in sorted(kept))
+
+
+def weights(net: nn.Module) -> Tensor:
+    return flat(param for _, param in sorted(net.named_parameters()))
+
+
+def train(
+    comm: Comm,
+    optimizer: str,
+    chosen: Method,
+    *,
+    steps: int = 6,
+    granularity: Any = "model",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Train, and check in every step that what ranks have changed is what all apply and what they keep.
+
+    Returns:
+        The weights, what was lost, and what rounding explains.
+    """
+    net = Net(dtype)
+    optim = OPTIMIZERS[optimizer](net.parameters())
+    chosen = replace(chosen, update_rule=UpdateRule(rescale=False))  # so that the weights say what is exchanged
+    reducer = Reducer(chosen, comm, granularity=granularity, exchanged="update")
+    updates = Updates(reducer, net, [optim])
+    reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+    kind = moments_of(optim)
+    lost, bound = torch.zeros_like(weights(net)), torch.zeros_like(weights(net))
+    for step in range(steps):
+        before, kept = weights(net), residual(reducer)
+        net.backward(comm.rank, step)
+        updates.begin(optim)
+        optim.step()
+        changed = before - weights(net)
+        owed = still_to_come(optim, net, kind)
+        updates.exchange(optim)
+        # The mean over the ranks of (x − w) + e + (momentum to come), before, is what x moves by and what is left.
+        left = residual(reducer) + still_to_come(optim, net, kind)
+        difference = changed.double() + kept + owed - left
+        total = difference.clone()
+        total = sum(comm.all_gather(difference)) / comm.size
+        lost = (total - (before - weights(net))).abs()
+        largest = max(part.abs().max() for part in comm.all_gather(torch.cat([before, kept, owed, changed])))
+        eps = 2.0 ** (-8 if dtype == torch.bfloat16 else -23)
+        # The weights are rounded once, each rank's terms three times.
+        bound = torch.full_like(lost, float(largest) * (eps + 8 * 2.0**-23))
+        assert (lost <= bound).all(), (step, lost.max(), bound.max())
+    return weights(net), lost, bound
+
+
+def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, kind: Any) -> Tensor:
+    """Return what the momentum would still change, by parameter name."""
+    if kind is None:
+        return torch.zeros_like(weights(net))
+    names = {id(param): name for name, param in net.named_parameters()}
+    parts = {
+        names[id(param)]: kind.to_come(group, optim.state[param])
+        if kind.first in optim.state[param] and optim.state[param][kind.first] is not None
+        else torch.zeros(param.shape)
+        for group in optim.param_groups
+        for param in group["params"]
+    }
+    return flat(parts[name] for name in sorted(parts))
