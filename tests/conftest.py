@@ -44,3 +44,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Choose the kernels: "torch" or "triton"."""
+    return lambda kernels: monkeypatch.setenv("LIGHTNING_SPARSE_KERNELS", kernels)

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.kernels import launch, pack
-from tests.support.kernels import DEVICE, needs_triton, use
+from tests.support.kernels import DEVICE, needs_triton
 
-__all__ = ["use"]
 # numpy's, in which the interpreter calculates: of NaN and infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -25,14 +25,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="where there is a GPU kernels do not run on the CPU")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-
-
-@pytest.fixture
-def use(monkeypatch):
-    """Choose between "torch" and "triton"."""
-    return lambda kernels: monkeypatch.setenv(launch.KERNELS, kernels)
-
-
 HOSTILE = {
     **INPUTS,
     "infinities": lambda d: torch.where(torch.rand(d) < 0.5, torch.inf, -torch.inf),
