@@ -136,6 +136,11 @@ TRIED = [
     Run("two passes", 8, 0.01, 0.002, 0, 1000),
     Run("topk", 8, 0.0038, 0.002, 0, 1000),
     Run("two passes, the second 3 times as dense", 8, 0.0075, 0.002, 0, 1000),
+    *(
+        Run(*what, 0.002, seed, 1000)
+        for seed in (1, 2)
+        for what in (("dense", 8, 1.0), ("two passes, the second 3 times as dense", 8, 0.0075))
+    ),
     Run("dense", 2, 1.0, 0.002, 0, 1000),
     Run("topk", 2, 0.01, 0.002, 0, 300),
     Run("bf16 values", 2, 0.0165, 0.002, 0, 300),
@@ -143,6 +148,10 @@ TRIED = [
     Run("4-bit values", 2, 0.031, 0.002, 0, 300),
     Run("chunks, 2-bit values", 2, 0.0285, 0.002, 0, 300),
     *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("every 10", "late", "neither", "beta1 0.5")),
+    *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("not paid out", "half paid out", "not rescaled", "times root P")),
+    *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("masked", "gtopk", "oktopk", "scalecom", "randk", "gaussiank")),
+    *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("two passes", "decay 0.1", "decay 0.1 outside")),
+    Run("dense, decay 0.1", 2, 1.0, 0.002, 0, 300),
 ]
 """What to train, in this order."""
 

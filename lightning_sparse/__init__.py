@@ -6,7 +6,7 @@ Trainer(strategy="gaussiank_ddp")
 
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
 from lightning_sparse.exchange import NonFiniteGradient
-from lightning_sparse.hooks import attach, attach_updates
+from lightning_sparse.hooks import attach, attach_updates, exchange_pending
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies import SparseDDPStrategy
@@ -25,6 +25,7 @@ __all__ = [
     "UpdateRule",
     "attach",
     "attach_updates",
+    "exchange_pending",
     "method",
     "simulate",
 ]

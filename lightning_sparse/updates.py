@@ -92,16 +92,22 @@ class Updates:
     @property
     def note(self) -> str:
         """One sentence about what is exchanged."""
-        names = sorted({type(optimizer).__name__ for optimizer in self._optimizer_of.values()})
-        text = f"Each rank steps its own {' and '.join(names)}, and the updates are exchanged"
+        stepped = set(self._optimizer_of.values())
+        text = f"Each rank steps its own {_names(stepped)}, and the updates are exchanged"
         if self._rule.every > 1:
             text += f" after every {self._rule.every} steps"
         density = self._reducer.method.density  # after the warm-up
-        if any(self._empties_momentum(optimizer, density) for optimizer in self._optimizer_of.values()):
-            text += f"; momentum is {'paid out' if self._rule.momentum == 'pay_out' else 'set to zero'} where entries "
-            text += "are sent"
-        if any(self._rescales(optimizer) for optimizer in self._optimizer_of.values()):
-            text += f"; updates are made up to √{self._reducer.comm.size} times as large, as of all ranks' batches"
+        if emptied := {optimizer for optimizer in stepped if self._empties_momentum(optimizer, density)}:
+            text += f"; momentum of {_names(emptied)} is "
+            text += f"{'paid out' if self._rule.momentum == 'pay_out' else 'set to zero'} where entries are sent"
+        unknown = {optimizer for optimizer in stepped if moments_of(optimizer) is None}
+        if unknown and self._rule.momentum != "keep" and self._reducer.method.is_sparse:
+            text += f"; {_names(unknown)} is left alone, as where it keeps momentum is not known"
+        if rescaled := {optimizer for optimizer in stepped if self._rescales(optimizer)}:
+            text += (
+                f"; updates of {_names(rescaled)} are made up to √{self._reducer.comm.size} times as large, as of all "
+            )
+            text += "ranks' batches"
         return f"{text}."
 
     @torch.no_grad()
@@ -205,6 +211,11 @@ class Updates:
         beta = max(map(kind.beta, optimizer.param_groups))
         # Entries that are sent about as often as momentum decays have no delay to make up for.
         return beta > 0 and (self._rule.momentum == "mask" or (density or 1) < 1 - beta)
+
+
+def _names(optimizers: Collection[Optimizer]) -> str:
+    """Return the names of optimizers' classes, each once."""
+    return " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
 
 
 @torch.no_grad()

@@ -6,12 +6,11 @@
 """
 
 import math
-import os
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -22,15 +21,10 @@ from lightning_sparse.compressors.base import Entries, drop_padding
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.observer import Observer
 from lightning_sparse.state import resized
+from tests.support.profiles import PROFILE
 from tests.support.tiers import full
 from tests.support.training import make
 
-QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-PROFILES = {
-    "short": settings(max_examples=200, derandomize=True, **QUIET),
-    "long": settings(max_examples=2000, derandomize=False, **QUIET),
-}
-PROFILE = PROFILES[os.environ.get("HYPOTHESIS_PROFILE", "short")]
 SIZES = [1, 2, 3, 5]
 GRANULARITIES = ["layer", "bucket", "model"]
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16]  # fp32 as often as the others together

@@ -12,6 +12,7 @@ What is exchanged is in `lightning_sparse.updates`; this is the process group, t
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from lightning_sparse.options import check_warmup, listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates, broadcast, exchanged_parameters
+
+log = logging.getLogger(__name__)
 
 
 def attach_updates(
@@ -61,7 +64,8 @@ def attach_updates(
             Only beside a name.
         granularity: what is compressed together: "layer", "bucket" or "model".
         bucket_cap_mb: size of a "bucket" in MiB.
-        every: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most.
+        every: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most. With more
+            than one, call `exchange_pending` before weights are evaluated or saved, and at the end.
         seed: of all random choices; equal on all ranks.
         warmup: densities to use in turn before `density`, `warmup_steps` exchanges each.
         warmup_steps: number of exchanges for each density of `warmup`.
@@ -105,8 +109,35 @@ def attach_updates(
         warmup=warmup,
         warmup_steps=warmup_steps,
     )
+    if exchange.comm.rank == 0:
+        log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")
     weakref.finalize(model, exchange.close)
     return exchange.reducer
+
+
+def exchange_pending(optimizer: Optimizer) -> None:
+    """Exchange what an optimizer with `attach_updates(every=...)` has changed since its last exchange.
+
+    Then weights are equal on all ranks: before they are evaluated or saved, and at the end. All ranks call it; nothing
+    happens where nothing is pending.
+
+    Raises:
+        ValueError: its updates are not exchanged.
+        NonFiniteGradient, RankFailure: as in a step.
+    """
+    exchange = _exchange_of(optimizer)
+    if exchange is None:
+        raise ValueError(
+            f"exchange_pending got a {type(optimizer).__name__} whose updates are not exchanged: call attach_updates "
+            f"with it before."
+        )
+    exchange.exchange_pending()
+
+
+def _exchange_of(optimizer: Optimizer) -> UpdateExchange | None:
+    """Return what exchanges an optimizer's updates, if anything does."""
+    owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
+    return next((owner for owner in owners if isinstance(owner, UpdateExchange)), None)
 
 
 class UpdateExchange:
@@ -261,7 +292,7 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
             f"another method, such as 'topk'."
         )
     for optimizer in optimizers:
-        if any(isinstance(getattr(hook, "__self__", None), UpdateExchange) for hook in step_hooks(optimizer)):
+        if _exchange_of(optimizer) is not None:
             raise ValueError(
                 f"The updates of this {type(optimizer).__name__} are exchanged already: attach_updates was called with "
                 f"it before. Once is enough; for other settings make a new optimizer."

@@ -173,12 +173,12 @@ class SparseDDP(UpdateOrGradientExchange):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        if self._compresses:
-            check_optimizers(self.optimizers, self._method)
         self._reducer = None  # free the residuals of an earlier fit before new ones are allocated
         if self._two_level:
             self._on_two_levels(self.num_processes)
-        what = "update" if self._exchanges_updates() else "gradient"
+        what, why = self._choice()
+        if what == "gradient" and self._compresses:
+            check_optimizers(self.optimizers, self._method)
         ranks: list[Any] = [None] * self.world_size
         dist.all_gather_object(ranks, what)
         if len(set(ranks)) > 1:
@@ -198,7 +198,7 @@ class SparseDDP(UpdateOrGradientExchange):
             dist.all_gather_object(nodes, self.node_rank)
             check_placement(nodes, self._method.aggregator.ranks_per_node)
         if self.global_rank == 0:
-            self._inform(run_summary(self._reducer, trainer, self._exchange.note))
+            self._inform(run_summary(self._reducer, trainer, f"{self._exchange.note} Chosen by {why}."))
         if self.world_size == 1 and self._compresses:
             log.warning(
                 f"{type(self).__name__} on one rank sends nothing to anybody, yet keeps back what it does not choose: "
@@ -213,12 +213,20 @@ class SparseDDP(UpdateOrGradientExchange):
         self._method = replace(self._method, aggregator=aggregator)
         self._update_method = replace(self._update_method, aggregator=aggregator)
 
-    def _exchanges_updates(self) -> bool:
+    def _choice(self) -> tuple[str, str]:
+        """Return what ranks exchange, "update" or "gradient", and by what this was chosen."""
         if self._exchanged != "auto":
-            return bool(self._exchanged == "update")
-        if self._method.update_rule is not None or (self._every or 1) > 1:
-            return True
-        return self._method.is_sparse and any(map(is_adaptive, self.optimizers))
+            return self._exchanged, f"exchange={self._exchanged!r}"
+        if self._method.update_rule is not None:
+            return "update", "the method"
+        if (self._every or 1) > 1:
+            return "update", f"every={self._every}"
+        adaptive = next(filter(is_adaptive, self.optimizers), None)
+        if not self._method.is_sparse:
+            return "gradient", "the method"
+        if adaptive is None:
+            return "gradient", "the optimizer, which is not known to divide by past gradients"
+        return "update", f"{type(adaptive).__name__}, which divides by past gradients"
 
     def on_train_start(self) -> None:
         super().on_train_start()

@@ -18,7 +18,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates, method
+from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates, exchange_pending, method
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from tests.integration.failing import SOON, caught
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
@@ -85,6 +85,61 @@ def test_methods_that_send_every_element_exchange_gradients_with_any_optimizer(m
     assert not any("takes too large steps" in text for text in first["messages"])
 
 
+class Tied(Net):
+    """Two layers with one weight."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(ADAMW, lr=0.01, **options)
+        self.other = nn.Linear(24, 4)
+        self.other.weight = self.layers[3].weight
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        hidden = self.layers[:3](self.embedding(batch[0]))
+        return nn.functional.cross_entropy(self.layers[3](hidden) + self.other(hidden), batch[1])
+
+
+class Unused(Net):
+    """One layer takes part on rank 0 alone, in every second step, and another nowhere."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(ADAMW, lr=0.01, **options)
+        self.sometimes, self.never = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        out = self.layers(self.embedding(batch[0]))
+        if self.global_rank == 0 and index % 2:
+            out = self.sometimes(out)
+        return nn.functional.cross_entropy(out, batch[1])
+
+
+class Compiled(Net):
+    def __init__(self) -> None:
+        super().__init__(ADAMW, lr=0.01)
+        self.layers = torch.compile(self.layers, backend="aot_eager")
+
+
+class ChannelsLast(Net):
+    def __init__(self) -> None:
+        super().__init__(ADAMW, lr=0.01)
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        image = self.embedding(batch[0])[:, :3, None, None].expand(-1, -1, 4, 4)
+        return super().training_step(batch, index) + self.convolution(image).square().mean()
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__(ADAMW, lr=0.01)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
 FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "accumulation": (AdamNet, {}, {"accumulate_grad_batches": 2}),
     "bf16-mixed": (AdamNet, {}, {"precision": "bf16-mixed"}),
@@ -104,6 +159,14 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "every third step": (AdamNet, {"every": 3}, {}),
     "diloco": (AdamNet, {"method": "diloco", "density": None, "every": 3}, {}),
     "sparseloco": (AdamNet, {"method": "sparseloco", "density": None, "every": 3}, {}),
+    "tied weights": (Tied, {}, {}),
+    "parameters without gradients": (Unused, {}, {}),
+    "compiled": (Compiled, {}, {}),
+    "compiled module": (lambda: torch.compile(AdamNet(), backend="aot_eager"), {}, {}),
+    "channels last": (ChannelsLast, {}, {}),
+    "manual optimization": (Manual, {}, {}),
+    "two levels": (AdamNet, {"two_level": True}, {}),
+    "RMSprop": (partial(Net, torch.optim.RMSprop, lr=0.001), {}, {}),
     "dgc": (partial(Net, partial(torch.optim.SGD, momentum=0.9), lr=0.01), {"method": "dgc"}, {}),
 }
 
@@ -200,6 +263,23 @@ def test_moments_differ_among_ranks_and_their_mean_goes_to_fewer(tmp_path):
 
     (alone,) = lightning_ranks(1, one)
     assert alone[0].isfinite().all()
+
+
+def test_optimizers_whose_states_differ_in_kind_have_no_mean(tmp_path):
+    """A layer had gradients on rank 0 alone."""
+
+    def two(rank: int) -> None:
+        saving(rank, tmp_path, Unused, {}, 2)
+
+    lightning_ranks(2, two)
+
+    def one(rank: int) -> tuple[str, str, float]:
+        return caught(lambda: saving(rank, tmp_path / "one", Unused, {}, 1, ckpt_path=tmp_path / "step=15.ckpt"))
+
+    ((kind, text, _),) = lightning_ranks(1, one)
+    assert kind == "ValueError"
+    assert "The optimizer states of two ranks differ in kind, so they have no mean" in text
+    assert "Go on with the same number of ranks." in text
 
 
 @full
@@ -401,6 +481,32 @@ def test_an_unknown_optimizer_is_warned_of_unless_the_exchange_is_chosen():
     assert "set exchange='update'" in first[0][0]
 
 
+class TwoKinds(Gan):
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [ADAMW(self.generator.parameters(), lr=0.01), Unknown(self.discriminator.parameters(), lr=0.01)]
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "said"),
+    [
+        (AdamNet, {}, ["momentum of AdamW is paid out where entries are sent", "updates of AdamW are made up to √2"]),
+        (AdamNet, {}, ["Chosen by AdamW, which divides by past gradients."]),
+        (Net, {"exchange": "update"}, ["Each rank steps its own SGD, and", "exchanged. Chosen by exchange='update'."]),
+        (Net, {}, ["Gradients are exchanged. Chosen by the optimizer, which is not known to divide"]),
+        (AdamNet, {"method": "int4", "density": None}, ["Gradients are exchanged. Chosen by the method."]),
+        (partial(Net, torch.optim.RMSprop), {}, ["RMSprop is left alone, as where it keeps momentum is not known"]),
+        (
+            TwoKinds,
+            {"exchange": "update"},
+            ["momentum of AdamW is paid out where entries are sent; Unknown is left alone, as where it keeps"],
+        ),
+    ],
+)
+def test_the_first_line_says_what_is_done_to_which_optimizer_and_why(net, options, said):
+    first, _ = lightning_ranks(2, fit, net, options)
+    assert all(text in first["first line"] for text in said), first["first line"]
+
+
 @pytest.mark.parametrize(
     ("net", "options", "density"),
     [
@@ -576,6 +682,39 @@ def test_updates_are_not_exchanged_twice():
     for kind, text, _ in run_ranks(2, attached_twice):
         assert kind == "ValueError"
         assert "The updates of this AdamW are exchanged already: attach_updates was called with it before" in text
+
+
+def with_pending_steps(rank: int) -> list[Tensor]:
+    torch.manual_seed(rank)
+    net = nn.Linear(6, 3)
+    optimizer = ADAMW(net.parameters(), lr=0.1)
+    attach_updates(net, optimizer, density=0.5, every=3)
+    found = []
+    for _ in range(7):
+        optimizer.zero_grad()
+        net(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+    for _ in range(2):  # the second time nothing is pending
+        found.append(torch.cat([param.detach().flatten() for param in net.parameters()]))
+        exchange_pending(optimizer)
+    return [*found, torch.cat([param.detach().flatten() for param in net.parameters()])]
+
+
+def test_pending_updates_are_exchanged_when_it_is_asked_for():
+    first, second = run_ranks(2, with_pending_steps)
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(first[1], first[2])
+    with pytest.raises(ValueError, match="exchange_pending got a SGD whose updates are not exchanged"):
+        exchange_pending(torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1))
+
+
+def test_lbfgs_is_refused_for_what_it_keeps():
+    def run(rank: int) -> tuple[str, str, float]:
+        return caught(lambda: fit(rank, partial(Net, torch.optim.LBFGS), {"exchange": "update"}))
+
+    for kind, text, _ in lightning_ranks(2, run):
+        assert "LBFGS keeps differences of gradients from step to step" in text, kind
 
 
 def test_a_warm_up_needs_steps_where_nobody_counts_epochs():

@@ -1,6 +1,6 @@
 """A model, optimizers, and steps whose updates are exchanged, with a check of what is lost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +32,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+SHAPES: dict[str, tuple[int, ...]] = {"a": (7, 5), "b": (3,), "c": (2, 4, 3), "none": (0,), "one": (1,)}
+
+
 class Net(nn.Module):
     """Its loss is the product of its weights and what a rank is given, so that gradients are what a test says."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        for name, shape in (("a", (7, 5)), ("b", (3,)), ("c", (2, 4, 3)), ("none", (0,)), ("one", (1,))):
+        for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
 
     def backward(self, rank: int, step: int) -> None:
@@ -73,13 +76,14 @@ def train(
     steps: int = 6,
     granularity: Any = "model",
     dtype: torch.dtype = torch.float32,
+    net: Net | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Train, and check in every step that what ranks have changed is what all apply and what they keep.
 
     Returns:
         The weights, what was lost, and what rounding explains.
     """
-    net = Net(dtype)
+    net = net or Net(dtype)
     optim = OPTIMIZERS[optimizer](net.parameters())
     chosen = replace(chosen, update_rule=UpdateRule(rescale=False))  # so that the weights say what is exchanged
     reducer = Reducer(chosen, comm, granularity=granularity, exchanged="update")
@@ -101,7 +105,9 @@ def train(
         total = difference.clone()
         total = sum(comm.all_gather(difference)) / comm.size
         lost = (total - (before - weights(net))).abs()
-        largest = max(part.abs().max() for part in comm.all_gather(torch.cat([before, kept, owed, changed])))
+        largest = max(
+            part.abs().max() for part in comm.all_gather(torch.cat([before, kept, owed, changed, torch.zeros(1)]))
+        )
         eps = 2.0 ** (-8 if dtype == torch.bfloat16 else -23)
         # The weights are rounded once, each rank's terms three times.
         bound = torch.full_like(lost, float(largest) * (eps + 8 * 2.0**-23))
