@@ -24,6 +24,7 @@ from lightning_sparse.aggregators import (
     PowerSGD,
     ScaleCom,
     TrimmedMean,
+    TwoLevel,
     TwoPass,
 )
 from lightning_sparse.aggregators.majority_vote import MajorityVote
@@ -76,9 +77,14 @@ class Method:
         if self.update_rule is not None and not isinstance(self.update_rule, UpdateRule):
             raise TypeError(f"Method(update_rule={self.update_rule!r}): update_rule must be an UpdateRule, or None.")
         if not self.aggregator.supports(self.compressor):
+            instead = "Use Mean(), which gathers all payloads and takes any."
+            if isinstance(self.aggregator, TwoLevel):
+                instead = "Leave two_level out, or take a method that sends entries of each rank's own choice."
+            raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
+        if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(
-                f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. Use Mean(), which gathers all "
-                f"payloads and takes any."
+                f"{self.memory!r} keeps the errors of {self.compressor!r}, which may be larger than what is sent, so "
+                f"they would grow from step to step. Use NoMemory(), as its values are right on average."
             )
 
     def __str__(self) -> str:

@@ -1,5 +1,6 @@
 """Every collective, with threads and with processes: same results, same bytes."""
 
+import signal
 import threading
 import time
 
@@ -224,3 +225,21 @@ def test_a_rank_that_does_not_answer_may_not_have_begun():
 
     first, _ = run_ranks(2, rank)
     assert "No answer from rank 1: killed, ended, or frozen, or still before the first backward pass." in first
+
+
+def test_ctrl_c_ends_all_ranks_before_simulate_does():
+    """A thread that is in torch when the interpreter ends aborts the process."""
+    ended = []
+
+    def rank(comm):
+        try:
+            for step in range(1_000_000):
+                comm.all_reduce(torch.ones(10))
+                if comm.rank == 0 and step == 3:
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        except RankFailure as error:
+            ended.append(str(error))
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(3, rank)
+    assert ended == ["Interrupted."] * 3

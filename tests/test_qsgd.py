@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from lightning_sparse import NonFiniteGradient, Reducer, method, simulate
+from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.compressors.qsgd import QSGD, omega_bits
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.codes import unpack_codes
+from lightning_sparse.memory import NoMemory
 from tests.support.rounding import check_rounding
 from tests.support.tiers import in_diagonals
 from tests.support.updates import decoded
@@ -159,3 +160,11 @@ def test_what_has_no_norm_is_an_error_on_all_ranks(value, message):
 def test_bad_options(options):
     with pytest.raises(ValueError, match=rf"QSGD\({next(iter(options))}="):
         QSGD(**options)
+
+
+def test_errors_that_would_grow_are_not_kept():
+    """With s² ≤ n the bound on the error, √n/s · ‖v‖², is no less than ‖v‖²."""
+    with pytest.raises(ValueError, match=r"Residual\(\) keeps the errors of QSGD\(levels=7.*\), .* Use NoMemory\(\)"):
+        Method(QSGD(levels=7))
+    assert Method(QSGD(levels=7), NoMemory())
+    assert Method(QSGD(levels=23)), "23² > 512: its errors shrink"

@@ -163,6 +163,8 @@ def test_config_and_key_are_different_columns():
     [
         (["memsgd", "--figure"], "memsgd.csv: there is nothing to draw yet; run: python -m lightning_sparse reproduce"),
         (["memsgd", "--steps", "0"], "--steps 0: must be a number above 0"),
+        (["memsgd", "--steps", "1"], "--steps 1: . processes share them, so at least as many"),
+        (["layer-wise", "--density", "2"], "--density 2.0: is a share of the entries, at most 1"),
         (["memsgd", "--seed", "-1"], "--seed -1: must be a number 0 or more"),
         (["memsgd", "--data", "nowhere.svm"], "memsgd: --data nowhere.svm: there is no such file"),
     ],
@@ -171,6 +173,35 @@ def test_bad_input_is_one_sentence(given, says, tmp_path):
     with pytest.raises(SystemExit, match=says):
         command.main([*given, "--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_another_kind_is_named(tmp_path):
+    toy = finding(lambda case, config: {"y": 0})
+    for content, says in (
+        ("", r"toy.csv is no table \(No columns to parse from file\): give another folder"),
+        ("a,b\n1,2\n", "toy.csv is not of 'toy', as it has no column seed, size, x: give another folder"),
+    ):
+        (tmp_path / "toy.csv").write_text(content)
+        for work in (lambda: frame.reproduce(toy, toy.config, tmp_path), lambda: frame.redraw(toy, tmp_path)):
+            with pytest.raises(SystemExit, match=says):
+                work()
+        assert (tmp_path / "toy.csv").read_text() == content
+    with pytest.raises(SystemExit, match=r"toy\.csv: is a file; give a folder"):
+        frame.reproduce(toy, toy.config, tmp_path / "toy.csv")
+
+
+def test_data_that_are_not_finite_are_refused(tmp_path):
+    (tmp_path / "data.svm").write_text("1 1:nan 2:1\n-1 1:2\n")
+    with pytest.raises(ValueError, match=r"data\.svm: has numbers that are not finite"):
+        data_from(tmp_path / "data.svm")
+
+
+def test_ctrl_c_before_the_first_run_has_ended_says_so(tmp_path):
+    def interrupted(case, config):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="No run has ended; the same command goes on from there"):
+        frame.reproduce(finding(interrupted), {"size": 3, "seed": 0}, tmp_path)
 
 
 @pytest.mark.parametrize(

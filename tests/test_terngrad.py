@@ -161,4 +161,8 @@ def test_bad_options(clip):
 def test_parts_that_do_not_go_together():
     with pytest.raises(ValueError, match=r"SharedScale\(\) cannot aggregate what TopK"):
         Method(TopK(), NoMemory(), SharedScale())
-    assert Method(TernGrad(), aggregator=TwoPass()), "with scales of each rank's own"
+    with pytest.raises(ValueError, match=r"TwoPass\(.*\) cannot aggregate what TernGrad"):
+        Method(TernGrad(), NoMemory(), TwoPass())
+    with pytest.raises(ValueError, match=r"Residual\(\) keeps the errors of TernGrad\(.*\), which may be larger"):
+        Method(TernGrad())
+    assert Method(TernGrad(), NoMemory()), "with scales of each rank's own"

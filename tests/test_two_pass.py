@@ -179,7 +179,9 @@ def test_all_of_the_owners_part_goes_into_the_sum():
 
 
 @full
-@pytest.mark.parametrize("compressor", [TopK(density=0.01, index_format="int32"), QSGD()], ids=["topk", "qsgd"])
+@pytest.mark.parametrize(
+    "compressor", [TopK(density=0.01, index_format="int32"), QSGD(bucket=64)], ids=["topk", "qsgd"]
+)
 def test_bytes_do_not_grow_with_the_number_of_ranks(compressor):
     numel, announced = 3 * 2**15, {}
     for size in (2, 4, 16, 32):
@@ -315,7 +317,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"TwoPass\(second=0\): second must be a number above 0"):
         TwoPass(second=0)
     with pytest.raises(ValueError, match=r"TwoPass\(second=3\) cannot aggregate what QSGD\(.*\) sends"):
-        Method(QSGD(), NoMemory(), TwoPass(second=3))
+        Method(QSGD(bucket=64), NoMemory(), TwoPass(second=3))
     with pytest.raises(ValueError, match=r"TwoPass\(second=1.0\) cannot aggregate what Sign\(\) sends"):
         Method(Sign(), NoMemory(), TwoPass())
     with pytest.raises(ValueError, match=r"TwoLevel\(inter_node=TwoPass\(\)\).*OkTopK\(\)"):

@@ -96,8 +96,9 @@ class TwoPass(Aggregator[Compressor]):
         return 2 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
-        # Signs do not approximate u, so there is no sum to compress; and regions cut matrices.
-        return not isinstance(compressor, Sign | LowRank) and (self.second == 1 or hasattr(compressor, "density"))
+        # Signs do not approximate u, so there is no sum to compress; and regions cut matrices. Owners keep residuals.
+        fits = compressor.contracts and not isinstance(compressor, Sign | LowRank)
+        return fits and (self.second == 1 or hasattr(compressor, "density"))
 
     def _second(self, density: float | None) -> float | None:
         """Return the density of the second pass, None where the compressor has none."""

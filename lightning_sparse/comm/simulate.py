@@ -23,6 +23,8 @@ T = TypeVar("T")
 def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
     """Run `fn` once per rank, each in a thread of this process, and return the results in rank order.
 
+    A single rank runs in the calling thread.
+
     Args:
         size: number of ranks.
         fn: called with the rank's `Comm`.
@@ -34,6 +36,8 @@ def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
     if size < 1:
         raise ValueError(f"simulate(size={size}): there must be at least one rank.")
     meeting = _Meeting(size)
+    if size == 1:
+        return [fn(_ThreadComm(0, meeting))]
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -45,10 +49,18 @@ def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
         meeting.end(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        # A thread that is still in torch when the interpreter ends would abort the process.
+        meeting.interrupt()
+        for thread in threads:
+            if thread.ident is not None:  # it was started
+                thread.join()
+        raise
     if meeting.first_error is not None:
         raise meeting.first_error
     return results
@@ -107,9 +119,12 @@ class _Meeting:
         self.number = 0
         self.ended: dict[int, BaseException | None] = {}
         self.first_error: BaseException | None = None
+        self.interrupted = False
 
     def meet(self, rank: int, item: Any) -> list[Any]:
         with self.condition:
+            if self.interrupted:
+                raise RankFailure("Interrupted.")
             mine = self.number
             self.items[rank] = item
             if len(self.items) == self.size:
@@ -118,7 +133,9 @@ class _Meeting:
                 self.items = {}
                 self.number += 1
                 self.condition.notify_all()
-            self.condition.wait_for(lambda: self.number != mine or self.ended)
+            self.condition.wait_for(lambda: self.number != mine or self.ended or self.interrupted)
+            if self.number == mine and self.interrupted:
+                raise RankFailure("Interrupted.")
             if self.number == mine:
                 other, error = next(iter(self.ended.items()))
                 how = "ended" if error is None else f"failed with {error!r}"
@@ -129,4 +146,10 @@ class _Meeting:
         with self.condition:
             self.ended[rank] = error
             self.first_error = self.first_error or error
+            self.condition.notify_all()
+
+    def interrupt(self) -> None:
+        """Have every rank fail in its next collective."""
+        with self.condition:
+            self.interrupted = True
             self.condition.notify_all()

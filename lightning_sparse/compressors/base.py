@@ -86,6 +86,11 @@ class Compressor(abc.ABC):
     exposes_nonfinite: bool = False
     """Whether a NaN or an infinity in u always is among the update's values; if not, all of u is scanned."""
 
+    @property
+    def contracts(self) -> bool:
+        """Whether ‖u − update‖ is below ‖u‖ in expectation: else a residual would grow without bound."""
+        return True
+
     @abc.abstractmethod
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         """Return the payload for `u`, which is left as it is, and the update that the payload stands for."""

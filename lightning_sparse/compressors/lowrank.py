@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
 from lightning_sparse.context import Context, StateSpec
-from lightning_sparse.kernels.launch import to_device
+from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
 from lightning_sparse.options import check
 
@@ -60,7 +60,8 @@ class LowRank(Compressor):
         """Return M Q₀ of all matrices, and what travels exactly. Both hold a NaN or an infinity if `u` does."""
         parts = _parts(ctx.segment, self.rank)
         # Drawn in every step: the host does not know whether columns are zero.
-        drawn = to_device(torch.randn(parts.right, dtype=torch.float32, generator=ctx.generator(shared=True)), u.device)
+        drawn = torch.zeros(parts.right, dtype=torch.float32, device=u.device)
+        Uniform(ctx.key(shared=True), parts.right, u.device).add_(drawn, 0, -0.5).mul_(math.sqrt(12))  # of variance 1
         # With another rank, or in another partition, it starts anew.
         known = ctx.state.get("right")
         starts = parts.right_views(drawn)

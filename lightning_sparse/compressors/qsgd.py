@@ -47,6 +47,10 @@ class QSGD(Compressor):
         """Bits of a code."""
         return (2 * self.levels).bit_length()
 
+    @property
+    def contracts(self) -> bool:
+        return self.levels**2 > self.bucket
+
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         numel, bucket = u.numel(), self.bucket
         norms = torch.empty(-(-numel // bucket), 1, dtype=torch.float32, device=u.device)

@@ -40,6 +40,10 @@ class TernGrad(Compressor):
             raise ValueError(f"TernGrad(clip={self.clip!r}): a number above 0, by which σ is multiplied, or math.inf.")
         object.__setattr__(self, "clip", float(self.clip))
 
+    @property
+    def contracts(self) -> bool:
+        return False
+
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         scales = self.scales(u, ctx)
         packed, update = self.quantize(u, scales, scales, ctx)

@@ -59,7 +59,7 @@ def reproduce(finding: Finding, config: Config, out: Path) -> None:
     """
     config = checked(config)
     path = finding.path(out)
-    known = table.load_texts(path)
+    known = texts_of(finding, out)
     for name, value in config.items():
         others = sorted(set(known[name]) - {table.text(value, finding.digits)}) if len(known) else []
         if others:
@@ -85,9 +85,8 @@ def reproduce(finding: Finding, config: Config, out: Path) -> None:
             )
             print(f"[{number}/{len(todo)}] {said} ({seconds:.1f} s, about {left:.0f} s left)", flush=True)
     except KeyboardInterrupt:
-        raise SystemExit(
-            f"\nInterrupted. {path} has all runs that ended; the same command goes on from there."
-        ) from None
+        kept = f"{path} has all runs that ended" if path.exists() else "No run has ended"
+        raise SystemExit(f"\nInterrupted. {kept}; the same command goes on from there.") from None
     redraw(finding, out)
 
 
@@ -98,7 +97,7 @@ def redraw(finding: Finding, out: Path) -> None:
         SystemExit: there is no such file, or runs are missing.
     """
     path = finding.path(out)
-    texts = table.load_texts(path)
+    texts = texts_of(finding, out)
     command = f"python -m lightning_sparse reproduce {finding.name} --out {out}"
     if texts.empty:
         raise SystemExit(f"{path}: there is nothing to draw yet; run: {command}")
@@ -109,6 +108,23 @@ def redraw(finding: Finding, out: Path) -> None:
     found = table.load(path)
     plots.write(finding.draw(found), path.with_suffix(".png"))
     print(finding.verdict(found))
+
+
+def texts_of(finding: Finding, out: Path) -> pd.DataFrame:
+    """Return the runs in a folder's CSV file as text, none if there is none; a file of another kind is a SystemExit."""
+    if out.exists() and not out.is_dir():
+        raise SystemExit(f"--out {out}: is a file; give a folder.")
+    path = finding.path(out)
+    try:
+        texts = table.load_texts(path)
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{path} is no table ({error}): give another folder, --out, or delete it.") from None
+    if len(texts) and (absent := {*finding.key, *finding.config} - {*texts}):
+        raise SystemExit(
+            f"{path} is not of {finding.name!r}, as it has no column {', '.join(sorted(absent))}: give another folder, "
+            f"--out, or delete it."
+        )
+    return texts
 
 
 def cases_of(finding: Finding, config: Config) -> list[Row]:
@@ -132,6 +148,8 @@ def checked(config: Config) -> Config:
         least = 0 if name == "seed" else None
         if not isinstance(value, str) and not (value > 0 or value == least):
             raise SystemExit(f"--{name} {value}: must be a number {'0 or more' if least == 0 else 'above 0'}.")
+        if name == "density" and value > 1:
+            raise SystemExit(f"--density {value}: is a share of the entries, at most 1.")
     return config
 
 

@@ -126,6 +126,8 @@ def data_from(path: Path) -> Logistic:
         raise ValueError(
             f"--data {path}: not in svmlight format, `label index:value …` in each line ({error})."
         ) from None
+    if not (np.isfinite(rows.data).all() and np.isfinite(labels).all()):
+        raise ValueError(f"--data {path}: has numbers that are not finite.")
     classes = np.unique(labels)
     if len(classes) != 2:
         raise ValueError(f"--data {path}: has {len(classes)} different labels; logistic regression needs two.")

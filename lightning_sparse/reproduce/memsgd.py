@@ -65,6 +65,8 @@ def cases(config: Config) -> list[Row]:
     Raises:
         ValueError: the file cannot be read.
     """
+    if config["steps"] < max(processes()):
+        raise ValueError(f"--steps {config['steps']}: {max(processes())} processes share them, so at least as many.")
     names = ["file"] if config["data"] else list(METHODS)
     runs: list[Row] = []
     for name in names:

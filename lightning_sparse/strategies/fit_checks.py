@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import METHODS, Method, suggestion
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,16 @@ def warn_of_clipping(module: Any, strategy: str) -> None:
         ("pytorch_lightning.", "lightning.")
     ):
         log.warning(f"If configure_gradient_clipping of {type(module).__name__} clips, it shortens {instead}")
+
+
+def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None:
+    """Warn if a method keeps a momentum, and an optimizer another one of that."""
+    with_momentum = [x for x in optimizers if any(group.get("momentum") for group in x.param_groups)]
+    if with_momentum and isinstance(method.memory, Momentum):
+        log.warning(
+            f"{type(with_momentum[0]).__name__} has a momentum, and {method} sends the sign of another one. Give the "
+            f"optimizer momentum=0."
+        )
 
 
 def check_placement(nodes: Sequence[int], ranks_per_node: int) -> None:

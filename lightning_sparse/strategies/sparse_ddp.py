@@ -35,6 +35,7 @@ from lightning_sparse.strategies.fit_checks import (
     check_placement,
     is_adaptive,
     warn_of_adaptive_optimizers,
+    warn_of_two_momenta,
 )
 from lightning_sparse.strategies.summary import run_summary
 from lightning_sparse.strategies.updates import UpdateOrGradientExchange
@@ -233,8 +234,10 @@ class SparseDDP(UpdateOrGradientExchange):
         loss_scale.watch(self._on_scaled_loss)
         if self._update_exchange is not None:
             self._update_exchange.begin()
-        elif (self._method.density or 1) < 1 and self.global_rank == 0:
-            warn_of_adaptive_optimizers(self.optimizers, chosen=self._exchanged == "gradient")
+        elif self.global_rank == 0:
+            if (self._method.density or 1) < 1:
+                warn_of_adaptive_optimizers(self.optimizers, chosen=self._exchanged == "gradient")
+            warn_of_two_momenta(self.optimizers, self._method)
         _before_lightnings_sigterm_handler(self._announce_sigterm)
 
     def _announce_sigterm(self) -> None:

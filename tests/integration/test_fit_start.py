@@ -177,3 +177,15 @@ def test_a_gan_that_does_not_toggle_its_optimizers_is_warned_once():
     assert len(careless) == 1
     assert careless[0].startswith("Optimizer 0 (SGD) did not step, but another one did")
     assert toggled == both == without_residual == []
+
+
+def test_a_momentum_beside_that_of_the_method_is_warned_of():
+    def rank(rank: int) -> list[int]:
+        found = []
+        for name, options in (("signum", {"momentum": 0.9}), ("signum", {}), ("signsgd", {"momentum": 0.9})):
+            messages = Messages()
+            trainer(strategy(name), 1).fit(Net(**options), Loader(0, 1, 2))
+            found.append(sum("SGD has a momentum, and Sign() + Momentum() + Major" in text for text in messages.texts))
+        return found
+
+    assert lightning_ranks(1, rank) == [[1, 0, 0]]
