@@ -52,14 +52,11 @@ def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        meeting.await_end(size)
     except KeyboardInterrupt:
         # A thread that is still in torch when the interpreter ends would abort the process.
         meeting.interrupt()
-        for thread in threads:
-            if thread.ident is not None:  # it was started
-                thread.join()
+        meeting.await_end(sum(thread.ident is not None for thread in threads))
         raise
     if meeting.first_error is not None:
         raise meeting.first_error
@@ -147,6 +144,12 @@ class _Meeting:
             self.ended[rank] = error
             self.first_error = self.first_error or error
             self.condition.notify_all()
+
+    def await_end(self, count: int) -> None:
+        """Wait until so many ranks have ended."""
+        # Not by `join`: a thread whose join was interrupted counts as stopped (Python 3.11, _wait_for_tstate_lock).
+        with self.condition:
+            self.condition.wait_for(lambda: len(self.ended) >= count)
 
     def interrupt(self) -> None:
         """Have every rank fail in its next collective."""
