@@ -26,6 +26,7 @@ from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method, resolve_update_method
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.updates import Updates
 
 TIMED_ELEMENTS = 25_000_000
 """Selection is timed on at most this many elements and scaled up in proportion."""
@@ -79,8 +80,11 @@ def gbit(bandwidth: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def measure(chosen: Method, params: int) -> Costs:
-    """Time a method's own work on this machine: a step in a world of one, and adding up the entries of another rank."""
+def measure(chosen: Method, params: int, exchanged: Exchanged = "gradient", *, adaptive: bool = False) -> Costs:
+    """Time a method's own work on this machine: a step in a world of one, and adding up the entries of another rank.
+
+    Of updates, those of AdamW if `adaptive`, else of SGD; the optimizer's own step is not timed.
+    """
     shape = matrices(min(params, TIMED_ELEMENTS))[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gradient = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
@@ -92,15 +96,27 @@ def measure(chosen: Method, params: int) -> Costs:
         return time.perf_counter()
 
     def rank(comm: Comm) -> tuple[float, float]:
-        reducer = Reducer(chosen, comm, granularity="model")
+        reducer = Reducer(chosen, comm, granularity="model", exchanged=exchanged)
+        model = torch.nn.ParameterDict({"all": torch.zeros_like(gradient)})
+        optimizer = torch.optim.AdamW(model.parameters()) if adaptive else torch.optim.SGD(model.parameters())
+        updates = Updates(reducer, model, [optimizer]) if exchanged == "update" else None
         steps: list[float] = []
         entries: list[float] = []
         while len(steps) < 3 or (len(steps) < 6 and sum(steps) < SECONDS):
-            grads = {"all": gradient.clone()}
-            started = now()
-            reducer.reduce_(grads)
+            result = gradient.clone()
+            if updates is None:
+                started = now()
+                reducer.reduce_({"all": result})
+            else:
+                model["all"].grad, before = result, model["all"].detach().clone()
+                started = now()
+                updates.begin(optimizer)
+                begun = now() - started
+                optimizer.step()
+                started = now() - begun
+                updates.exchange(optimizer)
             steps.append(now() - started)
-            sent = grads["all"].view(-1)
+            sent = (result if updates is None else before - model["all"].detach()).view(-1)
             indices = sent.nonzero().view(-1)
             values = sent[indices]
             started = now()
@@ -131,14 +147,15 @@ def estimates(
             continue
         given = density if "density" in METHODS[name].options else None
         chosen = resolve_update_method(name, given) if adaptive else method(name, density=given)
+        what: Exchanged = "update" if chosen.update_rule or (adaptive and chosen.is_sparse) else "gradient"
         # In a world of one a sparsifier takes the same time with every aggregator, so it is timed once.
-        kind = repr(chosen.compressor if isinstance(chosen.compressor, Sparsifier) else chosen)
+        parts = chosen.compressor if isinstance(chosen.compressor, Sparsifier) else chosen
+        kind = repr((parts, what, what == "update" and chosen.update_rule))
         try:
             chosen.aggregator.check_size(workers)
             if kind not in timed:
-                timed[kind] = measure(chosen, sum(work.segments))
+                timed[kind] = measure(chosen, sum(work.segments), what, adaptive=adaptive)
             costs = timed[kind]
-            what: Exchanged = "update" if adaptive and chosen.is_sparse else "gradient"
             found = step(chosen, work, workers, link, costs, exchanged=what)
             point = break_even_bandwidth(chosen, work, workers, link, costs, list(BASELINES.values()), what)
             rows.append((name, found, point))

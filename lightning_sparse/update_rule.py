@@ -20,15 +20,15 @@ class UpdateRule:
     """The part of a method that matters only where updates are exchanged, see `lightning_sparse.updates`.
 
     Attributes:
-        every: H, the number of optimizer steps before each exchange.
+        every: H, the number of optimizer steps before each exchange (local SGD, Stich 2019, arXiv 1805.09767).
         momentum: what becomes of the optimizer's momentum where entries are sent. "pay_out": what it would still add is
             sent, too, and it is set to zero. "mask": it is set to zero (momentum factor masking, Lin et al. 2018).
             "keep": nothing.
         rescale: whether updates are made as large as those of dense training, whose optimizer sees the batches of all
             ranks: by up to √P, see `lightning_sparse.moments`.
         outer_lr: factor on the mean of the updates.
-        outer_momentum: Nesterov momentum of the means, on all ranks alike (DiLoCo, Douillard et al. 2023): with m ←
-            μm + mean, weights change by outer_lr · (mean + μm).
+        outer_momentum: Nesterov momentum of the means, on all ranks alike (DiLoCo, Douillard et al. 2023, arXiv
+            2311.08105): with m ← μm + mean, weights change by outer_lr · (mean + μm).
 
     Raises:
         ValueError: a value out of range, or outer momentum without local steps.

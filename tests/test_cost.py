@@ -15,6 +15,7 @@ from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandw
 from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method
 from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates import Updates
 from tests.support.tiers import in_diagonals, tiers
 from tests.support.training import make
 
@@ -227,3 +228,21 @@ def test_advise_refuses_what_makes_no_sense(arguments, message, capsys):
     with pytest.raises(SystemExit):
         table(capsys, *arguments)
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "adaptive", "updates"), [("topk", True, True), ("topk", False, False), ("memsgd", False, True)]
+)
+def test_what_is_timed_is_what_a_training_exchanges(name, adaptive, updates, monkeypatch):
+    exchanged = []
+    for owner, verb in ((Updates, "exchange"), (Reducer, "reduce_")):
+        real = getattr(owner, verb)
+        monkeypatch.setattr(
+            owner, verb, lambda self, x, real=real, owner=owner: (exchanged.append(owner), real(self, x))
+        )
+    monkeypatch.setattr(advise, "METHODS", {name: METHODS[name], "dense": METHODS["dense"]})
+    work = Workload.even(100_000, 0.1, 0.1)
+    rows, failed = advise.estimates(work, 4, Link(1e8), None, adaptive)
+    assert not failed
+    assert name in [row[0] for row in rows]
+    assert set(exchanged) == {Updates if updates else Reducer}

@@ -46,6 +46,7 @@ ALLOWED = {
         "checkpoint",
         "compressors",
         "hooks",
+        "memory",
         "methods",
         "options",
         "reducer",
@@ -57,7 +58,7 @@ ALLOWED = {
     "memsgd": {"compressors", "exchange", "options"},
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
-    "advise": {"aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer"},
+    "advise": {"aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "updates"},
     "reproduce": {
         *("aggregators", "comm", "compressors", "context", "exchange", "memory", "memsgd", "methods", "observer"),
         *("layout", "reducer", "robust"),

@@ -426,6 +426,7 @@ def loader(rank: int) -> float:
     return total
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker:UserWarning")  # on one processor
 def test_forked_data_loader_workers_while_the_thread_lives():
     for total in run_ranks(2, loader):
         assert isinstance(total, float)
