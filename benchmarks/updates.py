@@ -152,6 +152,8 @@ TRIED = [
     *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("masked", "gtopk", "oktopk", "scalecom", "randk", "gaussiank")),
     *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("two passes", "decay 0.1", "decay 0.1 outside")),
     Run("dense, decay 0.1", 2, 1.0, 0.002, 0, 300),
+    *(Run("dense", 2, 1.0, 0.002, seed, 300) for seed in (1, 2)),
+    *(Run(*what, 0.004, 0, 300) for what in (("dense", 4, 1.0), ("topk", 4, 0.0075))),
 ]
 """What to train, in this order."""
 
