@@ -22,6 +22,7 @@ ranks are not known to be `in_sync`, a strict `agree` makes the host wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -88,9 +89,15 @@ class Exchange:
         self._messages = 0
         if device not in comm.statuses:
             comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK]), device)
-        self._root: Exchange = parent._root if parent else self  # which holds the status for all
+        self._parent = parent
         self._senders, self._worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
         self._found: tuple[Tensor, Tensor] | None = None  # on CUDA, a status and whether it is OK
+
+    @property
+    def _root(self) -> Exchange:
+        """The exchange that holds the status for all."""
+        # Not an attribute: one that is itself would keep all that it holds until the garbage collector comes.
+        return self._parent._root if self._parent else self
 
     def sub(self, ranks: Sequence[int], *, ctx: Context | None = None, counted: bool = True) -> Exchange:
         """Return an exchange among some of the ranks, see `Comm.sub`, with the same status.
@@ -191,6 +198,8 @@ class Exchange:
 
     def finish(self) -> None:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
+        # What `deferred` needs of the context are names and numbers; a payout is as large as the segment.
+        self.ctx = replace(self.ctx, stats=None, payout=None)
         status = self._root._worst
         worst: Callable[[], Any] = self.comm.to_host_async(status)
         if not uses_triton(self._senders):

@@ -1,6 +1,8 @@
 """Updates instead of gradients: equal weights, nothing lost, and what dense training does where everything is sent."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulat
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
-from lightning_sparse.moments import moments_of
+from lightning_sparse.moments import SegmentMoments, moments_of
 from lightning_sparse.updates import Updates
 from tests.support.tiers import tiers
 from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, flat, residual, still_to_come, train, weights
@@ -394,3 +396,36 @@ def test_what_all_ranks_do_to_their_weights_stays_done():
     assert torch.equal(first, second)
     assert first.abs().max() <= 0.1
     assert kept.abs().max() < 1  # of three gradients at rate 0.1, not of clipped weights
+
+
+def test_a_payout_is_freed_without_the_garbage_collector(monkeypatch):
+    """It is as large as the segment: kept in a cycle, it would add up from step to step."""
+    paid = []
+    to_come = SegmentMoments.to_come
+
+    def watched(self: SegmentMoments) -> Tensor:
+        p = to_come(self)
+        paid.append(weakref.ref(p))
+        return p
+
+    monkeypatch.setattr(SegmentMoments, "to_come", watched)
+
+    def rank(comm: Comm) -> None:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer(method("topk", density=0.05), comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+        for step in range(2):
+            net.backward(comm.rank, step)
+            updates.begin(optimizer)
+            optimizer.step()
+            updates.exchange(optimizer)
+
+    gc.disable()
+    try:
+        simulate(2, rank)
+        assert len(paid) == 4
+        assert all(reference() is None for reference in paid)
+    finally:
+        gc.enable()
