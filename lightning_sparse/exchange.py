@@ -95,8 +95,7 @@ class Exchange:
 
     @property
     def _root(self) -> Exchange:
-        """The exchange that holds the status for all."""
-        # Not an attribute: one that is itself would keep all that it holds until the garbage collector comes.
+        """The exchange that holds the status for all. An attribute that refers to itself would delay its freeing."""
         return self._parent._root if self._parent else self
 
     def sub(self, ranks: Sequence[int], *, ctx: Context | None = None, counted: bool = True) -> Exchange:
@@ -198,8 +197,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
-        # What `deferred` needs of the context are names and numbers; a payout is as large as the segment.
-        self.ctx = replace(self.ctx, stats=None, payout=None)
+        self.ctx = replace(self.ctx, stats=None, payout=None)  # a payout is as large as the segment, and not needed
         status = self._root._worst
         worst: Callable[[], Any] = self.comm.to_host_async(status)
         if not uses_triton(self._senders):
