@@ -95,7 +95,7 @@ class Exchange:
 
     @property
     def _root(self) -> Exchange:
-        """The exchange that holds the status for all. An attribute that refers to itself would delay its freeing."""
+        """The exchange that holds the status for all. Not an attribute, which would be a reference cycle."""
         return self._parent._root if self._parent else self
 
     def sub(self, ranks: Sequence[int], *, ctx: Context | None = None, counted: bool = True) -> Exchange:

@@ -104,10 +104,8 @@ class Updates:
         if unknown and self._rule.momentum != "keep" and self._reducer.method.is_sparse:
             text += f"; {_names(unknown)} is left alone, as where it keeps momentum is not known"
         if rescaled := {optimizer for optimizer in stepped if self._rescales(optimizer)}:
-            text += (
-                f"; updates of {_names(rescaled)} are made up to √{self._reducer.comm.size} times as large, as of all "
-            )
-            text += "ranks' batches"
+            text += f"; updates of {_names(rescaled)} are made up to √{self._reducer.comm.size} times as large, "
+            text += "as of all ranks' batches"
         return f"{text}."
 
     @torch.no_grad()

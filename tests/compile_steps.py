@@ -17,19 +17,8 @@ from triton.runtime.driver import driver
 
 from lightning_sparse import Reducer, method
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels import (
-    block_stats,
-    checks,
-    chunks,
-    codes,
-    launch,
-    pack,
-    quantize,
-    select_triton,
-    threshold,
-    write_back,
-)
-from tests.support.kernels import Echo
+from lightning_sparse.kernels import launch
+from tests.support.kernels import KERNELS, Echo
 
 STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]] = [
     ("topk", {"density": 0.001}, torch.float32, {"w": (1200, 1000), "b": (1000,), "nothing": (0,), "v": (77, 3)}),
@@ -84,8 +73,8 @@ def main() -> None:
         kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants)
         launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
 
-    for module in (block_stats, checks, chunks, codes, pack, quantize, select_triton, threshold, write_back):
-        module.launch = compiled  # type: ignore[attr-defined]
+    for module in KERNELS:
+        module.launch = compiled
     torch.use_deterministic_algorithms(False)
     empty = torch.empty
     torch.empty = lambda *args, **options: empty(*args, **options).zero_()  # what no kernel has written is an index

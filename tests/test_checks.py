@@ -12,7 +12,7 @@ from lightning_sparse.compressors.base import Entries
 from lightning_sparse.compressors.encoding import Encoding
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import CORRUPT, OK, OUT_OF_STEP, Exchange, status_of
-from lightning_sparse.kernels import checks, launch
+from lightning_sparse.kernels import checks
 from tests.support.kernels import DEVICE, Echo
 from tests.support.tiers import full
 
@@ -21,11 +21,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of sums modulo 2⁶⁴
 ]
-
-
-@pytest.fixture
-def use(monkeypatch):
-    return lambda kernels: monkeypatch.setenv(launch.KERNELS, kernels)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (3,)])

@@ -105,8 +105,8 @@ def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None
     with_momentum = [x for x in optimizers if any(group.get("momentum") for group in x.param_groups)]
     if with_momentum and isinstance(method.memory, Momentum):
         log.warning(
-            f"{type(with_momentum[0]).__name__} has a momentum, and {method} sends the sign of another one. Give the "
-            f"optimizer momentum=0."
+            f"{type(with_momentum[0]).__name__} has a momentum, and {method} keeps another one. Give the optimizer "
+            f"momentum=0."
         )
 
 

@@ -222,9 +222,9 @@ class SparseDDP(UpdateOrGradientExchange):
             return "update", "the method"
         if (self._every or 1) > 1:
             return "update", f"every={self._every}"
-        adaptive = next(filter(is_adaptive, self.optimizers), None)
         if not self._method.is_sparse:
             return "gradient", "the method"
+        adaptive = next(filter(is_adaptive, self.optimizers), None)
         if adaptive is None:
             return "gradient", "the optimizer, which is not known to divide by past gradients"
         return "update", f"{type(adaptive).__name__}, which divides by past gradients"
