@@ -4,7 +4,7 @@ Counted on tensors that only say they are on CUDA, so without a GPU: a launch of
 torch that works on the device (one, also where torch takes several kernels, as for sorts; an operation on lists of
 different dtypes one for each tensor), each copy between host and device, and each collective. The segment is a block
 of GPT-2 small, 12 parameters and 7.09 M elements, at density 0.001 where a method has one, in the third step. Where
-updates are exchanged it is the whole exchange after a step of AdamW.
+updates are exchanged it is the whole exchange after a step of AdamW; the fused AdamW keeps its steps on the device.
 
     python -m benchmarks.launches
     python -m benchmarks.launches --host   # what Python takes for them
@@ -65,10 +65,12 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
     with on_fake_cuda() as launched:
         comm = Counting(ranks, first_may_wait=True)
         made = method(name, density=0.001 if "density" in METHODS[name].options else None)
-        reducer = Reducer(made, comm, granularity="model", exchanged=exchanged)  # type: ignore[arg-type]
+        what: Any = exchanged.partition(",")[0]
+        reducer = Reducer(made, comm, granularity="model", exchanged=what)
         model = torch.nn.ParameterDict({key: torch.empty(s, dtype=dtype, device=CUDA) for key, s in SHAPES.items()})
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        updates = Updates(reducer, model, [optimizer]) if exchanged == "update" else None
+        form = {"fused": True} if "fused" in exchanged else {"foreach": True}
+        optimizer = torch.optim.AdamW(model.parameters(), **form)  # type: ignore[arg-type]
+        updates = Updates(reducer, model, [optimizer]) if what == "update" else None
         if updates is None:
             reducer.setup(dict(model.named_parameters()))
         (segment,) = reducer.layout.segments  # type: ignore[union-attr]
@@ -145,7 +147,8 @@ def main() -> None:
         return
     for name in arguments.methods:
         gradients = [(2, torch.float32, "gradient"), (8, torch.float32, "gradient"), (2, torch.bfloat16, "gradient")]
-        sparse = [(2, torch.float32, "update")] * method(name).is_sparse
+        kinds = ("update", "update, fused") if method(name).is_sparse else ()
+        sparse = [(2, torch.float32, kind) for kind in kinds]
         for case in sparse if method(name).update_rule else gradients + sparse:
             rows.append({"state": arguments.state, **launches(name, *case)})
             print(rows[-1], flush=True)

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import default_collate
 
@@ -34,9 +33,10 @@ from examples.models.gpt import GPT
 from lightning_sparse import Method, Reducer, UpdateRule, simulate
 from lightning_sparse.aggregators import Aggregator, TwoPass
 from lightning_sparse.comm import Comm
+from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
 from lightning_sparse.methods import method
-from lightning_sparse.moments import SegmentMoments, batch_factor
+from lightning_sparse.moments import SegmentMoments
 from lightning_sparse.updates import Updates
 
 STEPS, EVERY = 1000, 25
@@ -168,22 +168,21 @@ class Trial(Updates):
 
     def _moments(self, segment: Segment, *args: Any) -> SegmentMoments:
         moments, size = super()._moments(segment, *args), self._reducer.comm.size
-        to_come, factors = moments.to_come, torch.ones(len(segment.names))
+        made, factors = moments.payout, torch.ones(len(segment.names))
 
-        def varied() -> Tensor:
-            p = to_come().mul_(self.variant.payout)
-            for part, times in zip(segment.views(p), factors, strict=True):
-                part.mul_(times)
-            return p
+        def varied() -> Payout | None:
+            payout = made()
+            if payout is None:
+                return None
+            coefficients = payout.coefficients.clone()
+            coefficients[0] *= self.variant.payout * factors
+            return replace(payout, coefficients=coefficients)
 
         if self.variant.factor == "payout too":
-            states = moments._states
-            first = torch.stack([state["exp_avg"].square().sum() for state in states])
-            second = torch.stack([state["exp_avg_sq"].sum() for state in states])
-            betas = [[self.variant.beta1] * len(states), [0.999] * len(states)]
-            factors = batch_factor(first, second, betas, [state["step"] for state in states], size)
+            found = moments.rescaling([0] * len(segment.names), size)
+            factors = factors if found is None else found[0]
         if self.variant.payout != 1 or self.variant.factor == "payout too":
-            moments.to_come = varied  # type: ignore[method-assign]
+            moments.payout = varied  # type: ignore[method-assign]
         return moments
 
     def exchange(self, optimizer: torch.optim.Optimizer) -> None:

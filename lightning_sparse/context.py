@@ -1,7 +1,7 @@
 """The input of a method beside its tensors (`Context`), and the state it declares to keep (`StateSpec`).
 
 Methods are frozen configuration. Whatever changes with time comes in a `Context`: no part replaces its fields, but the
-tensors in state, stats and payout are changed in place. Whatever is kept from step to step lies in the segment's state,
+tensors in state and stats are changed in place. Whatever is kept from step to step lies in the segment's state,
 declared beforehand, so that checkpoints need not know the method.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import BlockStats
+from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
 
 State = dict[str, Tensor]
@@ -54,9 +55,9 @@ class Context:
         seed: the run's seed, equal on all ranks.
         rank: this rank.
         stats: block statistics of u, filled in by the memory while it forms u; None where the compressor asks for none.
-        payout: where optimizers' updates are exchanged, 1-D fp32: the sum of all later updates that the momentum of
-            this rank's optimizer would make without new gradients. The memory adds it to u, and may overwrite it; where
-            entries are applied, the momentum is set to zero. None: nothing is paid out.
+        payout: where optimizers' updates are exchanged: the sum of all later updates that the momentum of this rank's
+            optimizer would make without new gradients. The memory adds it to u; where entries are applied, the momentum
+            is set to zero. None: nothing is paid out.
     """
 
     segment: Segment
@@ -67,7 +68,7 @@ class Context:
     seed: int = 0
     rank: int = 0
     stats: BlockStats | None = None
-    payout: Tensor | None = None
+    payout: Payout | None = None
 
     @staticmethod
     def of(numel: int, **fields: Any) -> Context:

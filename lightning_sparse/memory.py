@@ -12,6 +12,7 @@ from lightning_sparse.compressors.base import Entries, Update, add_
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.kernels.pack import gather
+from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.options import check
 
@@ -75,11 +76,10 @@ class Residual(Memory):
 
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         residual, bounds, payout = ctx.state["residual"], ctx.segment.bounds, ctx.payout
-        if payout is None:
-            # In place: the buffer of the residual is u until the applied part is subtracted.
-            return add_with_stats_(residual, bounds, grads, ctx.scale, ctx.stats)
-        add_with_stats_(residual, bounds, grads, ctx.scale, None)
-        return add_with_stats_(payout, (0, ctx.segment.numel), [residual], 1.0, ctx.stats)
+        if payout is not None:
+            return add_with_payout_(residual, bounds, grads, ctx.scale, payout, ctx.stats)
+        # In place: the buffer of the residual is u until the applied part is subtracted.
+        return add_with_stats_(residual, bounds, grads, ctx.scale, ctx.stats)
 
     def update(self, u: Tensor, applied: Update, rounding_error: Update | None, ctx: Context) -> None:
         residual = ctx.state["residual"]

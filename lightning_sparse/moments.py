@@ -16,8 +16,7 @@ c = (1 − β₁)/(1 + β₁), so Σm̂² = (q + (1 − q)c) Σv̂.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +24,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.compressors.base import Entries
-from lightning_sparse.kernels.launch import at_a_time, to_device
-from lightning_sparse.kernels.write_back import add_entries_
+from lightning_sparse.kernels.launch import to_device
+from lightning_sparse.kernels.payout import Payout
+from lightning_sparse.kernels.rescaling import rescaling
+from lightning_sparse.kernels.write_back import clear_entries_
 from lightning_sparse.layout import Segment
 
 State = Mapping[str, Any]
-AT_A_TIME = 1 << 23
-"""Most elements that are concatenated at a time on CUDA: at least a DDP bucket, so that a bucket needs one batch of
-launches; it limits temporaries to 32 MB each where the segment is a whole model."""
 
 
 class Moments(NamedTuple):
@@ -41,15 +39,19 @@ class Moments(NamedTuple):
     Attributes:
         first: key of the first moment in the optimizer's state of a parameter.
         beta: what the moment is multiplied with in each step, from a parameter group.
-        to_come: from a parameter group and a parameter's state, what would still be subtracted from the parameter: a
-            new fp32 tensor of its shape.
-        second: key of the second moment, the mean of squared gradients, by whose root the first is divided; None if
-            there is none.
+        payout: the coefficients a, b and c of `Payout`, each a number or 1-D, from a parameter group, the steps of some
+            of its parameters, 1-D, and their states.
+        divisor: key of what the first moment is divided by, from a parameter group; None if there is no such thing.
+        root: whether it is divided by the root of that.
+        second: key of the second moment, the mean of squared gradients, if the update is that of Adam: then it can be
+            rescaled.
     """
 
     first: str
     beta: Callable[[State], float]
-    to_come: Callable[[State, State], Tensor]
+    payout: Callable[[State, Tensor, Sequence[State]], tuple[Any, Any, Any]]
+    divisor: Callable[[State], str] | None = None
+    root: bool = True
     second: str | None = None
 
 
@@ -73,151 +75,114 @@ class SegmentMoments:
         device: torch.device,
     ) -> None:
         self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
+        self._first: list[Tensor | None] = [state.get(kind.first) for state in states]
 
-    def rescale_(
-        self, changes: Sequence[Tensor], weights: Sequence[Tensor], steps_before: Sequence[Any], size: int
-    ) -> None:
-        """Multiply what the optimizer has changed in a step with 1/√(q + (1 − q)/P), in place.
+    def rescaling(self, steps_before: Sequence[Any], size: int) -> tuple[Tensor, Tensor] | None:
+        """Return by which factors to rescale what the optimizer has changed in a step.
 
         Decoupled weight decay keeps its size: it has no noise. Parameters that have not been stepped stay as they are.
 
         Args:
-            changes: weights before the step minus weights after it, 1-D fp32, one per parameter.
-            weights: the weights before the step.
-            steps_before: the optimizer's steps of each parameter before it, see `steps_of`.
+            steps_before: the optimizer's steps of each parameter before this one, see `steps_of`.
             size: P, the number of ranks.
+
+        Returns:
+            f = 1/√(q + (1 − q)/P) of each parameter, and r = (1 − f) · rate · weight decay: the change c of weights w
+            becomes f·c + r·w. 1-D fp32, on the parameters' device. None if there are no moments yet.
         """
-        assert self._kind.second is not None
-        stepped = [index for index, state in enumerate(self._states) if self._kind.second in state]
-        if not stepped:
-            return
-        groups, states = [self._groups[index] for index in stepped], [self._states[index] for index in stepped]
-        first = torch.stack(torch._foreach_norm([state[self._kind.first].float() for state in states])).square()
-        second = _sums([state[self._kind.second].float() for state in states])
-        betas = [[group["betas"][which] for group in groups] for which in (0, 1)]
-        steps = [steps_of(state) for state in states]
-        factors = batch_factor(first, second, betas, steps, size)
-        decays = [
-            group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0 for group in groups
-        ]
-        after, before, decay = _vectors([steps, [steps_before[index] for index in stepped], decays], first.device)
-        factors = torch.where(after > before, factors, 1.0)
-        torch._foreach_mul_([changes[index] for index in stepped], list(factors.unbind()))
-        rests = (1 - factors).mul_(decay).unbind()
-        decayed = [
-            (changes[index], weights[index].float().reshape(-1), rest)
-            for index, given, rest in zip(stepped, decays, rests, strict=True)
-            if isinstance(given, Tensor) or given
-        ]
-        if self._device.type == "cpu":
-            for change, weight, rest in decayed:
-                change.addcmul_(weight, rest)
-        elif decayed:
-            shares = torch._foreach_mul([weight for _, weight, _ in decayed], [rest for *_, rest in decayed])
-            torch._foreach_add_([change for change, *_ in decayed], list(shares))
+        if all(moment is None for moment in self._first):
+            return None
 
-    def to_come(self) -> Tensor:
-        """Return what would still be subtracted from the segment's weights: 1-D fp32, a new tensor."""
-        result = torch.empty(self._segment.numel, dtype=torch.float32, device=self._device)
-        each = AT_A_TIME if result.is_cuda else at_a_time(result)
-        for first, last in self._runs(each):
-            part = result[self._segment.bounds[first] : self._segment.bounds[last]]
-            if self._kind.first not in self._states[first]:
-                part.zero_()
-                continue
-            states = self._states[first:last]
-            shape = self._segment.shapes[first]
-            keys = [key for key, x in states[0].items() if isinstance(x, Tensor) and x.shape == shape]
-            flat = {key: _joined([state[key] for state in states]) for key in keys}
-            for start in range(0, part.numel(), each):
-                piece = {**states[0], **{key: x[start : start + each] for key, x in flat.items()}}
-                part[start : start + each] = self._kind.to_come(self._groups[first], piece)
-        return result
+        def rows(group: State, steps: Tensor, indices: Sequence[int]) -> tuple[Any, ...]:
+            beta, beta_of_second = group["betas"]
+            decay = group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
+            before = _together([steps_before[index] for index in indices])
+            stepped = steps > to_device(before, steps.device)  # before the first step there are none on the device
+            corrections = _correction(beta, steps), _correction(beta_of_second, steps)
+            return *corrections, (1 - beta) / (1 + beta), decay, stepped.to(steps.dtype)
 
-    def _runs(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield (first, end) index ranges of parameters that one operation can process concatenated.
+        second = _flat(state.get(self._kind.second or "") for state in self._states)
+        numbers = self._numbers(rows, without=(1.0, 1.0, 0.0, 0.0, 0.0))
+        return rescaling(_flat(self._first), second, self._segment.bounds, numbers, size)
 
-        All of a run have the same options, kinds of state and number of steps, and `most` elements at most; a longer
-        parameter is a run of its own, and so is one without dimensions, whose state looks like a number of steps.
-        """
-        bounds, shapes, start = self._segment.bounds, self._segment.shapes, 0
-        steps = [state.get("step", 0) for state in self._states]
-        on_device = [isinstance(step, Tensor) and step.is_cuda for step in steps]  # comparing them would wait
-        for index in range(1, len(shapes)):
-            goes_on = (
-                bounds[index + 1] - bounds[start] <= most
-                and self._groups[index] is self._groups[start]
-                and self._states[index].keys() == self._states[start].keys()
-                and not (on_device[index] or on_device[start])
-                and steps[index] == steps[start]
-                and shapes[index]
-                and shapes[start]
-            )
-            if not goes_on:
-                yield start, index
-                start = index
-        yield start, len(shapes)
+    def payout(self) -> Payout | None:
+        """Return what would still be subtracted from the segment's weights; None if there is no momentum yet."""
+        if all(moment is None for moment in self._first):
+            return None
+
+        def rows(group: State, steps: Tensor, indices: Sequence[int]) -> tuple[Any, ...]:
+            return self._kind.payout(group, steps, [self._states[index] for index in indices])
+
+        second, divisor = None, self._kind.divisor
+        if divisor is not None:
+            second = _flat(state.get(divisor(group)) for group, state in zip(self._groups, self._states, strict=True))
+        coefficients = self._numbers(rows, without=(0.0, 0.0, 1.0))
+        return Payout(_flat(self._first), second, coefficients, self._kind.root)
 
     def take_out(self, applied: Entries) -> None:
         """Set the moments to zero where entries were applied."""
-        moments = [state.get(self._kind.first) for state in self._states]
-        if self._device.type == "cpu":
-            edges = torch.tensor(self._segment.bounds)
-            for indices, _ in applied.lists:
-                cuts = torch.searchsorted(indices, edges).tolist()
-                for moment, start, (first, last) in zip(moments, self._segment.bounds, pairwise(cuts), strict=False):
-                    if moment is not None and first < last:
-                        emptied = moment.reshape(-1).index_fill_(0, indices[first:last] - start, 0)
-                        if not moment.is_contiguous():
-                            moment.copy_(emptied.view(moment.shape))
-            return
-        # The host does not know how many entries each parameter has.
-        kept = torch.ones(self._segment.numel, device=self._device)
+        flat = _flat(self._first)
         for indices, _ in applied.lists:
-            add_entries_(kept, indices, torch.full(indices.shape, -1.0, device=self._device))
-        parts = zip(moments, self._segment.views(kept.clamp_(min=0)), strict=True)
-        if pairs := [(moment, part.view(moment.shape)) for moment, part in parts if moment is not None]:
-            torch._foreach_mul_([moment for moment, _ in pairs], [part for _, part in pairs])
+            clear_entries_(flat, self._segment.bounds, indices)
+        for moment, emptied in zip(self._first, flat, strict=True):
+            if moment is not None and emptied is not None and not moment.is_contiguous():
+                moment.copy_(emptied.view(moment.shape))
+
+    def _numbers(
+        self, rows: Callable[[State, Tensor, Sequence[int]], Sequence[Any]], without: Sequence[float]
+    ) -> Tensor:
+        """Return some numbers of each parameter, (rows, parameters), fp32, on their device.
+
+        They are made for all parameters of a group at a time: steps may lie on the device, where each operation counts.
+
+        Args:
+            rows: from a parameter group, the steps of some of its parameters, 1-D, and their indices, for each row a
+                number or a 1-D tensor.
+            without: the rows of parameters without momentum.
+        """
+        of_group: dict[int | None, list[int]] = {}
+        for index, (group, moment) in enumerate(zip(self._groups, self._first, strict=True)):
+            of_group.setdefault(None if moment is None else id(group), []).append(index)
+        made: list[Sequence[Any]] = []
+        for key, indices in of_group.items():
+            group = self._groups[indices[0]]
+            steps = _together([self._states[index].get("step", 0) for index in indices])
+            if any(_on_device(x) for x in (group.get("lr"), *group.get("betas", ()))):
+                steps = to_device(steps, self._device)
+            made.append(without if key is None else rows(group, steps, indices))
+        device = self._device if any(_on_device(x) for each in made for x in each) else torch.device("cpu")
+        parts = [
+            [_row(x, len(indices), device) for x in each] for each, indices in zip(made, of_group.values(), strict=True)
+        ]
+        numbers = torch.stack([row[0] if len(row) == 1 else torch.cat(row) for row in zip(*parts, strict=True)])
+        order = [index for indices in of_group.values() for index in indices]
+        if order != sorted(order):
+            places = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+            numbers = numbers.index_select(1, to_device(places, numbers.device))
+        return to_device(numbers, self._device)
 
 
-def batch_factor(
-    first: Tensor, second: Tensor, betas: Sequence[Sequence[Any]], steps: Sequence[Any], size: int
-) -> Tensor:
-    """Return 1/√(q + (1 − q)/P), from 1 to √P, of parameters with these Σm² and Σv, after so many steps (1-D, fp32).
-
-    Numbers of the optimizer, β₁ and β₂ of each parameter and its steps, may be tensors on the device.
-    """
-    corrections = [[1 - beta**step for beta, step in zip(each, steps, strict=True)] for each in betas]
-    of_noise = [(1 - beta) / (1 + beta) for beta in betas[0]]
-    of_first, of_second, noise = _vectors([*corrections, of_noise], first.device)
-    ratio = first / of_first.square() / (second / of_second).clamp(min=1e-38)
-    signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
-    return torch.rsqrt(signal + (1 - signal) / size)
+def _on_device(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device.type != "cpu"
 
 
-def _sums(nonnegative: list[Tensor]) -> Tensor:
-    """Return the sum of each tensor, 1-D."""
-    if nonnegative[0].device.type == "cpu":  # where a norm takes three times as long as a sum
-        return torch.stack([x.sum() for x in nonnegative])
-    return torch.stack(torch._foreach_norm(nonnegative, 1))
+def _row(x: Any, count: int, device: torch.device) -> Tensor:
+    """Return a number, or numbers on the device, as so many fp32 numbers there."""
+    if isinstance(x, Tensor) and x.device == device:
+        return x.float().expand(count)
+    return torch.full((count,), float(x), device=device)
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors one after the other, 1-D; of one tensor a view, if it is contiguous."""
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([x.reshape(-1) for x in tensors])
+def _together(numbers: Sequence[Any]) -> Tensor:
+    """Return numbers, or scalars, 1-D: fp32 on the device if they are there, else fp64."""
+    if any(_on_device(x) for x in numbers):
+        return torch.stack(list(numbers)).float()
+    return torch.tensor([float(x) for x in numbers], dtype=torch.float64)
 
 
-def _vectors(rows: Sequence[Sequence[Any]], device: torch.device) -> Tensor:
-    """Return rows of numbers, or of scalars on the device, as a tensor there: one copy for all if they are numbers."""
-    if not any(isinstance(value, Tensor) for row in rows for value in row):
-        return to_device(torch.tensor(rows, dtype=torch.float32), device)
-    return torch.stack([_vector(row, device) for row in rows])
-
-
-def _vector(values: Sequence[Any], device: torch.device) -> Tensor:
-    if any(isinstance(value, Tensor) for value in values):
-        return torch.stack([torch.as_tensor(value, device=device).reshape(()).float() for value in values])
-    return to_device(torch.tensor(values, dtype=torch.float32), device)
+def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return tensors as 1-D ones: views of those that are contiguous."""
+    return [None if x is None else x.reshape(-1) for x in tensors]
 
 
 def moments_of(optimizer: Optimizer) -> Moments | None:
@@ -225,76 +190,80 @@ def moments_of(optimizer: Optimizer) -> Moments | None:
     return next((MOMENTS[kind] for kind in type(optimizer).__mro__ if kind in MOMENTS), None)
 
 
-def _sgd(group: State, state: State) -> Tensor:
+def _sgd(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
     beta = group["momentum"]
     # Nesterov's update is one step ahead: it contains β times the buffer beside the gradient.
     ahead = beta if group["nesterov"] else 1.0
-    buffer: Tensor = state["momentum_buffer"].float()
-    return buffer.mul(group["lr"] * ahead * beta / (1 - beta))
+    return group["lr"] * ahead * beta / (1 - beta), 0.0, 1.0
 
 
-def _adam(group: State, state: State) -> Tensor:
-    square = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-    return _moment(group, state).div_(_root(square, group, state))
+def _adam(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
+    return _of_first(group, steps), _correction(group["betas"][1], steps) ** -0.5, group["eps"]
 
 
-def _nadam(group: State, state: State) -> Tensor:
-    beta, step = group["betas"][0], steps_of(state)
-    # As with Nesterov, by a factor of its own that grows with the steps towards β.
-    ahead = beta * (1 - 0.5 * 0.96 ** ((step + 1) * group["momentum_decay"]))
-    factor = group["lr"] * ahead * beta / (1 - beta) / (1 - state["mu_product"] * ahead)
-    moment: Tensor = state["exp_avg"].float()
-    return moment.mul(factor).div_(_root(state["exp_avg_sq"], group, state))
-
-
-def _radam(group: State, state: State) -> Tensor:
-    beta, step = group["betas"][1], torch.as_tensor(steps_of(state))
-    longest = 2 / (1 - beta) - 1
-    length = longest - 2 * step * beta**step / _correction(beta, state)
-    rectifier = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-    root = _root(state["exp_avg_sq"], group, state) / rectifier.clamp(min=1e-12).sqrt()
-    return _moment(group, state).div_(torch.where(length > 5, root, 1.0))
-
-
-def _adamax(group: State, state: State) -> Tensor:
-    return _moment(group, state).div_(state["exp_inf"].float())
-
-
-def _moment(group: State, state: State) -> Tensor:
-    """Return lr · β / (1 − β) · m̂."""
+def _nadam(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
     beta = group["betas"][0]
-    moment: Tensor = state["exp_avg"].float()
-    return moment.mul(group["lr"] * beta / (1 - beta) / _correction(beta, state))
+    # As with Nesterov, by a factor of its own that grows with the steps towards β.
+    ahead = beta * (1 - 0.5 * 0.96 ** ((steps + 1) * group["momentum_decay"]))
+    product = _together([state["mu_product"] for state in states])
+    of_first = group["lr"] * ahead * beta / (1 - beta) / (1 - product * ahead)
+    return of_first, _correction(group["betas"][1], steps) ** -0.5, group["eps"]
 
 
-def _root(square: Tensor, group: State, state: State) -> Tensor:
-    return square.float().sqrt().mul_(_correction(group["betas"][1], state) ** -0.5).add_(group["eps"])
+def _radam(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
+    beta = group["betas"][1]
+    correction = _correction(beta, steps)
+    longest = 2 / (1 - beta) - 1
+    length = longest - 2 * steps * beta**steps / correction
+    rectifier = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+    root, divided = rectifier.clamp(min=1e-12).sqrt(), length > 5
+    divisor = torch.where(divided, correction**-0.5 / root, 0.0)
+    return _of_first(group, steps), divisor, torch.where(divided, group["eps"] / root, 1.0)
 
 
-def _correction(beta: float, state: State) -> Any:
+def _adamax(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
+    return _of_first(group, steps), 1.0, 0.0
+
+
+def _of_first(group: State, steps: Tensor) -> Tensor:
+    """Return lr · β / (1 − β), divided by the correction of the first moment's bias."""
+    beta = group["betas"][0]
+    result: Tensor = group["lr"] * beta / (1 - beta) / _correction(beta, steps)
+    return result
+
+
+def _correction(beta: Any, steps: Tensor) -> Tensor:
     """Return 1 − βᵗ, and a tiny number before the first step: a scaler lets a fused optimizer leave that out."""
-    correction = 1 - beta ** steps_of(state)
-    return correction.clamp(min=1e-30) if isinstance(correction, Tensor) else max(correction, 1e-30)
+    correction: Tensor = 1 - beta**steps
+    return correction.clamp(min=1e-30)
 
 
-def steps_of(state: State) -> Any:
-    """Return the number of steps, 0 if none is kept; a new tensor only where reading it would wait for the device."""
-    step = state.get("step", 0)
-    if not isinstance(step, Tensor):
-        return step
-    return step.item() if step.device.type == "cpu" else step.clone()
+def steps_of(states: Sequence[State]) -> list[Any]:
+    """Return the number of steps in each state, 0 if none is kept: copies, on the device where they lie there."""
+    steps = [state.get("step", 0) for state in states]
+    there = [x for x in steps if _on_device(x)]
+    copies = iter(torch.stack(there).unbind() if there else ())
+    return [next(copies) if _on_device(x) else float(x) for x in steps]
 
 
 def _beta(group: State) -> float:
     return float(group["betas"][0])
 
 
+def _second(group: State) -> str:
+    return "exp_avg_sq"
+
+
+def _adams_second(group: State) -> str:
+    return "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+
+
 MOMENTS: Mapping[type[Optimizer], Moments] = {
     torch.optim.SGD: Moments("momentum_buffer", lambda group: float(group["momentum"]), _sgd),
-    torch.optim.Adam: Moments("exp_avg", _beta, _adam, "exp_avg_sq"),
-    torch.optim.AdamW: Moments("exp_avg", _beta, _adam, "exp_avg_sq"),
-    torch.optim.NAdam: Moments("exp_avg", _beta, _nadam, "exp_avg_sq"),
-    torch.optim.RAdam: Moments("exp_avg", _beta, _radam),
-    torch.optim.Adamax: Moments("exp_avg", _beta, _adamax),
+    torch.optim.Adam: Moments("exp_avg", _beta, _adam, _adams_second, second="exp_avg_sq"),
+    torch.optim.AdamW: Moments("exp_avg", _beta, _adam, _adams_second, second="exp_avg_sq"),
+    torch.optim.NAdam: Moments("exp_avg", _beta, _nadam, _second, second="exp_avg_sq"),
+    torch.optim.RAdam: Moments("exp_avg", _beta, _radam, _second),
+    torch.optim.Adamax: Moments("exp_avg", _beta, _adamax, lambda group: "exp_inf", root=False),
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""

@@ -25,6 +25,7 @@ from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.gradients import check_fits, check_tensor, write_
+from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.observer import Observer
@@ -181,7 +182,7 @@ class Reducer:
         segment: Segment,
         grads: list[Tensor],
         unused: Collection[str] = (),
-        payout: Callable[[], Tensor] | None = None,
+        payout: Payout | None = None,
     ) -> Update:
         """Replace one segment's gradients by the agreed result, in place. All ranks go through segments in one order.
 
@@ -190,7 +191,7 @@ class Reducer:
             grads: one 1-D gradient per parameter, in the segment's order.
             unused: parameters that took no part in this backward pass: their gradients count as zero, and their
                 residuals stay for a step in which they do.
-            payout: returns what the optimizer's momentum would still add, see `Context`.
+            payout: what the optimizer's momentum would still change, see `Context`.
 
         Returns:
             The part of this rank's gradients, residual and payout that went into the result.
@@ -208,7 +209,7 @@ class Reducer:
             seed=self.seed,
             rank=self.comm.rank,
             stats=None if aggregator.divides else compressor.block_stats(segment.numel, density),
-            payout=None if payout is None or parts is DENSE else payout(),
+            payout=None if parts is DENSE else payout,
         )
         masked = []
         if unused:

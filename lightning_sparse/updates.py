@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries
+from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
 from lightning_sparse.reducer import Reducer
@@ -63,7 +64,8 @@ class Updates:
         self.adopt()
         self._begun.add(optimizer)
         names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
-        self._steps_before.update({name: steps_of(optimizer.state.get(self._params[name], {})) for name in names})
+        steps = steps_of([optimizer.state.get(self._params[name], {}) for name in names])
+        self._steps_before.update(zip(names, steps, strict=True))
         self._frozen.difference_update(names)
         self._frozen.update(name for name in names if not self._params[name].requires_grad)
         if names:
@@ -149,20 +151,21 @@ class Updates:
         leaves_weights = (
             alone and reducer.method.compressor.is_exact(reducer.density) and (residual is None or not residual.any())
         )
-        in_place = not leaves_weights and all(w.dtype == torch.float32 and w.is_contiguous() for w in stepped)
-        if in_place:  # saves as much memory as the segment has, and a pass over it
-            _subtract_from_(weights, stepped)
-            changes = [w.view(-1) for w in stepped]
-        else:
-            differences = torch._foreach_sub([x.float() for x in weights], [w.float() for w in stepped])
-            changes = [difference.reshape(-1) for difference in differences]
         rescales, empties = self._rescales(optimizer), self._empties_momentum(optimizer, reducer.density)
         frozen = {name for name in self._frozen.intersection(segment.names) if not self._params[name].requires_grad}
         moments = self._moments(segment, optimizer, group_of, frozen) if rescales or empties else None
+        rescaling = None
         if moments and rescales:
             before = [self._steps_before.get(name, 0) for name in segment.names]
-            moments.rescale_(changes, weights, before, reducer.comm.size)
-        payout = moments.to_come if moments and empties and self._rule.momentum == "pay_out" else None
+            rescaling = moments.rescaling(before, reducer.comm.size)
+        flat, flat_weights = [[x.reshape(-1) for x in tensors] for tensors in (stepped, weights)]
+        in_place = not leaves_weights and all(w.dtype == torch.float32 and w.is_contiguous() for w in stepped)
+        if in_place:  # saves as much memory as the segment has, and a pass over it
+            changes = flat
+        else:
+            changes = segment.views(torch.empty(segment.numel, dtype=torch.float32, device=stepped[0].device))
+        changes_(changes, flat_weights, flat, segment.bounds, *(rescaling or ()))
+        payout = moments.payout() if moments and empties and self._rule.momentum == "pay_out" else None
         applied = reducer.reduce_segment_(segment, changes, frozen, payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
             moments.take_out(applied)
@@ -170,7 +173,7 @@ class Updates:
             return
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
         if in_place:
-            _subtract_from_(weights, stepped)
+            changes_(changes, flat_weights, changes, segment.bounds)
             return
         means = [mean.view(x.shape) for x, mean in zip(weights, changes, strict=True)]
         exact = torch._foreach_sub([x.float() for x in weights], means)
@@ -225,16 +228,6 @@ def broadcast(comm: Comm, tensors: Sequence[Tensor]) -> None:
         comm.broadcast(flat.view(torch.uint8), 0)  # as bytes: gloo does not know all dtypes
         for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def _subtract_from_(minuends: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its minuend minus it, in place."""
-    if tensors[0].device.type == "cpu":
-        for minuend, x in zip(minuends, tensors, strict=True):
-            torch.sub(minuend, x, out=x)
-    else:
-        torch._foreach_mul_(list(tensors), -1)
-        torch._foreach_add_(list(tensors), list(minuends))
 
 
 def exchanged_parameters(

@@ -21,13 +21,16 @@ from triton.compiler import ASTSource
 from lightning_sparse import exchange, framing
 from lightning_sparse.kernels import (
     block_stats,
+    changes,
     checks,
     chunks,
     codes,
     gradient_table,
     launch,
     pack,
+    payout,
     quantize,
+    rescaling,
     select_kernels,
     threshold,
     write_back,
@@ -76,6 +79,10 @@ MANY = {
     "numel": "i32",
     "many": "i32",
 }
+TABLES = dict.fromkeys(("outs", "weights", "stepped", "grads", "firsts", "seconds", "table"), "*i64")
+UPDATES = {**TABLES, **dict.fromkeys(("typed", "moment", "factors", "rests", "coefficients", "u", "residual"), "*fp32")}
+UPDATES |= {**dict.fromkeys(("partial", "numbers", "out"), "*fp32"), "maxima": "*i32", "scale": "fp32", "size": "fp32"}
+UPDATES |= dict.fromkeys(("many", "numel", "pieces", "count"), "i32")
 WORDS = {"words": "*i32", "within": "*i64", "of_block": "*i64", "sums": "*i64", "count": "i32", "block": "i32"}
 WORDS |= {"tiles": "i32", "words_each": "i32", "sums_each": "i32"}
 WORDS |= {"heads": "*i64", "fingerprint": "i64", "status": "*i64", "start": "i64"}
@@ -124,6 +131,7 @@ COUNT = {**LOOK, "LIMITED": False}
 WRITE = {**LOOK, "ADDED_UP": False, "TOPS": False, "END": False, "PAD": False}
 KEPT = {"KEPT": True, "GATHER": False}
 WEIGH = {"SIGN": 1, "STORE": False, "HEADER": False, "LOAD": False, "TILE": checks.TILE}
+EIGHT_WARPS = ("_pack", "_unpack", "_changes", "_sums")
 # Name to kernel, types of its arguments, and constants.
 KERNELS = {
     "add fp32": (block_stats._add_with_stats, SCAN, {**TILES, "ADD": True, "MOMENTS": False}),
@@ -134,6 +142,27 @@ KERNELS = {
         {**TILES, "ADD": True, "BLOCK": 16, "LOAD": True},
     ),
     "read": (block_stats._add_with_stats, SCAN, {**TILES, "ADD": False}),
+    **{
+        f"changes{' rescaled' * rescale}": (
+            changes._changes,
+            UPDATES,
+            {"RESCALE": rescale, "STEPS": 4, "TILE": gradient_table.TILE, "PART": 256},
+        )
+        for rescale in (False, True)
+    },
+    "payout": (payout._add_with_payout, UPDATES, {**TILES, "DIVIDE": True, "ROOT": True, "MOMENTS": False}),
+    "payout of bf16": (
+        payout._add_with_payout,
+        {**UPDATES, "moment": "*bf16"},
+        {**TILES, "DIVIDE": False, "ROOT": True, "BLOCK": 16},
+    ),
+    "sums of moments": (rescaling._sums, UPDATES, {"PIECE": rescaling.PIECE}),
+    "factors": (rescaling._factors, UPDATES, {"AT_A_TIME": rescaling.AT_A_TIME}),
+    "clear": (
+        write_back._clear,
+        {**UPDATES, "indices": "*i64", "typed": "*bf16"},
+        {"TILE": write_back.TILE, "STEPS": 4},
+    ),
     "first digit": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 0}),
     "last digit": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 3}),
     "digit of maxima": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 1, "GATHER": False}),
@@ -233,7 +262,7 @@ def compiled(stand_in, types, constants, capability):
     aligned = set(names) - set(constants) - set(stand_in.plain)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
-    wide = {"BLOCK", "CHUNK"} & set(names) or stand_in.function.__name__ in ("_pack", "_unpack")
+    wide = {"BLOCK", "CHUNK"} & set(names) or stand_in.function.__name__ in EIGHT_WARPS
     warps = 16 if names[0] == "tops" or constants.get("BLOCK") == 1 else 8 if wide else 4
     kernel = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={**launch.OPTIONS, "num_warps": warps}

@@ -12,12 +12,14 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from lightning_sparse import Reducer, method
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels import launch
+from lightning_sparse.updates import Updates
 from tests.support.kernels import KERNELS, Echo
 
 STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]] = [
@@ -82,6 +84,17 @@ def main() -> None:
     for name, options, dtype, shapes in STEPS:
         grads = {key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()}
         Reducer(method(name, **options), Echo(2), granularity="model").reduce_(grads)
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes = {"w": (1200, 1000), "b": (1000,), "nothing": (0,)}
+        model = nn.ParameterDict({key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()})
+        optimizer = torch.optim.AdamW(model.parameters())
+        reducer = Reducer(method("topk", density=0.001), Echo(2), granularity="model", exchanged="update")
+        updates = Updates(reducer, model, [optimizer])
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        updates.begin(optimizer)
+        optimizer.step()
+        updates.exchange(optimizer)
     print(json.dumps(launched))
 
 

@@ -33,10 +33,10 @@ ALLOWED = {
     "segment_exchanges": {"aggregators", "comm", "context", "exchange"},
     "reducer": {
         *("observer", "options", "layout", "context", "comm", "compressors", "segment_exchanges"),
-        *("exchange", "gradients", "methods", "overflow", "routing", "state"),
+        *("exchange", "gradients", "kernels", "methods", "overflow", "routing", "state"),
     },
     "moments": {"compressors", "kernels", "layout"},
-    "updates": {"comm", "compressors", "layout", "moments", "reducer", "update_rule"},
+    "updates": {"comm", "compressors", "kernels", "layout", "moments", "reducer", "update_rule"},
     "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer", "update_rule", "updates"},
     "checkpoint": {"state"},
     "strategies": {

@@ -9,13 +9,18 @@ from benchmarks import launches
 from benchmarks.harness import results
 from tests.support.fake_cuda import CUDA, on_fake_cuda
 
+UPDATES = [("topk", "update"), ("topk", "update, fused")]
 
-@pytest.mark.parametrize("name", ["topk", "gaussiank", "chunktopk", "int4"])
-def test_no_launch_is_added(name):
+
+@pytest.mark.parametrize(
+    ("name", "exchanged"),
+    [*((name, "gradient") for name in ("topk", "gaussiank", "chunktopk", "int4")), *UPDATES],
+)
+def test_no_launch_is_added(name, exchanged):
     """Fewer are fine; then write the table anew: python -m benchmarks.launches."""
     table = results.load(results.RESULTS / "launches.csv").query("state == 'now' and gradients == 'float32'")
-    held = table.query("method == @name and ranks == 2 and exchanged == 'gradient'").launches.item()
-    assert launches.launches(name, 2, torch.float32, "gradient")["launches"] <= held
+    held = table.query("method == @name and ranks == 2 and exchanged == @exchanged").launches.item()
+    assert launches.launches(name, 2, torch.float32, exchanged)["launches"] <= held
 
 
 def test_what_counts():

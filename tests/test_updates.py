@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulat
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
-from lightning_sparse.moments import SegmentMoments, moments_of
+from lightning_sparse.kernels.payout import add_with_payout_
+from lightning_sparse.moments import moments_of
 from lightning_sparse.updates import Updates
 from tests.support.tiers import tiers
 from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, flat, residual, still_to_come, train, weights
@@ -398,17 +400,16 @@ def test_what_all_ranks_do_to_their_weights_stays_done():
     assert kept.abs().max() < 1  # of three gradients at rate 0.1, not of clipped weights
 
 
-def test_a_payout_is_freed_without_the_garbage_collector(monkeypatch):
+def test_u_with_a_payout_is_freed_without_the_garbage_collector(monkeypatch):
     """It is as large as the segment: kept in a cycle, it would add up from step to step."""
     paid = []
-    to_come = SegmentMoments.to_come
 
-    def watched(self: SegmentMoments) -> Tensor:
-        p = to_come(self)
-        paid.append(weakref.ref(p))
-        return p
+    def watched(*args: Any) -> Tensor:
+        u = add_with_payout_(*args)
+        paid.append(weakref.ref(u))
+        return u
 
-    monkeypatch.setattr(SegmentMoments, "to_come", watched)
+    monkeypatch.setattr("lightning_sparse.memory.add_with_payout_", watched)
 
     def rank(comm: Comm) -> None:
         net = Net()

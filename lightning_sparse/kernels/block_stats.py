@@ -12,15 +12,16 @@ and writes u and its maxima: about 12 bytes an element.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import TILE, _address, bisections, gradient_table
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, same_dtype, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -59,30 +60,25 @@ class BlockStats:
 
     def read(self, u: Tensor) -> BlockStats:
         """Read a vector that is there already (1-D, fp32)."""
-        return self._by_triton(u.detach().contiguous()) if uses_triton(u) else self._over(u)
+        return self._by_triton(u.detach().contiguous()) if uses_triton(u) else self.over(u)
 
-    def _over(
-        self, u: Tensor, parts: Sequence[tuple[int, int, Tensor]] = (), scale: float | Tensor = 1.0
-    ) -> BlockStats:
-        size = chunk_size(self.numel)
-        pending = list(reversed(parts))
+    def over(self, u: Tensor, form: Callable[[int, int], None] | None = None, size: int | None = None) -> BlockStats:
+        """Read a vector by plain torch, little at a time, after each part of it has been formed.
+
+        Args:
+            u: 1-D, fp32.
+            form: called with the bounds of each part: writes it.
+            size: of the parts, a multiple of 64.
+        """
+        size = size or chunk_size(self.numel)
         blocks = self.numel // self.block
         if self.block > 1:
             self.maxima = torch.empty(blocks, dtype=torch.int32, device=u.device)
             scratch = torch.empty(min(size, self.numel), dtype=torch.int32, device=u.device)
         for start in range(0, self.numel, size):
             chunk = u[start : start + size]
-            stop = start + chunk.numel()
-            targets, terms = [], []
-            while pending and pending[-1][0] < stop:
-                first, last, grad = pending[-1]
-                left, right = max(first, start), min(last, stop)
-                targets.append(u[left:right])
-                terms.append(grad[left - first : right - first])
-                if last > stop:
-                    break
-                pending.pop()
-            _add(targets, terms, scale)
+            if form is not None:
+                form(start, start + chunk.numel())
             full = chunk.numel() // self.block * self.block
             if self.maxima is not None and full:
                 magnitudes = torch.bitwise_and(chunk[:full].view(torch.int32), MAGNITUDE, out=scratch[:full])
@@ -98,6 +94,15 @@ class BlockStats:
         _by_triton(u, self, [], (), 1.0)
         return self
 
+    def outputs(self, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return what a kernel of so many tiles has to fill in: `maxima` and `partial`, those that are wanted."""
+        if self.block > 1:
+            self.maxima = torch.empty(self.numel // self.block, dtype=torch.int32, device=device)
+        if self.moments:
+            self.partial = torch.empty(tiles, 2, dtype=torch.float32, device=device)
+        self.done = True
+        return self.maxima, self.partial
+
     def mean_and_deviation(self) -> tuple[float, float]:
         """Return mean and standard deviation; precise enough for a threshold that will be refined."""
         if self.partial is not None:
@@ -112,13 +117,8 @@ def _by_triton(
     """Add gradients of one dtype, or none, to u, and compute its block statistics if there are `stats`: one launch."""
     numel, device = u.numel(), u.device
     tiles = -(-numel // TILE)
-    maxima = partial = table = u
-    if stats is not None and stats.block > 1:
-        maxima = stats.maxima = torch.empty(numel // stats.block, dtype=torch.int32, device=device)
-    if stats is not None and stats.moments:
-        partial = stats.partial = torch.empty(tiles, 2, dtype=torch.float32, device=device)
-    if grads:
-        table = gradient_table(grads, bounds)
+    maxima, partial = (None, None) if stats is None else stats.outputs(tiles, device)
+    table = gradient_table(grads, bounds) if grads else u
     if tiles:
         launch(
             _add_with_stats,
@@ -127,22 +127,20 @@ def _by_triton(
             grads[0] if grads else u,
             table,
             scale,
-            maxima,
-            partial,
+            u if maxima is None else maxima,
+            u if partial is None else partial,
             len(grads),
             numel,
             ADD=bool(grads),
             STEPS=bisections(len(grads)) if grads else 0,
             LOAD=isinstance(scale, Tensor),
-            MAXIMA=maxima is not u,
-            MOMENTS=partial is not u,
+            MAXIMA=maxima is not None,
+            MOMENTS=partial is not None,
             BLOCK=64 if stats is None else max(stats.block, 16),
             TILE=TILE,
             PART=256,
             num_warps=8,
         )
-    if stats is not None:
-        stats.done = True
 
 
 @kernel("scale", "many", "numel")
@@ -218,16 +216,38 @@ def add_with_stats_(
         scale: factor on the gradients: a number, or an fp32 scalar on u's device.
         stats: of u's length, filled; None adds only.
     """
-    parts = list(zip(bounds[:-1], bounds[1:], grads, strict=True))
-    if uses_triton(u) and len({grad.dtype for grad in grads}) == 1:
+    if uses_triton(u) and same_dtype(grads):
         _by_triton(u, stats, [grad.contiguous() for grad in grads], bounds, scale)
-    elif stats is None or uses_triton(u):
-        _add([u[start:stop] for start, stop, _ in parts], grads, scale)
+        return u
+
+    def form(start: int, stop: int) -> None:
+        parts = list(overlaps(bounds, start, stop))
+        terms = [grads[index][left - bounds[index] : right - bounds[index]] for index, left, right in parts]
+        _add([u[left:right] for _, left, right in parts], terms, scale)
+
+    if stats is None or uses_triton(u):
+        form(0, u.numel())
         if stats is not None:
             stats.read(u)
     else:
-        stats._over(u, parts, scale)
+        stats.over(u, form)
     return u
+
+
+def overlaps(bounds: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the index of each part that lies in a range at least partly, and where it begins and ends within it.
+
+    Args:
+        bounds: where each part starts, and where the last one ends.
+        start: of the range.
+        stop: behind its end.
+    """
+    index = bisect.bisect_right(bounds, start) - 1
+    while index < len(bounds) - 1 and bounds[index] < stop:
+        left, right = max(bounds[index], start), min(bounds[index + 1], stop)
+        if left < right:
+            yield index, left, right
+        index += 1
 
 
 def _add(targets: Sequence[Tensor], terms: Sequence[Tensor], scale: float | Tensor) -> None:

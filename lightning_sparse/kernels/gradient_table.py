@@ -22,29 +22,31 @@ TILE = 4096
 """Consecutive elements of a segment that the table knows about together."""
 
 
-def gradient_table(grads: Sequence[Tensor], bounds: Sequence[int]) -> Tensor:
+def gradient_table(grads: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:
     """Return where gradients lie, int64, on their device: kept for as long as they lie there.
 
     The first part has the start of each gradient in the segment, the second part its address. The third part has, of
     each tile of 4,096 elements, the address of the first where all of them are of one gradient, and 0 elsewhere.
 
     Args:
-        grads: 1-D, contiguous, of one dtype.
+        grads: 1-D, contiguous, of one dtype; None where there is none, whose address is 0. There is one.
         bounds: where each gradient starts in the segment, and the segment's length as the last one.
     """
-    addresses, size = tuple(grad.data_ptr() for grad in grads), grads[0].element_size()
+    some = next(grad for grad in grads if grad is not None)
+    addresses, size = tuple(0 if grad is None else grad.data_ptr() for grad in grads), some.element_size()
+    there = [grad is not None for grad in grads]
 
     def make() -> Tensor:
         table = torch.zeros(2 * len(grads) + -(-bounds[-1] // TILE), dtype=torch.int64)
         table[: 2 * len(grads)] = torch.tensor([*bounds[:-1], *addresses])
-        for start, stop, address in zip(bounds, bounds[1:], addresses, strict=False):
+        for start, stop, address, is_there in zip(bounds, bounds[1:], addresses, there, strict=False):
             first, last = -(-start // TILE), stop // TILE
-            if first < last:
+            if first < last and is_there:
                 offsets = torch.arange(first, last) * TILE - start
                 table[2 * len(grads) :][first:last] = address + size * offsets
-        return to_device(table, grads[0].device)
+        return to_device(table, some.device)
 
-    return kept((gradient_table, addresses, size, *bounds), grads[0], make)
+    return kept((gradient_table, addresses, size, *bounds), some, make)
 
 
 def bisections(count: int) -> int:
@@ -56,7 +58,7 @@ def bisections(count: int) -> int:
 def _bisect(starts, index, many, STEPS: tl.constexpr):
     """Return which of `many` ascending starts, the first of them 0, is the last at each index or before it."""
     # It is one of first, ..., behind - 1.
-    first = tl.zeros_like(index).to(tl.int32)
+    first = (index * 0).to(tl.int32)
     behind = first + many
     for _ in range(STEPS):
         middle = (first + behind) // 2

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,15 @@ def at_a_time(x: Tensor) -> int:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on a device, without the host waiting until it is there."""
-    if device.type != "cuda":
+    if device.type != "cuda" or x.is_cuda:
         return x.to(device)
     pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
     return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(pinned, non_blocking=True)
+
+
+def same_dtype(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors, of which there is one at least, have one dtype."""
+    return len({x.dtype for x in tensors}) == 1
 
 
 KEPT = 4096

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import TILE as TABLE_TILE
 from lightning_sparse.kernels.gradient_table import _address, bisections, gradient_table
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, same_dtype, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -100,6 +100,37 @@ def write_entries_(
                     errors.append(what - fitting.float())
     # Without the padding, whose values are 0.
     return (indices[: cuts[-1]], torch.cat([*errors, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
+
+
+def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indices: Tensor) -> None:
+    """Set tensors to zero at some places, in place.
+
+    Args:
+        tensors: one per parameter, 1-D, contiguous; None where there is nothing to set.
+        bounds: offsets of the parameters in the segment, and its length as the last one.
+        indices: int64, into the segment, ascending; may be padded, see `kernels/pack.py`.
+    """
+    there = [x for x in tensors if x is not None]
+    if there and uses_triton(indices) and same_dtype(there):
+        if count := indices.numel():
+            table, constants = gradient_table(tensors, bounds), {"TILE": TILE, "STEPS": bisections(len(tensors))}
+            args = (table, there[0], indices, count, bounds[-1], len(tensors))
+            launch(_clear, -(-count // TILE), *args, **constants)
+        return
+    cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist() if there else []
+    for x, start, (first, last) in zip(tensors, bounds, pairwise(cuts), strict=False):
+        if x is not None and first < last:
+            x.index_fill_(0, indices[first:last] - start, 0)
+
+
+@kernel("count", "numel", "many")
+def _clear(table, typed, indices, count, numel, many, TILE: tl.constexpr, STEPS: tl.constexpr):
+    """`table` is of `gradient_table`; `typed` only says the tensors' dtype."""
+    positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    index = tl.load(indices + positions, mask=positions < count, other=numel)
+    addresses, starts = _address(table, index, many, STEPS)
+    places = addresses.to(tl.pointer_type(typed.dtype.element_ty)) + (index - starts)
+    tl.store(places, tl.zeros((TILE,), typed.dtype.element_ty), mask=(index < numel) & (addresses != 0))
 
 
 def _in_one_launch(grads: Sequence[Tensor]) -> bool:

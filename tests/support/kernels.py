@@ -8,13 +8,16 @@ import torch
 from lightning_sparse.comm import Comm
 from lightning_sparse.kernels import (
     block_stats,
+    changes,
     checks,
     chunks,
     codes,
     gradient_table,
     launch,
     pack,
+    payout,
     quantize,
+    rescaling,
     select_triton,
     threshold,
     write_back,
@@ -32,7 +35,21 @@ HOSTILE = {
     "student": SMOOTH["Student 3"],
 }
 SOME = ["few values", "nan and inf"]
-KERNELS = (block_stats, checks, chunks, codes, gradient_table, pack, quantize, select_triton, threshold, write_back)
+KERNELS = (
+    block_stats,
+    changes,
+    checks,
+    chunks,
+    codes,
+    gradient_table,
+    pack,
+    payout,
+    quantize,
+    rescaling,
+    select_triton,
+    threshold,
+    write_back,
+)
 
 
 def is_kernel(value):

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from lightning_sparse import Method, Reducer
 from lightning_sparse.comm import Comm
-from lightning_sparse.moments import moments_of
+from lightning_sparse.kernels.payout import add_with_payout_
+from lightning_sparse.layout import Layout
+from lightning_sparse.moments import SegmentMoments, moments_of
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 
@@ -119,12 +121,14 @@ def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, kind: Any) -> Te
     """Return what the momentum would still change, by parameter name."""
     if kind is None:
         return torch.zeros_like(weights(net))
-    names = {id(param): name for name, param in net.named_parameters()}
-    parts = {
-        names[id(param)]: kind.to_come(group, optim.state[param])
-        if kind.first in optim.state[param] and optim.state[param][kind.first] is not None
-        else torch.zeros(param.shape)
-        for group in optim.param_groups
-        for param in group["params"]
-    }
-    return flat(parts[name] for name in sorted(parts))
+    groups = {param: group for group in optim.param_groups for param in group["params"]}
+    params = dict(sorted(net.named_parameters()))
+    (segment,) = Layout.of({name: tuple(param.shape) for name, param in params.items()}, "model").segments
+    of = {name: (groups[param], optim.state.get(param, {})) for name, param in params.items() if param in groups}
+    groups_and_states = [of.get(name, ({}, {})) for name in segment.names]
+    moments = SegmentMoments(segment, kind, *map(list, zip(*groups_and_states, strict=True)), torch.device("cpu"))
+    found = torch.zeros(segment.numel)
+    if (payout := moments.payout()) is not None:
+        found = add_with_payout_(torch.zeros(segment.numel), segment.bounds, segment.views(found), 1.0, payout, None)
+    parts = dict(zip(segment.names, segment.views(found), strict=True))
+    return flat(parts[name] for name in params)

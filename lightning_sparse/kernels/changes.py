@@ -1,0 +1,104 @@
+"""What optimizers have changed of a segment's parameters, rescaled where that is wanted: one pass over the weights."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, uses_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def changes_(
+    out: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    stepped: Sequence[Tensor],
+    bounds: Sequence[int],
+    factors: Tensor | None = None,
+    rests: Tensor | None = None,
+) -> None:
+    """Write f(w − x) + r·w for each parameter, with w its weights before a step and x after it.
+
+    Args:
+        out: 1-D fp32, one per parameter; overwritten. It may be `stepped`.
+        weights: w, 1-D, of any floating dtype.
+        stepped: x, 1-D, of the dtypes of `weights`.
+        bounds: offsets of the parameters in the segment, and its length as the last one.
+        factors: f of each parameter, 1-D fp32 on their device; None is 1.
+        rests: r of each parameter, in the same way; None is 0. Only together with `factors`.
+    """
+    if uses_triton(out[0]) and same_dtype(weights) and all(x.is_contiguous() for x in (*out, *weights, *stepped)):
+        if programs := -(-bounds[-1] // TILE):
+            tables = [gradient_table(tensors, bounds) for tensors in (out, weights, stepped)]
+            rescaled = [tables[0] if x is None else x for x in (factors, rests)]
+            constants = {"RESCALE": factors is not None, "STEPS": bisections(len(out)), "TILE": TILE, "PART": 256}
+            launch(_changes, programs, *tables, weights[0], *rescaled, bounds[-1], len(out), num_warps=8, **constants)
+        return
+    on_host = out[0].device.type == "cpu"
+    each = at_a_time(out[0])
+    terms = [[1.0] * len(out) if x is None else x.tolist() if on_host else x.unbind() for x in (factors, rests)]
+    for result, w, x, factor, rest in zip(out, weights, stepped, *terms, strict=True):
+        for start in range(0, len(result), each):
+            part, before = result[start : start + each], w[start : start + each].float()
+            torch.sub(before, x[start : start + each].float(), out=part)
+            if isinstance(factor, Tensor):
+                part.mul_(factor).addcmul_(before, rest)
+            elif factor != 1:
+                part.mul_(factor).add_(before, alpha=rest)
+
+
+@kernel("numel", "many")
+def _changes(
+    outs,
+    weights,
+    stepped,
+    typed,
+    factors,
+    rests,
+    numel,
+    many,
+    RESCALE: tl.constexpr,
+    STEPS: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """The first three are of `gradient_table`; `typed` only says the weights' dtype."""
+    tile = tl.program_id(0).to(tl.int64)
+    to = tl.load(outs + 2 * many + tile)
+    if to != 0:
+        before = tl.load(weights + 2 * many + tile)
+        after = tl.load(stepped + 2 * many + tile)
+        within = tl.arange(0, TILE)
+        # Loads without a mask are 16 bytes wide from memory that is aligned.
+        if (to | before | after) % 16 == 0:
+            w = tl.load(tl.multiple_of(before.to(tl.pointer_type(typed.dtype.element_ty)), 16) + within).to(tl.float32)
+            x = tl.load(tl.multiple_of(after.to(tl.pointer_type(typed.dtype.element_ty)), 16) + within).to(tl.float32)
+        else:
+            w = tl.load(before.to(tl.pointer_type(typed.dtype.element_ty)) + within).to(tl.float32)
+            x = tl.load(after.to(tl.pointer_type(typed.dtype.element_ty)) + within).to(tl.float32)
+        change = w - x
+        if RESCALE:
+            number = _bisect(outs, tile * TILE, many, STEPS)
+            change = tl.load(factors + number) * change + tl.load(rests + number) * w
+        tl.store(to.to(tl.pointer_type(tl.float32)) + within, change)
+    else:
+        for part in range(TILE // PART):
+            index = tile * TILE + part * PART + tl.arange(0, PART)
+            valid = index < numel
+            number = _bisect(outs, index, many, STEPS)
+            within = index - tl.load(outs + number)
+            before = tl.load(weights + many + number).to(tl.pointer_type(typed.dtype.element_ty)) + within
+            after = tl.load(stepped + many + number).to(tl.pointer_type(typed.dtype.element_ty)) + within
+            w = tl.load(before, mask=valid, other=0.0).to(tl.float32)
+            change = w - tl.load(after, mask=valid, other=0.0).to(tl.float32)
+            if RESCALE:
+                change = tl.load(factors + number) * change + tl.load(rests + number) * w
+            places = tl.load(outs + many + number).to(tl.pointer_type(tl.float32)) + within
+            tl.store(places, change, mask=valid)

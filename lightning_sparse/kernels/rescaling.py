@@ -1,0 +1,119 @@
+"""By which factors updates are rescaled, see `lightning_sparse.moments`: two launches for all of a segment."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.gradient_table import gradient_table
+from lightning_sparse.kernels.launch import kept, kernel, launch, same_dtype, to_device, uses_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+PIECE = 8192
+"""Elements of a parameter that one program adds up."""
+AT_A_TIME = 256
+"""Pieces whose sums one program adds up at a time."""
+
+
+def rescaling(
+    first: Sequence[Tensor | None],
+    second: Sequence[Tensor | None],
+    bounds: Sequence[int],
+    numbers: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    """Return f = 1/√(q + (1 − q)/P) and r = (1 − f) · decay of each parameter, 1-D fp32; 1 and 0 if it has not stepped.
+
+    q, between 0 and 1, is ((Σm̂²/Σv̂) − c) / (1 − c).
+
+    Args:
+        first: m of each parameter, 1-D; None if it has no moments. One has.
+        second: v of each, in the same way.
+        bounds: where each parameter starts in the segment, and the segment's length as the last one.
+        numbers: (5, parameters) fp32, on their device: 1 − β₁ᵗ and 1 − β₂ᵗ, the corrections of both moments' bias; c,
+            the part of a gradient's noise that is in the first moment; what decoupled weight decay has taken from the
+            weights, as a part of them; and 1 if the optimizer has stepped the parameter, else 0.
+        size: P, the number of ranks.
+    """
+    there = [x for x in (*first, *second) if x is not None]
+    if uses_triton(numbers) and same_dtype(there):
+        return _by_triton(first, second, bounds, numbers, size)
+    of_first, of_second, noise, decay, stepped = numbers
+    sums = [torch.stack([_sum(x, numbers) for x in moments]) for moments in ([_squared(x) for x in first], second)]
+    ratio = sums[0] / of_first.square() / (sums[1] / of_second).clamp(min=1e-38)
+    signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
+    factors = torch.where(stepped > 0, torch.rsqrt(signal + (1 - signal) / size), 1.0)
+    return factors, (1 - factors) * decay
+
+
+def _squared(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.linalg.vector_norm(x, dtype=torch.float32).square()
+
+
+def _sum(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_zeros(()) if x is None else x.sum(dtype=torch.float32)
+
+
+def _by_triton(
+    first: Sequence[Tensor | None], second: Sequence[Tensor | None], bounds: Sequence[int], numbers: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    some, many = next(x for x in first if x is not None), len(first)
+    starts = [0, *accumulate(-(-(stop - start) // PIECE) for start, stop in pairwise(bounds))]
+    pieces = starts[-1]
+
+    def make() -> Tensor:
+        owners = [number for number, (first, last) in enumerate(pairwise(starts)) for _ in range(first, last)]
+        return to_device(torch.tensor([*starts, *bounds, *owners]), numbers.device)
+
+    table = kept((rescaling, *bounds), numbers, make)
+    partial = torch.empty(2, pieces, dtype=torch.float32, device=numbers.device)
+    tables = gradient_table(first, bounds), gradient_table(second, bounds)
+    launch(_sums, pieces, *tables, some, table, partial, many, pieces, PIECE=PIECE, num_warps=8)
+    out = torch.empty(2, many, dtype=torch.float32, device=numbers.device)
+    launch(_factors, many, partial, table, numbers, out, float(size), many, pieces, AT_A_TIME=AT_A_TIME)
+    return out[0], out[1]
+
+
+@kernel("many", "pieces")
+def _sums(firsts, seconds, moment, table, partial, many, pieces, PIECE: tl.constexpr):
+    """`firsts` and `seconds` are of `gradient_table`; `moment` only says the moments' dtype."""
+    piece = tl.program_id(0)
+    number = tl.load(table + 2 * many + 2 + piece)
+    length = tl.load(table + many + 2 + number) - tl.load(table + many + 1 + number)
+    index = (piece - tl.load(table + number)) * PIECE + tl.arange(0, PIECE)
+    address, root = tl.load(firsts + many + number), tl.load(seconds + many + number)
+    valid = (index < length) & (address != 0)
+    m = tl.load(address.to(tl.pointer_type(moment.dtype.element_ty)) + index, mask=valid, other=0.0).to(tl.float32)
+    v = tl.load(root.to(tl.pointer_type(moment.dtype.element_ty)) + index, mask=valid, other=0.0).to(tl.float32)
+    tl.store(partial + piece, tl.sum(m * m))
+    tl.store(partial + pieces + piece, tl.sum(v))
+
+
+@kernel("size", "many", "pieces")
+def _factors(partial, table, numbers, out, size, many, pieces, AT_A_TIME: tl.constexpr):
+    number = tl.program_id(0)
+    piece, last = tl.load(table + number), tl.load(table + number + 1)
+    first = tl.zeros((AT_A_TIME,), tl.float32)
+    second = tl.zeros((AT_A_TIME,), tl.float32)
+    while piece < last:
+        places = piece + tl.arange(0, AT_A_TIME)
+        first += tl.load(partial + places, mask=places < last, other=0.0)
+        second += tl.load(partial + pieces + places, mask=places < last, other=0.0)
+        piece += AT_A_TIME
+    correction = tl.load(numbers + number)
+    mean = tl.sum(second) / tl.load(numbers + many + number)
+    ratio = tl.sum(first) / (correction * correction) / tl.where(mean < 1e-38, 1e-38, mean)
+    noise = tl.load(numbers + 2 * many + number)
+    signal = (ratio - noise) / (1 - noise)
+    signal = tl.where(signal < 0, 0.0, tl.where(signal > 1, 1.0, signal))  # NaN stays
+    factor = 1 / tl.sqrt(signal + (1 - signal) / size)
+    factor = tl.where(tl.load(numbers + 4 * many + number) > 0, factor, 1.0)
+    tl.store(out + number, factor)
+    tl.store(out + many + number, (1 - factor) * tl.load(numbers + 3 * many + number))

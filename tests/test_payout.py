@@ -1,0 +1,197 @@
+"""What optimizers have changed, and u with what momentum would still change: by torch, by kernels, and by hand."""
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+
+from lightning_sparse import Reducer, method
+from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats, overlaps
+from lightning_sparse.kernels.changes import changes_
+from lightning_sparse.kernels.payout import Payout, add_with_payout_
+from lightning_sparse.kernels.rescaling import rescaling
+from lightning_sparse.kernels.write_back import clear_entries_
+from lightning_sparse.updates import Updates
+from tests.support.kernels import DEVICE, Echo, interpreted, needs_triton
+from tests.support.tiers import tiers
+from tests.support.update_training import OPTIMIZERS, flat
+
+LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [4096], [5000, 4099, 3], [3] * 50, [140_000]]
+BOTH = ["torch", pytest.param("triton", marks=[needs_triton, interpreted])]
+
+
+def drawn(lengths, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, generator=generator).to(dtype).to(DEVICE) for length in lengths]
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_by_hand(kernels, use):
+    """m/(2√v + 1) · 3 of the first parameter; the second has no momentum."""
+    use(kernels)
+    payout = Payout(
+        [torch.tensor([2.0, -5.0]), None], [torch.tensor([4.0, 1.0]), None], torch.tensor([[3.0, 0], [2, 0], [1, 1]])
+    )
+    residual, stats = torch.tensor([1.0, 1.0, 7.0]), BlockStats(3, 1)
+    grads = [torch.tensor([1.0, 0.0]), torch.tensor([2.0])]
+    u = add_with_payout_(residual, (0, 2, 3), grads, 0.5, payout, stats)
+    assert residual.tolist() == [1.5, 1.0, 8.0]
+    assert u.tolist() == pytest.approx([1.5 + 3 * 2 / 5, 1.0 - 3 * 5 / 3, 8.0], rel=1e-6)
+    x = torch.tensor([2.0, 1.0])
+    changes_([x], [torch.tensor([10.0, 0.0])], [x], (0, 2))
+    assert x.tolist() == [8.0, -1.0]
+    x = torch.tensor([2.0, 1.0])
+    changes_([x], [torch.tensor([10.0, 0.0])], [x], (0, 2), torch.tensor([2.0]), torch.tensor([0.25]))
+    assert x.tolist() == [18.5, -2.0]
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", tiers(LENGTHS, LENGTHS[:6]))
+def test_changes(lengths, dtype, kernels, use):
+    use(kernels)
+    bounds = [0, *accumulate(lengths)]
+    weights, stepped = drawn(lengths, dtype, 0), drawn(lengths, dtype, 1)
+    weights[0][0] = math.nan
+    out = [torch.empty(length, device=DEVICE) for length in lengths]
+    changes_(out, weights, stepped, bounds)
+    for result, w, x in zip(out, weights, stepped, strict=True):
+        assert torch.equal(result.nan_to_num(7), (w.float() - x.float()).nan_to_num(7))
+    factors, rests = (torch.rand(len(lengths), generator=torch.Generator().manual_seed(2)) for _ in range(2))
+    factors[0] = 1  # not rescaled
+    rests[0] = 0
+    changes_(out, weights, stepped, bounds, factors, rests)
+    for result, w, x, f, r in zip(out, weights, stepped, factors, rests, strict=True):
+        w, x = w.double(), x.double()
+        torch.testing.assert_close(result.double(), f * (w - x) + r * w, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize(("divided", "root"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", tiers(LENGTHS, LENGTHS[2:6]))
+def test_sum_and_block_maxima(lengths, dtype, divided, root, kernels, use):
+    use(kernels)
+    bounds = [0, *accumulate(lengths)]
+    grads, first, second = (drawn(lengths, dtype, seed) for seed in range(3))
+    grads = [x.float() for x in grads]
+    second = [x.abs() + 0.01 for x in second]
+    grads[-1][-1] = -math.inf
+    rows = [(0.5 + index, (0.25 if index % 3 else 0.0) if divided else 0.0, 1.0) for index in range(len(lengths))]
+    if not root:
+        rows = [(a, 1.0, 0.0) for a, *_ in rows] if divided else rows
+    residual = drawn([bounds[-1]], torch.float32, 3)[0]
+    expected = residual + 0.5 * torch.cat(grads)
+    paid = []
+    for m, v, (a, b, c) in zip(first, second, rows, strict=True):
+        v = v.double().sqrt() if root else v.double()
+        paid.append(a * m.double() / (b * v + c if divided else 1.0))
+    if len(lengths) > 1:
+        first[1], paid[1] = None, torch.zeros(lengths[1])
+        second[1] = None
+    payout = Payout(first, second if divided else None, torch.tensor(rows, device=DEVICE).T.contiguous(), root)
+    stats = BlockStats(bounds[-1], 64, moments=True)
+    u = add_with_payout_(residual, bounds, grads, 0.5, payout, stats)
+    assert torch.equal(residual, expected)
+    torch.testing.assert_close(u.double(), expected.double() + torch.cat(paid), rtol=1e-5, atol=1e-5)
+    assert stats.done
+    full = len(u) // 64 * 64
+    assert torch.equal(stats.maxima, (u[:full].view(torch.int32) & MAGNITUDE).view(-1, 64).amax(1))
+    again = add_with_payout_(expected - 0.5 * torch.cat(grads).nan_to_num(), bounds, grads, 0.5, payout, None)
+    assert again.shape == u.shape
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", tiers([*LENGTHS, [5000, 8192, 3_000_000]], LENGTHS))
+def test_rescaling(lengths, dtype, kernels, use):
+    """q is 1/10, 2/10, ... where Σm̂² is (q + (1 − q)c) Σv̂; the first has moments, but was not stepped."""
+    use(kernels)
+    bounds, many, size, c = [0, *accumulate(lengths)], len(lengths), 4, 1 / 19
+    q = torch.linspace(0.1, 1.0, many)
+    v = [torch.full((length,), 0.25, dtype=dtype) for length in lengths]
+    m = [torch.full((length,), 0.5 * math.sqrt(x + (1 - x) * c)) for length, x in zip(lengths, q.tolist(), strict=True)]
+    m = [(x * 0.875).to(dtype) for x in m]
+    decay, stepped = torch.full((many,), 0.01), torch.ones(many)
+    stepped[0] = 0
+    if many > 2:
+        m[2] = v[2] = None
+        stepped[2] = 0
+    numbers = torch.stack([torch.full((many,), 0.875), torch.ones(many), torch.full((many,), c), decay, stepped])
+    factors, rests = rescaling(m, v, bounds, numbers, size)
+    expected = torch.rsqrt(q + (1 - q) / size)
+    empty = torch.tensor([length == 0 for length in lengths])
+    expected = torch.where(empty, 2.0, expected)  # no element, no signal: √P, of nothing
+    expected = torch.where(stepped > 0, expected, 1.0)
+    # The moment has 8 bits in bf16, and q is found from its square.
+    torch.testing.assert_close(factors, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0)
+    torch.testing.assert_close(rests, (1 - factors) * 0.01, rtol=1e-4, atol=1e-7)
+    m[0][0] = math.nan
+    numbers[4] = 1
+    assert rescaling(m, v, bounds, numbers, size)[0][0].isnan()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clearing(dtype, kernels, use):
+    use(kernels)
+    tensors = [torch.ones(3, dtype=dtype), None, torch.ones(0, dtype=dtype), torch.ones(4, dtype=dtype)]
+    clear_entries_(
+        tensors, (0, 3, 5, 5, 9), torch.tensor([0, 2, 3, 5, 8, 9, 9] if kernels == "triton" else [0, 2, 5, 8])
+    )
+    assert [None if x is None else x.tolist() for x in tensors] == [[0, 1, 0], None, [], [0, 1, 1, 0]]
+    clear_entries_([None, None], (0, 1, 2), torch.tensor([0]))
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "radam", "adamax", "nesterov"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exchange_by_kernels_is_that_by_torch(optimizer, dtype, use):
+    """Same weights and residual but for rounding; one parameter is never trained, and groups have different rates."""
+
+    def trained(kernels):
+        use(kernels)
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"a": (70, 90), "idle": (5,), "b": (90,), "empty": (0,), "c": (3, 3)}
+        model = torch.nn.ParameterDict(
+            {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in shapes.items()}
+        )
+        groups = [{"params": [model["a"], model["idle"], model["c"]]}, {"params": [model["b"], model["empty"]]}]
+        chosen = OPTIMIZERS[optimizer](groups)
+        chosen.param_groups[1]["lr"] *= 0.5
+        reducer = Reducer(method("topk", density=0.02), Echo(2), granularity="model", exchanged="update")
+        updates = None
+        for step in range(5):
+            for name, param in model.items():
+                grad = torch.randn(param.shape, generator=generator)
+                param.grad = None if name == "idle" else grad.to(dtype)
+            if step == 3:  # in Adam's first steps all updates are about as large, and rounding decides what is sent
+                updates = Updates(reducer, model, [chosen])
+            if updates is not None:
+                updates.begin(chosen)
+            chosen.step()
+            if updates is not None:
+                updates.exchange(chosen)
+        # All ranks send the same: their mean is what one of them sends.
+        moments = [
+            state[kind] for state in chosen.state.values() for kind in ("exp_avg", "momentum_buffer") if kind in state
+        ]
+        return flat(model.values()), reducer.states[0]["residual"], flat(moments) == 0
+
+    (by_kernels, residual, empty), (by_torch, other, also_empty) = trained("triton"), trained("torch")
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(by_kernels, by_torch, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(residual, other, rtol=0, atol=tolerance)
+    assert torch.equal(empty, also_empty)
+    assert 0.01 < empty.float().mean() < 0.2
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 6])
+@pytest.mark.parametrize("stop", [1, 5, 6, 11, 12])
+def test_parts_of_a_range(start, stop):
+    bounds = [0, 5, 5, 6, 12]
+    covered = [(index, place) for index, left, right in overlaps(bounds, start, stop) for place in range(left, right)]
+    owner = [0] * 5 + [2] + [3] * 6
+    assert covered == [(owner[place], place) for place in range(start, stop)]
