@@ -1,10 +1,10 @@
 """What does the whole way of a gradient add to a step of GPT-2 small on one GPU?
 
 A world of one, so that nothing travels: but each gradient is added to the residual, the entries are selected, encoded,
-decoded and written back, as among many. Plain DDP and `attach` with each method train the same model on random tokens,
-in turn, a few steps in a row each; times are by CUDA events, the median of all turns between their 20th and 80th
-percentiles. Before a method is timed, one step shows that nothing is lost: the average and the residual add up to the
-gradient, bit for bit.
+decoded and written back, as among many. Plain DDP, `attach` with each method and `attach_updates`, which in a world of
+one rescales nothing, train the same model on random tokens, in turn, a few steps in a row each; times are by CUDA
+events, the median of all turns between their 20th and 80th percentiles. Before a method is timed, one step shows that
+nothing is lost: the average and the residual add up to the gradient, bit for bit; of updates, that few weights change.
 
     python -m benchmarks.gpt            # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
     python -m benchmarks.gpt --small    # a rehearsal on the CPU, over gloo; nothing is written
@@ -12,7 +12,7 @@ gradient, bit for bit.
 Written: `results/gpt_cuda.csv`. "added" is a method's time less plain DDP's. It is held against the floor: to read the
 gradient, to read and write the residual in fp32, and to write the result, 16 bytes a parameter where gradients are fp32
 (bf16-mixed) and 12 where they are bf16 (bf16-true), at the rate at which the card copies that many fp32 numbers. The
-limit is 1.6 floors and a millisecond.
+limit is 1.6 floors and a millisecond. The floor of exchanged updates is what docs/gpu.md counts, 60 bytes a parameter.
 """
 
 import functools
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import pandas as pd
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,11 +29,13 @@ from benchmarks.harness import results
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import cold, elapsed_ms, eviction, spread
 from examples.models import GPT
-from lightning_sparse import attach
+from lightning_sparse import attach, attach_updates
 
 PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 """Name to dtype of parameters and gradients; calculated is in bf16."""
-METHODS = ("topk", "gaussiank", "randk")
+METHODS = ("topk", "gaussiank", "randk", "topk updates")
+UPDATE_BYTES = 60
+"""Bytes of a parameter whose update is exchanged, by the kernels' loads and stores, without rescaling."""
 FLOORS, CONSTANT_MS = 1.6, 1.0
 SMALL = {"context": 32, "width": 64, "layers": 2, "heads": 2, "vocabulary": 211}
 GPT2 = {"context": 1024, "width": 768, "layers": 12, "heads": 12, "vocabulary": 50257}
@@ -47,9 +49,16 @@ class Contestant:
         self.method, self.device, self.mixed = method, device, precision == "bf16-mixed"
         self.model = GPT(**shape).to(device, PRECISIONS[precision])
         self.params = sum(param.numel() for param in self.model.parameters())
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=25, gradient_as_bucket_view=True)
-        self.reducer = None if method == "ddp" else attach(self.ddp, method, density=0.001)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
+        self.name, _, updates = method.partition(" ")
+        self.ddp: nn.Module = self.model
+        if not updates:
+            self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+        self.reducer = self.updates = None
+        if updates:
+            self.updates = attach_updates(self.model, self.optimizer, self.name, density=0.001)
+        elif method != "ddp":
+            self.reducer = attach(self.ddp, method, density=0.001)  # type: ignore[arg-type]
         size = (batch, shape["context"] + 1)
         tokens = torch.randint(shape["vocabulary"], size, device=device)
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
@@ -68,6 +77,8 @@ class Contestant:
 
     def check(self) -> None:
         """Raise unless the first step hands out or keeps every gradient, as it is, and hands out some."""
+        if self.updates is not None:
+            self._check_updates()
         if self.reducer is None:
             return
         given: dict[str, Tensor] = {}
@@ -90,6 +101,14 @@ class Contestant:
             watch.remove()
         self.optimizer.zero_grad()
 
+    def _check_updates(self) -> None:
+        """Raise unless a step changes some weights, those that are sent."""
+        before = [param.detach().clone() for param in self.model.parameters()]
+        self.step()
+        changed = sum(int((x != y).sum()) for x, y in zip(before, self.model.parameters(), strict=True))
+        if not 0 < changed < 0.0015 * self.params:
+            raise SystemExit(f"{self.method} changes {changed:,} of {self.params:,} weights: no times for that.")
+
 
 def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: str) -> Iterator[Row]:
     """Check and time all contestants; to be called in a world of one."""
@@ -103,8 +122,6 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
         other = eviction(device) if device == "cuda" else torch.empty(1)
         copied = cold(functools.partial(torch.empty_like(x).copy_, x), 15, other)
         rate = 8 * params / copied["ms"]  # bytes a millisecond; a copy reads and writes
-        counted = 8 + 2 * dtype.itemsize
-        floor = counted * params / rate
         del x, other
         for _ in range(1 + turns):
             for contestant in contestants:
@@ -115,6 +132,8 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
         for name, found in spreads.items():
             row: Row = {"precision": precision, "contestant": name, **found}
             row |= {"params": params, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
+            counted = UPDATE_BYTES if "updates" in name else 8 + 2 * dtype.itemsize
+            floor = counted * params / rate
             row |= {"copy_bytes_per_s": 1e3 * rate, "counted_bytes": counted, "floor_ms": floor}
             if name != "ddp":
                 added, limit = row["ms"] - spreads["ddp"]["ms"], FLOORS * floor + CONSTANT_MS

@@ -168,8 +168,8 @@ def _on_device(x: Any) -> bool:
 
 def _row(x: Any, count: int, device: torch.device) -> Tensor:
     """Return a number, or numbers on the device, as so many fp32 numbers there."""
-    if isinstance(x, Tensor) and x.device == device:
-        return x.float().expand(count)
+    if isinstance(x, Tensor) and (x.dim() or x.device == device):
+        return to_device(x.float(), device).expand(count)
     return torch.full((count,), float(x), device=device)
 
 

@@ -80,6 +80,10 @@ PARTS = {
         "-m pytest -q -m '' tests/test_kernels.py",
         {"kernels select, add and pack to the same bits as plain torch": None},
     ),
+    "updates": Part(
+        "-m pytest -q -m '' tests/test_payout.py",
+        {"kernels form, rescale and pay out updates as plain torch does": None},
+    ),
     "lightning": Part(
         "-m pytest -q -m '' tests/integration/test_cuda.py -k 'not cpu'",
         {"Lightning trains over NCCL; no step waits for the device; every run ends with the same bits": None},

@@ -6,10 +6,15 @@
 Without torch's cache each tensor is an allocation of its own, so that nobody reads past its end unseen.
 """
 
+import os
+from unittest import mock
+
 import torch
 
 from benchmarks.selection import Step, sparsifiers
 from lightning_sparse import METHODS, Comm, Reducer, method, simulate
+from lightning_sparse.kernels import launch
+from tests.support.update_training import exchanged_twice
 
 
 def select(device: str) -> None:
@@ -42,11 +47,22 @@ def reduce_(device: str) -> None:
                 torch.testing.assert_close(kept[key].to(device) + sent, whole, rtol=0, atol=1e-5)
 
 
+def updates(device: str) -> None:
+    """Exchange updates twice: by kernels of ours as by plain torch."""
+    for optimizer in ("adamw", "adamax", "nesterov"):
+        found = {}
+        for kernels in ("triton", "torch"):
+            with mock.patch.dict(os.environ, {launch.KERNELS: kernels}):
+                found[kernels] = exchanged_twice(optimizer, torch.float32, device)
+        torch.testing.assert_close(found["triton"][:2], found["torch"][:2], rtol=1e-5, atol=1e-5)
+
+
 def main(device: str) -> None:
     """Run all."""
     torch.manual_seed(0)
     select(device)
     reduce_(device)
+    updates(device)
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -17,7 +17,8 @@ def test_every_contestant_is_checked_and_timed():
     for row in rows:
         assert row["ms"] > 0
         assert row["floor_ms"] > 0
-        assert row["counted_bytes"] == {"bf16-mixed": 16, "bf16-true": 12}[row["precision"]]
+        counted = 60 if "updates" in row["contestant"] else {"bf16-mixed": 16, "bf16-true": 12}[row["precision"]]
+        assert row["counted_bytes"] == counted
         if row["contestant"] != "ddp":
             assert row["limit_ms"] == pytest.approx(1.6 * row["floor_ms"] + 1)
             assert row["within"] == (row["added_ms"] <= row["limit_ms"])
@@ -33,6 +34,10 @@ def lose_something(rank):
 
     contestant.reducer.reduce_segment_ = reduce_wrongly_
     with pytest.raises(SystemExit, match="topk loses something"):
+        contestant.check()
+    contestant = Contestant("topk updates", SMALL, "bf16-mixed", 2, "cpu")
+    contestant.step = lambda: [param.detach().add_(1) for param in contestant.model.parameters()]
+    with pytest.raises(SystemExit, match="topk updates changes"):
         contestant.check()
     return True
 

@@ -6,24 +6,31 @@ from itertools import accumulate
 import pytest
 import torch
 
-from lightning_sparse import Reducer, method
 from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats, overlaps
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.kernels.payout import Payout, add_with_payout_
 from lightning_sparse.kernels.rescaling import rescaling
 from lightning_sparse.kernels.write_back import clear_entries_
-from lightning_sparse.updates import Updates
-from tests.support.kernels import DEVICE, Echo, interpreted, needs_triton
+from tests.support.kernels import DEVICE, needs_triton
 from tests.support.tiers import tiers
-from tests.support.update_training import OPTIMIZERS, flat
+from tests.support.update_training import exchanged_twice
 
 LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [4096], [5000, 4099, 3], [3] * 50, [140_000]]
-BOTH = ["torch", pytest.param("triton", marks=[needs_triton, interpreted])]
+BOTH = ["torch", pytest.param("triton", marks=needs_triton)]
+
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+@pytest.fixture
+def on_device():
+    with torch.device(DEVICE):
+        yield
 
 
 def drawn(lengths, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(length, generator=generator).to(dtype).to(DEVICE) for length in lengths]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return [torch.randn(length, generator=generator, device="cpu").to(DEVICE, dtype) for length in lengths]
 
 
 @pytest.mark.parametrize("kernels", BOTH)
@@ -54,11 +61,11 @@ def test_changes(lengths, dtype, kernels, use):
     bounds = [0, *accumulate(lengths)]
     weights, stepped = drawn(lengths, dtype, 0), drawn(lengths, dtype, 1)
     weights[0][0] = math.nan
-    out = [torch.empty(length, device=DEVICE) for length in lengths]
+    out = [torch.empty(length) for length in lengths]
     changes_(out, weights, stepped, bounds)
     for result, w, x in zip(out, weights, stepped, strict=True):
         assert torch.equal(result.nan_to_num(7), (w.float() - x.float()).nan_to_num(7))
-    factors, rests = (torch.rand(len(lengths), generator=torch.Generator().manual_seed(2)) for _ in range(2))
+    factors, rests = (x.abs() for x in drawn([len(lengths)] * 2, torch.float32, 2))
     factors[0] = 1  # not rescaled
     rests[0] = 0
     changes_(out, weights, stepped, bounds, factors, rests)
@@ -90,7 +97,7 @@ def test_sum_and_block_maxima(lengths, dtype, divided, root, kernels, use):
     if len(lengths) > 1:
         first[1], paid[1] = None, torch.zeros(lengths[1])
         second[1] = None
-    payout = Payout(first, second if divided else None, torch.tensor(rows, device=DEVICE).T.contiguous(), root)
+    payout = Payout(first, second if divided else None, torch.tensor(rows).T.contiguous(), root)
     stats = BlockStats(bounds[-1], 64, moments=True)
     u = add_with_payout_(residual, bounds, grads, 0.5, payout, stats)
     assert torch.equal(residual, expected)
@@ -145,44 +152,16 @@ def test_clearing(dtype, kernels, use):
 
 
 @needs_triton
-@interpreted
 @pytest.mark.parametrize("optimizer", ["adamw", "nadam", "radam", "adamax", "nesterov"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_exchange_by_kernels_is_that_by_torch(optimizer, dtype, use):
-    """Same weights and residual but for rounding; one parameter is never trained, and groups have different rates."""
-
-    def trained(kernels):
-        use(kernels)
-        generator = torch.Generator().manual_seed(0)
-        shapes = {"a": (70, 90), "idle": (5,), "b": (90,), "empty": (0,), "c": (3, 3)}
-        model = torch.nn.ParameterDict(
-            {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in shapes.items()}
-        )
-        groups = [{"params": [model["a"], model["idle"], model["c"]]}, {"params": [model["b"], model["empty"]]}]
-        chosen = OPTIMIZERS[optimizer](groups)
-        chosen.param_groups[1]["lr"] *= 0.5
-        reducer = Reducer(method("topk", density=0.02), Echo(2), granularity="model", exchanged="update")
-        updates = None
-        for step in range(5):
-            for name, param in model.items():
-                grad = torch.randn(param.shape, generator=generator)
-                param.grad = None if name == "idle" else grad.to(dtype)
-            if step == 3:  # in Adam's first steps all updates are about as large, and rounding decides what is sent
-                updates = Updates(reducer, model, [chosen])
-            if updates is not None:
-                updates.begin(chosen)
-            chosen.step()
-            if updates is not None:
-                updates.exchange(chosen)
-        # All ranks send the same: their mean is what one of them sends.
-        moments = [
-            state[kind] for state in chosen.state.values() for kind in ("exp_avg", "momentum_buffer") if kind in state
-        ]
-        return flat(model.values()), reducer.states[0]["residual"], flat(moments) == 0
-
-    (by_kernels, residual, empty), (by_torch, other, also_empty) = trained("triton"), trained("torch")
+    """Same weights and residual but for rounding."""
+    use("triton")
+    weights, residual, empty = exchanged_twice(optimizer, dtype, DEVICE)
+    use("torch")
+    by_torch, other, also_empty = exchanged_twice(optimizer, dtype, DEVICE)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(by_kernels, by_torch, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(weights, by_torch, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(residual, other, rtol=0, atol=tolerance)
     assert torch.equal(empty, also_empty)
     assert 0.01 < empty.float().mean() < 0.2

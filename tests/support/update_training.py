@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse import Method, Reducer
+from lightning_sparse import Method, Reducer, method
 from lightning_sparse.comm import Comm
 from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.layout import Layout
 from lightning_sparse.moments import SegmentMoments, moments_of
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
+from tests.support.kernels import Echo
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 
@@ -132,3 +133,38 @@ def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, kind: Any) -> Te
         found = add_with_payout_(torch.zeros(segment.numel), segment.bounds, segment.views(found), 1.0, payout, None)
     parts = dict(zip(segment.names, segment.views(found), strict=True))
     return flat(parts[name] for name in params)
+
+
+def exchanged_twice(optimizer: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Train five steps, the last two with ranks that all send the same; one parameter is never trained.
+
+    Returns:
+        The weights, the residual, and where the first moment is zero.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    shapes = {"a": (70, 90), "idle": (5,), "b": (90,), "empty": (0,), "c": (3, 3)}
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+    model = nn.ParameterDict({name: draw(shape) for name, shape in shapes.items()})
+    groups: Any = [{"params": [model["a"], model["idle"], model["c"]]}, {"params": [model["b"], model["empty"]]}]
+    chosen = OPTIMIZERS[optimizer](groups)
+    chosen.param_groups[1]["lr"] *= 0.5
+    reducer = Reducer(method("topk", density=0.02), Echo(2), granularity="model", exchanged="update")
+    updates = None
+    for step in range(5):
+        for name, param in model.items():
+            grad = draw(shapes[name])
+            param.grad = None if name == "idle" else grad
+        if step == 3:  # in Adam's first steps all updates are about as large, and rounding decides what is sent
+            updates = Updates(reducer, model, [chosen])
+        if updates is not None:
+            updates.begin(chosen)
+        chosen.step()
+        if updates is not None:
+            updates.exchange(chosen)
+    kind = moments_of(chosen)
+    assert kind is not None
+    moments = flat(state[kind.first] for state in chosen.state.values() if kind.first in state)
+    return flat(model.values()), reducer.states[0]["residual"], moments == 0
