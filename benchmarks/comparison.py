@@ -1,11 +1,11 @@
 """Every row of METHODS on the same tasks: which loss for how many bytes, and after how many seconds over a slow link.
 
 Three tasks with two workers: ResNet-20 on scikit-learn's digits with SGD, and the byte-level GPT of
-`benchmarks.language` with SGD and with AdamW; momentum 0.9, density 0.01, a linear warm-up of the rate over a tenth of
-300 steps, and a cosine to zero. Every contestant gets the best rate, by the last loss of seed 0, of a grid that is the
-same for all within a task, and then two more seeds; a rate at which one of these diverges is given up. Gradients or
-updates are exchanged, as the strategy chooses by itself; contestants that end in "gradients" or "updates" exchange the
-other. Ranks are threads of this process: what they send is counted.
+`benchmarks.language` with SGD and with AdamW; momentum 0.9, but none beside Signum's own, density 0.01, a linear
+warm-up of the rate over a tenth of 300 steps, and a cosine to zero. Every contestant gets the best rate, by the last
+loss of seed 0, of a grid that is the same for all within a task, and then two more seeds; a rate at which one of these
+diverges is given up. Gradients or updates are exchanged, as the strategy chooses by itself; contestants that end in
+"gradients" or "updates" exchange the other. Ranks are threads of this process: what they send is counted.
 
     python -m benchmarks.comparison                      # train what the CSV files lack; --task NAME: one task
     sudo python -m benchmarks.comparison --seconds       # step times over shaped links, all contestants in turn
@@ -55,6 +55,7 @@ from lightning_sparse import (
     simulate,
 )
 from lightning_sparse import method as make_method
+from lightning_sparse.memory import Momentum
 from lightning_sparse.strategies.fit_checks import is_adaptive
 from lightning_sparse.updates import Updates
 
@@ -144,6 +145,15 @@ def made(task: str, contestant: str) -> Method:
     return replace(chosen, update_rule=UpdateRule() if updates else None)
 
 
+def optimizer_for(task: str, method: Method, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Return the optimizer of a contestant; that of a method with a momentum of its own, such as Signum, has none."""
+    optimizer = TASKS[task].optimizer(model.parameters(), lr=lr)
+    for group in optimizer.param_groups:
+        if isinstance(method.memory, Momentum) and "momentum" in group:
+            group["momentum"] = 0.0
+    return optimizer
+
+
 def numbers(order: Tensor, step: int, rank: int, batch_size: int) -> list[int]:
     """Return which examples make a rank's batch: ranks share an order, again and again."""
     first = (step * WORKERS + rank) * batch_size
@@ -174,7 +184,7 @@ def train(task: str, contestant: str, lr: float, seed: int, data: Data, steps: i
 
     def rank(comm: Comm) -> list[Row]:
         model, points = models[comm.rank], []
-        optimizer = TASKS[task].optimizer(model.parameters(), lr=lr)
+        optimizer = optimizer_for(task, method, model, lr)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, STEPS))
         rule = method.update_rule
         reducer = Reducer(method, comm, seed=seed, exchanged="update" if rule else "gradient")
@@ -257,7 +267,7 @@ def step_times(task: str, out: str) -> None:
     for name in contestants(task):
         torch.manual_seed(0)
         model, method = TASKS[task].model(), made(task, name)
-        optimizer = TASKS[task].optimizer(model.parameters(), lr=1e-3)
+        optimizer = optimizer_for(task, method, model, 1e-3)
         if (rule := method.update_rule) is not None:
             short = replace(method, update_rule=replace(rule, every=min(rule.every, TIMED_STEPS)))
             wrapped = Wrapped(model, reducer=attach_updates(model, optimizer, short))
@@ -311,7 +321,7 @@ def draw(folder: Path) -> None:
         best = table[table["loss"] == table["loss"].cummin()]
         top = table["loss"].min() * TOP[task]
         lowest = [*zip(best["sent_bytes"] / 1e6, best["loss"].clip(upper=top), strict=True)]
-        panel.step(*zip(*lowest, strict=True), where="post", color="black", linewidth=0.6)
+        panel.step(*zip(*lowest, strict=True), where="post", color="#D55E00", alpha=0.35, linewidth=5)
         labels = []
         for row in table.itertuples():
             place, color = (row.sent_bytes / 1e6, min(row.loss, top)), plots.line(row.contestant)["color"]
@@ -320,22 +330,25 @@ def draw(folder: Path) -> None:
                 panel.errorbar(*place, error, fmt="o", markersize=4, color=color, linewidth=0.8)
             else:
                 panel.plot(*place, "^", markersize=5, color=color, clip_on=False)
-            labels.append((*place, row.contestant if row.loss < top else f"{row.contestant}: {row.loss:.2f}"))
+            text = row.contestant if row.loss < top else f"{row.contestant}: {row.loss:.2f}"
+            labels.append((*place, text, row.contestant in set(best["contestant"])))
         panel.set(xscale="log", ylabel="held-out loss, mean and range of three seeds")
         panel.set_title(task.replace("_", ", "), loc="left", pad=32)  # above the labels of triangles
         panel.set_ylim(table["low"].min() / TOP[task] ** 0.05, top)
         label(figure, panel, labels)
-    panels[-1][0].set_xlabel("MB that a worker sent in 300 steps; the line leads over the lowest losses")
+    panels[-1][0].set_xlabel(
+        "MB that a worker sent in 300 steps; bold, on the broad line: none is lower with fewer bytes"
+    )
     plots.write(figure, folder / "comparison.png")
 
 
-def label(figure: Any, panel: Any, labels: list[tuple[float, float, str]]) -> None:
-    """Write texts to the right of points, moved up where they would lie on each other."""
+def label(figure: Any, panel: Any, labels: list[tuple[float, float, str, bool]]) -> None:
+    """Write texts to the right of points, bold or grey, moved up where they would lie on each other."""
     panel.margins(x=0.12)
     figure.canvas.draw()  # from here on it is known where a point lies
     to_points, height = 72 / figure.dpi, 9
     placed: list[tuple[float, float, float]] = []
-    for x, y, text in sorted(labels, key=lambda each: each[1]):
+    for x, y, text, is_best in sorted(labels, key=lambda each: each[1]):
         at, above = panel.transData.transform((x, y)) * to_points
         left, right, bottom = at + 7, at + 10 + 4.2 * len(text), above - height / 3
         for start, end, taken in sorted(placed, key=lambda each: each[2]):
@@ -344,7 +357,8 @@ def label(figure: Any, panel: Any, labels: list[tuple[float, float, str]]) -> No
         placed.append((left, right, bottom))
         line = {"arrowstyle": "-", "linewidth": 0.3, "shrinkA": 0, "shrinkB": 2}
         offset = (left - at, bottom - above)
-        panel.annotate(text, (x, y), offset, textcoords="offset points", fontsize=7, arrowprops=line)
+        font = {"fontsize": 8, "fontweight": "bold"} if is_best else {"fontsize": 7, "color": "0.4"}
+        panel.annotate(text, (x, y), offset, textcoords="offset points", arrowprops=line, **font)
 
 
 def main() -> None:
