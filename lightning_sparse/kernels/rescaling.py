@@ -47,7 +47,7 @@ def rescaling(
         return _by_triton(first, second, bounds, numbers, size)
     of_first, of_second, noise, decay, stepped = numbers
     sums = [torch.stack([_sum(x, numbers) for x in moments]) for moments in ([_squared(x) for x in first], second)]
-    ratio = sums[0] / of_first.square() / (sums[1] / of_second).clamp(min=1e-38)
+    ratio = sums[0] / of_first.square() / (sums[1] / of_second).clamp(min=1e-37)
     signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
     factors = torch.where(stepped > 0, torch.rsqrt(signal + (1 - signal) / size), 1.0)
     return factors, (1 - factors) * decay
@@ -109,7 +109,7 @@ def _factors(partial, table, numbers, out, size, many, pieces, AT_A_TIME: tl.con
         piece += AT_A_TIME
     correction = tl.load(numbers + number)
     mean = tl.sum(second) / tl.load(numbers + many + number)
-    ratio = tl.sum(first) / (correction * correction) / tl.where(mean < 1e-38, 1e-38, mean)
+    ratio = tl.sum(first) / (correction * correction) / tl.where(mean < 1e-37, 1e-37, mean)
     noise = tl.load(numbers + 2 * many + number)
     signal = (ratio - noise) / (1 - noise)
     signal = tl.where(signal < 0, 0.0, tl.where(signal > 1, 1.0, signal))  # NaN stays
