@@ -172,15 +172,13 @@ class Updates:
         if leaves_weights:
             return
         self._rule.outer_step_(changes, segment, reducer.states[segment.index])
+        changes_(changes, flat_weights, changes, segment.bounds)
         if in_place:
-            changes_(changes, flat_weights, changes, segment.bounds)
             return
-        means = [mean.view(x.shape) for x, mean in zip(weights, changes, strict=True)]
-        exact = torch._foreach_sub([x.float() for x in weights], means)
-        torch._foreach_copy_(stepped, list(exact))
+        torch._foreach_copy_(stepped, [x.view(w.shape) for w, x in zip(weights, changes, strict=True)])
         if residual is not None:  # it keeps what rounding has added to the weights
-            rounding = torch._foreach_sub([w.float() for w in stepped], exact)
-            torch._foreach_add_(segment.views(residual), [rest.reshape(-1) for rest in rounding])
+            changes_(changes, [x.reshape(-1) for x in stepped], changes, segment.bounds)
+            torch._foreach_add_(segment.views(residual), changes)
 
     def _moments(
         self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any], frozen: Collection[str]

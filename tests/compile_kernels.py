@@ -80,7 +80,10 @@ MANY = {
     "many": "i32",
 }
 TABLES = dict.fromkeys(("outs", "weights", "stepped", "grads", "firsts", "seconds", "table"), "*i64")
-UPDATES = {**TABLES, **dict.fromkeys(("typed", "moment", "factors", "rests", "coefficients", "u", "residual"), "*fp32")}
+UPDATES = {
+    **TABLES,
+    **dict.fromkeys(("typed", "typed_after", "moment", "factors", "rests", "coefficients", "u", "residual"), "*fp32"),
+}
 UPDATES |= {**dict.fromkeys(("partial", "numbers", "out"), "*fp32"), "maxima": "*i32", "scale": "fp32", "size": "fp32"}
 UPDATES |= dict.fromkeys(("many", "numel", "pieces", "count"), "i32")
 WORDS = {"words": "*i32", "within": "*i64", "of_block": "*i64", "sums": "*i64", "count": "i32", "block": "i32"}

@@ -29,17 +29,29 @@ def changes_(
     Args:
         out: 1-D fp32, one per parameter; overwritten. It may be `stepped`.
         weights: w, 1-D, of any floating dtype.
-        stepped: x, 1-D, of the dtypes of `weights`.
+        stepped: x, in the same way.
         bounds: offsets of the parameters in the segment, and its length as the last one.
         factors: f of each parameter, 1-D fp32 on their device; None is 1.
         rests: r of each parameter, in the same way; None is 0. Only together with `factors`.
     """
-    if uses_triton(out[0]) and same_dtype(weights) and all(x.is_contiguous() for x in (*out, *weights, *stepped)):
+    tensors = (*out, *weights, *stepped)
+    if uses_triton(out[0]) and same_dtype(weights) and same_dtype(stepped) and all(x.is_contiguous() for x in tensors):
         if programs := -(-bounds[-1] // TILE):
             tables = [gradient_table(tensors, bounds) for tensors in (out, weights, stepped)]
             rescaled = [tables[0] if x is None else x for x in (factors, rests)]
             constants = {"RESCALE": factors is not None, "STEPS": bisections(len(out)), "TILE": TILE, "PART": 256}
-            launch(_changes, programs, *tables, weights[0], *rescaled, bounds[-1], len(out), num_warps=8, **constants)
+            launch(
+                _changes,
+                programs,
+                *tables,
+                weights[0],
+                stepped[0],
+                *rescaled,
+                bounds[-1],
+                len(out),
+                num_warps=8,
+                **constants,
+            )
         return
     on_host = out[0].device.type == "cpu"
     each = at_a_time(out[0])
@@ -60,6 +72,7 @@ def _changes(
     weights,
     stepped,
     typed,
+    typed_after,
     factors,
     rests,
     numel,
@@ -69,7 +82,7 @@ def _changes(
     TILE: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The first three are of `gradient_table`; `typed` only says the weights' dtype."""
+    """The first three are of `gradient_table`; `typed` and `typed_after` only say the dtypes of the other two."""
     tile = tl.program_id(0).to(tl.int64)
     to = tl.load(outs + 2 * many + tile)
     if to != 0:
@@ -79,10 +92,12 @@ def _changes(
         # Loads without a mask are 16 bytes wide from memory that is aligned.
         if (to | before | after) % 16 == 0:
             w = tl.load(tl.multiple_of(before.to(tl.pointer_type(typed.dtype.element_ty)), 16) + within).to(tl.float32)
-            x = tl.load(tl.multiple_of(after.to(tl.pointer_type(typed.dtype.element_ty)), 16) + within).to(tl.float32)
+            x = tl.load(tl.multiple_of(after.to(tl.pointer_type(typed_after.dtype.element_ty)), 16) + within).to(
+                tl.float32
+            )
         else:
             w = tl.load(before.to(tl.pointer_type(typed.dtype.element_ty)) + within).to(tl.float32)
-            x = tl.load(after.to(tl.pointer_type(typed.dtype.element_ty)) + within).to(tl.float32)
+            x = tl.load(after.to(tl.pointer_type(typed_after.dtype.element_ty)) + within).to(tl.float32)
         change = w - x
         if RESCALE:
             number = _bisect(outs, tile * TILE, many, STEPS)
@@ -95,7 +110,7 @@ def _changes(
             number = _bisect(outs, index, many, STEPS)
             within = index - tl.load(outs + number)
             before = tl.load(weights + many + number).to(tl.pointer_type(typed.dtype.element_ty)) + within
-            after = tl.load(stepped + many + number).to(tl.pointer_type(typed.dtype.element_ty)) + within
+            after = tl.load(stepped + many + number).to(tl.pointer_type(typed_after.dtype.element_ty)) + within
             w = tl.load(before, mask=valid, other=0.0).to(tl.float32)
             change = w - tl.load(after, mask=valid, other=0.0).to(tl.float32)
             if RESCALE:
