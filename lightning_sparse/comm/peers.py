@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_sparse.comm.base import RankFailure
+from lightning_sparse.comm.base import POLL, RankFailure
 
 ANSWER_SECONDS = 1.5
 """Seconds a failed rank waits for replies; its peers check for the request every POLL."""
+ENDING_SECONDS = 3.0
+"""Seconds a rank waits in a collective for one that was told to end. If all were, each hears of it within that time."""
 
 
 class Peers:
@@ -32,6 +35,8 @@ class Peers:
     def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._pid = os.getpid()
+        self._told_to_end = False
+        self._waits: tuple[int, float] | None = None  # in which call for a rank that was told to end, and since when
         self._failed, self._done, self._terminating, self._request = (
             f"lightning_sparse/{group}/{key}" for key in ("failed", "done", "terminating", "poll")
         )
@@ -45,11 +50,20 @@ class Peers:
         self._put(self._done, f"{calls} {reason}")
 
     def mark_terminating(self, reason: str) -> None:
-        """Record that this rank is being terminated. Peers do not fail; `diagnose` names it as the likely cause."""
+        """Record that this rank is being terminated.
+
+        Peers that are as well do not fail, so that all can end in order; others do after `ENDING_SECONDS` in a
+        collective. `diagnose` names it as the likely cause.
+        """
+        self._told_to_end = True
         self._put(self._terminating, reason)
 
     def raise_if_failed(self, calls: int) -> None:
-        """Raise RankFailure if a rank has failed, or is done with fewer collective calls than this one has begun."""
+        """Raise RankFailure if a rank has failed, or does not come to a collective that this one has begun.
+
+        It is known not to come if it is done with fewer calls. One that was told to end may wait for this one
+        elsewhere: Lightning's handler of SIGTERM is a collective of all ranks.
+        """
         try:
             if self._store.check([self._failed]):
                 raise RankFailure(self._store.get(self._failed).decode())
@@ -57,6 +71,11 @@ class Peers:
                 made, reason = self._store.get(self._done).decode().split(" ", 1)
                 if int(made) < calls:
                     raise RankFailure(reason)
+            if not self._told_to_end and self._store.check([self._terminating]):
+                if self._waits is None or self._waits[0] != calls:
+                    self._waits = calls, time.monotonic()
+                if time.monotonic() - self._waits[1] > ENDING_SECONDS:
+                    raise RankFailure(self._store.get(self._terminating).decode())
         except dist.DistError as error:
             raise RankFailure(lost_store(self._ranks[self._rank], error)) from error
 
@@ -112,6 +131,30 @@ class Peers:
         # Without the store its host is gone, and the peers lose their connections anyway. Nothing may go wrong here.
         with contextlib.suppress(Exception):
             self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
+
+
+class Responder:
+    """A thread that responds to failed ranks, where the one that trains may hang and no other does it.
+
+    Args:
+        respond: called every POLL until `end`.
+    """
+
+    def __init__(self, respond: Callable[[], None]) -> None:
+        self._pid, self._respond, self._ended = os.getpid(), respond, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning_sparse", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(POLL.total_seconds()):
+            self._respond()
+
+    def end(self) -> None:
+        """End the thread. May be called twice, and by the garbage collector in the thread itself."""
+        if os.getpid() == self._pid:  # a forked child has no thread
+            self._ended.set()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(ANSWER_SECONDS)  # not for ever: the process that hosts the store may be frozen
 
 
 def lost_store(rank: int, error: BaseException) -> str:

@@ -62,7 +62,7 @@ class ProcessGroupComm(Comm):
         self.peers.mark_done(self._calls, reason)
 
     def mark_terminating(self, reason: str) -> None:
-        """Record that this rank is being terminated (SIGTERM). Peers do not fail; `diagnose` names it as the cause."""
+        """Record that this rank is being terminated (SIGTERM), see `Peers.mark_terminating`."""
         self.peers.mark_terminating(reason)
 
     def diagnose(self) -> str:
@@ -118,7 +118,7 @@ class ProcessGroupComm(Comm):
         except RuntimeError as error:
             self.raise_if_peer_failed()  # a recorded reason says more
             failure = RankFailure(
-                f"Rank {self.ranks[self.rank]} lost its peers in an exchange of gradients: {first_line(error)}. "
+                f"Rank {self.ranks[self.rank]} lost its peers in an exchange: {first_line(error)}. "
                 f"{self.diagnose()} If it is running: check that all ranks use the same strategy and see the same "
                 f"number of batches."
             )

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import step_hooks
+from lightning_sparse.comm.peers import Responder
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_update_method
@@ -204,6 +205,7 @@ class UpdateExchange:
         ]
         self._in_step = self._stepped = False
         self.is_consistent = True
+        self._responder = Responder(self.comm.respond)
 
     def begin(self) -> None:
         """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
@@ -280,6 +282,7 @@ class UpdateExchange:
         """Leave the group. May be called twice, and after a failure."""
         for hook in self._hooks:
             hook.remove()
+        self._responder.end()
         self._session.mark_done()
         self._session.close()
 

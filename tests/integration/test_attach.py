@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Reducer, attach
-from tests.integration.failing import SOON, caught, step
+from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
 
@@ -66,6 +66,23 @@ def one_after_the_other_on_a_part(rank: int) -> list[int]:
 def test_the_process_group_of_a_part_of_the_world_is_destroyed_with_the_model():
     *members, _ = run_ranks(3, one_after_the_other_on_a_part)
     assert members == [[2, 3, 2, 3, 2]] * 2
+
+
+def updates_one_after_the_other(rank: int) -> list[Any]:
+    found = []
+    for _ in range(2):
+        begin, step = training("update")
+        begin()
+        step()
+        found.append((groups(), threads()))
+        del begin, step
+        gc.collect()
+        found.append((groups(), threads()))
+    return found
+
+
+def test_an_exchange_of_updates_leaves_no_group_and_no_thread():
+    assert run_ranks(2, updates_one_after_the_other) == [[(2, ["lightning_sparse"]), (1, [])] * 2] * 2
 
 
 def forked(rank: int, how: str) -> tuple[str, str, float]:
@@ -139,17 +156,18 @@ def test_a_worker_that_collects_the_model_does_not_end_training():
     assert [outcome[:2] for outcome in run_ranks(2, fed_by_workers)] == [("no error", "")] * 2
 
 
-def lost_before_attach(rank: int, size: int, victim: int, sign: int) -> tuple[str, str, float]:
-    ddp = DistributedDataParallel(nn.Linear(50, 50))
+def lost_before_attach(rank: int, victim: int, exchange: str) -> tuple[str, str, float]:
+    begin, _ = training(exchange)
     dist.barrier()
     if rank == victim:
-        os.kill(os.getpid(), sign)
-    return caught(lambda: attach(ddp, "topk"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return caught(lambda: begin("topk"))
 
 
+@of_both
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=full), pytest.param(3, 2, marks=full)])
-def test_a_rank_that_is_killed_before_it_attaches_is_named_within_seconds(size, victim):
-    results = run_ranks(size, lost_before_attach, size, victim, signal.SIGKILL)
+def test_a_rank_that_is_killed_before_it_attaches_is_named_within_seconds(size, victim, exchange):
+    results = run_ranks(size, lost_before_attach, victim, exchange)
     assert results.pop(victim) is None
     for kind, text, seconds in results:
         assert kind == "RankFailure"
@@ -159,8 +177,9 @@ def test_a_rank_that_is_killed_before_it_attaches_is_named_within_seconds(size, 
 
 
 @full
-def test_a_killed_rank_that_hosted_the_store_is_named_within_seconds():
-    _, *others = run_ranks(3, lost_before_attach, 3, 0, signal.SIGKILL)
+@of_both
+def test_a_killed_rank_that_hosted_the_store_is_named_within_seconds(exchange):
+    _, *others = run_ranks(3, lost_before_attach, 0, exchange)
     for kind, text, seconds in others:
         assert kind == "RankFailure"
         assert "the process that hosts it, usually rank 0, has ended" in text or "Rank 0 has ended before" in text
@@ -209,30 +228,31 @@ def test_a_rank_that_stays_frozen_is_an_error_after_the_timeout():
     assert first[2] < 11
 
 
-def runs_out_of_memory(rank: int, victim: int) -> tuple[str, str, float]:
-    ddp = DistributedDataParallel(nn.Linear(50, 50))
+def runs_out_of_memory(rank: int, victim: int, exchange: str) -> tuple[str, str, float]:
+    begin, step = training(exchange)
     if rank == victim:
 
         def setup(self: Reducer, *_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         Reducer.setup = setup
-    return caught(lambda: (attach(ddp, "topk"), step(ddp)))
+    return caught(lambda: (begin("topk"), step()))
 
 
+@of_both
 @pytest.mark.parametrize("victim", tiers([0, 1, 2], [1]))
-def test_running_out_of_memory_for_residuals_is_told_to_all_ranks(victim):
-    for rank, (kind, text, seconds) in enumerate(run_ranks(3, runs_out_of_memory, victim)):
+def test_running_out_of_memory_for_residuals_is_told_to_all_ranks(victim, exchange):
+    for rank, (kind, text, seconds) in enumerate(run_ranks(3, runs_out_of_memory, victim, exchange)):
         assert kind == ("OutOfMemoryError" if rank == victim else "RankFailure")
         assert "CUDA out of memory. Tried to allocate 2.00 GiB." in text
         assert rank == victim or text.startswith(f"Rank {victim} cannot attach: OutOfMemoryError")
         assert seconds < SOON
 
 
-def lost_while_connecting(rank: int, how: str) -> tuple[str, str, float]:
+def lost_while_connecting(rank: int, how: str, exchange: str) -> tuple[str, str, float]:
     from lightning_sparse.hooks import session
 
-    ddp = DistributedDataParallel(nn.Linear(50, 50))
+    begin, _ = training(exchange)
     if rank == 1:
 
         def new_named_group(*_: Any) -> None:
@@ -241,12 +261,13 @@ def lost_while_connecting(rank: int, how: str) -> tuple[str, str, float]:
             raise RuntimeError("no network interface")
 
         session.new_named_group = new_named_group
-    return caught(lambda: attach(ddp, "topk"))
+    return caught(lambda: begin("topk"))
 
 
+@of_both
 @pytest.mark.parametrize("how", tiers(["killed", "error"], ["error"]))
-def test_a_rank_lost_while_the_ranks_connect_is_named_within_seconds(how):
-    first, second, third = run_ranks(3, lost_while_connecting, how)
+def test_a_rank_lost_while_the_ranks_connect_is_named_within_seconds(how, exchange):
+    first, second, third = run_ranks(3, lost_while_connecting, how, exchange)
     assert second is None if how == "killed" else "no network interface" in second[1]
     for kind, text, seconds in (first, third):
         assert kind == "RankFailure"

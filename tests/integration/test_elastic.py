@@ -69,10 +69,10 @@ class Saboteur(pl.Callback):
             reducer: Reducer = trainer.strategy.reducer  # type: ignore[attr-defined]
             reduce_segment_ = reducer.reduce_segment_
 
-            def reduce(*args: Any) -> None:
+            def reduce(*args: Any) -> Any:
                 if reducer.step == FATAL:
                     self.strike(trainer)
-                reduce_segment_(*args)
+                return reduce_segment_(*args)
 
             reducer.reduce_segment_ = reduce  # type: ignore[method-assign]
 
@@ -109,13 +109,18 @@ class Failing(Loader):
             yield batch
 
 
-def fit(rank: int, name: str, folder: Path, size: int = 2, sabotage: Saboteur | None = None) -> Tensor:
+def fit(rank: int, name: str, exchange: str, folder: Path, size: int = 2, sabotage: Saboteur | None = None) -> Tensor:
     timeout = TIMEOUT if sabotage is not None and sabotage.case in ENDLESS else 30
     options = {"timeout": timedelta(seconds=timeout), "process_group_backend": "gloo"}
+    if name != "ddp":
+        options["exchange"] = exchange
+        # DDP's broadcast of buffers would meet that of Lightning's handler of SIGTERM, and gloo would end the process.
+        options["broadcast_buffers"] = sabotage is None or sabotage.case != "SIGTERM"
     saves = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)
     callbacks = [saves] if sabotage is None else [saves, sabotage]
     run = trainer(strategy(name, 0.1, **options), size, callbacks=callbacks, max_steps=END)
-    net, loader = Net(), Loader(rank, size, END)
+    net = Net(torch.optim.AdamW, lr=0.01) if exchange == "update" else Net()
+    loader = Loader(rank, size, END)
     if sabotage is not None and sabotage.case == "loader raises":
         loader = Failing(rank, size, END)
         loader.strike = lambda: sabotage.strike(run)
@@ -125,7 +130,9 @@ def fit(rank: int, name: str, folder: Path, size: int = 2, sabotage: Saboteur | 
     return net.weights
 
 
-def sabotaged(size: int, name: str, folder: Path, case: str, victim: int) -> list[tuple[str, str, float] | None]:
+def sabotaged(
+    size: int, name: str, exchange: str, folder: Path, case: str, victim: int
+) -> list[tuple[str, str, float] | None]:
     """Train in processes that end when they fail, and return with which error and how many seconds after the strike.
 
     As with torchrun, none of them hosts the store, which outlives them.
@@ -143,7 +150,7 @@ def sabotaged(size: int, name: str, folder: Path, case: str, victim: int) -> lis
         client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
         dist.init_process_group("gloo", store=client, rank=rank, world_size=size, timeout=timeout)
         try:
-            fit(rank, name, folder, size, Saboteur(case, victim, folder))
+            fit(rank, name, exchange, folder, size, Saboteur(case, victim, folder))
             outcome = "no error", ""
         except BaseException as error:
             outcome = type(error).__name__, str(error)
@@ -165,8 +172,8 @@ def sabotaged(size: int, name: str, folder: Path, case: str, victim: int) -> lis
 
 
 @cache
-def straight(name: str, folder: Path, size: int) -> Tensor:
-    return lightning_ranks(size, fit, name, folder, size)[0]
+def straight(name: str, exchange: str, folder: Path, size: int) -> Tensor:
+    return lightning_ranks(size, fit, name, exchange, folder, size)[0]
 
 
 NO_ANSWER = "No answer from rank {victim}: killed, ended, or frozen"
@@ -197,40 +204,48 @@ OURS_ALONE = (  # with stock ddp rank 0 alone writes, and there is no thread
     ("thread raises", 1),
 )
 ROWS = [
-    *(("topk", 2, *row) for row in CAUSES),
-    *(("ddp", 2, *row) for row in CAUSES if row not in OURS_ALONE),
-    ("gaussiank", 2, "killed in a step", 1),
-    ("gaussiank", 2, "killed in a checkpoint, sidecar file", 1),
-    ("gaussiank", 3, "killed in a step", 1),
-    ("topk", 3, "hangs", 1),
-    ("topk", 3, "model raises", 1),
+    *(("topk", "gradient", 2, *row) for row in CAUSES),
+    *(("topk", "update", 2, *row) for row in CAUSES),
+    *(("ddp", "gradient", 2, *row) for row in CAUSES if row not in OURS_ALONE),
+    ("gaussiank", "gradient", 2, "killed in a step", 1),
+    ("gaussiank", "gradient", 2, "killed in a checkpoint, sidecar file", 1),
+    ("gaussiank", "gradient", 3, "killed in a step", 1),
+    ("topk", "gradient", 3, "hangs", 1),
+    ("topk", "gradient", 3, "model raises", 1),
+    ("topk", "update", 3, "hangs", 1),
+    ("topk", "update", 3, "model raises", 1),
 ]
-
-
-QUICK = [("topk", 2, "killed in a step", 1), ("topk", 2, "model raises", 1)]
+QUICK = [
+    ("topk", exchange, 2, case, 1)
+    for exchange in ("gradient", "update")
+    for case in ("killed in a step", "model raises")
+]
 CHECKED = "the others end with the cause, within seconds or the timeout; the last checkpoint goes on bit for bit"
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "case", "victim"),
+    ("name", "exchange", "size", "case", "victim"),
     [
         pytest.param(
             *row,
             marks=[
-                pytest.mark.reliability(f"one rank: {row[2]}", checked=CHECKED),
+                pytest.mark.reliability(f"one rank: {row[3]}", checked=CHECKED),
                 *([] if row in QUICK else [full]),
             ],
         )
         for row in ROWS
     ],
 )
-def test_the_others_end_and_the_last_checkpoint_is_good(name, size, case, victim, tmp_path, tmp_path_factory):
-    results = sabotaged(size, name, tmp_path, case, victim)
+def test_the_others_end_and_the_last_checkpoint_is_good(name, exchange, size, case, victim, tmp_path, tmp_path_factory):
+    results = sabotaged(size, name, exchange, tmp_path, case, victim)
     for rank, outcome in enumerate(results):
         if rank != victim:
             assert outcome is not None, f"rank {rank} hangs"
             kind, text, seconds = outcome
-            print(f"{name}, {case}, rank {victim} of {size}: {seconds:.2f} s, rank {rank} has {kind}: {text:.200}")
+            print(
+                f"{name}, {exchange}, {case}, rank {victim} of {size}: {seconds:.2f} s, "
+                f"rank {rank} has {kind}: {text:.200}"
+            )
             assert kind in ("RuntimeError", "RankFailure", "DistBackendError", "OSError")
             assert re.search(STOCK if name == "ddp" else CAUSES[case, victim].format(victim=victim), text), text
             assert seconds < (TIMEOUT if case in ENDLESS else 0) + SOON
@@ -240,8 +255,9 @@ def test_the_others_end_and_the_last_checkpoint_is_good(name, size, case, victim
         # After two steps, four and six, and 6 is where it happens.
         saved = torch.load(newest(tmp_path), weights_only=True)["global_step"]
         assert saved == (4 if "checkpoint" in case or "disk" in case else 6)
-    went_on = lightning_ranks(size, fit, name, tmp_path, size)[0]
-    assert torch.equal(went_on, straight(name, tmp_path_factory.getbasetemp() / f"{name}-{size}", size))
+    went_on = lightning_ranks(size, fit, name, exchange, tmp_path, size)[0]
+    whole = straight(name, exchange, tmp_path_factory.getbasetemp() / f"{name}-{exchange}-{size}", size)
+    assert torch.equal(went_on, whole)
 
 
 SCRIPT = """
