@@ -18,8 +18,10 @@ from lightning_sparse.compressors import GaussianK, Identity, TopK
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.robust import Attacked
+from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, HostWait, on_fake_cuda
 from tests.support.tiers import tiers
+from tests.support.update_training import ADAMW
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh_copy")
 STARTS_WITH_COUNT = ("aten::nonzero", "aten::masked_select", "aten::_unique", "aten::unique", "aten::bincount")
@@ -35,7 +37,8 @@ class NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name
-        if name == "aten::_local_scalar_dense" or name.startswith(STARTS_WITH_COUNT):
+        on_host = name == "aten::_local_scalar_dense" and args[0].device.type == "cpu"
+        if (name == "aten::_local_scalar_dense" and not on_host) or name.startswith(STARTS_WITH_COUNT):
             raise HostWait(name)
         if name.startswith("aten::index") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -63,12 +66,18 @@ def fake_cuda():
         yield launched
 
 
+SHAPES = {"w": (1200, 1000), "b": (1000,), "nothing": (0,), "v": (77, 3)}
+
+
+def counting(made, size):
+    inner = getattr(made.aggregator, "inter_node", made.aggregator)
+    return Counting(size, first_may_wait=isinstance(inner, (OkTopK, ScaleCom)))
+
+
 def steps(made, dtype, size, **options):
     """Take three steps with a large and a small parameter and an empty one; return the number of host reads."""
-    shapes = {"w": (1200, 1000), "b": (1000,), "nothing": (0,), "v": (77, 3)}
-    grads = {key: torch.empty(shape, dtype=dtype, device=CUDA) for key, shape in shapes.items()}
-    inner = getattr(made.aggregator, "inter_node", made.aggregator)
-    comm = Counting(size, first_may_wait=isinstance(inner, (OkTopK, ScaleCom)))
+    grads = {key: torch.empty(shape, dtype=dtype, device=CUDA) for key, shape in SHAPES.items()}
+    comm = counting(made, size)
     reducer = Reducer(made, comm, granularity="model", **options)
     reducer.setup(grads)
     with NoWaiting():
@@ -128,6 +137,62 @@ def test_no_step_waits(name, options, dtype, size, fake_cuda):
 )
 def test_no_step_of_quantizers_waits(name, size, fake_cuda):
     assert steps(method(name), torch.bfloat16, size) == 3
+
+
+OPTIMIZERS = {
+    "adamw": lambda params: ADAMW(params, 0.01),
+    "adamw, fused": lambda params: ADAMW(params, 0.01, fused=True),
+    "adamw, capturable": lambda params: ADAMW(params, 0.01, capturable=True),
+    "adamw, rate on the device": lambda params: ADAMW(params, capturable=True),
+    "adam, amsgrad": lambda params: torch.optim.Adam(params, 0.01, amsgrad=True),
+    "nadam, capturable": lambda params: torch.optim.NAdam(params, 0.01, capturable=True),
+    "radam": lambda params: torch.optim.RAdam(params, 0.01),
+    "radam, capturable": lambda params: torch.optim.RAdam(params, 0.01, capturable=True),
+    "adamax, capturable": lambda params: torch.optim.Adamax(params, 0.01, capturable=True),
+    "momentum": lambda params: torch.optim.SGD(params, 0.01, momentum=0.9),
+}
+
+
+def steps_of_updates(made, dtype, size, optimizer):
+    """Take four steps of an optimizer and exchange its updates, in the last with a frozen parameter."""
+    model = torch.nn.Module()
+    for key, shape in SHAPES.items():
+        model.register_parameter(key, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=CUDA)))
+        model.get_parameter(key).grad = torch.empty(shape, dtype=dtype, device=CUDA)
+    name, optimizer = optimizer, OPTIMIZERS[optimizer](model.parameters())
+    if name == "adamw, rate on the device":
+        optimizer.param_groups[0]["lr"] = torch.empty((), device=CUDA)
+    comm = counting(made, size)
+    updates = Updates(Reducer(made, comm, granularity="model", exchanged="update"), model, [optimizer])
+    for comm.steps in range(4):
+        if comm.steps == 3:
+            model.v.requires_grad_(False)
+        with NoWaiting():
+            updates.begin(optimizer)
+        optimizer.step()
+        with NoWaiting():
+            updates.exchange(optimizer)
+    return comm.fetched
+
+
+UPDATES = [
+    *(("topk", 0.01, optimizer, torch.float32, 2) for optimizer in OPTIMIZERS),
+    ("topk", 0.01, "adamw", torch.bfloat16, 2),
+    ("topk", 0.01, "adamw, fused", torch.bfloat16, 4),
+    ("topk", 0.2, "adamw, fused", torch.float32, 1),
+    ("topk", 0.2, "adamw, fused", torch.float32, 2),
+    *((name, 0.01, "adamw, fused", torch.float32, 4) for name in ("gaussiank", "oktopk", "scalecom", "gtopk")),
+    *((name, 0.01, "momentum", torch.float32, 2) for name in ("dgc", "memsgd", "randk")),
+    *((name, None, "adamw, capturable", torch.float32, 2) for name in ("dense", "diloco", "sparseloco")),
+]
+
+
+@pytest.mark.parametrize(("name", "density", "optimizer", "dtype", "size"), tiers(UPDATES, UPDATES[:3]))
+def test_no_step_of_updates_waits(name, density, optimizer, dtype, size, fake_cuda):
+    made = method(name, density=density)
+    assert steps_of_updates(made, dtype, size, optimizer) == 4 + isinstance(made.aggregator, (OkTopK, ScaleCom))
+    if density == 0.01 and name == "topk":
+        assert {"_add_with_stats", "_histogram", "_count", "_write", "_gather", "_add_entries"} <= set(fake_cuda)
 
 
 @pytest.mark.parametrize("attack", ["scale", "flip", "negate"])
