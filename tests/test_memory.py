@@ -1,35 +1,51 @@
-"""Memory that a step needs beside gradients and state: a chunk in cache, d/64 block maxima and O(kP)."""
+"""Memory that a step needs beside gradients and state: a chunk in cache, d/64 block maxima and O(kP).
+
+With updates also the weights before the step, and of a segment what momentum owes.
+"""
+
+import gc
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_sparse import METHODS, Method, Reducer, method
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import TopK
+from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.block_stats import CHUNK, chunk_size
 from lightning_sparse.kernels.select import block_size
+from lightning_sparse.updates import Updates
 from tests.processes import run_ranks
 from tests.support.tiers import full
 
 NUMEL = 1_000_000
 
 
-def peak_bytes(chosen: Method, rank: int) -> int:
-    """Return the most that the second step holds at a time of what it allocates, in bytes.
+def held_bytes(fn: Callable[[], object]) -> tuple[int, int]:
+    """Call `fn`; return the most that it holds at a time of what it allocates, and what is left of it, in bytes.
 
     All that torch allocates in this thread counts, inside operators, too; what gloo's own threads need does not.
     """
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        result = fn()
+    events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert events
+    held = torch.tensor(events).cumsum(0)
+    del result
+    return int(held.max()), int(held[-1])
+
+
+def peak_bytes(chosen: Method, rank: int) -> int:
+    """Return the most that the second step holds at a time of what it allocates, in bytes."""
     reducer = Reducer(chosen, ProcessGroupComm(), granularity="model")
     generator = torch.Generator().manual_seed(rank)
     reducer.reduce_({"w": torch.randn(NUMEL, generator=generator)})
     grads = {"w": torch.randn(NUMEL, generator=generator)}
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
-        reducer.reduce_(grads)
-    events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert events
-    return int(torch.tensor(events).cumsum(0).max())
+    return held_bytes(lambda: reducer.reduce_(grads))[0]
 
 
 def methods(size: int) -> dict[str, Method]:
@@ -44,9 +60,8 @@ def methods(size: int) -> dict[str, Method]:
     }
 
 
-@full
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_state_and_a_little_more(size):
+def beside_state(size: int) -> tuple[int, int, int]:
+    """Return the most bytes that a step of `size` ranks at density 0.001 needs; block maxima and headers of it."""
     k = round(0.001 * NUMEL)
     block = block_size(NUMEL, k)
     # The pass that makes u works on a copy of a chunk, and leaves a maximum for each block.
@@ -60,7 +75,13 @@ def test_state_and_a_little_more(size):
     entries = 32 * (size + 2) * 4 * k // 3
     # Beside payloads: empty messages of 24 bytes, all ranks' twice, and some words for each rank to judge them by.
     headers = 112 * (size + 2)
-    bound = max(scan, maxima + blocks + entries) + headers
+    return max(scan, maxima + blocks + entries) + headers, maxima, headers
+
+
+@full
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_state_and_a_little_more(size):
+    bound, maxima, headers = beside_state(size)
     assert bound < 4 * NUMEL / 4  # a quarter of the gradient here; the chunk does not grow beyond 4 MB
     bounds = dict.fromkeys(methods(size), bound) | {
         "dense": headers,  # the exchange is in place
@@ -74,3 +95,46 @@ def test_state_and_a_little_more(size):
     }
     for peaks in run_ranks(size, lambda rank: {name: peak_bytes(m, rank) for name, m in methods(size).items()}):
         assert {name: peak for name, peak in peaks.items() if peak > bounds[name]} == {}
+
+
+def bytes_with_updates(rank: int, dtype: torch.dtype) -> tuple[int, tuple[int, int]]:
+    """Return what an exchange of AdamW's updates keeps, and most and rest of three steps after the first, in bytes."""
+    gc.disable()
+    net = nn.ParameterDict({name: torch.randn(shape, dtype=dtype) for name, shape in SHAPES.items()})
+    for param in net.parameters():
+        param.grad = torch.randn(param.shape, dtype=dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01, fused=True)  # it needs nothing beside its state
+    made: list[Updates] = []
+
+    def make() -> None:
+        reducer = Reducer(method("topk", density=0.001), ProcessGroupComm(), granularity="model", exchanged="update")
+        made.append(Updates(reducer, net, [optimizer]))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            made[0].begin(optimizer)
+            optimizer.step()
+            made[0].exchange(optimizer)
+
+    _, kept = held_bytes(make)
+    train(1)
+    return kept, held_bytes(lambda: train(3))
+
+
+SHAPES = {"w": (1000, 900), "b": (1000,), "v": (99, 1000)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_need_the_weights_before_the_step_and_of_a_segment_what_momentum_owes(dtype):
+    """The segment is the whole model here. Nothing of a step is left, and the garbage collector is off."""
+    weights, vector = dtype.itemsize * NUMEL, 4 * NUMEL  # all but the weights is fp32
+    owed = vector
+    # A weight takes up the differences itself, unless they would be rounded.
+    differences = 0 if dtype == torch.float32 else vector
+    # What is owed is found a piece at a time: the product and the root, and each may be a copy of joined parameters.
+    bound = owed + differences + max(4 * 4 * launch.CHUNK, beside_state(2)[0])
+    assert bound < owed + differences + vector  # so one vector more would show
+    for kept, (peak, left) in run_ranks(2, bytes_with_updates, dtype):
+        assert weights + vector <= kept < weights + vector + 1000  # the copy, and the residual
+        assert owed + differences <= peak <= bound
+        assert left < vector / 20
