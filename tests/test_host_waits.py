@@ -192,7 +192,7 @@ def test_no_step_of_updates_waits(name, density, optimizer, dtype, size, fake_cu
     made = method(name, density=density)
     assert steps_of_updates(made, dtype, size, optimizer) == 4 + isinstance(made.aggregator, (OkTopK, ScaleCom))
     if density == 0.01 and name == "topk":
-        assert {"_add_with_stats", "_histogram", "_count", "_write", "_gather", "_add_entries"} <= set(fake_cuda)
+        assert {"_changes", "_add_with_payout", "_histogram", "_count", "_write", "_gather", "_clear"} <= set(fake_cuda)
 
 
 @pytest.mark.parametrize("attack", ["scale", "flip", "negate"])

@@ -131,7 +131,7 @@ def test_updates_need_the_weights_before_the_step_and_of_a_segment_what_momentum
     owed = vector
     # A weight takes up the differences itself, unless they would be rounded.
     differences = 0 if dtype == torch.float32 else vector
-    # What is owed is found a piece at a time: the product and the root, and each may be a copy of joined parameters.
+    # u with what is owed is formed a piece at a time, from fp32 copies where moments or weights have 16 bits.
     bound = owed + differences + max(4 * 4 * launch.CHUNK, beside_state(2)[0])
     assert bound < owed + differences + vector  # so one vector more would show
     for kept, (peak, left) in run_ranks(2, bytes_with_updates, dtype):
