@@ -197,7 +197,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
-        self.ctx = replace(self.ctx, stats=None, payout=None)  # large, and not needed any more
+        self.ctx = replace(self.ctx, stats=None, payout=None)  # not needed any more
         status = self._root._worst
         worst: Callable[[], Any] = self.comm.to_host_async(status)
         if not uses_triton(self._senders):

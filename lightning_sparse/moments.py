@@ -39,8 +39,8 @@ class Moments(NamedTuple):
     Attributes:
         first: key of the first moment in the optimizer's state of a parameter.
         beta: what the moment is multiplied with in each step, from a parameter group.
-        payout: the coefficients a, b and c of `Payout`, each a number or 1-D, from a parameter group, the steps of some
-            of its parameters, 1-D, and their states.
+        payout: what would still be subtracted is a·m / (b·√v + c): returns a, b and c, each a number or 1-D, for a
+            parameter group, the steps of some of its parameters, 1-D, and their states.
         divisor: key of what the first moment is divided by, from a parameter group; None if there is no such thing.
         root: whether it is divided by the root of that.
         second: key of the second moment, the mean of squared gradients, if the update is that of Adam: then it can be
@@ -136,8 +136,8 @@ class SegmentMoments:
         They are made for all parameters of a group at a time: steps may lie on the device, where each operation counts.
 
         Args:
-            rows: from a parameter group, the steps of some of its parameters, 1-D, and their indices, for each row a
-                number or a 1-D tensor.
+            rows: called once for each parameter group, with it, the steps of its parameters, 1-D, and their indices;
+                returns, for each row, one number, or one for each of these parameters.
             without: the rows of parameters without momentum.
         """
         of_group: dict[int | None, list[int]] = {}
@@ -174,15 +174,17 @@ def _row(x: Any, count: int, device: torch.device) -> Tensor:
 
 
 def _together(numbers: Sequence[Any]) -> Tensor:
-    """Return numbers, or scalars, 1-D: fp32 on the device if they are there, else fp64."""
-    if any(_on_device(x) for x in numbers):
-        return torch.stack(list(numbers)).float()
-    return torch.tensor([float(x) for x in numbers], dtype=torch.float64)
+    """Return numbers, or scalars, 1-D: fp32 on the device if one of them is there, else fp64."""
+    device = next((x.device for x in numbers if _on_device(x)), None)
+    if device is None:
+        return torch.tensor([float(x) for x in numbers], dtype=torch.float64)
+    # A parameter that was trained later than others, or loaded, may have its own on the host.
+    return torch.stack([x.float() if _on_device(x) else torch.full((), float(x), device=device) for x in numbers])
 
 
 def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return tensors as 1-D ones: views of those that are contiguous."""
-    return [None if x is None else x.reshape(-1) for x in tensors]
+    """Return tensors as 1-D, contiguous ones: views of those that are contiguous, and copies of others."""
+    return [None if x is None else x.contiguous().view(-1) for x in tensors]
 
 
 def moments_of(optimizer: Optimizer) -> Moments | None:
@@ -203,9 +205,12 @@ def _adam(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, An
 
 def _nadam(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
     beta = group["betas"][0]
+    product = _together([state["mu_product"] for state in states])
+    if _on_device(product):  # where a loaded one lies, though steps do not
+        steps = to_device(steps.float(), product.device)
+    product = to_device(product, steps.device)
     # As with Nesterov, by a factor of its own that grows with the steps towards β.
     ahead = beta * (1 - 0.5 * 0.96 ** ((steps + 1) * group["momentum_decay"]))
-    product = _together([state["mu_product"] for state in states])
     of_first = group["lr"] * ahead * beta / (1 - beta) / (1 - product * ahead)
     return of_first, _correction(group["betas"][1], steps) ** -0.5, group["eps"]
 

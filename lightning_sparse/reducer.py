@@ -182,7 +182,7 @@ class Reducer:
         segment: Segment,
         grads: list[Tensor],
         unused: Collection[str] = (),
-        payout: Payout | None = None,
+        payout: Callable[[], Payout | None] | None = None,
     ) -> Update:
         """Replace one segment's gradients by the agreed result, in place. All ranks go through segments in one order.
 
@@ -191,7 +191,7 @@ class Reducer:
             grads: one 1-D gradient per parameter, in the segment's order.
             unused: parameters that took no part in this backward pass: their gradients count as zero, and their
                 residuals stay for a step in which they do.
-            payout: what the optimizer's momentum would still change, see `Context`.
+            payout: returns what the optimizer's momentum would still change, see `Context`.
 
         Returns:
             The part of this rank's gradients, residual and payout that went into the result.
@@ -209,7 +209,7 @@ class Reducer:
             seed=self.seed,
             rank=self.comm.rank,
             stats=None if aggregator.divides else compressor.block_stats(segment.numel, density),
-            payout=None if parts is DENSE else payout,
+            payout=None if payout is None or parts is DENSE else payout(),
         )
         masked = []
         if unused:

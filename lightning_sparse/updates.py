@@ -165,7 +165,8 @@ class Updates:
         else:
             changes = segment.views(torch.empty(segment.numel, dtype=torch.float32, device=stepped[0].device))
         changes_(changes, flat_weights, flat, segment.bounds, *(rescaling or ()))
-        payout = moments.payout() if moments and empties and self._rule.momentum == "pay_out" else None
+        del flat  # copies, where weights are not contiguous
+        payout = moments.payout if moments and empties and self._rule.momentum == "pay_out" else None
         applied = reducer.reduce_segment_(segment, changes, frozen, payout)
         if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
             moments.take_out(applied)

@@ -145,6 +145,7 @@ OPTIMIZERS = {
     "adamw, capturable": lambda params: ADAMW(params, 0.01, capturable=True),
     "adamw, rate on the device": lambda params: ADAMW(params, capturable=True),
     "adam, amsgrad": lambda params: torch.optim.Adam(params, 0.01, amsgrad=True),
+    "nadam": lambda params: torch.optim.NAdam(params, 0.01),
     "nadam, capturable": lambda params: torch.optim.NAdam(params, 0.01, capturable=True),
     "radam": lambda params: torch.optim.RAdam(params, 0.01),
     "radam, capturable": lambda params: torch.optim.RAdam(params, 0.01, capturable=True),
@@ -154,7 +155,7 @@ OPTIMIZERS = {
 
 
 def steps_of_updates(made, dtype, size, optimizer):
-    """Take four steps of an optimizer and exchange its updates, in the last with a frozen parameter."""
+    """Take four steps and exchange the optimizer's updates; "b" is not trained in the first, nor "v" in the last."""
     model = torch.nn.Module()
     for key, shape in SHAPES.items():
         model.register_parameter(key, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=CUDA)))
@@ -165,11 +166,15 @@ def steps_of_updates(made, dtype, size, optimizer):
     comm = counting(made, size)
     updates = Updates(Reducer(made, comm, granularity="model", exchanged="update"), model, [optimizer])
     for comm.steps in range(4):
+        model.b.grad = None if comm.steps == 0 else torch.empty_like(model.b)
         if comm.steps == 3:
             model.v.requires_grad_(False)
         with NoWaiting():
             updates.begin(optimizer)
         optimizer.step()
+        if comm.steps == 3 and name == "nadam":  # as after a resume: torch moves all but the steps
+            for state in optimizer.state.values():
+                state["mu_product"] = torch.empty((), dtype=dtype, device=CUDA)
         with NoWaiting():
             updates.exchange(optimizer)
     return comm.fetched

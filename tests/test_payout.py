@@ -15,7 +15,7 @@ from tests.support.kernels import DEVICE, needs_triton
 from tests.support.tiers import tiers
 from tests.support.update_training import exchanged_twice
 
-LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [4096], [5000, 4099, 3], [3] * 50, [140_000]]
+LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [3, 8196, 8192, 9001], [4096], [3] * 50, [140_000]]
 BOTH = ["torch", pytest.param("triton", marks=needs_triton)]
 
 
@@ -29,8 +29,11 @@ def on_device():
 
 
 def drawn(lengths, dtype, seed):
+    """Of several tensors every other one does not begin at a multiple of 16 bytes."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    return [torch.randn(length, generator=generator, device="cpu").to(DEVICE, dtype) for length in lengths]
+    cut = [number % 2 for number in range(len(lengths))]
+    whole = (torch.randn(length + 1, generator=generator, device="cpu").to(DEVICE, dtype) for length in lengths)
+    return [x[start : len(x) - 1 + start] for x, start in zip(whole, cut, strict=True)]
 
 
 @pytest.mark.parametrize("kernels", BOTH)
@@ -78,35 +81,58 @@ def test_changes(lengths, dtype, kernels, use):
 @pytest.mark.parametrize(("divided", "root"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", tiers(LENGTHS, LENGTHS[2:6]))
-def test_sum_and_block_maxima(lengths, dtype, divided, root, kernels, use):
+def test_sum_and_block_statistics(lengths, dtype, divided, root, kernels, use):
     use(kernels)
-    bounds = [0, *accumulate(lengths)]
-    grads, first, second = (drawn(lengths, dtype, seed) for seed in range(3))
-    grads = [x.float() for x in grads]
-    second = [x.abs() + 0.01 for x in second]
-    grads[-1][-1] = -math.inf
-    rows = [(0.5 + index, (0.25 if index % 3 else 0.0) if divided else 0.0, 1.0) for index in range(len(lengths))]
-    if not root:
-        rows = [(a, 1.0, 0.0) for a, *_ in rows] if divided else rows
+    bounds, many = [0, *accumulate(lengths)], len(lengths)
+    grads = drawn(lengths, torch.float32, 0)
+    first, second = drawn(lengths, dtype, 1), [x.abs() + 0.01 for x in drawn(lengths, dtype, 2)]
     residual = drawn([bounds[-1]], torch.float32, 3)[0]
-    expected = residual + 0.5 * torch.cat(grads)
+    a = torch.linspace(0.5, 2, many)
+    b, c = ((torch.arange(many) % 3) * 0.25, torch.ones(many)) if root else (torch.ones(many), torch.zeros(many))
     paid = []
-    for m, v, (a, b, c) in zip(first, second, rows, strict=True):
+    for index, (m, v) in enumerate(zip(first, second, strict=True)):
         v = v.double().sqrt() if root else v.double()
-        paid.append(a * m.double() / (b * v + c if divided else 1.0))
-    if len(lengths) > 1:
-        first[1], paid[1] = None, torch.zeros(lengths[1])
-        second[1] = None
-    payout = Payout(first, second if divided else None, torch.tensor(rows).T.contiguous(), root)
-    stats = BlockStats(bounds[-1], 64, moments=True)
-    u = add_with_payout_(residual, bounds, grads, 0.5, payout, stats)
+        paid.append(a[index] * m.double() / (b[index] * v + c[index] if divided else 1.0))
+    if many > 1:
+        none = min(2, many - 1)
+        first[none], second[none], paid[none] = None, None, torch.zeros(lengths[none])
+    coefficients = torch.stack([a, b, c] if divided else [a, torch.zeros(many), torch.ones(many)])
+    payout = Payout(first, second if divided else None, coefficients, root)
+    expected = residual + 0.5 * torch.cat(grads)
+    kept, stats = residual.clone(), BlockStats(bounds[-1], 64, moments=True)
+    scale = torch.tensor(0.5) if divided else 0.5
+    u = add_with_payout_(residual, bounds, grads, scale, payout, stats)
     assert torch.equal(residual, expected)
     torch.testing.assert_close(u.double(), expected.double() + torch.cat(paid), rtol=1e-5, atol=1e-5)
-    assert stats.done
     full = len(u) // 64 * 64
     assert torch.equal(stats.maxima, (u[:full].view(torch.int32) & MAGNITUDE).view(-1, 64).amax(1))
-    again = add_with_payout_(expected - 0.5 * torch.cat(grads).nan_to_num(), bounds, grads, 0.5, payout, None)
-    assert again.shape == u.shape
+    mean, deviation = stats.mean_and_deviation()
+    assert mean == pytest.approx(u.double().mean().item(), abs=1e-5)
+    assert deviation == pytest.approx(u.double().std(correction=0).item(), rel=1e-3, abs=1e-3)
+    assert torch.equal(add_with_payout_(kept, bounds, grads, scale, payout, None), u)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_what_is_not_finite(kernels, use):
+    """It shows in u; but a second moment that nothing is divided by, as of RAdam at first, may be infinite."""
+    use(kernels)
+    coefficients = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+    second = [torch.tensor([math.inf, 1.0]), torch.ones(1)]
+    payout = Payout([torch.ones(2), torch.tensor([math.nan])], second, coefficients)
+    residual = torch.tensor([0.0, 2.0, 0.0])
+    u = add_with_payout_(residual, (0, 2, 3), [torch.tensor([0.0, -math.inf]), torch.zeros(1)], 1.0, payout, None)
+    assert u[0] == 1
+    assert u[1] == -math.inf
+    assert u[2].isnan()
+
+
+@needs_triton
+@pytest.mark.parametrize("length", [50, 12_288])
+def test_gradients_that_are_not_contiguous(length, use):
+    use("triton")
+    grad, moment = torch.arange(2.0 * length)[::2], torch.ones(length)
+    payout = Payout([moment], None, torch.tensor([[1.0], [0.0], [1.0]]))
+    assert torch.equal(add_with_payout_(torch.zeros(length), (0, length), [grad], 1.0, payout, None), grad + 1)
 
 
 @pytest.mark.parametrize("kernels", BOTH)

@@ -71,6 +71,7 @@ class BlockStats:
             size: of the parts, a multiple of 64.
         """
         size = size or chunk_size(self.numel)
+        assert size % self.block == 0
         blocks = self.numel // self.block
         if self.block > 1:
             self.maxima = torch.empty(blocks, dtype=torch.int32, device=u.device)

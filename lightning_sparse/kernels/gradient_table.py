@@ -29,7 +29,7 @@ def gradient_table(grads: Sequence[Tensor | None], bounds: Sequence[int]) -> Ten
     each tile of 4,096 elements, the address of the first where all of them are of one gradient, and 0 elsewhere.
 
     Args:
-        grads: 1-D, contiguous, of one dtype; None where there is none, whose address is 0. There is one.
+        grads: 1-D, contiguous, of one dtype. The address of None is 0; at least one is not None.
         bounds: where each gradient starts in the segment, and the segment's length as the last one.
     """
     some = next(grad for grad in grads if grad is not None)

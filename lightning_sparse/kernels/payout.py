@@ -25,13 +25,18 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
+AT_A_TIME = 1 << 23
+"""Most elements that plain torch works on at a time on CUDA: temporaries have 32 MB."""
+
+
 @dataclass(frozen=True)
 class Payout:
     """What momentum would still change of a segment's weights: a·m / (b·√v + c).
 
     Attributes:
-        first: m of each parameter, 1-D; None of one that has no momentum, whose payout is zero. One has it.
-        second: v of each parameter, 1-D, or None; None where nothing is divided, and then b is 0 and c is 1.
+        first: m of each parameter, 1-D, contiguous; None of one that has no momentum, whose payout is zero. At least
+            one is not None.
+        second: v of each parameter, in the same way; None where nothing is divided, and then b is 0 and c is 1.
         coefficients: a, b and c of each parameter, (3, parameters) fp32, on their device.
         root: whether v has to be rooted; a·m / (b·v + c) otherwise.
     """
@@ -69,7 +74,8 @@ class Payout:
         v = second[part].float()
         torch.sqrt(v, out=out) if self.root else out.copy_(v)
         if isinstance(a, Tensor):
-            torch.addcmul(term, m / out.mul_(b).add_(c), a, out=out)
+            divisor = torch.where(b == 0, 0, out * b).add_(c)  # v may be infinite
+            torch.addcmul(term, m / divisor, a, out=out)
         else:
             torch.addcdiv(term, m, out.add_(c / b), value=a / b, out=out)
 
@@ -111,7 +117,7 @@ def add_with_payout_(
     if stats is not None and not uses_triton(u):
         stats.over(u, form, at_a_time(u))
         return u
-    each = at_a_time(u)
+    each = min(at_a_time(u), AT_A_TIME)
     for start in range(0, u.numel(), each):
         form(start, min(start + each, u.numel()))
     if stats is not None:
@@ -130,8 +136,9 @@ def _by_triton(
 ) -> None:
     tiles, some = -(-u.numel() // TILE), next(x for x in payout.first if x is not None)
     maxima, partial = (None, None) if stats is None else stats.outputs(tiles, u.device)
+    grads = [x.contiguous() for x in grads]  # the kernel reads them
     tables = [
-        gradient_table([x.contiguous() for x in grads], bounds),
+        gradient_table(grads, bounds),
         gradient_table(payout.first, bounds),
         gradient_table(payout.second or payout.first, bounds),
     ]
@@ -253,7 +260,9 @@ def _paid(m, v, coefficients, many, DIVIDE: tl.constexpr, ROOT: tl.constexpr):
     """Return a·m / (b·√v + c)."""
     paid = tl.load(coefficients) * m
     if DIVIDE:
+        b = tl.load(coefficients + many)
+        v = tl.where(b == 0, 0.0, v)  # it may be infinite
         if ROOT:
             v = tl.sqrt(v)
-        paid = paid / (tl.load(coefficients + many) * v + tl.load(coefficients + 2 * many))
+        paid = paid / (b * v + tl.load(coefficients + 2 * many))
     return paid

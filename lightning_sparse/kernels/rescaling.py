@@ -34,7 +34,7 @@ def rescaling(
     q, between 0 and 1, is ((Σm̂²/Σv̂) − c) / (1 − c).
 
     Args:
-        first: m of each parameter, 1-D; None if it has no moments. One has.
+        first: m of each parameter, 1-D, contiguous; None if it has no moments. At least one is not None.
         second: v of each, in the same way.
         bounds: where each parameter starts in the segment, and the segment's length as the last one.
         numbers: (5, parameters) fp32, on their device: 1 − β₁ᵗ and 1 − β₂ᵗ, the corrections of both moments' bias; c,

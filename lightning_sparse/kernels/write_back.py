@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import TILE as TABLE_TILE
 from lightning_sparse.kernels.gradient_table import _address, bisections, gradient_table
-from lightning_sparse.kernels.launch import kernel, launch, same_dtype, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -110,14 +110,14 @@ def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indi
         bounds: offsets of the parameters in the segment, and its length as the last one.
         indices: int64, into the segment, ascending; may be padded, see `kernels/pack.py`.
     """
-    there = [x for x in tensors if x is not None]
-    if there and uses_triton(indices) and same_dtype(there):
-        if count := indices.numel():
-            table, constants = gradient_table(tensors, bounds), {"TILE": TILE, "STEPS": bisections(len(tensors))}
-            args = (table, there[0], indices, count, bounds[-1], len(tensors))
-            launch(_clear, -(-count // TILE), *args, **constants)
+    if uses_triton(indices):
+        for dtype in {x.dtype for x in tensors if x is not None} if indices.numel() else ():
+            same = [x if x is not None and x.dtype == dtype else None for x in tensors]
+            some = next(x for x in same if x is not None)
+            args = (gradient_table(same, bounds), some, indices, indices.numel(), bounds[-1], len(same))
+            launch(_clear, -(-indices.numel() // TILE), *args, TILE=TILE, STEPS=bisections(len(same)))
         return
-    cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist() if there else []
+    cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
     for x, start, (first, last) in zip(tensors, bounds, pairwise(cuts), strict=False):
         if x is not None and first < last:
             x.index_fill_(0, indices[first:last] - start, 0)

@@ -142,13 +142,16 @@ def exchanged_twice(optimizer: str, dtype: torch.dtype, device: str) -> tuple[Te
         The weights, the residual, and where the first moment is zero.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    shapes = {"a": (70, 90), "idle": (5,), "b": (90,), "empty": (0,), "c": (3, 3)}
+    shapes = {"a": (130, 90), "idle": (5,), "b": (90,), "empty": (0,), "c": (3, 3), "d": (100, 90)}
 
     def draw(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
     model = nn.ParameterDict({name: draw(shape) for name, shape in shapes.items()})
-    groups: Any = [{"params": [model["a"], model["idle"], model["c"]]}, {"params": [model["b"], model["empty"]]}]
+    groups: Any = [
+        {"params": [model["a"], model["idle"], model["c"]]},
+        {"params": [model["b"], model["empty"], model["d"]]},
+    ]
     chosen = OPTIMIZERS[optimizer](groups)
     chosen.param_groups[1]["lr"] *= 0.5
     reducer = Reducer(method("topk", density=0.02), Echo(2), granularity="model", exchanged="update")
