@@ -1,9 +1,10 @@
 """What do sparse gradients, and sparse updates, do to a small language model, under AdamW and under SGD?
 
-A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library: two workers over gloo, 8 sequences
-of 128 bytes per worker and step, density 0.01, a linear warm-up of the rate over a tenth of the steps and a cosine
-to zero. With one seed, all contestants start from the same weights and see the same batches in the same order. Nothing
-is reported unless both workers have the same weights at the end, bit by bit.
+A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library: two workers over gloo, or four or
+eight, 8 sequences of 128 bytes per worker and step, density 0.01, or 0.0075 with more than two workers, a linear
+warm-up of the rate over a tenth of the steps and a cosine to zero. With one seed, all contestants start from the same
+weights and see the same batches in the same order. Nothing is reported unless all workers have the same weights at the
+end, bit by bit.
 
     python -m benchmarks.language               # train what `language.csv` lacks of `TRIED`
     sudo python -m benchmarks.language --seconds  # step times over shaped links, all contestants in turn
@@ -49,23 +50,34 @@ from examples.models.gpt import GPT
 from lightning_sparse import method
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
-UPDATES = {"topk updates": 1, "gaussiank updates": 1, "local_sgd": 50, "diloco": 50, "sparseloco": 25}
+UPDATES = {
+    "topk updates": 1,
+    "gaussiank updates": 1,
+    "two_pass updates": 1,
+    "local_sgd": 50,
+    "diloco": 50,
+    "sparseloco": 25,
+}
 """What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
 METHODS = {
     "adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES],
     "sgd": ["ddp", "topk", "gaussiank"],
 }
-DENSITY = 0.01
 WORKERS = 2
 BATCH_SIZE = 8
 LENGTH = 128
 VAL_SEQUENCES = 256
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
 
-STEPS = {"tune": 250, "retune": 500, "final": 1000, "large": 3000}
-EVERY = {"tune": 125, "retune": 125, "final": 50, "large": 150}
+STEPS = {"tune": 250, "retune": 500, "final": 1000, "four": 1000, "eight": 1000, "large": 3000}
+EVERY = {"tune": 125, "retune": 125, "final": 50, "four": 50, "eight": 50, "large": 150}
 """Steps between two evaluations."""
-SEEDS = {"tune": 100, "retune": 100, "final": 0, "large": 0}
+SEEDS = {"tune": 100, "retune": 100, "final": 0, "four": 0, "eight": 0, "large": 0}
+WORKERS_OF = {"four": 4, "eight": 8}
+"""Where there are not two."""
+DENSITY = 0.01
+DENSITY_OF = {"four": 0.0075, "eight": 0.0075}
+"""Where it is not `DENSITY`: with more ranks the entries of one are a larger part of dense bytes."""
 WIDTH = {"large": 256}
 """Of the model, where it is not the GPT's own: 3.3 M parameters."""
 GRID = [0.001, 0.002, 0.005, 0.01]
@@ -74,21 +86,24 @@ TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
         "tune": [0.0005, *GRID],
         "retune": [0.0005, 0.001, 0.002, 0.005],
         "final": [0.002],
+        "four": [0.002, 0.004, 0.008],
+        "eight": [0.004, 0.008],
         "large": [0.002],
     },
-    ("adamw", "bf16"): {"final": [0.002]},
-    ("adamw", "powersgd"): {"tune": [0.0005, 0.001, 0.002, 0.005], "final": [0.001, 0.002]},
-    ("adamw", "int4"): {"final": [0.002]},
+    ("adamw", "bf16"): {"final": [0.002], "four": [0.004]},
+    ("adamw", "powersgd"): {"tune": [0.0005, 0.001, 0.002, 0.005], "final": [0.001, 0.002], "four": [0.002, 0.004]},
+    ("adamw", "int4"): {"final": [0.002], "four": [0.004]},
     ("adamw", "topk"): {"tune": GRID, "retune": GRID, "final": [0.001, 0.002, 0.005]},
     ("adamw", "gaussiank"): {"tune": GRID, "final": [0.0005, 0.001, 0.002]},
     ("adamw", "gtopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "oktopk"): {"final": [0.0002, 0.0005, 0.001]},
     ("adamw", "scalecom"): {"final": [0.0005, 0.001, 0.002]},
-    ("adamw", "topk updates"): {"final": [0.002], "large": [0.002]},
-    ("adamw", "gaussiank updates"): {"final": [0.002]},
-    ("adamw", "local_sgd"): {"final": [0.002]},
-    ("adamw", "diloco"): {"final": [0.002]},
-    ("adamw", "sparseloco"): {"final": [0.002]},
+    ("adamw", "topk updates"): {"final": [0.002], "four": [0.004], "large": [0.002]},
+    ("adamw", "gaussiank updates"): {"final": [0.002], "four": [0.004]},
+    ("adamw", "two_pass updates"): {"eight": [0.004]},
+    ("adamw", "local_sgd"): {"final": [0.002], "four": [0.004]},
+    ("adamw", "diloco"): {"final": [0.002], "four": [0.004]},
+    ("adamw", "sparseloco"): {"final": [0.002], "four": [0.004]},
     ("sgd", "ddp"): {"tune": [0.05, 0.1, 0.2, 0.5], "retune": [0.05, 0.1, 0.2], "final": [0.1]},
     ("sgd", "topk"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "retune": [0.01, 0.02, 0.05, 0.1], "final": [0.02]},
     ("sgd", "gaussiank"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "final": [0.02]},
@@ -100,8 +115,11 @@ and the other sparse methods were not tried in short runs. PowerSGD was, and 250
 rate of ddp, and so do int4 and all that exchange updates, untuned; for gaussiank with SGD the longer runs of topk,
 which likes the same rates of the grid, are enough.
 """
-REPEATED = {("adamw", name): 0.002 for name in ("ddp", "int4", "topk updates", "gaussiank updates")}
-"""Rates of those whose final run is repeated with `MORE_SEEDS`."""
+REPEATED = {
+    **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", "topk updates", "gaussiank updates")},
+    **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates")},
+}
+"""Rates of those that are repeated with `MORE_SEEDS`."""
 MORE_SEEDS = [1, 2]
 TARGET = 2.6
 """Nats per byte: the lowest tenth that every contestant reaches, at its best rate."""
@@ -118,7 +136,8 @@ class Run(NamedTuple):
     """One training.
 
     Attributes:
-        part: "tune", "retune", "final", or "large", a model of 3.3 M parameters and 3,000 steps.
+        part: "tune", "retune", "final", "four" and "eight", with as many workers, or "large", a model of 3.3 M
+            parameters and 3,000 steps.
         optimizer: "adamw" or "sgd".
         method: one of `CONTESTANTS` in `benchmarks.harness.baselines`.
         lr: the learning rate between warm-up and cosine.
@@ -152,7 +171,7 @@ class Trainee:
         torch.manual_seed(run.seed)
         self.model = GPT(LENGTH, WIDTH.get(run.part, 128))
         self.optimizer = optimizer(run, self.model)
-        options = Options(DENSITY, every=every or UPDATES.get(run.method, 1))
+        options = Options(DENSITY_OF.get(run.part, DENSITY), every=every or UPDATES.get(run.method, 1))
         self.wrapped = CONTESTANTS[run.method].wrap(self.model, options, self.optimizer)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, self.steps))
         self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
@@ -252,15 +271,16 @@ def train(run: Run, path: Path) -> None:
     Raises:
         SystemExit: the first loss differs from that of other trainings with this seed, so they cannot be compared.
     """
-    points, _ = run_ranks("curve", [run])
+    workers = WORKERS_OF.get(run.part, WORKERS)
+    points, _ = run_ranks("curve", [run], workers=workers)
     table, first = results.load(path), round(points[0]["val_loss"], 6)
     started = first_losses(run, table)
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
-    density = DENSITY if run.method in SPARSE or "updates" in run.method else 1.0
+    density = DENSITY_OF.get(run.part, DENSITY) if run.method in SPARSE or "updates" in run.method else 1.0
     if run.method == "sparseloco":
         density = method("sparseloco").density or 1.0
-    common = {**run._asdict(), **FIXED, "density": density, "workers": WORKERS, "batch_size_per_worker": BATCH_SIZE}
+    common = {**run._asdict(), **FIXED, "density": density, "workers": workers, "batch_size_per_worker": BATCH_SIZE}
     common["steps"] = STEPS[run.part]
     rows = [
         {
@@ -296,7 +316,7 @@ def missing_runs(path: Path) -> list[Run]:
         for part, rates in parts.items()
         for lr in rates
     ]
-    runs += [Run("final", *contestant, lr, seed) for seed in MORE_SEEDS for contestant, lr in REPEATED.items()]
+    runs += [Run(*what, lr, seed) for seed in MORE_SEEDS for what, lr in REPEATED.items()]
     return [run for run in runs if run not in found]
 
 
@@ -307,7 +327,8 @@ def measure_seconds(path: Path) -> None:
     rows = []
     for workers, link in itertools.product(TIMED_WORKERS, RATES):
         chosen = TRIED if workers == WORKERS else [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]
-        runs = [Run("tune", *contestant, 0.001, 0) for contestant in chosen]
+        part = next((part for part, count in WORKERS_OF.items() if count == workers), "tune")
+        runs = [Run(part, *contestant, 0.001, 0) for contestant in chosen]
         records, calibration = run_ranks("step_times", runs, link, workers)
         off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
         for number, rounds in pd.DataFrame(records).groupby("run"):

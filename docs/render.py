@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
+from benchmarks.language import REPEATED, WORKERS_OF  # noqa: E402
 from benchmarks.updates import steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -308,13 +309,13 @@ def accuracy() -> str:
     return table(["method", "density", "accuracy", "gap", "at most", "bytes per step"], rows)
 
 
-def language(contestants: Sequence[tuple[str, str]] = ()) -> str:
+def language(contestants: Sequence[tuple[str, str]] = (), part: str = "final", workers: int = 2) -> str:
     """Byte-level GPT: each optimizer and method at its best rate; all, or some."""
     labels = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
     updates = ["topk updates", "gaussiank updates", "local_sgd", "diloco", "sparseloco"]
     methods = ["ddp", "bf16", "powersgd", "int4", *OURS, *updates]
-    finals = read("language").query("part == 'final' and seed == 0")
-    medians = read("language_seconds").query("workers == 2").set_index(["rate", "optimizer", "method"]).median_ms
+    finals = read("language").query("part == @part and seed == 0")
+    medians = read("language_seconds").query("workers == @workers").set_index(["rate", "optimizer", "method"]).median_ms
     rows = []
     for optimizer, method in contestants or [(optimizer, method) for optimizer in labels for method in methods]:
         runs = finals.query("optimizer == @optimizer and method == @method")
@@ -344,18 +345,23 @@ def pair(*numbers: float) -> str:
 
 
 def language_seeds() -> str:
-    """Byte-level GPT with three seeds: loss at the end, and steps to 2.6 and to 2.0, the mean and the range."""
-    finals = read("language").query("part == 'final' and optimizer == 'adamw'")
-    rows = []
-    for method in ("ddp", "int4", "topk updates", "gaussiank updates"):
-        runs = [run.sort_values("step") for _, run in finals.query("method == @method and lr == 0.002").groupby("seed")]
+    """Byte-level GPT at dense training's best rate: loss at the end, steps to 2.6 and to 2.0, their mean and range."""
+    trained = read("language").query("optimizer == 'adamw'")
+    eight = {("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates")}
+    rows, dense = [], 1.0
+    for (part, _, method), lr in sorted((REPEATED | eight).items(), key=lambda item: WORKERS_OF.get(item[0][0], 2)):
+        chosen = trained[(trained["part"] == part) & (trained["method"] == method) & (trained["lr"] == lr)]
+        runs = [run.sort_values("step") for _, run in chosen.groupby("seed")]
         ends = [run.val_loss.iloc[-1] for run in runs]
+        sent = runs[0].sent_bytes_per_worker.iloc[-1]
+        dense = sent if method == "ddp" else dense
         to = [[steps_to(run, target) for run in runs] for target in (2.6, 2.0)]
         cells = [f"{sum(x) / len(x):.0f} ({min(x):.0f} to {max(x):.0f})" for x in to]
-        rows.append(
-            [method, str(len(runs)), f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})", *cells]
-        )
-    return table(["", "seeds", "loss after 1,000 steps", "steps to 2.6", "steps to 2.0"], rows)
+        loss = f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
+        workers = str(chosen["workers"].iloc[0])
+        rows.append([workers, method, f"{lr:g}", digits(100 * sent / dense), str(len(runs)), loss, *cells])
+    heads = ["workers", "", "rate", "% of bytes", "seeds", "loss after 1,000 steps", "steps to 2.6", "steps to 2.0"]
+    return table(heads, rows)
 
 
 def language_large() -> str:
@@ -627,17 +633,17 @@ def memsgd_errors() -> str:
     found = load(ROOT / "benchmarks" / "results" / "memsgd.csv")
     data = list(found["problem"].unique())
     curves = {place: memsgd.curves(found, place) for place in data}
-    saved = {place: memsgd.savings(found, place) for place in data}
+    saved = {place: [memsgd.savings(found, place, to=to) for to in ("SGD", "itself")] for place in data}
     rows = []
     for name in dict.fromkeys(label for place in data for label in curves[place]):
         row = [name]
         for place in data:
             curve = curves[place].get(name)
             last = None if curve is None else curve.iloc[-1]
-            row += [""] * 4 if last is None else [f"{last.error:.3f}", f"{last.error_last:.3f}"]
-            row += [] if last is None else [f"{last.bits / 8e3:,.0f}", digits(saved[place][name])]
+            row += [""] * 5 if last is None else [f"{last.error:.3f}", f"{last.error_last:.3f}"]
+            row += [] if last is None else [f"{last.bits / 8e3:,.0f}", *(digits(to[name]) for to in saved[place])]
         rows.append(row)
-    columns = ("error", "of the last weights", "kB sent", "times fewer bits")
+    columns = ("error", "of the last weights", "kB sent", "times fewer bits", "to its own error")
     return table(["", *(f"{name}: {column}" for name in data for column in columns)], rows)
 
 
@@ -710,6 +716,7 @@ TABLES: dict[str, Callable[[], str]] = {
         language,
         [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "local_sgd")],
     ),
+    "language-four": partial(language, part="four", workers=4),
     "language-large": language_large,
     **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
     "updates": updates,

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import ProcessGroupComm, Reducer, attach, attach_updates, method
-from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.aggregators import TwoLevel, TwoPass
 
 RANK = 4
 """Rank of the factors that PowerSGD sends."""
@@ -179,10 +179,10 @@ def _ours(name: str, two_level: bool = False, sparse: bool = True) -> Contestant
     return Contestant(wrap, check_steps=2, sparse=sparse)
 
 
-def _updates(name: str, sparse: bool = False) -> Contestant:
+def _updates(name: str, sparse: bool = False, **parts: Any) -> Contestant:
     def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
-        density = options.density if sparse else None
-        reducer = attach_updates(model, optimizer, name, density=density, every=options.every)
+        chosen = replace(method(name, density=options.density if sparse else None), **parts)
+        reducer = attach_updates(model, optimizer, chosen, every=options.every)
         return Wrapped(model, reducer=reducer, every=options.every)
 
     return Contestant(wrap, check_steps=2, sparse=sparse, updates=True)
@@ -217,6 +217,7 @@ CONTESTANTS = {
     "topk_two_level": _ours("topk", two_level=True),
     "int4": _ours("int4", sparse=False),
     **{f"{name} updates": _updates(name, sparse=True) for name in ("topk", "gaussiank")},
+    "two_pass updates": _updates("topk", sparse=True, aggregator=TwoPass(second=3)),
     **{name: _updates(name) for name in ("local_sgd", "diloco", "sparseloco")},
 }
 
