@@ -37,7 +37,7 @@ from tests.support.tiers import tiers
 TINY = {
     "memsgd": "--steps 12 --dense 40 --sparse 120",
     "gaussiank-contraction": "--numel 1000 --vectors 2",
-    "gaussiank-distributions": "--steps 2",
+    "gaussiank-distributions": "--steps 2 --draws 2",
     "sparse-accuracy": "--steps 1 --hidden 32",
     "error-feedback": "--steps 2 --examples 20 --repeats 1",
     "volume": "--elements 20000 --most 4",

@@ -13,11 +13,22 @@ pytest.importorskip("sklearn")
 import pandas as pd
 
 from lightning_sparse import Reducer, method, simulate
-from lightning_sparse.compressors import TopK
+from lightning_sparse.compressors import RandK, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.reproduce.bells import LEAST, judge, summarize, unimodal
 from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal
-from lightning_sparse.reproduce.gaussiank_distributions import WHOLE, Look, Recorded, parts, rows, shown, verdict
+from lightning_sparse.reproduce.gaussiank_distributions import (
+    WHOLE,
+    Look,
+    Recorded,
+    parts,
+    random_contractions,
+    rows,
+    shown,
+    verdict,
+)
+
+CONFIG = {"seed": 0, "draws": 3}
 
 
 def laplace(numel):
@@ -68,6 +79,23 @@ def test_contraction_of_normal_numbers(density):
     assert of_normal(density) < (1 - density) ** 2
 
 
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_random_entries_leave_their_share_of_any_u(density):
+    u = laplace(10_000)
+    found = random_contractions(u, density, {"seed": 0, "draws": 400})
+    assert found == random_contractions(u, density, {"seed": 0, "draws": 400})
+    assert len(set(found)) == 400  # no draw is used twice
+    spread = np.std(found) / math.sqrt(400)
+    assert np.mean(found) == pytest.approx(1 - density, abs=4 * spread)
+    assert contraction(u, TopK(density))[1] < (1 - density) ** 2 < 1 - density
+
+
+def test_random_contraction_is_that_of_the_compressor():
+    u = torch.randn(1000)
+    assert random_contractions(u, 0.1, {"seed": 0, "draws": 1})[0] == pytest.approx(contraction(u, RandK(0.1))[1])
+    assert random_contractions(torch.ones(100), 0.1, {"seed": 0, "draws": 2}) == pytest.approx([0.9, 0.9])
+
+
 def recording(scale):
     return Recorded(
         {"b": (0, 1000), "a": (1000, 3000)}, {step: scale * torch.randn(3000) for step in shown(300)}, [1.0] * 300
@@ -77,7 +105,7 @@ def recording(scale):
 def test_rows_and_verdict():
     sparse, dense = recording(4.0), recording(1.0)
     assert [(name, part.numel()) for name, part in parts(sparse, 1)] == [(WHOLE, 3000), ("a", 2000), ("b", 1000)]
-    found = list(rows(sparse, dense))
+    found = list(rows(sparse, dense, CONFIG))
     widths = [row["times_dense_std"] for row in found]
     assert len(widths) == 3 * len(shown(300)) == 18
     assert all(width == pytest.approx(4, rel=0.2) for width in widths)
@@ -85,13 +113,19 @@ def test_rows_and_verdict():
     said = verdict(table)
     assert said.startswith("Held here: u is bell-shaped in 12 of 12 layers × steps: toy 12 of 12 (")
     assert "gradient after the first step in 10 of 10. Top k leaves less than (1 − k/d)² in 18 of 18, 18 of 18" in said
+    randoms = [float(left) for left in said.rpartition("RandK ")[2].rstrip(".").split(", ")]
+    assert randoms == pytest.approx([0.999, 0.99, 0.9], abs=0.01)
     table.loc[table["layer"] == "a", "times_dense_std"] = 0.5
+    assert verdict(table).startswith("Did not hold here: ")
+    table.loc[table["layer"] == "a", "times_dense_std"] = 4.0
+    assert verdict(table).startswith("Held here: ")
+    table["randk_left_0.1"] *= 0.9
     assert verdict(table).startswith("Did not hold here: ")
 
 
 def test_layers_without_a_gradient_have_no_contraction():
     u = {1: torch.tensor([0.0, 0.0, 1.0, 2.0])}
-    found = rows(Recorded({"b": (0, 2), "a": (2, 4)}, u), Recorded({"b": (0, 2), "a": (2, 4)}, u))
+    found = rows(Recorded({"b": (0, 2), "a": (2, 4)}, u), Recorded({"b": (0, 2), "a": (2, 4)}, u), CONFIG)
     assert [row["layer"] for row in found if "left_0.1" in row] == [WHOLE, "a"]
 
 

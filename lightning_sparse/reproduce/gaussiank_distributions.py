@@ -2,10 +2,10 @@
 
 Shi et al. 2019, arXiv 1911.08772, observe that u is bell-shaped in every layer of an MLP, ResNet-20, VGG-16 and an
 LSTM, and wider than the gradient of dense training; and that the k largest of its d entries leave far less of ‖u‖² than
-1 − k/d, even less than (1 − k/d)². Here each network is trained with top-k at density 0.001 and dense, by ranks that
-are threads, with SGD, Nesterov momentum 0.9 and one cycle of the learning rate; both trainings have the same initial
-weights and examples. u is rank 0's, before any exchange; in dense training it is the gradient. `bells` says what is
-called bell-shaped.
+1 − k/d, even less than (1 − k/d)². Random entries leave 1 − k/d on average. Here each network is trained with top-k at
+density 0.001 and dense, by ranks that are threads, with SGD, Nesterov momentum 0.9 and one cycle of the learning rate;
+both trainings have the same initial weights and examples. u is rank 0's, before any exchange; in dense training it is
+the gradient. `bells` says what is called bell-shaped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from lightning_sparse.comm import Comm, simulate
-from lightning_sparse.compressors import TopK
+from lightning_sparse.compressors import RandK, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.methods import Method, method
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.reproduce import plots
 from lightning_sparse.reproduce.bells import BINS, LEAST, MIDDLES, REACH, judge, summarize
 from lightning_sparse.reproduce.digits import digits, network
 from lightning_sparse.reproduce.frame import Config, Finding, held
@@ -43,6 +44,7 @@ DENSITY = 0.001
 DENSITIES = (0.001, 0.01, 0.1)
 WHOLE = "whole model"
 COLUMNS = 7
+RANDK = plots.line("randk")["color"]
 COLORS = ("0.8", "0.6", "C1", "C2", "C0", "k")  # early steps light, the last one black
 TICKS = (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 
@@ -165,8 +167,16 @@ def parts(recorded: Recorded, step: int) -> Iterator[tuple[str, Tensor]]:
         yield name, u[start:stop]
 
 
-def rows(sparse: Recorded, dense: Recorded) -> Iterator[Row]:
-    """Yield how u is distributed and what its largest entries leave, a row per step and layer.
+def random_contractions(u: Tensor, density: float, config: Config) -> list[float]:
+    """Return ‖u − RandK(u)‖² / ‖u‖² of each draw; u is 1-D and not all zero."""
+    compressor, squares = RandK(density), u.double().square()
+    contexts = [Context.of(u.numel(), step=number, seed=config["seed"]) for number in range(config["draws"])]
+    chosen = (compressor.choose(u, compressor.count(u.numel()), ctx) for ctx in contexts)
+    return [1 - float(squares[indices].sum() / squares.sum()) for indices in chosen]
+
+
+def rows(sparse: Recorded, dense: Recorded, config: Config) -> Iterator[Row]:
+    """Yield how u is distributed and what its largest and random entries leave, a row per step and layer.
 
     Raises:
         RuntimeError: they leave more than 1 − k/d.
@@ -184,6 +194,7 @@ def rows(sparse: Recorded, dense: Recorded) -> Iterator[Row]:
                 if not left <= bound + 1e-9:
                     raise RuntimeError(f"Step {step}, {name}: top {k} of {u.numel()} leave {left}, more than {bound}.")
                 row |= {f"left_{density:g}": left, f"below_square_{density:g}": left < bound**2}
+                row[f"randk_left_{density:g}"] = float(np.mean(random_contractions(u, density, config)))
             yield row
 
 
@@ -201,7 +212,7 @@ def run(case: Row, config: Config) -> list[Row]:
     losses = {
         f"{name}_loss": float(np.mean(found.losses[-20:])) for name, found in (("topk", sparse), ("dense", dense))
     }
-    return [row | losses for row in rows(sparse, dense)]
+    return [row | losses for row in rows(sparse, dense, config)]
 
 
 def verdict(table: pd.DataFrame) -> str:
@@ -218,11 +229,16 @@ def verdict(table: pd.DataFrame) -> str:
     below = [true(table[f"below_square_{density:g}"]) for density in DENSITIES]
     wider = later["times_dense_std"].dropna() > 1
     bells = true(judged["bell_shaped"])
-    yes = bool(bells.mean() >= 0.9 and all(part.all() for part in below) and wider.all())
+    large = table[table["numel"] >= LEAST]
+    top, random = ([large[f"{name}_{density:g}"].mean() for density in DENSITIES] for name in ("left", "randk_left"))
+    on_bound = all(abs(left / (1 - density) - 1) < 0.02 for left, density in zip(random, DENSITIES, strict=True))
+    yes = bool(bells.mean() >= 0.9 and all(part.all() for part in below) and wider.all() and on_bound)
     return (
         f"{held(yes)}u is bell-shaped in {tally(bells)} layers × steps: {', '.join(said)}. It is wider than dense's "
         f"gradient after the first step in {tally(wider)}. Top k leaves less than (1 − k/d)² in "
-        f"{', '.join(tally(part) for part in below)} at k/d = {', '.join(f'{density:g}' for density in DENSITIES)}."
+        f"{', '.join(tally(part) for part in below)} at k/d = {', '.join(f'{density:g}' for density in DENSITIES)}. "
+        f"Of {LEAST:,} entries or more TopK leaves {', '.join(f'{left:.3f}' for left in top)} on average, and RandK "
+        f"{', '.join(f'{left:.3f}' for left in random)}."
     )
 
 
@@ -288,13 +304,17 @@ def draw_contraction(panels: Sequence[Any], found: pd.DataFrame) -> None:
         label = f"layers of {LEAST:,} entries or more"
         panel.fill_between(lowest.index, lowest, highest, color="C0", alpha=0.2, label=label)
         panel.plot(whole["step"], whole[f"left_{density:g}"], "C0.-", label=WHOLE)
+        label = f"{WHOLE}, RandK, mean of {whole['draws'].iloc[0]} draws"
+        panel.plot(whole["step"], randoms := whole[f"randk_left_{density:g}"], "x", color=RANDK, label=label)
         # The logit stretches both ends, so that 0.998 and 0.999 are told apart.
         title = f"k/d = {density:g}"
-        panel.set(xscale="log", yscale="logit", xlabel="step", title=title, ylabel="‖u − top k‖² / ‖u‖²")
+        panel.set(xscale="log", yscale="logit", xlabel="step", title=title, ylabel="‖u − C(u)‖² / ‖u‖²")
         panel.set_yticks(TICKS, map(str, TICKS), fontsize=7)
         panel.set_yticks([], minor=True)
-        panel.set_ylim(0.9 * min(lowest.min(), whole[f"left_{density:g}"].min()), 1 - 0.8 * density)
-    panels[0].legend(fontsize=7)
+        least, most = min(lowest.min(), whole[f"left_{density:g}"].min()), max(1 - density, randoms.max())
+        panel.set_ylim(0.9 * least, 1 - 0.8 * (1 - most))
+    handles, labels = panels[0].get_legend_handles_labels()
+    panels[0].figure.legend(handles, labels, fontsize=7, loc="outside lower center", ncols=len(labels))
     for name in dict.fromkeys(reversed(found["layer"].tolist())):
         curve = found[found["layer"] == name]
         style = {"color": "C0", "lw": 2, "label": WHOLE} if name == WHOLE else {"color": "0.8", "lw": 0.5}
@@ -306,7 +326,7 @@ def draw_contraction(panels: Sequence[Any], found: pd.DataFrame) -> None:
 
 FINDING = Finding(
     "gaussiank-distributions",
-    {"steps": 300, "ranks": 2, "seed": 0},
+    {"steps": 300, "ranks": 2, "seed": 0, "draws": 100},
     ("network",),
     cases,
     run,
