@@ -220,7 +220,7 @@ def verdict(table: pd.DataFrame) -> str:
             f"{best} ends at {gaps[0]:.2f} times SGD's error, {without} at {gaps[1]:.1f} times; speed-up with "
             f"{table['processes'].max()} processes: {times}"
         )
-    return held(yes) + "; ".join(parts) + f" ({table['cores'].iloc[0]} cores, shared with other programs)."
+    return held(yes) + "; ".join(parts) + f" ({table['cores'].iloc[0]} cores)."
 
 
 def draw(table: pd.DataFrame) -> Any:
