@@ -21,6 +21,7 @@ from lightning_sparse.reproduce import (
     command,
     error_feedback,
     frame,
+    gaussiank_selection,
     memsgd,
     plots,
     scaling_efficiency,
@@ -37,6 +38,7 @@ from tests.support.tiers import tiers
 TINY = {
     "memsgd": "--steps 12 --dense 40 --sparse 120",
     "gaussiank-contraction": "--numel 1000 --vectors 2",
+    "gaussiank-selection": "--largest 10000 --turns 1",
     "gaussiank-distributions": "--steps 2 --draws 2",
     "sparse-accuracy": "--steps 1 --hidden 32",
     "error-feedback": "--steps 2 --examples 20 --repeats 1",
@@ -80,6 +82,19 @@ def test_efficiency_is_computing_over_computing_and_work_and_exchange(tmp_path):
     assert sent == volume.measure("gtopk", 3, 5000, 0.01, "compact")["busiest_bytes"]
     with pytest.raises(SystemExit, match="--largest 1000: the smallest model has 272474"):
         frame.reproduce(scaling_efficiency.FINDING, {"density": 0.1, "largest": 1000}, tmp_path)
+
+
+def test_selection_is_timed_where_what_is_chosen_is_right(tmp_path, monkeypatch):
+    row = gaussiank_selection.run({"numel": 5000, "method": "topk"}, {"density": 0.01, "seed": 0, "turns": 1})
+    assert (row["k"], row["chosen"]) == (50, 50)
+    monkeypatch.setitem(gaussiank_selection.METHODS, "topk", lambda u, density: torch.arange(50))
+    with pytest.raises(AssertionError, match="chooses others than the largest"):
+        gaussiank_selection.run({"numel": 5000, "method": "topk"}, {"density": 0.01, "seed": 0, "turns": 1})
+    config = {"largest": 100, "density": 0.01, "turns": 1, "seed": 0}
+    with pytest.raises(SystemExit, match="--largest 100: at least 10,000"):
+        frame.reproduce(gaussiank_selection.FINDING, config, tmp_path)
+    with pytest.raises(SystemExit, match="--density 2.0: is a share"):
+        frame.reproduce(gaussiank_selection.FINDING, {**config, "largest": 10_000, "density": 2.0}, tmp_path)
 
 
 def finding(run):

@@ -16,13 +16,12 @@ from lightning_sparse import Reducer, method, simulate
 from lightning_sparse.compressors import RandK, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.reproduce.bells import LEAST, judge, summarize, unimodal
-from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal
+from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal, random_contractions
 from lightning_sparse.reproduce.gaussiank_distributions import (
     WHOLE,
     Look,
     Recorded,
     parts,
-    random_contractions,
     rows,
     shown,
     verdict,
@@ -82,8 +81,8 @@ def test_contraction_of_normal_numbers(density):
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
 def test_random_entries_leave_their_share_of_any_u(density):
     u = laplace(10_000)
-    found = random_contractions(u, density, {"seed": 0, "draws": 400})
-    assert found == random_contractions(u, density, {"seed": 0, "draws": 400})
+    found = random_contractions(u, density, 400, 0)
+    assert found == random_contractions(u, density, 400, 0)
     assert len(set(found)) == 400  # no draw is used twice
     spread = np.std(found) / math.sqrt(400)
     assert np.mean(found) == pytest.approx(1 - density, abs=4 * spread)
@@ -92,8 +91,8 @@ def test_random_entries_leave_their_share_of_any_u(density):
 
 def test_random_contraction_is_that_of_the_compressor():
     u = torch.randn(1000)
-    assert random_contractions(u, 0.1, {"seed": 0, "draws": 1})[0] == pytest.approx(contraction(u, RandK(0.1))[1])
-    assert random_contractions(torch.ones(100), 0.1, {"seed": 0, "draws": 2}) == pytest.approx([0.9, 0.9])
+    assert random_contractions(u, 0.1, 1, 0)[0] == pytest.approx(contraction(u, RandK(0.1))[1])
+    assert random_contractions(torch.ones(100), 0.1, 2, 0) == pytest.approx([0.9, 0.9])
 
 
 def recording(scale):

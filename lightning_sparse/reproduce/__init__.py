@@ -7,6 +7,7 @@ its runs are, how one is done, the figure and the verdict. See `frame` for what 
 FINDINGS = {
     "memsgd": "Mem-SGD with a few entries of each gradient trains as well as SGD (Stich et al. 2018, arXiv 1809.07599)",
     "gaussiank-contraction": "TopK leaves less than (1 − k/d)² of Gaussian vectors (Shi et al. 2019, arXiv 1911.08772)",
+    "gaussiank-selection": "a Gaussian's threshold chooses faster than a top-k by torch (the same paper)",
     "gaussiank-distributions": "gradient plus residual is bell-shaped in each layer (the same paper)",
     "sparse-accuracy": "TopK, GaussianK and gTopK train as dense gradients do (arXiv 1911.08772 and 1901.04359)",
     "error-feedback": "error feedback mends sign and top-k (Karimireddy et al. 2019, arXiv 1901.09847)",

@@ -17,6 +17,7 @@ from scipy import special
 from torch import Tensor
 
 from lightning_sparse.compressors import RandK, Sparsifier, TopK
+from lightning_sparse.context import Context
 from lightning_sparse.reproduce import plots
 from lightning_sparse.reproduce.frame import Config, Finding, held
 from lightning_sparse.reproduce.table import Row
@@ -31,6 +32,14 @@ def contraction(u: Tensor, compressor: Sparsifier) -> tuple[int, float]:
     chosen = compressor.select(u)
     rest = u.index_fill(0, chosen, 0.0)
     return len(chosen), float(rest.double().square().sum() / u.double().square().sum())
+
+
+def random_contractions(u: Tensor, density: float, draws: int, seed: int) -> list[float]:
+    """Return ‖u − RandK(u)‖² / ‖u‖² of each draw; u is 1-D and not all zero."""
+    compressor, squares = RandK(density), u.double().square()
+    contexts = [Context.of(u.numel(), step=number, seed=seed) for number in range(draws)]
+    chosen = (compressor.choose(u, compressor.count(u.numel()), ctx) for ctx in contexts)
+    return [1 - float(squares[indices].sum() / squares.sum()) for indices in chosen]
 
 
 def of_normal(density: float) -> float:

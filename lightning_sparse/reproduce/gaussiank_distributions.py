@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from lightning_sparse.comm import Comm, simulate
-from lightning_sparse.compressors import RandK, TopK
+from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
 from lightning_sparse.methods import Method, method
 from lightning_sparse.observer import Observer
@@ -34,7 +34,7 @@ from lightning_sparse.reproduce import plots
 from lightning_sparse.reproduce.bells import BINS, LEAST, MIDDLES, REACH, judge, summarize
 from lightning_sparse.reproduce.digits import digits, network
 from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal
+from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal, random_contractions
 from lightning_sparse.reproduce.networks import LSTM, VGG16, ResNet20
 from lightning_sparse.reproduce.table import Row
 
@@ -167,14 +167,6 @@ def parts(recorded: Recorded, step: int) -> Iterator[tuple[str, Tensor]]:
         yield name, u[start:stop]
 
 
-def random_contractions(u: Tensor, density: float, config: Config) -> list[float]:
-    """Return ‖u − RandK(u)‖² / ‖u‖² of each draw; u is 1-D and not all zero."""
-    compressor, squares = RandK(density), u.double().square()
-    contexts = [Context.of(u.numel(), step=number, seed=config["seed"]) for number in range(config["draws"])]
-    chosen = (compressor.choose(u, compressor.count(u.numel()), ctx) for ctx in contexts)
-    return [1 - float(squares[indices].sum() / squares.sum()) for indices in chosen]
-
-
 def rows(sparse: Recorded, dense: Recorded, config: Config) -> Iterator[Row]:
     """Yield how u is distributed and what its largest and random entries leave, a row per step and layer.
 
@@ -194,7 +186,8 @@ def rows(sparse: Recorded, dense: Recorded, config: Config) -> Iterator[Row]:
                 if not left <= bound + 1e-9:
                     raise RuntimeError(f"Step {step}, {name}: top {k} of {u.numel()} leave {left}, more than {bound}.")
                 row |= {f"left_{density:g}": left, f"below_square_{density:g}": left < bound**2}
-                row[f"randk_left_{density:g}"] = float(np.mean(random_contractions(u, density, config)))
+                randoms = random_contractions(u, density, config["draws"], config["seed"])
+                row[f"randk_left_{density:g}"] = float(np.mean(randoms))
             yield row
 
 

@@ -1,0 +1,108 @@
+"""How long does it take to choose k of d entries: exactly by torch, by GaussianK's estimate, and here?
+
+Shi et al. 2019, arXiv 1911.08772: on a GPU torch's top-k is slow, and a threshold estimated from mean and standard
+deviation, refined a few times, chooses far faster, at all d from 20 to 400 million. Here a processor chooses, from
+normal numbers: "published" is the paper's algorithm, `gaussiank` starts at the same threshold and gets within a third
+of k by block maxima, `topk` is exact and uses the same maxima. `benchmarks.selection` has more contestants, and a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.reproduce import plots
+from lightning_sparse.reproduce.frame import Config, Finding, held
+from lightning_sparse.reproduce.table import Row
+
+SHARES = (0.005, 0.02, 0.05, 0.2, 0.5, 1.0)
+"""d, of the largest."""
+METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "torch.topk": lambda u, density: u.abs().topk(max(1, round(density * len(u)))).indices,
+    "published": lambda u, density: GaussianK(density, refine="paper").select(u),
+    "gaussiank": lambda u, density: GaussianK(density).select(u),
+    "topk": lambda u, density: TopK(density).select(u),
+}
+COLORS = {"torch.topk": "#000000", "published": "#CC79A7"}
+
+
+@lru_cache(maxsize=1)
+def numbers(numel: int, seed: int) -> Tensor:
+    """Return normal numbers."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def cases(config: Config) -> list[Row]:
+    """Return a run for each d and method.
+
+    Raises:
+        ValueError: too few elements.
+    """
+    if config["largest"] < 10_000:
+        raise ValueError(f"--largest {config['largest']}: at least 10,000 elements, or nothing is to be measured.")
+    return [{"numel": round(share * config["largest"]), "method": name} for share in SHARES for name in METHODS]
+
+
+def run(case: Row, config: Config) -> Row:
+    """Return the median time to choose, once it is known that what is chosen is right."""
+    u, density, select = numbers(case["numel"], config["seed"]), config["density"], METHODS[case["method"]]
+    k, chosen = max(1, round(density * len(u))), select(u, density)
+    if case["method"] in ("torch.topk", "topk"):
+        least = float(u.abs().kthvalue(len(u) - k + 1).values)
+        assert len(chosen) == k, f"{case} chooses {len(chosen)} of {k}"
+        assert float(u[chosen].abs().min()) >= least, f"{case} chooses others than the largest"
+    seconds = []
+    for _ in range(config["turns"]):
+        started = time.process_time()
+        select(u, density)
+        seconds.append(time.process_time() - started)
+    return {"k": k, "chosen": len(chosen), "ms": 1e3 * median(seconds)}
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """Say whether the published algorithm is faster than torch's top-k at each d, and how fast ours are."""
+    ms = table.pivot(index="numel", columns="method", values="ms")
+    large = ms.loc[ms.index >= ms.index.max() / 20]
+    times = large["torch.topk"] / large["published"]
+    last, at = ms.iloc[-1], table["numel"].max()
+    counts = table[table["method"] == "published"]
+    shares = counts["chosen"] / counts["k"]
+    return (
+        f"{held(bool((times > 1).all()))}the published algorithm chooses {times.min():.1f} to {times.max():.1f} times "
+        f"as fast as torch.topk, {shares.min():.2g} k to {shares.max():.2g} k entries; of {at / 1e6:,.0f} million "
+        f"torch.topk takes {last['torch.topk']:.0f} ms, the published algorithm {last['published']:.0f}, gaussiank "
+        f"{last['gaussiank']:.0f}, and the exact topk of this package {last['topk']:.0f}."
+    )
+
+
+def draw(table: pd.DataFrame) -> Any:
+    """Draw the time against d."""
+    figure, ((panel,),) = plots.panels(1, 1, (7, 4.2))
+    for name in METHODS:
+        mine = table[table["method"] == name].sort_values("numel")
+        color = COLORS.get(name) or plots.line(name)["color"]
+        label = {"published": "GaussianK as published", "topk": "topk here, exact", "gaussiank": "gaussiank here"}
+        panel.plot(mine["numel"], mine["ms"], "o-", color=color, label=label.get(name, name))
+    panel.set(xscale="log", yscale="log", xlabel="d", ylabel="ms to choose, of one processor")
+    panel.set_title(f"k = {table['density'].iloc[0]:g} d, normal numbers")
+    panel.legend()
+    return figure
+
+
+FINDING = Finding(
+    "gaussiank-selection",
+    {"largest": 20_000_000, "density": 0.001, "turns": 5, "seed": 0},
+    ("numel", "method"),
+    cases,
+    run,
+    draw,
+    verdict,
+)
