@@ -93,7 +93,7 @@ def test_selection_is_timed_where_what_is_chosen_is_right(tmp_path, monkeypatch)
     config = {"largest": 100, "density": 0.01, "turns": 1, "seed": 0}
     with pytest.raises(SystemExit, match="--largest 100: at least 10,000"):
         frame.reproduce(gaussiank_selection.FINDING, config, tmp_path)
-    with pytest.raises(SystemExit, match="--density 2.0: is a share"):
+    with pytest.raises(SystemExit, match=r"--density 2\.0: is a share"):
         frame.reproduce(gaussiank_selection.FINDING, {**config, "largest": 10_000, "density": 2.0}, tmp_path)
 
 
