@@ -356,12 +356,17 @@ def language_seeds() -> str:
         sent = runs[0].sent_bytes_per_worker.iloc[-1]
         dense = sent if method == "ddp" else dense
         to = [[steps_to(run, target) for run in runs] for target in (2.6, 2.0)]
-        cells = [f"{sum(x) / len(x):.0f} ({min(x):.0f} to {max(x):.0f})" for x in to]
-        loss = f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
+        cells = [mean_and_range(found, places) for found, places in zip((ends, *to), (3, 0, 0), strict=True)]
         workers = str(chosen["workers"].iloc[0])
-        rows.append([workers, method, f"{lr:g}", digits(100 * sent / dense), str(len(runs)), loss, *cells])
+        rows.append([workers, method, f"{lr:g}", digits(100 * sent / dense), str(len(runs)), *cells])
     heads = ["workers", "", "rate", "% of bytes", "seeds", "loss after 1,000 steps", "steps to 2.6", "steps to 2.0"]
     return table(heads, rows)
+
+
+def mean_and_range(numbers: Sequence[float], places: int) -> str:
+    """Write the mean, and of several numbers the least and the largest."""
+    mean = f"{sum(numbers) / len(numbers):.{places}f}"
+    return mean if len(numbers) == 1 else f"{mean} ({min(numbers):.{places}f} to {max(numbers):.{places}f})"
 
 
 def language_large() -> str:
