@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -95,15 +95,6 @@ class BlockStats:
         _by_triton(u, self, [], (), 1.0)
         return self
 
-    def outputs(self, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return what a kernel of so many tiles has to fill in: `maxima` and `partial`, those that are wanted."""
-        if self.block > 1:
-            self.maxima = torch.empty(self.numel // self.block, dtype=torch.int32, device=device)
-        if self.moments:
-            self.partial = torch.empty(tiles, 2, dtype=torch.float32, device=device)
-        self.done = True
-        return self.maxima, self.partial
-
     def mean_and_deviation(self) -> tuple[float, float]:
         """Return mean and standard deviation; precise enough for a threshold that will be refined."""
         if self.partial is not None:
@@ -112,13 +103,29 @@ class BlockStats:
         return mean, math.sqrt(max(0.0, self._squares / self.numel - mean * mean))
 
 
+def for_kernel(stats: BlockStats | None, u: Tensor, tiles: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Return what a kernel that makes u by tiles is given for its block statistics: tensors to fill in, and constants.
+
+    A tensor that is not wanted is `u`, and is left alone.
+    """
+    maxima = partial = u
+    if stats is not None and stats.block > 1:
+        maxima = stats.maxima = torch.empty(stats.numel // stats.block, dtype=torch.int32, device=u.device)
+    if stats is not None and stats.moments:
+        partial = stats.partial = torch.empty(tiles, 2, dtype=torch.float32, device=u.device)
+    if stats is not None:
+        stats.done = True
+    constants = {"MAXIMA": maxima is not u, "MOMENTS": partial is not u, "TILE": TILE, "PART": 256, "num_warps": 8}
+    return (maxima, partial), {**constants, "BLOCK": 64 if stats is None else max(stats.block, 16)}
+
+
 def _by_triton(
     u: Tensor, stats: BlockStats | None, grads: Sequence[Tensor], bounds: Sequence[int], scale: float | Tensor
 ) -> None:
     """Add gradients of one dtype, or none, to u, and compute its block statistics if there are `stats`: one launch."""
-    numel, device = u.numel(), u.device
+    numel = u.numel()
     tiles = -(-numel // TILE)
-    maxima, partial = (None, None) if stats is None else stats.outputs(tiles, device)
+    outputs, constants = for_kernel(stats, u, tiles)
     table = gradient_table(grads, bounds) if grads else u
     if tiles:
         launch(
@@ -128,19 +135,13 @@ def _by_triton(
             grads[0] if grads else u,
             table,
             scale,
-            u if maxima is None else maxima,
-            u if partial is None else partial,
+            *outputs,
             len(grads),
             numel,
             ADD=bool(grads),
             STEPS=bisections(len(grads)) if grads else 0,
             LOAD=isinstance(scale, Tensor),
-            MAXIMA=maxima is not None,
-            MOMENTS=partial is not None,
-            BLOCK=64 if stats is None else max(stats.block, 16),
-            TILE=TILE,
-            PART=256,
-            num_warps=8,
+            **constants,
         )
 
 
@@ -196,9 +197,25 @@ def _add_with_stats(
         x = tl.load(u + offsets)
     else:
         x = tl.load(u + offsets, mask=offsets < numel, other=0.0)
+    _store_stats(x, tile, maxima, partial, numel, MAXIMA, MOMENTS, BLOCK, TILE)
+
+
+@kernel()
+def _store_stats(
+    x,
+    tile,
+    maxima,
+    partial,
+    numel,
+    MAXIMA: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write block maxima and sums of a tile, (TILE // BLOCK, BLOCK), that has zeros behind the end."""
     if MAXIMA:
         largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-        rows += tile * (TILE // BLOCK)
+        rows = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
         tl.store(maxima + rows, largest, mask=rows < numel // BLOCK)
     if MOMENTS:
         tl.store(partial + 2 * tile, tl.sum(x))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.block_stats import BlockStats, overlaps
+from lightning_sparse.kernels.block_stats import BlockStats, _store_stats, for_kernel, overlaps
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
 from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, uses_triton
 
@@ -135,7 +135,7 @@ def _by_triton(
     stats: BlockStats | None,
 ) -> None:
     tiles, some = -(-u.numel() // TILE), next(x for x in payout.first if x is not None)
-    maxima, partial = (None, None) if stats is None else stats.outputs(tiles, u.device)
+    outputs, constants = for_kernel(stats, u, tiles)
     grads = [x.contiguous() for x in grads]  # the kernel reads them
     tables = [
         gradient_table(grads, bounds),
@@ -152,20 +152,14 @@ def _by_triton(
         some,
         payout.coefficients,
         scale,
-        u if maxima is None else maxima,
-        u if partial is None else partial,
+        *outputs,
         len(grads),
         u.numel(),
         DIVIDE=payout.second is not None,
         ROOT=payout.root,
         STEPS=bisections(len(grads)),
         LOAD=isinstance(scale, Tensor),
-        MAXIMA=maxima is not None,
-        MOMENTS=partial is not None,
-        BLOCK=64 if stats is None else max(stats.block, 16),
-        TILE=TILE,
-        PART=256,
-        num_warps=8,
+        **constants,
     )
 
 
@@ -246,13 +240,7 @@ def _add_with_payout(
             tl.store(u + index, kept + tl.where(has, paid, 0.0), mask=valid)
         tl.debug_barrier()
         x = tl.load(u + offsets, mask=offsets < numel, other=0.0)
-    if MAXIMA:
-        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-        rows += tile * (TILE // BLOCK)
-        tl.store(maxima + rows, largest, mask=rows < numel // BLOCK)
-    if MOMENTS:
-        tl.store(partial + 2 * tile, tl.sum(x))
-        tl.store(partial + 2 * tile + 1, tl.sum(x * x))
+    _store_stats(x, tile, maxima, partial, numel, MAXIMA, MOMENTS, BLOCK, TILE)
 
 
 @kernel()

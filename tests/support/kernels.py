@@ -1,27 +1,15 @@
 """Where kernels are tested, on what, and a wire without threads."""
 
+import importlib
 import importlib.util
+import pkgutil
 
 import pytest
 import torch
 
+from lightning_sparse import kernels
 from lightning_sparse.comm import Comm
-from lightning_sparse.kernels import (
-    block_stats,
-    changes,
-    checks,
-    chunks,
-    codes,
-    gradient_table,
-    launch,
-    pack,
-    payout,
-    quantize,
-    rescaling,
-    select_triton,
-    threshold,
-    write_back,
-)
+from lightning_sparse.kernels import launch
 from tests.support.vectors import INPUTS, SMOOTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,26 +23,20 @@ HOSTILE = {
     "student": SMOOTH["Student 3"],
 }
 SOME = ["few values", "nan and inf"]
-KERNELS = (
-    block_stats,
-    changes,
-    checks,
-    chunks,
-    codes,
-    gradient_table,
-    pack,
-    payout,
-    quantize,
-    rescaling,
-    select_triton,
-    threshold,
-    write_back,
-)
 
 
 def is_kernel(value):
     """Whether it stands for a kernel, or is one that was launched already."""
     return isinstance(value, launch.Kernel) or (callable(value) and type(value).__module__.startswith("triton"))
+
+
+def with_kernels():
+    """Return the modules that have kernels, their own or imported ones."""
+    names = (f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__))
+    return tuple(x for x in map(importlib.import_module, names) if any(map(is_kernel, vars(x).values())))
+
+
+KERNELS = with_kernels()
 
 
 class Echo(Comm):
