@@ -64,11 +64,15 @@ class Blocks(Compressor):
             x, steps, whole = u[start:stop], scratch[: last - first], stop - start == (last - first) * self.block
             rows = (x if whole else torch.nn.functional.pad(x, (0, self.block - len(x)))).view(-1, self.block)
             largest = torch.abs(rows, out=steps).amax(1, keepdim=True)
-            scale = scales[first:last].copy_(scale_of(largest, self.bits)).float()
-            # A block of zeros has the scale 0.
-            torch.div(rows, torch.where(scale > 0, scale, 1), out=steps).round_()
+            scale = scale_of(largest, self.bits)
+            scales[first:last].copy_(scale)
+            # A block of zeros has the scale 0, no other one is below the least number above 0.
+            torch.div(rows, scale.clamp(min=2.0**-149), out=steps).round_()
             pack_steps(steps, self.bits, codes[first:last])
-            update[start:stop] = steps.mul_(scale).view(-1)[: stop - start]
+            if whole:
+                torch.mul(steps, scale, out=update[start:stop].view(-1, self.block))
+            else:
+                update[start:stop] = steps.mul_(scale).view(-1)[: stop - start]
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         scales, codes, exact = payload
@@ -96,14 +100,17 @@ class Blocks(Compressor):
 
 
 def scale_of(largest: Tensor, bits: int) -> Tensor:
-    """Return the scale, bf16, of blocks with these largest magnitudes, fp32; NaN and infinity stay."""
+    """Return the scale of blocks with these largest magnitudes, fp32, as a number of bf16; NaN and infinity stay."""
     levels = (1 << bits - 1) - 1
     exact = largest / levels
+    if largest.device.type == "cpu" and largest.numel() and bool(largest.amax() < 1e37):
+        # Up to the next number of bf16, in two operations, for what is neither too large nor NaN.
+        return exact.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
     nearest = exact.bfloat16()
     scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
     # L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value.
     too_large = (scale.float() * levels == math.inf) & (exact < math.inf)
-    return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16)
+    return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16).float()
 
 
 def pack_steps(steps: Tensor, bits: int, out: Tensor) -> Tensor:
@@ -111,9 +118,11 @@ def pack_steps(steps: Tensor, bits: int, out: Tensor) -> Tensor:
     if bits == 8:
         out.view(torch.int8).copy_(steps)
         return out
-    # The first half of a row in the lower four bits, the other in the upper ones, each 8 higher than it is.
+    # The first half of a row in the lower four bits, the other in the upper ones, each 8 higher than it is. On the CPU
+    # conversion to signed bytes is several times as fast as to unsigned ones; their sum wraps around.
     first, other = steps.chunk(2, -1)
-    return out.copy_(torch.add(first, other, alpha=16).add_(8 + 16 * 8))
+    out.view(torch.int8).copy_(torch.add(first, other, alpha=16)).add_(8 + 16 * 8 - 256)
+    return out
 
 
 def unpack_steps(packed: Tensor, bits: int, out: Tensor) -> Tensor:

@@ -174,12 +174,12 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
     bits, blocks = BITS[value_format], -(-capacity // BLOCK)
     rows = _fill(values, blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
     scales = scale_of(rows.abs().amax(-1), bits)
-    scale = scales.float().unsqueeze(-1)
+    scale = scales.unsqueeze(-1)
     # A non-finite value makes the scale non-finite.
     steps = torch.where(scale > 0, rows / scale, 0).round_().nan_to_num_(0, 0, 0).flatten(-2)
     nbytes = -(-capacity * bits // 8)
     codes = torch.empty(*values.shape[:-1], nbytes, dtype=torch.uint8, device=values.device)
-    return scales, pack_steps(steps[..., : nbytes * 8 // bits], bits, codes)
+    return scales.bfloat16(), pack_steps(steps[..., : nbytes * 8 // bits], bits, codes)
 
 
 def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> Tensor:

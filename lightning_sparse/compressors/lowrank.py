@@ -61,7 +61,7 @@ class LowRank(Compressor):
         parts = _parts(ctx.segment, self.rank)
         # Drawn in every step: the host does not know whether columns are zero.
         drawn = torch.zeros(parts.right, dtype=torch.float32, device=u.device)
-        Uniform(ctx.key(shared=True), parts.right, u.device).add_(drawn, 0, -0.5).mul_(math.sqrt(12))  # of variance 1
+        Uniform(ctx.key(shared=True), parts.right, u.device).add_(drawn, 0).mul_(math.sqrt(12))  # of variance 1
         # With another rank, or in another partition, it starts anew.
         known = ctx.state.get("right")
         starts = parts.right_views(drawn)

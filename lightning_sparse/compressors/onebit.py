@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.two_values import TwoValues
+from lightning_sparse.compressors.two_values import TwoValues, row_sums
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class OneBit(TwoValues):
     whole = False
     numbers = 2
 
-    def sums(self, x: Tensor, codes: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
+    def sums(self, x: Tensor, masks: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
         return [
-            torch.clamp(x, min=0, out=scratch).mul_(scale).sum(1),
-            torch.clamp(x, max=0, out=scratch).mul_(scale).sum(1),
-            scratch.copy_(codes).sum(1),
+            masks.sum(1, dtype=torch.int32).to(torch.float32),
+            row_sums(torch.clamp(x, min=0, out=scratch), scale),
+            row_sums(torch.clamp(x, max=0, out=scratch), scale),
         ]
 
     def sent(self, sums: Tensor, length: int) -> Tensor:
-        count = sums[2]
+        negative = -sums[0]
         # Where there is none, the sum is 0 as well.
-        return torch.stack([sums[0] / count.clamp(min=1), sums[1] / (length - count).clamp(min=1)])
+        return torch.stack([sums[1] / (length - negative).clamp(min=1), sums[2] / negative.clamp(min=1)])
 
     def pair(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         upper, lower = sent

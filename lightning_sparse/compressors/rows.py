@@ -7,6 +7,7 @@ scalar is one row.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -81,15 +82,35 @@ def tiles(rows: Rows, x: Tensor) -> Iterator[Tile]:
         yield Tile(begin + first * rows.length, begin + last * rows.length, first, last)
 
 
+def groups(rows: Rows, x: Tensor) -> Iterator[list[Tile]]:
+    """Yield the tiles of a parameter that together have whole rows: one of some rows, or all those of a long row."""
+    for _, group in itertools.groupby(tiles(rows, x), key=lambda tile: tile.first):
+        yield list(group)
+
+
 def scratch_for(x: Tensor) -> Tensor:
     """Return fp32 memory for a tile of the segment that `x` belongs to. A fresh one for each would cost a pass."""
     return torch.empty(min(at_a_time(x), x.numel()), dtype=torch.float32, device=x.device)
 
 
-def sign_codes_(codes: Tensor, x: Tensor, scratch: Tensor) -> Tensor:
-    """Write 1 for each element of `x` that is 0 or more, and 0 for others, to `codes` (int8), and return these.
+def negative_masks_(out: Tensor, x: Tensor) -> Tensor:
+    """Write -1 (all bits set) where `x` is negative and 0 elsewhere to `out`'s memory, and return it as int32.
 
     By the sign bit, which is several times as fast on the CPU as to compare; -0 becomes 0 first.
+
+    Args:
+        out: fp32, of x's shape; overwritten by whole numbers.
+        x: fp32; left as it is.
     """
-    bits = torch.add(x, 0.0, out=scratch[: x.numel()].view(x.shape)).view(torch.int32)
-    return codes.copy_(bits.bitwise_right_shift_(31)).add_(1)
+    return torch.add(x, 0.0, out=out).view(torch.int32).bitwise_right_shift_(31)
+
+
+def choose_(masks: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Overwrite masks by `upper` where they are 0 and by `lower` where they are -1, bit by bit.
+
+    Args:
+        masks: int32, (rows, n), of `negative_masks_`; the memory of an fp32 tensor, which has the values afterwards.
+        upper, lower: fp32, (rows, 1).
+    """
+    upper, lower = upper.view(torch.int32), lower.view(torch.int32)
+    masks.bitwise_and_(upper ^ lower).bitwise_xor_(upper)

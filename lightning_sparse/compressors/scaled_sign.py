@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.two_values import TwoValues
+from lightning_sparse.compressors.two_values import TwoValues, row_sums
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class ScaledSign(TwoValues):
     whole = True
     numbers = 1
 
-    def sums(self, x: Tensor, codes: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
-        return [scratch.copy_(x).abs_().mul_(scale).sum(1)]
+    def sums(self, x: Tensor, masks: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
+        return [row_sums(torch.abs(x, out=scratch), scale)]
 
     def sent(self, sums: Tensor, length: int) -> Tensor:
         return sums.div_(length)

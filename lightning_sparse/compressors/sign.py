@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update
-from lightning_sparse.compressors.rows import row_count, rows_of, scratch_for, sign_codes_, tiles
+from lightning_sparse.compressors.rows import choose_, negative_masks_, row_count, rows_of, tiles
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.layout import Segment
@@ -28,18 +28,18 @@ class Sign(Compressor):
     """
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        scratch = scratch_for(u)
+        update = torch.empty_like(u)
         codes = torch.empty(u.numel(), dtype=torch.int8, device=u.device)
-        largest = torch.zeros(row_count(ctx.segment), dtype=torch.float32, device=u.device)
+        used = torch.empty(row_count(ctx.segment), dtype=torch.uint8, device=u.device)
         for rows in rows_of(ctx.segment):
+            own = used[rows.first : rows.last].copy_(_used(u[rows.start : rows.stop].view(-1, rows.length)))
+            upper = own.to(torch.float32).unsqueeze(1)
             for tile in tiles(rows, u):
-                x = tile.of(u)
-                sign_codes_(tile.of(codes), x, scratch)
-                magnitudes = torch.abs(x, out=scratch[: x.numel()].view(x.shape))
-                place = largest[tile.first : tile.last]
-                torch.maximum(place, magnitudes.amax(1), out=place)
-        codes, used = codes.view(torch.uint8), (largest > 0).to(torch.uint8)
-        return (pack_codes(used, 1), pack_codes(codes, 1)), signed(codes, used, ctx.segment)
+                masks = negative_masks_(tile.of(update), tile.of(u))
+                tile.of(codes).copy_(masks).add_(1)
+                value = upper[tile.first - rows.first : tile.last - rows.first]
+                choose_(masks, value, -value)
+        return (pack_codes(used, 1), pack_codes(codes.view(torch.uint8), 1)), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         used, packed = payload
@@ -53,8 +53,20 @@ class Sign(Compressor):
 def signed(codes: Tensor, used: Tensor, segment: Segment) -> Tensor:
     """Return +1 and -1 (fp32) for codes 1 and 0, one for each element, and 0 in rows whose `used` is 0."""
     update = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    factors = used.to(torch.float32).unsqueeze(1)
+    upper = used.to(torch.float32).unsqueeze(1)
     for rows in rows_of(segment):
         for tile in tiles(rows, update):
-            tile.of(update).copy_(tile.of(codes)).mul_(2).sub_(1).mul_(factors[tile.first : tile.last])
+            masks = tile.of(update).view(torch.int32).copy_(tile.of(codes)).sub_(1)
+            choose_(masks, upper[tile.first : tile.last], -upper[tile.first : tile.last])
     return update
+
+
+def _used(x: Tensor) -> Tensor:
+    """Return which rows of `x`, (rows, n), have elements that are not 0."""
+    if x.device.type != "cpu":
+        return x.abs().amax(1) != 0
+    used = x[:, 0] != 0
+    # On the CPU only where the first element is 0: nearly always that saves a pass over x.
+    if not bool(used.all()):
+        used[~used] = x[~used].abs().amax(1) != 0
+    return used

@@ -80,7 +80,7 @@ class TernGrad(Compressor):
             scales: the scale of each parameter, no less than `own`.
             ctx: of the segment.
         """
-        codes = torch.empty(u.numel(), dtype=torch.int8, device=u.device)
+        codes, update = torch.empty(u.numel(), dtype=torch.int8, device=u.device), torch.empty_like(u)
         scratch = scratch_for(u)
         uniform = Uniform(ctx.key(shared=False), scratch.numel(), u.device)
         limits = torch.where(own > 0, own, 1)
@@ -89,10 +89,10 @@ class TernGrad(Compressor):
             for tile in tiles(rows, u):
                 x = scratch[: tile.stop - tile.start]
                 torch.div(u[tile.start : tile.stop], limits[rows.first], out=x).clamp_(-1, 1).mul_(shares[rows.first])
-                # Conversion rounds down, as all is positive.
-                codes[tile.start : tile.stop].copy_(uniform.add_(x, tile.start, 1))
-        codes = codes.view(torch.uint8)
-        return pack_codes(codes, 2), self.values(codes, scales, ctx)
+                uniform.add_(x, tile.start).round_()
+                codes[tile.start : tile.stop].copy_(x).add_(1)
+                torch.mul(x, scales[rows.first], out=update[tile.start : tile.stop])
+        return pack_codes(codes.view(torch.uint8), 2), update
 
     def values(self, codes: Tensor, scales: Tensor, ctx: Context, size: int = 1) -> Tensor:
         """Return what codes stand for, or the mean that the sums of the codes of `size` ranks stand for."""
@@ -108,4 +108,6 @@ def _largest_and_norm(x: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest magnitude of `x`, and the 2-norm of `x` divided by it."""
     y = torch.abs(x, out=scratch[: x.numel()].view(x.shape))
     largest = y.amax()
+    if x.device.type == "cpu" and 1e-15 < float(largest) < 1e15:
+        return largest, torch.linalg.vector_norm(y) / largest  # no square is out of range
     return largest, torch.linalg.vector_norm(y.div_(torch.where(largest > 0, largest, 1)))

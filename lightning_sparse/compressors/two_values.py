@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import abc
+import functools
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update
-from lightning_sparse.compressors.rows import Rows, row_count, rows_of, scratch_for, sign_codes_, tiles
+from lightning_sparse.compressors.rows import (
+    Tile,
+    choose_,
+    groups,
+    negative_masks_,
+    row_count,
+    rows_of,
+    scratch_for,
+    tiles,
+)
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.layout import Segment
@@ -29,8 +39,15 @@ class TwoValues(Compressor):
     """How many fp32 numbers are sent for each row."""
 
     @abc.abstractmethod
-    def sums(self, x: Tensor, codes: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
-        """Return sums over the rows of `x` (rows, n), scaled; `codes` are 1 where it is not negative."""
+    def sums(self, x: Tensor, masks: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
+        """Return sums over the rows of `x` (rows, n), of values times `scale`.
+
+        Args:
+            x: fp32.
+            masks: int32, -1 where x is negative, and 0 elsewhere.
+            scale: a power of two.
+            scratch: of x's shape and dtype; overwritten.
+        """
 
     @abc.abstractmethod
     def sent(self, sums: Tensor, length: int) -> Tensor:
@@ -41,43 +58,53 @@ class TwoValues(Compressor):
         """Return what the two signs are decoded to, the positive first, given the numbers sent, (numbers, rows)."""
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        parameters, scratch = rows_of(ctx.segment, whole=self.whole), scratch_for(u)
+        scratch, update = scratch_for(u), torch.empty_like(u)
         codes = torch.empty(u.numel(), dtype=torch.int8, device=u.device)
         sent = torch.empty(self.numbers, row_count(ctx.segment, whole=self.whole), dtype=torch.float32, device=u.device)
-        for rows in parameters:
-            exponent = (rows.length - 1).bit_length()
-            sums: Tensor | None = None
-            for tile in tiles(rows, u):
-                x, code = tile.of(u), tile.of(codes)
-                sign_codes_(code, x, scratch)
-                y = scratch[: x.numel()].view(x.shape)
-                found = torch.stack(self.sums(x, code, 2.0**-exponent, y))
-                if sums is None:
-                    sums = torch.zeros(len(found), rows.last - rows.first, dtype=torch.float32, device=u.device)
-                sums[:, tile.first - rows.first : tile.last - rows.first].add_(found)
-            assert sums is not None
-            sent[:, rows.first : rows.last].copy_(self.sent(sums, rows.length).mul_(2.0**exponent))
-        update = self._decoded(sent, codes, parameters)
+        for rows in rows_of(ctx.segment, whole=self.whole):
+            for group in groups(rows, u):
+                for tile in group:
+                    # While x is in the cache, into memory that is not: as fast as a copy.
+                    tile.of(codes).copy_(negative_masks_(tile.of(update), tile.of(u))).add_(1)
+                own = sent[:, group[0].first : group[-1].last].copy_(self._sent(u, update, group, rows.length, scratch))
+                self._choose(update, own, group)
         return (sent.view(-1), pack_codes(codes.view(torch.uint8), 1)), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         sent, packed = payload
         sent = sent.view(self.numbers, row_count(ctx.segment, whole=self.whole))
         codes = unpack_codes(packed, 1, ctx.segment.numel)
-        return self._decoded(sent, codes, rows_of(ctx.segment, whole=self.whole))
+        update = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
+        for rows in rows_of(ctx.segment, whole=self.whole):
+            for tile in tiles(rows, update):
+                tile.of(update).view(torch.int32).copy_(tile.of(codes)).sub_(1)
+                self._choose(update, sent[:, tile.first : tile.last], [tile])
+        return update
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return 4 * self.numbers * row_count(segment, whole=self.whole) + code_bytes(segment.numel, 1)
 
-    def _decoded(self, sent: Tensor, codes: Tensor, parameters: tuple[Rows, ...]) -> Tensor:
-        update = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-        scratch = scratch_for(update)
-        upper, lower = (value.unsqueeze(1) for value in self.pair(sent))
-        for rows in parameters:
-            for tile in tiles(rows, update):
-                out = tile.of(update)
-                y = scratch[: out.numel()].view(out.shape).copy_(tile.of(codes))
-                torch.mul(y, upper[tile.first : tile.last], out=out)
-                # One of the two terms is 0.
-                out.add_(y.sub_(1).mul_(-lower[tile.first : tile.last]))
-        return update
+    def _sent(self, u: Tensor, update: Tensor, group: list[Tile], length: int, scratch: Tensor) -> Tensor:
+        """Return the numbers to send, (numbers, rows), for the rows of a group; `update` has their masks."""
+        # It takes a pass less without scaling, but then the host has to look.
+        for exponent in (0, (length - 1).bit_length())[u.device.type != "cpu" :]:
+            parts = []
+            for tile in group:
+                x, masks = tile.of(u), tile.of(update).view(torch.int32)
+                parts.append(torch.stack(self.sums(x, masks, 2.0**-exponent, scratch[: x.numel()].view(x.shape))))
+            sums = functools.reduce(Tensor.add_, parts)
+            if not exponent and bool(sums.isfinite().all()):
+                break
+        sent = self.sent(sums, length)
+        return sent.mul_(2.0**exponent) if exponent else sent
+
+    def _choose(self, update: Tensor, sent: Tensor, group: list[Tile]) -> None:
+        """Write the values of a group's rows where their masks are, given the numbers sent, (numbers, rows)."""
+        upper, lower = self.pair(sent)
+        for tile in group:
+            choose_(tile.of(update).view(torch.int32), upper.unsqueeze(1), lower.unsqueeze(1))
+
+
+def row_sums(y: Tensor, scale: float) -> Tensor:
+    """Return the sums of `y`'s rows, each value times `scale`; `y` may be overwritten."""
+    return (y if scale == 1 else y.mul_(scale)).sum(1)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     if uses_triton(codes):
         if count:
             launch(_pack_codes, -(-count // TILE), codes, packed, count, packed.numel() // bits, BITS=bits, TILE=TILE)
+        return packed
+    if bits == 1 and codes.device.type == "cpu":
+        packed.copy_(torch.from_numpy(np.packbits(codes.numpy(), bitorder="little")))
         return packed
     most = at_a_time(codes)
     scratch = torch.empty(min(most, count + 7) // 8, dtype=torch.int64, device=codes.device)

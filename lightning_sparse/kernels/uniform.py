@@ -1,8 +1,8 @@
 """Uniform random numbers that are a function of a key and a position, made where they are needed.
 
     uniform = Uniform(key, len(x), x.device)
-    uniform.add_(x, start=0)    # x[i] += a number in (0, 1) that belongs to element start + i; the floor is x, rounded
-                                # up or down at random, so that its expectation is x
+    uniform.add_(x, start=0)    # x[i] += a number in (-1/2, 1/2) that belongs to element start + i; the nearest whole
+                                # number is x, rounded up or down at random, so that its expectation is x
 
 Counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a hash of the position, in 32-bit
 integers, which are the same on every device. A hash gives the numbers of two elements, 16 bits each.
@@ -22,8 +22,8 @@ GOLDEN = 0x9E3779B9
 class Uniform:
     """Counter-based random numbers of one key, with one buffer: a fresh one for each piece costs as much as they do.
 
-    The numbers are odd multiples of 2⁻¹⁷ in (0, 1), each as likely as any other. So the expectation of the floor of x +
-    number is x, to 2⁻¹⁷.
+    The numbers are odd multiples of 2⁻¹⁶ in (-1/2, 1/2), each as likely as any other. So the expectation of what x +
+    number is rounded to is x, to 2⁻¹⁶, and whole numbers, even with errors of fp32, stay what they are.
 
     Args:
         key: 64 bits, such as `Context.key`.
@@ -36,18 +36,21 @@ class Uniform:
         self._key, self._step = key, (key >> 32 ^ GOLDEN) | 1
         count = most // 2 + 1
         self._linear = torch.arange(count, dtype=torch.int32, device=device).mul_(_int32(self._step))
-        self._words, self._shifted = torch.empty_like(self._linear), torch.empty_like(self._linear)
-        self._noise = torch.empty(most, dtype=torch.float32, device=device)
+        self._words = torch.empty_like(self._linear)
+        # What is shifted is gone when the noise is written: so less is in the cache.
+        self._noise = torch.empty(2 * count, dtype=torch.float32, device=device)
+        self._shifted = self._noise.view(torch.int32)[:count]
 
-    def add_(self, x: Tensor, start: int, offset: float = 0.0) -> Tensor:
-        """Add the numbers of elements `start` and on, and `offset`, to `x` (1-D, fp32), in place, and return it."""
+    def add_(self, x: Tensor, start: int) -> Tensor:
+        """Add the numbers of elements `start` and on to `x` (1-D, fp32), in place, and return it."""
         odd, numel = start % 2, x.numel()
         count = (odd + numel + 1) // 2
         word = torch.add(self._linear[:count], _int32(self._key + start // 2 * self._step), out=self._words[:count])
         for shift, factor in zip((15, 16), FACTORS, strict=True):
             word.bitwise_xor_(torch.bitwise_right_shift(word, shift, out=self._shifted[:count])).mul_(factor)
+        word.bitwise_or_(0x00010001)  # an odd number in each half
         noise = self._noise[:numel].copy_(word.view(torch.int16)[odd : odd + numel])
-        return x.add_(noise, alpha=2**-16).add_(offset + 0.5 + 2**-17)
+        return x.add_(noise, alpha=2**-16)
 
 
 def _int32(number: int) -> int:

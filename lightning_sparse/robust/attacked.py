@@ -95,9 +95,9 @@ class Attacked(Aggregator[Any]):
         if self.attack == "negate":
             return torch.full((1,), -1.0, device=u.device)
         numbers = torch.zeros(u.numel() if self.attack == "flip" else 1, device=u.device)
-        # Odd multiples of 2⁻¹⁷ in (0, 1), so none is 0.5.
+        # In (-1/2, 1/2), none of them 0.
         Uniform(ctx.key(shared=False) ^ OTHER_NUMBERS, len(numbers), u.device).add_(numbers, 0)
-        return numbers.sub_(0.5).sign_() if self.attack == "flip" else torch.pow(10, 4 * numbers - 2)
+        return numbers.sign_() if self.attack == "flip" else torch.pow(10, 4 * numbers)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return self.aggregator.nbytes(compressor, segment, density, size)
