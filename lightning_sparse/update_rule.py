@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -64,12 +64,16 @@ class UpdateRule:
         """Whether weights do not simply change by the mean of the updates."""
         return self.outer_lr != 1 or self.outer_momentum != 0
 
-    def outer_step_(self, means: Sequence[Tensor], segment: Segment, state: State) -> None:
-        """Replace the mean updates of a segment's parameters (1-D, fp32) by what weights change by, in place."""
+    def outer_step_(self, means: Sequence[Tensor], segment: Segment, state: State, frozen: Collection[str]) -> None:
+        """Replace the mean updates of a segment's parameters (1-D, fp32) by what weights change by, in place.
+
+        The momentum of frozen parameters, given by name, rests.
+        """
         if self.outer_momentum:
-            for mean, momentum in zip(means, segment.views(state[OUTER_MOMENTUM]), strict=True):
-                momentum.mul_(self.outer_momentum).add_(mean)
-                mean.add_(momentum, alpha=self.outer_momentum)
+            for name, mean, momentum in zip(segment.names, means, segment.views(state[OUTER_MOMENTUM]), strict=True):
+                if name not in frozen:
+                    momentum.mul_(self.outer_momentum).add_(mean)
+                    mean.add_(momentum, alpha=self.outer_momentum)
         if self.outer_lr != 1:
             for mean in means:
                 mean.mul_(self.outer_lr)

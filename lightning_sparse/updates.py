@@ -172,7 +172,7 @@ class Updates:
             moments.take_out(applied)
         if leaves_weights:
             return
-        self._rule.outer_step_(changes, segment, reducer.states[segment.index])
+        self._rule.outer_step_(changes, segment, reducer.states[segment.index], frozen)
         changes_(changes, flat_weights, changes, segment.bounds)
         if in_place:
             return
