@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ INTACT = 0x5EED5EED5EED5EED
 """The weighted sum of an undamaged message's words: not 0, which is the sum of a message of zeros."""
 BLOCK = 1024
 """Words whose weights are multiplied with a common weight of their block, so that few weights have to be made."""
+IN_CACHE = 64
+"""Blocks of each message that are worked on at a time on the CPU."""
 
 
 def frame(parts: Sequence[Tensor]) -> Tensor:
@@ -107,12 +110,15 @@ def _add_weighted_(out: Tensor, words: Tensor, sign: int) -> None:
     if uses_triton(words):
         add_weighted_(out, words, within, of_block, sign)
         return
-    full = words[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)) if blocks else words[..., :0].unsqueeze(-2)
-    rest = words[..., blocks * BLOCK :]
-    sums = [(rest * within[: rest.shape[-1]]).sum(-1) * of_block[-1]]
-    if blocks:
-        sums.append(((full * within).sum(-1) * of_block[:-1]).sum(-1))
-    out.add_(sum(sums[1:], sums[0]), alpha=sign)
+    # numpy multiplies integer matrices several times as fast as torch's products and sums; both wrap around.
+    rows, weights, of_blocks = words.reshape(-1, count).numpy(), within.numpy(), of_block.numpy()
+    rest = rows[:, blocks * BLOCK :].astype(np.int64)
+    sums = rest @ weights[: rest.shape[1]] * of_blocks[-1]
+    for first in range(0, blocks, IN_CACHE):
+        last = min(first + IN_CACHE, blocks)
+        full = rows[:, first * BLOCK : last * BLOCK].reshape(-1, last - first, BLOCK).astype(np.int64)
+        sums += full @ weights @ of_blocks[first:last]
+    out.add_(torch.from_numpy(sums).view(out.shape), alpha=sign)
 
 
 def _weights_of(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
