@@ -31,8 +31,13 @@ from lightning_sparse.kernels import (
     payout,
     quantize,
     rescaling,
+    row_numbers,
+    row_table,
     select_kernels,
+    signs,
+    ternary,
     threshold,
+    uniform,
     write_back,
 )
 
@@ -104,6 +109,13 @@ BLOCKS = {
 }
 CODES = {"codes": "*i16", "packed": "*u8", "count": "i32", "groups": "i32"}
 OF_64 = {"STEPS": 4, "BLOCK": 64, "HALF": 32, "ROWS": quantize.TILE // 64}
+ROWS = {"u": "*fp32", "partial": "*fp64", "out": "*fp32", "clip": "fp32", "table": "*i64", "codes": "*i16"}
+ROWS |= dict.fromkeys(("upper", "lower", "own", "scales", "update"), "*fp32")
+ROWS |= dict.fromkeys(("packed", "votes", "used", "won"), "*u8")
+ROWS |= dict.fromkeys(("pieces", "rows", "many", "numel", "begin", "size", "turn"), "i32")
+ROWS |= dict.fromkeys(("votes_each", "used_each", "width", "key", "step"), "i32")
+SIGNS = {"STEPS": 4, "TILE": signs.TILE}
+TERNARY = {"STEPS": 4, "TILE": ternary.TILE}
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
 PACK = {
     "indices": "*i64",
@@ -220,6 +232,30 @@ KERNELS = {
         for bits in (1, 5, 15)
     },
     "dequantize 8 bits": (quantize._dequantize, BLOCKS, {**OF_64, "BITS": 8}),
+    **{
+        f"{kind} of pieces of {piece}": (
+            row_numbers._of_pieces,
+            ROWS,
+            {"KIND": kind, "SUMS": sums, "STEPS": 4, "PIECE": piece, "PIECES": row_numbers.TILE // piece},
+        )
+        for kind, sums in row_numbers.SUMS.items()
+        for piece in ([64, row_table.LONGEST] if kind == "means" else [row_table.LONGEST])
+    },
+    **{
+        f"{kind} of rows, {wide} at a time": (
+            row_numbers._of_rows,
+            {**ROWS, "out": "*u8"} if kind == "used" else ROWS,
+            {"KIND": kind, "SUMS": sums, "STEPS": 4, "PIECE": row_table.LONGEST}
+            | {"ROWS": row_numbers.AT_A_TIME // wide, "WIDE": wide},
+        )
+        for kind, sums in row_numbers.SUMS.items()
+        for wide in ([1, row_numbers.AT_A_TIME] if kind == "means" else [1])
+    },
+    "write signs": (signs._write_signs, ROWS, SIGNS),
+    "read signs": (signs._read_signs, ROWS, SIGNS),
+    "votes": (signs._count_votes, ROWS, SIGNS),
+    "round to ternary": (ternary._round, ROWS, {**TERNARY, "FIRST": uniform.FACTORS[0], "SECOND": uniform.FACTORS[1]}),
+    "ternary values": (ternary._values, ROWS, TERNARY),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
     "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8, "ENTRIES": True}),

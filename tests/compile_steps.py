@@ -41,7 +41,8 @@ STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]]
     ("int8", {}, torch.bfloat16, {"w": (1200, 100)}),
     ("qsgd", {}, torch.float32, {"w": (1200, 101)}),
     ("terngrad", {}, torch.float32, {"w": (1200, 101)}),
-    ("signsgd", {}, torch.float32, {"w": (1200, 101)}),
+    ("signsgd", {}, torch.float32, {"w": (1200, 101), "b": (101,)}),
+    ("onebit", {}, torch.bfloat16, {"w": (1200, 100), "nothing": (0,), "conv": (64, 3, 3, 3)}),
 ]
 
 

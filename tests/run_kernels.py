@@ -14,6 +14,7 @@ import torch
 from benchmarks.selection import Step, sparsifiers
 from lightning_sparse import METHODS, Comm, Reducer, method, simulate
 from lightning_sparse.kernels import launch
+from tests.support.kernels import Echo
 from tests.support.update_training import exchanged_twice
 
 
@@ -47,6 +48,20 @@ def reduce_(device: str) -> None:
                 torch.testing.assert_close(kept[key].to(device) + sent, whole, rtol=0, atol=1e-5)
 
 
+def quantize(device: str) -> None:
+    """Take a step with every method that sends all values, by kernels of ours as by plain torch."""
+    for name in ("int4", "int8", "onebit", "terngrad", "signsgd"):
+        for dtype in (torch.float32, torch.bfloat16):
+            shapes = {"w": (90, 91), "none": (0,), "b": (91,), "conv": (33, 3, 3, 3), "v": (3, 2100)}
+            given, found = {key: torch.randn(shape, device=device).to(dtype) for key, shape in shapes.items()}, []
+            for kernels in ("triton", "torch"):
+                with mock.patch.dict(os.environ, {launch.KERNELS: kernels}):
+                    grads = {key: grad.clone() for key, grad in given.items()}
+                    Reducer(method(name), Echo(1), granularity="model").reduce_(grads)
+                    found.append(grads)
+            torch.testing.assert_close(*found, rtol=2**-7, atol=1e-5)  # where sums differ, bf16's last bit may
+
+
 def updates(device: str) -> None:
     """Exchange updates twice: by kernels of ours as by plain torch."""
     for optimizer in ("adamw", "adamax", "nesterov"):
@@ -62,6 +77,7 @@ def main(device: str) -> None:
     torch.manual_seed(0)
     select(device)
     reduce_(device)
+    quantize(device)
     updates(device)
     if device == "cuda":
         torch.cuda.synchronize()

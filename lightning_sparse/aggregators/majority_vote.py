@@ -14,6 +14,8 @@ from lightning_sparse.compressors.sign import Sign, signed
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
+from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.signs import count_votes
 from lightning_sparse.layout import Segment
 
 
@@ -38,22 +40,12 @@ class MajorityVote(Aggregator[Sign]):
         (used, signs), applied = exchange.compress(u, compressor)
         used_by, votes = exchange.all_to_all((used.expand(size, -1), in_regions(signs, 1, size)))
 
-        used_rows = torch.stack([unpack_codes(row, 1, row_count(segment)) for row in used_by])
-        width = region_codes(segment.numel, size)
-        start, stop = (min(edge, segment.numel) for edge in (rank * width, (rank + 1) * width))
-        total = torch.zeros(stop - start, dtype=torch.int16, device=u.device)  # 8 bits would be too few for 128 votes
-        decisive = torch.zeros(stop - start, dtype=torch.int8, device=u.device)
-        for place in range(size):
-            voter = (ctx.step + segment.index + place) % size
-            vote = unpack_codes(votes[voter], 1, stop - start).view(torch.int8).mul_(2).sub_(1)
-            vote.mul_(_of_elements(used_rows[voter], segment, start, stop))
-            total.add_(vote)
-            decisive.add_(vote * (1 - decisive.abs()))
-        # Never 0 where a rank votes; the code is 1 for positive, by the sign bit.
-        won = total.mul_(2).add_(decisive).bitwise_right_shift_(15).add_(1).to(torch.uint8)
-        (results,) = exchange.all_gather((pack_codes(torch.nn.functional.pad(won, (0, width - len(won))), 1),))
+        # All bits of their bytes; rows of zeros fill these up.
+        used_rows = unpack_codes(used_by.reshape(-1), 1, 8 * used_by.numel()).view(size, 8 * used_by.shape[1])
+        start, turn = rank * region_codes(segment.numel, size), (ctx.step + segment.index) % size
+        (results,) = exchange.all_gather((_won(votes, used_rows, segment, start, turn),))
 
-        return signed(unpack_codes(results.reshape(-1), 1, segment.numel), used_rows.amax(0), segment), applied
+        return signed(results.reshape(-1), used_rows.amax(0)[: row_count(segment)], segment), applied
 
     def nbytes(self, compressor: Sign, segment: Segment, density: float | None, size: int) -> float:
         region = code_bytes(region_codes(segment.numel, size), 1)
@@ -64,6 +56,25 @@ class MajorityVote(Aggregator[Sign]):
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, Sign)
+
+
+def _won(votes: Tensor, used: Tensor, segment: Segment, start: int, turn: int) -> Tensor:
+    """Return the packed signs that most ranks sent for a region, given theirs; arguments as for `count_votes`."""
+    if uses_triton(votes):
+        return count_votes(votes, used, rows_of(segment), start, turn)
+    size, width = len(votes), 8 * votes.shape[1]
+    start, stop = min(start, segment.numel), min(start + width, segment.numel)
+    total = torch.zeros(stop - start, dtype=torch.int16, device=votes.device)  # 8 bits would be too few for 128 votes
+    decisive = torch.zeros(stop - start, dtype=torch.int8, device=votes.device)
+    for place in range(size):
+        voter = (turn + place) % size
+        vote = unpack_codes(votes[voter], 1, stop - start).view(torch.int8).mul_(2).sub_(1)
+        vote.mul_(_of_elements(used[voter], segment, start, stop))
+        total.add_(vote)
+        decisive.add_(vote * (1 - decisive.abs()))
+    # Never 0 where a rank votes; the code is 1 for positive, by the sign bit.
+    won = total.mul_(2).add_(decisive).bitwise_right_shift_(15).add_(1).to(torch.uint8)
+    return pack_codes(torch.nn.functional.pad(won, (0, width - len(won))), 1)
 
 
 def _of_elements(used: Tensor, segment: Segment, start: int, stop: int) -> Tensor:

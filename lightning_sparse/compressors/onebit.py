@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.compressors.rows import Rows
 from lightning_sparse.compressors.two_values import TwoValues, row_sums
+from lightning_sparse.kernels.row_numbers import signed_means
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class OneBit(TwoValues):
         negative = -sums[0]
         # Where there is none, the sum is 0 as well.
         return torch.stack([sums[1] / (length - negative).clamp(min=1), sums[2] / negative.clamp(min=1)])
+
+    def sent_at_once(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
+        return signed_means(u, rows)
 
     def pair(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         upper, lower = sent

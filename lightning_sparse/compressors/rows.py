@@ -1,5 +1,7 @@
 """The rows of a segment's parameters, and their signs as codes of one bit.
 
+Tiles are for plain torch; where Triton works, kernels/row_table.py says where the rows are.
+
 A row of a weight is what belongs to one of its outputs: `weight[i]`, all further dimensions together. A vector or a
 scalar is one row.
 """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.compressors.rows import Rows
 from lightning_sparse.compressors.two_values import TwoValues, row_sums
+from lightning_sparse.kernels.row_numbers import mean_magnitudes
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class ScaledSign(TwoValues):
 
     def sent(self, sums: Tensor, length: int) -> Tensor:
         return sums.div_(length)
+
+    def sent_at_once(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
+        return mean_magnitudes(u, rows)
 
     def pair(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         (scale,) = sent

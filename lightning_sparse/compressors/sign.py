@@ -11,6 +11,9 @@ from lightning_sparse.compressors.base import Compressor, Payload, Update
 from lightning_sparse.compressors.rows import choose_, negative_masks_, row_count, rows_of, tiles
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
+from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.row_numbers import used_rows
+from lightning_sparse.kernels.signs import read_signs, write_signs
 from lightning_sparse.layout import Segment
 
 
@@ -28,6 +31,10 @@ class Sign(Compressor):
     """
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        if uses_triton(u):
+            used = used_rows(u, rows_of(ctx.segment))
+            packed, update = write_signs(u, rows_of(ctx.segment), *_values(used))
+            return (pack_codes(used, 1), packed), update
         update = torch.empty_like(u)
         codes = torch.empty(u.numel(), dtype=torch.int8, device=u.device)
         used = torch.empty(row_count(ctx.segment), dtype=torch.uint8, device=u.device)
@@ -43,15 +50,17 @@ class Sign(Compressor):
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         used, packed = payload
-        segment = ctx.segment
-        return signed(unpack_codes(packed, 1, segment.numel), unpack_codes(used, 1, row_count(segment)), segment)
+        return signed(packed, unpack_codes(used, 1, row_count(ctx.segment)), ctx.segment)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return code_bytes(row_count(segment), 1) + code_bytes(segment.numel, 1)
 
 
-def signed(codes: Tensor, used: Tensor, segment: Segment) -> Tensor:
-    """Return +1 and -1 (fp32) for codes 1 and 0, one for each element, and 0 in rows whose `used` is 0."""
+def signed(packed: Tensor, used: Tensor, segment: Segment) -> Tensor:
+    """Return +1 and -1 (fp32) for packed codes 1 and 0, one for each element, and 0 in rows whose `used` is 0."""
+    if uses_triton(packed):
+        return read_signs(packed, rows_of(segment), *_values(used))
+    codes = unpack_codes(packed, 1, segment.numel)
     update = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     upper = used.to(torch.float32).unsqueeze(1)
     for rows in rows_of(segment):
@@ -59,6 +68,12 @@ def signed(codes: Tensor, used: Tensor, segment: Segment) -> Tensor:
             masks = tile.of(update).view(torch.int32).copy_(tile.of(codes)).sub_(1)
             choose_(masks, upper[tile.first : tile.last], -upper[tile.first : tile.last])
     return update
+
+
+def _values(used: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what positive and negative signs stand for in rows that are used (1) or not (0)."""
+    upper = used.to(torch.float32)
+    return upper, -upper
 
 
 def _used(x: Tensor) -> Tensor:

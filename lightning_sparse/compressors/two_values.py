@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update
 from lightning_sparse.compressors.rows import (
+    Rows,
     Tile,
     choose_,
     groups,
@@ -21,6 +23,8 @@ from lightning_sparse.compressors.rows import (
 )
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
+from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.signs import read_signs, write_signs
 from lightning_sparse.layout import Segment
 
 
@@ -57,7 +61,16 @@ class TwoValues(Compressor):
     def pair(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the two signs are decoded to, the positive first, given the numbers sent, (numbers, rows)."""
 
+    @abc.abstractmethod
+    def sent_at_once(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
+        """Return the numbers to send, (numbers, rows), where Triton works."""
+
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        if uses_triton(u):
+            found = rows_of(ctx.segment, whole=self.whole)
+            sent = self.sent_at_once(u, found)
+            packed, update = write_signs(u, found, *self.pair(sent))
+            return (sent.view(-1), packed), update
         scratch, update = scratch_for(u), torch.empty_like(u)
         codes = torch.empty(u.numel(), dtype=torch.int8, device=u.device)
         sent = torch.empty(self.numbers, row_count(ctx.segment, whole=self.whole), dtype=torch.float32, device=u.device)
@@ -73,6 +86,8 @@ class TwoValues(Compressor):
     def decode(self, payload: Payload, ctx: Context) -> Update:
         sent, packed = payload
         sent = sent.view(self.numbers, row_count(ctx.segment, whole=self.whole))
+        if uses_triton(packed):
+            return read_signs(packed, rows_of(ctx.segment, whole=self.whole), *self.pair(sent))
         codes = unpack_codes(packed, 1, ctx.segment.numel)
         update = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
         for rows in rows_of(ctx.segment, whole=self.whole):

@@ -5,13 +5,22 @@
                                 # number is x, rounded up or down at random, so that its expectation is x
 
 Counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a hash of the position, in 32-bit
-integers, which are the same on every device. A hash gives the numbers of two elements, 16 bits each.
+integers, which are the same on every device. A hash gives the numbers of two elements, 16 bits each. Triton's kernels
+make the same numbers themselves, by `_noise`.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from lightning_sparse.kernels.launch import kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 FACTORS = 0x7FEB352D, -0x7B935975
 """Of the hash "lowbias32" (Wellons 2018), as signed 32-bit numbers."""
@@ -32,10 +41,9 @@ class Uniform:
     """
 
     def __init__(self, key: int, most: int, device: torch.device) -> None:
-        # Another odd step for each key: the sequences of two keys are not the same one, shifted.
-        self._key, self._step = key, (key >> 32 ^ GOLDEN) | 1
+        self._key, self._step = key_and_step(key)
         count = most // 2 + 1
-        self._linear = torch.arange(count, dtype=torch.int32, device=device).mul_(_int32(self._step))
+        self._linear = torch.arange(count, dtype=torch.int32, device=device).mul_(self._step)
         self._words = torch.empty_like(self._linear)
         # What is shifted is gone when the noise is written: so less is in the cache.
         self._noise = torch.empty(2 * count, dtype=torch.float32, device=device)
@@ -51,6 +59,23 @@ class Uniform:
         word.bitwise_or_(0x00010001)  # an odd number in each half
         noise = self._noise[:numel].copy_(word.view(torch.int16)[odd : odd + numel])
         return x.add_(noise, alpha=2**-16)
+
+
+def key_and_step(key: int) -> tuple[int, int]:
+    """Return what is hashed for the first two elements, and by how much it grows from two to two, modulo 2³²."""
+    # Another odd step for each key: the sequences of two keys are not the same one, shifted.
+    return _int32(key), _int32((key >> 32 ^ GOLDEN) | 1)
+
+
+@kernel()
+def _noise(index, key, step, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Return the numbers of elements, given int64 positions, what `key_and_step` returns, and `FACTORS`."""
+    word = key + (index // 2).to(tl.int32) * step
+    word = (word ^ (word >> 15)) * FIRST
+    word = (word ^ (word >> 16)) * SECOND
+    # The lower half for even positions, with its sign.
+    lane = (word << (1 - index % 2).to(tl.int32) * 16) >> 16 | 1
+    return lane.to(tl.float32) * (1 / 65536)
 
 
 def _int32(number: int) -> int:

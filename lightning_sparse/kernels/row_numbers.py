@@ -1,0 +1,175 @@
+"""A few numbers of each row of a segment's parameters, all rows in two launches.
+
+    upper, lower = signed_means(u, rows)    # of the non-negatives of each row, and of its negatives
+
+Only for where `uses_triton`; `rows` is as in row_table.py. A row is added up in pieces, in fp32, and then its pieces
+are, in fp64: always in the same order, so that the same u gives the same bits.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.gradient_table import _bisect, bisections
+from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.row_table import Rows, first_pieces, longest_row, piece_length, row_table
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+TILE = 1024
+"""Elements of a program, of one piece or of several."""
+AT_A_TIME = 512
+"""Pieces whose sums a program adds up at a time, of one row or of several."""
+SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2}
+"""What is known of a row: how many sums there are of each of its pieces."""
+
+
+def used_rows(u: Tensor, rows: Rows) -> Tensor:
+    """Return, uint8, which rows of `u` have elements that are not 0."""
+    return _numbers(u, rows, "used", dtype=torch.uint8)[0]
+
+
+def mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
+    """Return the mean magnitude of each row of `u`, fp32 (1, rows)."""
+    return _numbers(u, rows, "magnitudes")
+
+
+def signed_means(u: Tensor, rows: Rows) -> Tensor:
+    """Return means of each row of `u`, of its non-negatives and of its negatives, 0 where there are none: (2, rows)."""
+    return _numbers(u, rows, "means", many=2)
+
+
+def clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
+    """Return the largest magnitude of each row of `u`, or `clip` times its root mean square if that is less, fp32."""
+    return _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0]  # times 0, an infinity is NaN
+
+
+def _numbers(
+    u: Tensor, rows: Rows, kind: str, *, many: int = 1, dtype: torch.dtype = torch.float32, clip: float = 0.0
+) -> Tensor:
+    """Return so many numbers of each row, (many, rows)."""
+    count = rows[-1][3] if rows else 0
+    out = torch.empty(many, count, dtype=dtype, device=u.device)
+    if rows:
+        table, piece, pieces = row_table(rows, u), piece_length(rows), first_pieces(rows)[-1]
+        partial = torch.empty(pieces, SUMS[kind], dtype=torch.float64, device=u.device)
+        constants = {"KIND": kind, "SUMS": SUMS[kind], "STEPS": bisections(len(rows)), "PIECE": piece}
+        each = TILE // piece
+        launch(_of_pieces, -(-pieces // each), u, table, partial, pieces, len(rows), PIECES=each, **constants)
+        wide = min(1 << (-(-longest_row(rows) // piece) - 1).bit_length(), AT_A_TIME)
+        each = AT_A_TIME // wide
+        numbers = clip, count, len(rows)
+        launch(_of_rows, -(-count // each), partial, table, out, *numbers, ROWS=each, WIDE=wide, **constants)
+    return out
+
+
+@kernel("pieces", "many")
+def _of_pieces(
+    u,
+    table,
+    partial,
+    pieces,
+    many,
+    KIND: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    present = number < pieces
+    number = tl.minimum(number, pieces - 1)
+    parameter = _bisect(table + 3 * many, number, many, STEPS)
+    length = tl.load(table + 2 * many + parameter)
+    each = (length + PIECE - 1) // PIECE
+    within = number - tl.load(table + 3 * many + parameter)
+    begin = within % each * PIECE
+    start = tl.load(table + parameter) + within // each * length + begin
+    count = tl.where(present, tl.minimum(length - begin, PIECE), 0)
+    lane = tl.arange(0, PIECE)[None, :]
+    x = tl.load(u + start[:, None] + lane, mask=lane < count[:, None], other=0.0)
+    bits = x.to(tl.int32, bitcast=True)
+    # Magnitudes as whole numbers, of which NaN is the largest, above infinity.
+    largest = tl.max(bits & 0x7FFFFFFF, 1)
+    out = partial + number * SUMS
+    if KIND == "used":
+        tl.store(out, (largest != 0).to(tl.float64), mask=present)
+    elif KIND == "clipped":
+        # Times a power of two that takes the largest to 1 or more, so that no square is out of range that matters.
+        factor = ((254 - tl.minimum(largest >> 23, 253)) << 23).to(tl.float32, bitcast=True)
+        x = x * factor[:, None]
+        factor = factor.to(tl.float64)
+        tl.store(out, tl.sum(x * x, 1).to(tl.float64) / (factor * factor), mask=present)
+        tl.store(out + 1, largest.to(tl.float32, bitcast=True).to(tl.float64), mask=present)
+    else:
+        # Where a sum of so many might be out of range, of halves of their mean.
+        factor = tl.where(largest < 0x77000000, 1.0, 0.5 / PIECE)
+        x = x * factor[:, None]
+        if KIND == "magnitudes":
+            tl.store(out, tl.sum(tl.abs(x), 1).to(tl.float64) / factor, mask=present)
+        else:
+            # NaN is in both sums.
+            tl.store(out, tl.sum(tl.where(x < 0, 0.0, x), 1).to(tl.float64) / factor, mask=present)
+            tl.store(out + 1, tl.sum(tl.where(x > 0, 0.0, x), 1).to(tl.float64) / factor, mask=present)
+            negative = (bits < 0) & (bits << 1 != 0)  # also those that the factor makes 0
+            tl.store(out + 2, tl.sum(negative.to(tl.int32), 1).to(tl.float64), mask=present)
+
+
+@kernel("clip", "rows", "many")
+def _of_rows(
+    partial,
+    table,
+    out,
+    clip,
+    rows,
+    many,
+    KIND: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = row < rows
+    row = tl.minimum(row, rows - 1)
+    parameter = _bisect(table + many, row, many, STEPS)
+    length = tl.load(table + 2 * many + parameter)
+    each = (length + PIECE - 1) // PIECE
+    first = tl.load(table + 3 * many + parameter) + (row - tl.load(table + many + parameter)) * each
+    lane = tl.arange(0, WIDE)[None, :]
+    one = tl.zeros([ROWS, WIDE], tl.float64)
+    two = tl.zeros([ROWS, WIDE], tl.float64)
+    three = tl.zeros([ROWS, WIDE], tl.float64)
+    most = tl.max(each)
+    done = most * 0
+    while done < most:
+        there = done + lane < each[:, None]
+        place = partial + (first[:, None] + done + lane) * SUMS
+        one += tl.load(place, mask=there, other=0.0)
+        if KIND == "clipped":
+            two = tl.maximum(two, tl.load(place + 1, mask=there, other=0.0))
+        if KIND == "means":
+            two += tl.load(place + 1, mask=there, other=0.0)
+            three += tl.load(place + 2, mask=there, other=0.0)
+        done += WIDE
+    total = tl.sum(one, 1)
+    if KIND == "used":
+        tl.store(out + row, (total > 0).to(tl.uint8), mask=present)
+    elif KIND == "clipped":
+        largest = tl.max(two, 1)
+        limit = tl.sqrt(total / length) * clip
+        tl.store(out + row, tl.where(limit >= largest, largest, limit).to(tl.float32), mask=present)  # NaN stays
+    elif KIND == "magnitudes":
+        tl.store(out + row, (total / length).to(tl.float32), mask=present)
+    else:
+        negatives = tl.sum(three, 1)
+        upper = total / tl.maximum(length - negatives, 1.0)
+        lower = tl.sum(two, 1) / tl.maximum(negatives, 1.0)
+        tl.store(out + row, upper.to(tl.float32), mask=present)
+        tl.store(out + rows + row, lower.to(tl.float32), mask=present)

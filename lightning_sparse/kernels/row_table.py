@@ -1,0 +1,79 @@
+"""Where the rows of a segment's parameters are, for kernels that go through all of them in one launch.
+
+    table = row_table(rows, u)                         # int64, on the device; kept
+    _row_of(table, index, first, last, many, STEPS)    # in a kernel: the number of each index's row
+
+`rows` has the start and the stop of each parameter in the segment, the numbers of its first row and of the one behind
+its last, and their length: what `rows_of` in compressors/rows.py returns.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.gradient_table import _bisect
+from lightning_sparse.kernels.launch import kept, kernel, to_device
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+Rows = Sequence[tuple[int, int, int, int, int]]
+
+LONGEST = 1024
+"""The most elements of a piece, the part of a row that is added up together."""
+
+
+def row_table(rows: Rows, like: Tensor) -> Tensor:
+    """Return each parameter's start, first row, length of a row and first piece, int64 (4, parameters); kept.
+
+    The pieces of a row are numbered one after the other, behind those of the row before it.
+    """
+
+    def make() -> Tensor:
+        starts, _, firsts, _, lengths = zip(*rows, strict=True)
+        return to_device(torch.tensor([starts, firsts, lengths, first_pieces(rows)[:-1]]), like.device)
+
+    return kept((row_table, tuple(rows)), like, make)
+
+
+def piece_length(rows: Rows) -> int:
+    """Return the most elements of a piece, a power of two: no more than the longest row needs."""
+    return min(LONGEST, max(64, 1 << (longest_row(rows) - 1).bit_length()))
+
+
+def longest_row(rows: Rows) -> int:
+    """Return the most elements of a row."""
+    return max(length for *_, length in rows)
+
+
+def first_pieces(rows: Rows) -> list[int]:
+    """Return the number of the first piece of each parameter, and the number of all pieces as the last one."""
+    piece = piece_length(rows)
+    return [0, *accumulate((last - first) * -(-length // piece) for _, _, first, last, length in rows)]
+
+
+@kernel()
+def _parameter_of(table, index, first, last, many, STEPS: tl.constexpr):
+    """Return the number of the parameter of each index, from `first` to `last`, which nearly always have the same."""
+    number = _bisect(table, first, many, STEPS)
+    behind = _bisect(table, last, many, STEPS)
+    parameter = (index * 0).to(tl.int32) + number
+    while number < behind:
+        number += 1
+        parameter += (index >= tl.load(table + number)).to(tl.int32)
+    return parameter
+
+
+@kernel()
+def _row_of(table, index, first, last, many, STEPS: tl.constexpr):
+    """Return the number of the row of each index, in the same way."""
+    parameter = _parameter_of(table, index, first, last, many, STEPS)
+    # Offsets in a segment have 31 bits, and to divide 64 takes several times as long.
+    within = (index - tl.load(table + parameter)).to(tl.int32)
+    return tl.load(table + many + parameter).to(tl.int32) + within // tl.load(table + 2 * many + parameter).to(tl.int32)

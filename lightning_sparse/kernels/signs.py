@@ -1,0 +1,139 @@
+"""Signs of a segment's rows as bits, what they stand for, and votes by them: all parameters in one launch.
+
+    packed, update = write_signs(u, rows, upper, lower)    # a bit for each sign, and the value that it stands for
+    read_signs(packed, rows, upper, lower)                 # the same update
+
+Only for where `uses_triton`; `rows` is as in row_table.py.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.codes import code_bytes
+from lightning_sparse.kernels.gradient_table import bisections
+from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.row_table import Rows, _row_of, row_table
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+TILE = 1024
+"""Elements of a program."""
+
+
+def write_signs(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Return signs as packed codes, 0 as positive, and the values that they stand for, fp32.
+
+    Args:
+        u: 1-D, fp32; left as it is.
+        rows: of its parameters.
+        upper, lower: fp32, what positive and negative ones stand for in each row.
+    """
+    packed, update = torch.empty(code_bytes(len(u), 1), dtype=torch.uint8, device=u.device), torch.empty_like(u)
+    if rows:
+        table, constants = row_table(rows, u), {"STEPS": bisections(len(rows)), "TILE": TILE}
+        programs = -(-len(u) // TILE)
+        launch(_write_signs, programs, u, table, upper, lower, packed, update, len(u), len(rows), **constants)
+    return packed, update
+
+
+def read_signs(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tensor:
+    """Return the values that signs stand for, fp32, all those of the parameters; arguments as for `write_signs`."""
+    numel = rows[-1][1] if rows else 0
+    update = torch.empty(numel, dtype=torch.float32, device=packed.device)
+    if rows:
+        table, constants = row_table(rows, packed), {"STEPS": bisections(len(rows)), "TILE": TILE}
+        launch(_read_signs, -(-numel // TILE), packed, table, upper, lower, update, numel, len(rows), **constants)
+    return update
+
+
+def count_votes(votes: Tensor, used: Tensor, rows: Rows, start: int, turn: int) -> Tensor:
+    """Return the signs that most ranks sent for a region of a segment, as packed codes; zeros behind the segment's end.
+
+    Args:
+        votes: uint8 (ranks, bytes): the packed signs of the region, from each rank.
+        used: uint8 (ranks, rows or more), contiguous: in which rows of the segment a rank votes.
+        rows: of the segment.
+        start: of the region, in elements of the segment.
+        turn: the rank whose vote decides on a tie, or else the next one after it that votes.
+    """
+    won = torch.empty(votes.shape[1], dtype=torch.uint8, device=votes.device)
+    if len(won):
+        size, each, numel = len(votes), used.shape[1], rows[-1][1]
+        numbers = start, numel, size, turn, votes.stride(0), each, len(won), len(rows)
+        constants = {"STEPS": bisections(len(rows)), "TILE": TILE}
+        launch(_count_votes, -(-8 * len(won) // TILE), votes, used, row_table(rows, votes), won, *numbers, **constants)
+    return won
+
+
+@kernel("many")
+def _write_signs(u, table, upper, lower, packed, update, numel, many, STEPS: tl.constexpr, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    lane = tl.arange(0, 8)[None, :]
+    index = start + tl.arange(0, TILE // 8)[:, None] * 8 + lane
+    valid = index < numel
+    x = tl.load(u + index, mask=valid, other=-1.0)
+    end = tl.minimum(start + TILE, numel) - 1
+    row = _row_of(table, tl.minimum(index, end), start, end, many, STEPS)
+    bits = x.to(tl.int32, bitcast=True)
+    positive = (bits >= 0) | (bits << 1 == 0)
+    byte = tl.sum(positive.to(tl.int32) << lane, 1)
+    place = start // 8 + tl.arange(0, TILE // 8)
+    tl.store(packed + place, byte.to(tl.uint8), mask=place * 8 < numel)
+    value = tl.load(tl.where(positive, upper + row, lower + row))
+    tl.store(update + index, value, mask=valid)
+
+
+@kernel("many")
+def _read_signs(packed, table, upper, lower, update, numel, many, STEPS: tl.constexpr, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    index = start + tl.arange(0, TILE)
+    valid = index < numel
+    end = tl.minimum(start + TILE, numel) - 1
+    row = _row_of(table, tl.minimum(index, end), start, end, many, STEPS)
+    positive = tl.load(packed + index // 8, mask=valid, other=0).to(tl.int32) >> (index % 8).to(tl.int32) & 1
+    value = tl.load(tl.where(positive == 1, upper + row, lower + row))
+    tl.store(update + index, value, mask=valid)
+
+
+@kernel("begin", "size", "turn", "votes_each", "used_each", "width", "many")
+def _count_votes(
+    votes,
+    used,
+    table,
+    won,
+    begin,
+    numel,
+    size,
+    turn,
+    votes_each,
+    used_each,
+    width,
+    many,
+    STEPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    place = start // 8 + tl.arange(0, TILE // 8)
+    lane = tl.arange(0, 8)[None, :]
+    index = begin + place[:, None] * 8 + lane
+    valid = index < numel
+    end = tl.minimum(begin + start + TILE, numel) - 1
+    row = _row_of(table, tl.minimum(index, end), tl.minimum(begin + start, end), end, many, STEPS)
+    total = tl.zeros([TILE // 8, 8], tl.int32)
+    decisive = total
+    voter = turn.to(tl.int64)
+    for _ in range(size):
+        byte = tl.load(votes + voter * votes_each + place, mask=place < width, other=0).to(tl.int32)
+        vote = ((byte[:, None] >> lane & 1) * 2 - 1) * tl.load(used + voter * used_each + row).to(tl.int32)
+        total += vote
+        decisive = tl.where(decisive == 0, vote, decisive)
+        voter = tl.where(voter + 1 < size, voter + 1, 0)
+    # Never 0 where a rank votes; the code is 1 for positive.
+    code = (valid & (2 * total + decisive >= 0)).to(tl.int32)
+    tl.store(won + place, tl.sum(code << lane, 1).to(tl.uint8), mask=place < width)

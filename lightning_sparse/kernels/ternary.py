@@ -1,0 +1,102 @@
+"""Values of some parameters as -1, 0 or 1 times a scale of each, all parameters in one launch: TernGrad's rounding.
+
+Only for where `uses_triton`; `rows` is as in row_table.py, with one row for each parameter.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.codes import code_bytes
+from lightning_sparse.kernels.gradient_table import bisections
+from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.row_table import Rows, _parameter_of, row_table
+from lightning_sparse.kernels.uniform import FACTORS, _noise, key_and_step
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+TILE = 2048
+"""Elements of a program."""
+
+
+def round_to_ternary(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Return packed codes 0, 1 and 2 for `u`, and the values -1, 0 and 1 times the scales that they stand for, fp32.
+
+    Args:
+        u: 1-D, fp32; left as it is.
+        rows: of its parameters.
+        own: fp32, of each parameter; to ± this `u` is clipped.
+        scales: fp32, of each parameter, no less than `own`.
+        key: of the `Uniform` numbers by which is rounded.
+    """
+    packed, update = torch.empty(code_bytes(len(u), 2), dtype=torch.uint8, device=u.device), torch.empty_like(u)
+    if rows:
+        numbers = *key_and_step(key), len(u), len(rows)
+        constants = {"STEPS": bisections(len(rows)), "FIRST": FACTORS[0], "SECOND": FACTORS[1], "TILE": TILE}
+        table, programs = row_table(rows, u), -(-len(u) // TILE)
+        launch(_round, programs, u, table, own, scales, packed, update, *numbers, **constants)
+    return packed, update
+
+
+def ternary_values(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tensor:
+    """Return the means, fp32, that the sums of the codes of `size` ranks stand for: 1-D, uint8 or int16."""
+    update = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
+    if rows:
+        numbers, constants = (size, len(codes), len(rows)), {"STEPS": bisections(len(rows)), "TILE": TILE}
+        launch(_values, -(-len(codes) // TILE), codes, row_table(rows, codes), scales, update, *numbers, **constants)
+    return update
+
+
+@kernel("key", "step", "many")
+def _round(
+    u,
+    table,
+    own,
+    scales,
+    packed,
+    update,
+    key,
+    step,
+    numel,
+    many,
+    STEPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    lane = tl.arange(0, 4)[None, :]
+    index = start + tl.arange(0, TILE // 4)[:, None] * 4 + lane
+    valid = index < numel
+    x = tl.load(u + index, mask=valid, other=0.0)
+    end = tl.minimum(start + TILE, numel) - 1
+    parameter = _parameter_of(table, tl.minimum(index, end), start, end, many, STEPS)
+    limit = tl.load(own + parameter)
+    scale = tl.load(scales + parameter)
+    x = tl.div_rn(x, tl.where(limit > 0, limit, 1.0))
+    x = tl.where(x > 1, 1.0, tl.where(x < -1, -1.0, x))  # NaN stays
+    x = x * tl.where(scale > 0, tl.div_rn(limit, tl.where(scale > 0, scale, 1.0)), 0.0)
+    # To the nearest whole number, of two the even one: below 2²² a sum with 1.5 · 2²³ has no place for more.
+    x = (x + _noise(index, key, step, FIRST, SECOND) + 12582912.0) - 12582912.0
+    byte = tl.sum(tl.where(valid, x.to(tl.int32) + 1, 0) << 2 * lane, 1)
+    place = start // 4 + tl.arange(0, TILE // 4)
+    # As many bytes as 8 codes take.
+    tl.store(packed + place, byte.to(tl.uint8), mask=place < (numel + 7) // 8 * 2)
+    tl.store(update + index, x * scale, mask=valid)
+
+
+@kernel("size", "many")
+def _values(codes, table, scales, update, size, numel, many, STEPS: tl.constexpr, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    index = start + tl.arange(0, TILE)
+    valid = index < numel
+    end = tl.minimum(start + TILE, numel) - 1
+    parameter = _parameter_of(table, tl.minimum(index, end), start, end, many, STEPS)
+    x = (tl.load(codes + index, mask=valid, other=0).to(tl.int32) - size).to(tl.float32)
+    x = tl.div_rn(x, tl.zeros_like(x) + size) * tl.load(scales + parameter)
+    tl.store(update + index, x, mask=valid)
