@@ -147,7 +147,7 @@ def main() -> None:
         return
     for name in arguments.methods:
         gradients = [(2, torch.float32, "gradient"), (8, torch.float32, "gradient"), (2, torch.bfloat16, "gradient")]
-        kinds = ("update", "update, fused") if method(name).is_sparse else ()
+        kinds = ("update", "update, fused") if method(name).is_sparse or method(name).update_rule else ()
         sparse = [(2, torch.float32, kind) for kind in kinds]
         for case in sparse if method(name).update_rule else gradients + sparse:
             rows.append({"state": arguments.state, **launches(name, *case)})

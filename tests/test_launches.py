@@ -9,12 +9,13 @@ from benchmarks import launches
 from benchmarks.harness import results
 from tests.support.fake_cuda import CUDA, on_fake_cuda
 
-UPDATES = [("topk", "update"), ("topk", "update, fused")]
+OF_SIGNS = "onebit", "terngrad", "signsgd"
+UPDATES = [("topk", "update"), ("topk", "update, fused"), ("efsignsgd", "update")]
 
 
 @pytest.mark.parametrize(
     ("name", "exchanged"),
-    [*((name, "gradient") for name in ("topk", "gaussiank", "chunktopk", "int4")), *UPDATES],
+    [*((name, "gradient") for name in ("topk", "gaussiank", "chunktopk", "int4", *OF_SIGNS)), *UPDATES],
 )
 def test_no_launch_is_added(name, exchanged):
     """Fewer are fine; then write the table anew: python -m benchmarks.launches."""
