@@ -124,7 +124,7 @@ def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
 TASKS = {
     "digits_sgd": Task(images, lambda: ResNet20(1), 16, sgd, SGD_RATES),
     "gpt_sgd": Task(text, lambda: GPT(LENGTH), 4, sgd, SGD_RATES),
-    "gpt_adamw": Task(text, lambda: GPT(LENGTH), 4, torch.optim.AdamW, (0.001, 0.002, 0.005)),
+    "gpt_adamw": Task(text, lambda: GPT(LENGTH), 4, torch.optim.AdamW, (0.0005, 0.001, 0.002, 0.005)),
 }
 
 
