@@ -15,11 +15,8 @@ Written: `comparison_TASK.csv`, a row per evaluation, `comparison_seconds.csv` a
 loss is more than ten times that of the start, or whose gradients are not finite, ends there: its loss is infinite.
 """
 
-from __future__ import annotations
-
+import itertools
 import math
-import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -27,67 +24,34 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import default_collate
+from torch import nn
 
-from benchmarks.harness import plots, results
+from benchmarks.harness import plots, results, step_times
 from benchmarks.harness.baselines import AS_OURS, Wrapped, data_parallel
-from benchmarks.harness.launch import hosts, launch
-from benchmarks.harness.ranks import join, leave, timed, write
 from benchmarks.harness.results import Row
-from benchmarks.harness.shaped_links import missing
-from benchmarks.harness.timing import step_columns
-from benchmarks.language import LENGTH, RATES, amortized, factor
+from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
+from benchmarks.language import LENGTH, RATES
 from examples.data.digits import digits
-from examples.data.text import StandardLibrary
 from examples.models import ResNet20
 from examples.models.gpt import GPT
-from lightning_sparse import (
-    METHODS,
-    Comm,
-    Method,
-    NonFiniteGradient,
-    Reducer,
-    UpdateRule,
-    attach,
-    attach_updates,
-    simulate,
-)
+from lightning_sparse import METHODS, Comm, Method, ProcessGroupComm, UpdateRule, attach, attach_updates
 from lightning_sparse import method as make_method
 from lightning_sparse.memory import Momentum
 from lightning_sparse.strategies.fit_checks import is_adaptive
-from lightning_sparse.updates import Updates
 
 WORKERS, STEPS, EVERY, DENSITY, SEEDS = 2, 300, 50, 0.01, (0, 1, 2)
 LOCAL_STEPS = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 """Steps before each exchange, all divisors of `EVERY`: weights are equal when they are evaluated."""
-ROUNDS, TIMED_STEPS = 5, 4
 TOP = {"digits_sgd": 3.0, "gpt_sgd": 1.3, "gpt_adamw": 1.15}
 """The highest loss in a panel, in times of the lowest; triangles stand for what lies above."""
-KEY = ["contestant", "lr", "seed"]
-
-Examples = tuple[Tensor, Tensor]
 
 
-class Data(NamedTuple):
-    """Batches by their examples' numbers, the number of examples, and the held-out ones."""
+class Run(NamedTuple):
+    """One training of a task."""
 
-    batch: Callable[[list[int]], Examples]
-    size: int
-    held_out: Examples
-
-
-def text() -> Data:
-    """Return sequences of bytes; of the held-out ones 128, evenly spaced."""
-    library = StandardLibrary(LENGTH, 8)
-    library.setup()
-    chosen = torch.linspace(0, len(library.val_set) - 1, 128).long().tolist()
-    return Data(
-        lambda numbers: default_collate([library.train_set[number] for number in numbers]),
-        len(library.train_set),
-        default_collate([library.val_set[number] for number in chosen]),
-    )
+    contestant: str
+    lr: float
+    seed: int
 
 
 def images() -> Data:
@@ -123,8 +87,8 @@ def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
 
 TASKS = {
     "digits_sgd": Task(images, lambda: ResNet20(1), 16, sgd, SGD_RATES),
-    "gpt_sgd": Task(text, lambda: GPT(LENGTH), 4, sgd, SGD_RATES),
-    "gpt_adamw": Task(text, lambda: GPT(LENGTH), 4, torch.optim.AdamW, (0.0005, 0.001, 0.002, 0.005)),
+    "gpt_sgd": Task(lambda: text(LENGTH, 128), lambda: GPT(LENGTH), 4, sgd, SGD_RATES),
+    "gpt_adamw": Task(lambda: text(LENGTH, 128), lambda: GPT(LENGTH), 4, torch.optim.AdamW, (0.0005, 0.001, 0.002, 0.005)),
 }
 
 
@@ -154,94 +118,32 @@ def optimizer_for(task: str, method: Method, model: nn.Module, lr: float) -> tor
     return optimizer
 
 
-def numbers(order: Tensor, step: int, rank: int, batch_size: int) -> list[int]:
-    """Return which examples make a rank's batch: ranks share an order, again and again."""
-    first = (step * WORKERS + rank) * batch_size
-    return order[torch.arange(first, first + batch_size) % len(order)].tolist()
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, held_out: Examples) -> tuple[float, float]:
-    """Return the mean loss over the held-out examples, and the share of right answers in per cent."""
-    model.eval()
-    loss = right = 0.0
-    for x, y in zip(*(part.split(64) for part in held_out), strict=True):
-        out = model(x).flatten(0, -2)
-        loss += cross_entropy(out, y.flatten(), reduction="sum").item()
-        right += (out.argmax(1) == y.flatten()).sum().item()
-    model.train()
-    return loss / held_out[1].numel(), 100 * right / held_out[1].numel()
-
-
-def train(task: str, contestant: str, lr: float, seed: int, data: Data, steps: int = STEPS) -> list[Row]:
+def train(task: str, run: Run, data: Data, steps: int = STEPS) -> list[Row]:
     """Train with ranks as threads; return loss, accuracy and the bytes that a rank has sent, every `EVERY` steps."""
-    models = []
-    for _ in range(WORKERS):
-        torch.manual_seed(seed)
-        models.append(TASKS[task].model())
-    order = torch.randperm(data.size, generator=torch.Generator().manual_seed(seed))
-    method = made(task, contestant)
+    method, batch_size = made(task, run.contestant), TASKS[task].batch_size
 
-    def rank(comm: Comm) -> list[Row]:
-        model, points = models[comm.rank], []
-        optimizer = optimizer_for(task, method, model, lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, STEPS))
-        rule = method.update_rule
-        reducer = Reducer(method, comm, seed=seed, exchanged="update" if rule else "gradient")
-        updates = Updates(reducer, model, [optimizer]) if rule else None
-        begun, sent = False, 0
-        for step in range(steps + 1):
-            if step % EVERY == 0:
-                loss, accuracy = evaluate(model, data.held_out) if comm.rank == 0 else (0.0, 0.0)
-                loss = comm.all_reduce(torch.tensor([loss], dtype=torch.float64)).item()
-                points.append({"step": step, "val_loss": loss, "accuracy": accuracy, "sent_bytes": sent})
-                if not loss <= 10 * points[0]["val_loss"]:
-                    break
-            if step == steps:
-                break
-            sent_before = comm.sent_bytes
-            x, y = data.batch(numbers(order, step, comm.rank, TASKS[task].batch_size))
-            optimizer.zero_grad()
-            cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
-            try:
-                if updates is None:
-                    reducer.reduce_({name: param.grad for name, param in model.named_parameters()})  # type: ignore[misc]
-                elif not begun:
-                    updates.begin(optimizer)
-                optimizer.step()
-                begun = updates is not None and (step + 1) % method.every != 0
-                if updates is not None and not begun:
-                    updates.exchange(optimizer)
-            except NonFiniteGradient:  # on all ranks
-                points.append({"step": step, "val_loss": math.inf, "accuracy": 0.0, "sent_bytes": sent})
-                break
-            schedule.step()
-            sent += comm.sent_bytes - sent_before
-        return points
+    def trainee(model: nn.Module, comm: Comm) -> Trainee:
+        optimizer = optimizer_for(task, method, model, run.lr)
+        wrapped = attach_thread(model, optimizer, method, comm, seed=run.seed)
+        found = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=batch_size, steps=STEPS)
+        # One rank evaluates, as statistics of batch normalisation are a rank's own.
+        found.evaluated = slice(None) if comm.rank == 0 else slice(0)
+        return found
 
-    points = simulate(WORKERS, rank)[0]
-    parameters = [torch.cat([param.detach().flatten() for param in model.parameters()]) for model in models]
-    if math.isfinite(points[-1]["val_loss"]) and not torch.equal(*parameters):
-        raise SystemExit(f"{task}, {contestant}, rate {lr}, seed {seed}: weights of the ranks differ.")
-    if points[-1]["step"] < steps or math.isnan(points[-1]["val_loss"]):
-        points[-1]["val_loss"] = math.inf
-    return points
+    return train_threads(TASKS[task].model, trainee, WORKERS, run.seed, steps, EVERY)
 
 
-def missing_runs(task: str, table: pd.DataFrame) -> list[tuple[str, float, int]]:
+def missing_runs(task: str, table: pd.DataFrame) -> list[Run]:
     """Return the trainings that a table lacks: the grid with seed 0, and then the best rate with the other seeds."""
-    found = set() if table.empty else set(table[KEY].itertuples(index=False, name=None))
-    grid = [(name, lr, 0) for name in contestants(task) for lr in TASKS[task].rates]
-    if lacking := [run for run in grid if run not in found]:
+    if lacking := results.missing(table, [Run(name, lr, 0) for name in contestants(task) for lr in TASKS[task].rates]):
         return lacking
-    best = best_rates(table)
-    return [(name, best[name], seed) for seed in SEEDS[1:] for name in best if (name, best[name], seed) not in found]
+    return results.missing(table, [Run(*best, seed) for seed in SEEDS[1:] for best in best_rates(table).items()])
 
 
 def best_rates(table: pd.DataFrame) -> dict[str, float]:
     """Return the rate of each contestant with the lowest last loss of seed 0, but none at which a seed diverges."""
-    ends = table.groupby(KEY, sort=False)["val_loss"].last()
-    diverges = ends.groupby(level=KEY[:2], sort=False).max() == math.inf
+    ends = table.groupby([*Run._fields], sort=False)["val_loss"].last()
+    diverges = ends.groupby(level=["contestant", "lr"], sort=False).max() == math.inf
     first = ends.xs(SEEDS[0], level="seed").mask(diverges, math.inf)
     return {name: float(losses.idxmin()[1]) for name, losses in first.groupby(level=0, sort=False)}
 
@@ -259,57 +161,32 @@ def finals(table: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
 
 
-def step_times(task: str, out: str) -> None:
-    """Time some steps of each contestant in turn, several rounds, on a rank of a process group."""
-    data, size = TASKS[task].data(), TASKS[task].batch_size
-    order = torch.randperm(data.size, generator=torch.Generator().manual_seed(0))
-    steps: list[tuple[str, int, Callable[..., None]]] = []
+def work(job: Row) -> None:
+    """Time steps of each contestant in turn, on one of several processes."""
+    task, data, comm = job["task"], TASKS[job["task"]].data(), ProcessGroupComm()
+    timed = []
     for name in contestants(task):
         torch.manual_seed(0)
         model, method = TASKS[task].model(), made(task, name)
         optimizer = optimizer_for(task, method, model, 1e-3)
         if (rule := method.update_rule) is not None:
-            short = replace(method, update_rule=replace(rule, every=min(rule.every, TIMED_STEPS)))
+            short = replace(method, update_rule=replace(rule, every=min(rule.every, step_times.STEPS)))
             wrapped = Wrapped(model, reducer=attach_updates(model, optimizer, short))
         else:
             module = data_parallel(model, **AS_OURS)
             wrapped = Wrapped(module, reducer=attach(module, method))
-        x, y = data.batch(numbers(order, 0, torch.distributed.get_rank(), size))
-
-        def step(wrapped: Wrapped = wrapped, optimizer: Any = optimizer, x: Tensor = x, y: Tensor = y) -> None:
-            optimizer.zero_grad()
-            cross_entropy(wrapped.module(x).flatten(0, -2), y.flatten()).backward()
-            optimizer.step()
-
-        steps.append((name, method.every, step))
-        for _ in range(TIMED_STEPS):
-            step()
-    for name, every, step in steps * ROUNDS:
-        for _ in range(TIMED_STEPS if every > 1 else 1):  # brings the model back into the caches
-            step()
-        write(out, contestant=name, every=every, **timed(step, TIMED_STEPS))
+        schedule = {"seed": 0, "batch_size": TASKS[task].batch_size, "steps": STEPS}
+        trainee = Trainee(model, wrapped, optimizer, data, comm, **schedule)
+        timed.append(({"contestant": name}, method.every, trainee))
+    step_times.take_turns(timed, job["out"])
 
 
 def measure_seconds(path: Path, tasks: Iterable[str]) -> None:
     """Time the steps of all contestants over shaped links, and write a CSV file."""
-    if reason := missing():
-        raise SystemExit(f"No links can be made here: {reason}.")
-    for task in tasks:
-        for link in RATES:
-            rows: list[Row] = []
-            with hosts(WORKERS, link) as where:
-                records, reason = launch("benchmarks.comparison", {"task": task}, where, WORKERS)
-            if reason:
-                raise SystemExit(f"The ranks ended early: {reason}")
-            off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in where.calibration), 3)
-            for name, rounds in pd.DataFrame(records).groupby("contestant", sort=False):
-                every = rounds["every"].iloc[0]
-                share = min(every, TIMED_STEPS) / every  # of the exchanges timed, how many a training has
-                row: Row = {"task": task, "rate": link, "contestant": name}
-                row |= step_columns([amortized(ms, share) for ms in rounds["ms"]] if share < 1 else rounds["ms"].sum())
-                row |= {"foreign_load": round(rounds["foreign_load"].mean(), 3), "largest_calibration_error": off}
-                rows.append(row | results.origin())
-            results.save(path, rows, ["task", "rate", "contestant"])
+    for task, rate in itertools.product(tasks, RATES):
+        case = {"task": task, "rate": rate}
+        rows = step_times.over_links("benchmarks.comparison", case, WORKERS, rate)
+        results.save(path, [case | row for row in rows], list(case))
 
 
 def draw(folder: Path) -> None:
@@ -348,9 +225,9 @@ def label(figure: Any, panel: Any, labels: list[tuple[float, float, str, bool]])
     figure.canvas.draw()  # from here on it is known where a point lies
     to_points, height = 72 / figure.dpi, 9
     placed: list[tuple[float, float, float]] = []
-    for x, y, text, is_best in sorted(labels, key=lambda each: each[1]):
+    for x, y, name, is_best in sorted(labels, key=lambda each: each[1]):
         at, above = panel.transData.transform((x, y)) * to_points
-        left, right, bottom = at + 7, at + 10 + 4.2 * len(text), above - height / 3
+        left, right, bottom = at + 7, at + 10 + 4.2 * len(name), above - height / 3
         for start, end, taken in sorted(placed, key=lambda each: each[2]):
             if start < right and left < end and abs(bottom - taken) < height:
                 bottom = taken + height
@@ -358,16 +235,11 @@ def label(figure: Any, panel: Any, labels: list[tuple[float, float, str, bool]])
         line = {"arrowstyle": "-", "linewidth": 0.3, "shrinkA": 0, "shrinkB": 2}
         offset = (left - at, bottom - above)
         font = {"fontsize": 8, "fontweight": "bold"} if is_best else {"fontsize": 7, "color": "0.4"}
-        panel.annotate(text, (x, y), offset, textcoords="offset points", arrowprops=line, **font)
+        panel.annotate(name, (x, y), offset, textcoords="offset points", arrowprops=line, **font)
 
 
 def main() -> None:
     """Read the command line and run."""
-    if sys.argv[1:] and sys.argv[1].startswith("{"):  # started by `launch`
-        job = join(sys.argv[1])
-        step_times(job["task"], job["out"])
-        leave()
-        return
     parser = results.command_line(__doc__)
     parser.add_argument("--task", choices=TASKS, help="this one alone")
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
@@ -380,17 +252,7 @@ def main() -> None:
         for task in tasks:
             data, path = TASKS[task].data(), args.out / f"comparison_{task}.csv"
             while runs := missing_runs(task, results.load(path)):
-                for name, lr, seed in runs:
-                    started = time.time()
-                    points = train(task, name, lr, seed, data)
-                    common = dict(zip(KEY, (name, lr, seed), strict=True))
-                    results.save(path, [common | point | results.origin() for point in points], KEY, digits=6)
-                    last = points[-1]
-                    print(
-                        f"{task}, {name}, rate {lr:g}, seed {seed}: {last['val_loss']:.3f}, {last['accuracy']:.1f} %, "
-                        f"{last['sent_bytes'] / 1e6:.2f} MB, {time.time() - started:.0f} s",
-                        flush=True,
-                    )
+                results.save_each(path, runs, lambda run, task=task, data=data: train(task, run, data), digits=6)
     draw(args.out)
 
 

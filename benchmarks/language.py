@@ -25,29 +25,20 @@ comparison, `language_seconds.csv` has what left the network interface too, head
 
 import itertools
 import math
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import NamedTuple
 
 import pandas as pd
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import default_collate
 
-from benchmarks.harness import plots, results
+from benchmarks.harness import plots, results, step_times
 from benchmarks.harness.baselines import CONTESTANTS, Options
-from benchmarks.harness.launch import hosts, launch
-from benchmarks.harness.ranks import check_weights, gather, join, leave, timed, write
+from benchmarks.harness.launch import run_ranks
+from benchmarks.harness.ranks import check_weights, gather, write
 from benchmarks.harness.results import Row
-from benchmarks.harness.shaped_links import missing
-from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
-from examples.data.text import StandardLibrary
+from benchmarks.harness.training import Data, Trainee, text
 from examples.models.gpt import GPT
-from lightning_sparse import method
+from lightning_sparse import ProcessGroupComm, method
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 UPDATES = {
@@ -125,7 +116,6 @@ TARGET = 2.6
 """Nats per byte: the lowest tenth that every contestant reaches, at its best rate."""
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 """Of the links, where step times are measured."""
-ROUNDS, TIMED_STEPS = 5, 8
 TIMED_WORKERS = [WORKERS, 4]
 """With four, those that serve with AdamW: what a step costs where twice as many ranks share the processors."""
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
@@ -151,151 +141,62 @@ class Run(NamedTuple):
     seed: int
 
 
-def factor(step: int, steps: int) -> float:
-    """Return the factor on the learning rate: linear warm-up over a tenth, then half a cosine to zero."""
-    warmup = max(1, steps // 10)
-    return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
-
-
-class Trainee:
-    """A model in training on this rank.
-
-    Args:
-        run: how to train it.
-        text: the data, set up.
-        every: number of steps from one exchange of updates to the next; None takes that of `UPDATES`.
-    """
-
-    def __init__(self, run: Run, text: StandardLibrary, every: int | None = None) -> None:
-        self.run, self.text, self.steps = run, text, STEPS[run.part]
-        torch.manual_seed(run.seed)
-        self.model = GPT(LENGTH, WIDTH.get(run.part, 128))
-        self.optimizer = optimizer(run, self.model)
-        options = Options(DENSITY_OF.get(run.part, DENSITY), every=every or UPDATES.get(run.method, 1))
-        self.wrapped = CONTESTANTS[run.method].wrap(self.model, options, self.optimizer)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, self.steps))
-        self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
-        self.done = 0
-        self.sent_before = self.wrapped.counted_bytes
-
-    def step(self) -> None:
-        """Train on the next batch."""
-        first = (self.done * dist.get_world_size() + dist.get_rank()) * BATCH_SIZE
-        chosen = self.order[first : first + BATCH_SIZE]
-        tokens, following = default_collate([self.text.train_set[index] for index in chosen])
-        self.optimizer.zero_grad()
-        functional.cross_entropy(self.wrapped.module(tokens).flatten(0, 1), following.flatten()).backward()
-        self.optimizer.step()
-        self.schedule.step()
-        self.done += 1
-
-    def sent_bytes(self) -> int:
-        """Return the bytes that this rank has put on the wire so far."""
-        return self.wrapped.sent_bytes(self.done) - self.sent_before
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        """Return the mean loss over the held-out sequences, nats per byte, the same on all ranks."""
-        held_out = self.text.val_set
-        chosen = torch.linspace(0, len(held_out) - 1, VAL_SEQUENCES).long()[dist.get_rank() :: dist.get_world_size()]
-        total = torch.zeros((), dtype=torch.float64)
-        for part in chosen.split(32):
-            tokens, following = default_collate([held_out[index] for index in part])
-            total += functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten(), reduction="sum")
-        dist.all_reduce(total)
-        return total.item() / (VAL_SEQUENCES * LENGTH)
-
-
-def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer of a run."""
+def trainee(run: Run, data: Data, every: int = 0) -> Trainee:
+    """Return a model in training on this rank of a process group; 0 takes `UPDATES`' steps before an exchange."""
+    torch.manual_seed(run.seed)
+    model = GPT(LENGTH, WIDTH.get(run.part, 128))
     if run.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, FIXED["beta2"]), weight_decay=0.01)
-    return torch.optim.SGD(model.parameters(), lr=run.lr, momentum=FIXED["momentum"])
-
-
-def curve(run: Run, text: StandardLibrary, out: str) -> None:
-    """Train; report the validation loss and the bytes sent so far at the start and after every `EVERY` steps."""
-    trainee = Trainee(run, text)
-    for step in range(trainee.steps + 1):
-        if step % EVERY[run.part] == 0:
-            write(out, step=step, val_loss=trainee.loss(), sent_bytes=max(gather(trainee.sent_bytes())))
-        if step < trainee.steps:
-            trainee.step()
-    check_weights(trainee.model)
-
-
-def step_times(runs: Sequence[Run], text: StandardLibrary, out: str) -> None:
-    """Time some steps of each run in turn, several rounds, and report what each round found."""
-    # Of steps between exchanges one in each round exchanges; `measure_seconds` knows how many really do.
-    trainees = [Trainee(run, text, min(TIMED_STEPS, UPDATES.get(run.method, 1))) for run in runs]
-    for trainee in trainees:  # DDP forms its buckets anew in the second step
-        for _ in range(3):
-            trainee.step()
-    for number, trainee in list(enumerate(trainees)) * ROUNDS:
-        trainee.step()  # brings the model back into the caches
-        sent_before = trainee.sent_bytes()
-        found = timed(trainee.step, TIMED_STEPS)
-        sent = max(gather(trainee.sent_bytes() - sent_before)) / TIMED_STEPS
-        write(out, run=number, sent_bytes=sent, **found)
-    for trainee in trainees:
-        check_weights(trainee.model)
-
-
-def work(argument: str) -> None:
-    """Do the job that `run_ranks` passed as JSON: "curve" of one run, or "step_times" of several."""
-    job = join(argument)
-    text = StandardLibrary(LENGTH, BATCH_SIZE)
-    text.setup()
-    runs = [Run(*run) for run in job["runs"]]
-    if job["what"] == "curve":
-        curve(runs[0], text, job["out"])
+        betas = (0.9, FIXED["beta2"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=betas, weight_decay=0.01)
     else:
-        step_times(runs, text, job["out"])
-    leave()
+        optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=FIXED["momentum"])
+    options = Options(DENSITY_OF.get(run.part, DENSITY), every=every or UPDATES.get(run.method, 1))
+    wrapped = CONTESTANTS[run.method].wrap(model, options, optimizer)
+    schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": STEPS[run.part]}
+    return Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule)
 
 
-def run_ranks(
-    what: str, runs: Sequence[Run], link: str = "loopback", workers: int = WORKERS
-) -> tuple[list[Row], list[Row]]:
-    """Run ranks of this module; return what rank 0 reports and what the links' calibration found."""
-    with hosts(workers, link) as where:
-        records, reason = launch("benchmarks.language", {"what": what, "runs": runs}, where, workers)
-    if reason:
-        raise SystemExit(f"The ranks ended early: {reason}")
-    return records, where.calibration
+def work(job: Row) -> None:
+    """Do the job of one of several processes: the curve of a run, or step times of several."""
+    data, runs = text(LENGTH, VAL_SEQUENCES), [Run(*run) for run in job["runs"]]
+    if job["what"] == "step times":
+        everys = [UPDATES.get(run.method, 1) for run in runs]
+        made = [trainee(run, data, min(step_times.STEPS, every)) for run, every in zip(runs, everys, strict=True)]
+        columns = [{"optimizer": run.optimizer, "method": run.method} for run in runs]
+        step_times.take_turns([*zip(columns, everys, made, strict=True)], job["out"])
+        return
+    trained = trainee(runs[0], data)
+    for point in trained.curve(trained.steps, EVERY[runs[0].part]):
+        write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"]))})
+    check_weights(trained.model)
 
 
-def train(run: Run, path: Path) -> None:
-    """Train once and add the curve to a CSV file.
+def train(run: Run, path: Path) -> list[Row]:
+    """Train once, in processes; return rows of a CSV file.
 
     Raises:
         SystemExit: the first loss differs from that of other trainings with this seed, so they cannot be compared.
     """
     workers = WORKERS_OF.get(run.part, WORKERS)
-    points, _ = run_ranks("curve", [run], workers=workers)
-    table, first = results.load(path), round(points[0]["val_loss"], 6)
-    started = first_losses(run, table)
+    points, _ = run_ranks("benchmarks.language", {"what": "curve", "runs": [run]}, workers)
+    first, started = round(points[0]["val_loss"], 6), first_losses(run, results.load(path))
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
     density = DENSITY_OF.get(run.part, DENSITY) if run.method in SPARSE or "updates" in run.method else 1.0
     if run.method == "sparseloco":
         density = method("sparseloco").density or 1.0
-    common = {**run._asdict(), **FIXED, "density": density, "workers": workers, "batch_size_per_worker": BATCH_SIZE}
-    common["steps"] = STEPS[run.part]
-    rows = [
+    common = {**FIXED, "density": density, "workers": workers, "batch_size_per_worker": BATCH_SIZE}
+    common |= {"steps": STEPS[run.part], "threads_per_rank": 1}
+    return [
         {
             **common,
             "step": point["step"],
             "val_loss": f"{point['val_loss']:.6f}",
             "val_bits_per_byte": f"{point['val_loss'] / math.log(2):.5f}",
             "sent_bytes_per_worker": point["sent_bytes"],
-            "threads_per_rank": 1,
-            **results.origin(),
         }
         for point in points
     ]
-    results.save(path, rows, Run._fields)
-    print(f"{run}: {points[-1]['val_loss']:.4f} nats per byte", flush=True)
 
 
 def first_losses(run: Run, table: pd.DataFrame) -> set[float]:
@@ -308,8 +209,6 @@ def first_losses(run: Run, table: pd.DataFrame) -> set[float]:
 
 def missing_runs(path: Path) -> list[Run]:
     """Return the runs of `TRIED` that a CSV file does not have."""
-    table = results.load(path)
-    found = set() if table.empty else set(table[list(Run._fields)].itertuples(index=False, name=None))
     runs = [
         Run(part, *contestant, lr, SEEDS[part])
         for contestant, parts in TRIED.items()
@@ -317,41 +216,18 @@ def missing_runs(path: Path) -> list[Run]:
         for lr in rates
     ]
     runs += [Run(*what, lr, seed) for seed in MORE_SEEDS for what, lr in REPEATED.items()]
-    return [run for run in runs if run not in found]
+    return results.missing(results.load(path), runs)
 
 
 def measure_seconds(path: Path) -> None:
     """Time the steps of all contestants over shaped links, and write a CSV file."""
-    if reason := missing():
-        raise SystemExit(f"No links can be made here: {reason}.")
-    rows = []
-    for workers, link in itertools.product(TIMED_WORKERS, RATES):
+    for workers, rate in itertools.product(TIMED_WORKERS, RATES):
         chosen = TRIED if workers == WORKERS else [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]
         part = next((part for part, count in WORKERS_OF.items() if count == workers), "tune")
-        runs = [Run(part, *contestant, 0.001, 0) for contestant in chosen]
-        records, calibration = run_ranks("step_times", runs, link, workers)
-        off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
-        for number, rounds in pd.DataFrame(records).groupby("run"):
-            row = {"workers": workers, "rate": link}
-            row |= {"optimizer": runs[number].optimizer, "method": runs[number].method}
-            every = UPDATES.get(runs[number].method, 1)
-            share = min(TIMED_STEPS, every) / every  # of the exchanges timed, how many a training has
-            row |= step_columns([amortized(ms, share) for ms in rounds["ms"]] if share < 1 else rounds["ms"].sum())
-            row["sent_bytes_per_step"] = round(rounds["sent_bytes"].mean() * share)
-            row["transmitted_bytes_per_step"] = round(rounds["tx_bytes"].mean() * share)
-            row["foreign_load"] = round(rounds["foreign_load"].mean(), 3)
-            row |= {"largest_calibration_error": off, "threads_per_rank": 1, **results.origin()}
-            rows.append(row)
-        print(pd.DataFrame(rows).iloc[:, :8].to_string(), flush=True)
-    if max(row["foreign_load"] for row in rows) > FOREIGN_LOAD:
-        print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
-    results.save(path, rows)
-
-
-def amortized(ms: Sequence[float], share: float) -> float:
-    """Return the mean time of a step, if only a share of the exchanges took place; one of the steps had one."""
-    *steps, exchange = sorted(ms)
-    return mean(steps) + (exchange - mean(steps)) * share / len(ms)
+        job = {"what": "step times", "runs": [Run(part, *contestant, 0.001, 0) for contestant in chosen]}
+        case = {"workers": workers, "rate": rate}
+        rows = [case | row for row in step_times.over_links("benchmarks.language", job, workers, rate)]
+        results.save(path, rows, list(case))
 
 
 def draw(folder: Path) -> None:
@@ -381,17 +257,14 @@ def draw(folder: Path) -> None:
 
 def main() -> None:
     """Read the command line and run."""
-    if sys.argv[1:] and sys.argv[1].startswith("{"):  # started by `launch`
-        work(sys.argv[1])
-        return
     parser = results.command_line(__doc__)
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
     args = parser.parse_args()
+    path = args.out / "language.csv"
     if args.seconds:
         measure_seconds(args.out / "language_seconds.csv")
     elif not args.figure:
-        for run in missing_runs(args.out / "language.csv"):
-            train(run, args.out / "language.csv")
+        results.save_each(path, missing_runs(path), lambda run: train(run, path))
     draw(args.out)
 
 

@@ -12,8 +12,8 @@ A run of fewer steps than `STEPS` is the start of a training of `STEPS`: its sch
 
 from __future__ import annotations
 
+import functools
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from torch.nn import functional
-from torch.utils.data import default_collate
+from torch import nn
 
 from benchmarks.harness import plots, results
+from benchmarks.harness.baselines import Wrapped
 from benchmarks.harness.results import Row
-from benchmarks.language import BATCH_SIZE, LENGTH, TARGET, VAL_SEQUENCES, factor
-from examples.data.text import StandardLibrary
+from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
+from benchmarks.language import BATCH_SIZE, LENGTH, TARGET, VAL_SEQUENCES
 from examples.models.gpt import GPT
-from lightning_sparse import Method, Reducer, UpdateRule, simulate
+from lightning_sparse import Method, UpdateRule
 from lightning_sparse.aggregators import Aggregator, TwoPass
 from lightning_sparse.comm import Comm
 from lightning_sparse.kernels.payout import Payout
@@ -83,7 +83,6 @@ KEEP = UpdateRule(momentum="keep", rescale=False)
 VARIANTS = {
     "dense": Variant("gradient", "dense"),
     "alone": Variant("nothing", "dense"),
-    "topk of gradients": Variant("gradient"),
     "topk": Variant(),
     "neither": Variant(rule=KEEP),
     "beta1 0.5": Variant(rule=KEEP, beta1=0.5),
@@ -123,37 +122,27 @@ class Run(NamedTuple):
     steps: int
 
 
+SHORT = ["topk", "every 10", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled"]
+SHORT += ["times root P", "masked", "gtopk", "oktopk", "scalecom", "randk", "gaussiank", "two passes", "decay 0.1"]
+SHORT += ["decay 0.1 outside"]
 TRIED = [
-    Run("dense", 4, 1.0, 0.002, 0, 1000),
-    Run("two passes", 4, 0.01, 0.002, 0, 1000),
-    Run("topk", 4, 0.0075, 0.002, 0, 1000),
-    Run("not rescaled", 4, 0.01, 0.002, 0, 300),
-    Run("topk", 4, 0.01, 0.002, 0, 300),
-    Run("payout rescaled too", 4, 0.01, 0.002, 0, 300),
-    *(Run(*what, 0.002, seed, 1000) for seed in (1, 2) for what in (("dense", 4, 1.0), ("topk", 4, 0.0075))),
-    *(Run(*what, 0.002, seed, 1000) for seed in (0, 1, 2) for what in (("topk", 2, 0.001), ("alone", 2, 1.0))),
-    Run("dense", 8, 1.0, 0.002, 0, 1000),
-    Run("two passes", 8, 0.01, 0.002, 0, 1000),
-    Run("topk", 8, 0.0038, 0.002, 0, 1000),
-    Run("two passes, the second 3 times as dense", 8, 0.0075, 0.002, 0, 1000),
-    *(
-        Run(*what, 0.002, seed, 1000)
-        for seed in (1, 2)
-        for what in (("dense", 8, 1.0), ("two passes, the second 3 times as dense", 8, 0.0075))
-    ),
-    Run("dense", 2, 1.0, 0.002, 0, 1000),
-    Run("topk", 2, 0.01, 0.002, 0, 300),
-    Run("bf16 values", 2, 0.0165, 0.002, 0, 300),
-    Run("8-bit values", 2, 0.024, 0.002, 0, 300),
-    Run("4-bit values", 2, 0.031, 0.002, 0, 300),
-    Run("chunks, 2-bit values", 2, 0.0285, 0.002, 0, 300),
-    *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("every 10", "late", "neither", "beta1 0.5")),
-    *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("not paid out", "half paid out", "not rescaled", "times root P")),
-    *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("masked", "gtopk", "oktopk", "scalecom", "randk", "gaussiank")),
-    *(Run(name, 2, 0.01, 0.002, 0, 300) for name in ("two passes", "decay 0.1", "decay 0.1 outside")),
-    Run("dense, decay 0.1", 2, 1.0, 0.002, 0, 300),
-    *(Run("dense", 2, 1.0, 0.002, seed, 300) for seed in (1, 2)),
-    *(Run(*what, 0.004, 0, 300) for what in (("dense", 4, 1.0), ("topk", 4, 0.0075))),
+    Run(variant, workers, density, lr, seed, steps)
+    for workers, steps, lr, seeds, contestants in (
+        (2, 1000, 0.002, [0], [("dense", 1.0)]),
+        (2, 1000, 0.002, [0, 1, 2], [("topk", 0.001), ("alone", 1.0)]),
+        (2, 300, 0.002, [0], [(name, 0.01) for name in SHORT]),
+        (2, 300, 0.002, [0], [("bf16 values", 0.0165), ("8-bit values", 0.024), ("4-bit values", 0.031)]),
+        (2, 300, 0.002, [0], [("chunks, 2-bit values", 0.0285), ("dense, decay 0.1", 1.0)]),
+        (2, 300, 0.002, [1, 2], [("dense", 1.0)]),
+        (4, 1000, 0.002, [0, 1, 2], [("dense", 1.0), ("topk", 0.0075)]),
+        (4, 1000, 0.002, [0], [("two passes", 0.01)]),
+        (4, 300, 0.002, [0], [(name, 0.01) for name in ("not rescaled", "topk", "payout rescaled too")]),
+        (4, 300, 0.004, [0], [("dense", 1.0), ("topk", 0.0075)]),
+        (8, 1000, 0.002, [0, 1, 2], [("dense", 1.0), ("two passes, the second 3 times as dense", 0.0075)]),
+        (8, 1000, 0.002, [0], [("two passes", 0.01), ("topk", 0.0038)]),
+    )
+    for seed in seeds
+    for variant, density in contestants
 ]
 """What to train, in this order."""
 
@@ -201,66 +190,6 @@ class Trial(Updates):
             self.waiting[name] = mean
 
 
-class Trainee:
-    """A model in training on one rank of several.
-
-    Args:
-        run: what to train.
-        text: the data, set up.
-        model: of this rank.
-        comm: to the other ranks.
-    """
-
-    def __init__(self, run: Run, text: StandardLibrary, model: GPT, comm: Comm) -> None:
-        self.run, self.text, self.model, self.comm, self.variant = run, text, model, comm, VARIANTS[run.variant]
-        variant, self.params = self.variant, dict(model.named_parameters())
-        decay = 0.0 if variant.decay_outside else variant.weight_decay
-        betas = (variant.beta1, 0.999)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=betas, weight_decay=decay)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(step, STEPS))
-        self.order = torch.randperm(len(text.train_set), generator=torch.Generator().manual_seed(run.seed))
-        self.done = 0
-        if variant.exchanged == "update":
-            self.reducer = Reducer(make(run), comm, exchanged="update")
-            self.updates = Trial(self.reducer, model, [self.optimizer], variant=variant)
-        elif variant.exchanged == "gradient":
-            self.reducer = Reducer(make(run), comm)
-
-    def step(self) -> None:
-        """Train on the next batch."""
-        first = (self.done * self.run.workers + self.comm.rank) * BATCH_SIZE
-        batch = [self.text.train_set[index] for index in self.order[first : first + BATCH_SIZE]]
-        tokens, following = default_collate(batch)
-        self.optimizer.zero_grad()
-        functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten()).backward()
-        if self.variant.exchanged == "update":
-            if self.done % self.variant.rule.every == 0:
-                self.updates.begin(self.optimizer)
-            self.optimizer.step()
-            if (self.done + 1) % self.variant.rule.every == 0:
-                self.updates.exchange(self.optimizer)
-        else:
-            if self.variant.exchanged == "gradient":
-                self.reducer.reduce_({name: param.grad for name, param in self.params.items()})  # type: ignore[misc]
-            self.optimizer.step()
-        if self.variant.decay_outside:
-            shrunk = 1 - self.optimizer.param_groups[0]["lr"] * self.variant.weight_decay
-            torch._foreach_mul_([param.data for param in self.params.values()], shrunk)
-        self.schedule.step()
-        self.done += 1
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        """Return the mean loss over the held-out sequences, nats per byte, the same on all ranks."""
-        held_out = self.text.val_set
-        chosen = torch.linspace(0, len(held_out) - 1, VAL_SEQUENCES).long()[self.comm.rank :: self.comm.size]
-        total = torch.zeros(1, dtype=torch.float64)
-        for part in chosen.split(32):
-            tokens, following = default_collate([held_out[index] for index in part])
-            total += functional.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten(), reduction="sum")
-        return self.comm.all_reduce(total).item() / (VAL_SEQUENCES * LENGTH)
-
-
 def make(run: Run) -> Method:
     """Return the method of a run."""
     variant = VARIANTS[run.variant]
@@ -269,38 +198,30 @@ def make(run: Run) -> Method:
     return replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=rule)
 
 
-def train(run: Run, text: StandardLibrary) -> list[Row]:
+def train(run: Run, data: Data) -> list[Row]:
     """Train with ranks as threads; return the loss and the bytes that a rank has sent, every `EVERY` steps."""
-    torch.manual_seed(run.seed)
-    first = GPT(context=LENGTH)
-    ranks = 1 if VARIANTS[run.variant].exchanged == "nothing" else run.workers
-    models = [GPT(context=LENGTH) for _ in range(ranks)]
-    for model in models:
-        model.load_state_dict(first.state_dict())
+    variant = VARIANTS[run.variant]
 
-    def rank(comm: Comm) -> list[Row]:
-        trainee = Trainee(run, text, models[comm.rank], comm)
-        points, sent = [{"step": 0, "val_loss": trainee.loss(), "sent_bytes": 0}], 0
-        while trainee.done < run.steps:
-            sent_before = comm.sent_bytes
-            trainee.step()
-            sent += comm.sent_bytes - sent_before
-            if trainee.done % EVERY == 0:
-                points.append({"step": trainee.done, "val_loss": trainee.loss(), "sent_bytes": sent})
-        return points
+    def trainee(model: nn.Module, comm: Comm) -> Trainee:
+        decay = 0.0 if variant.decay_outside else variant.weight_decay
+        optimizer = torch.optim.AdamW(model.parameters(), run.lr, (variant.beta1, 0.999), weight_decay=decay)
+        wrapped = Wrapped(model)
+        if variant.exchanged != "nothing":
+            trial = functools.partial(Trial, variant=variant)
+            wrapped = attach_thread(model, optimizer, make(run), comm, updates=trial)
 
-    points = simulate(ranks, rank)[0]
-    for model in models[1:]:
-        for one, other in zip(models[0].parameters(), model.parameters(), strict=True):
-            if not torch.equal(one, other):
-                raise SystemExit(f"{run}: weights of two ranks differ.")
-    return points
+        def decay_all(*_: Any) -> None:
+            shrunk = 1 - optimizer.param_groups[0]["lr"] * variant.weight_decay
+            torch._foreach_mul_([param.data for param in model.parameters()], shrunk)
 
+        if variant.decay_outside:
+            optimizer.register_step_post_hook(decay_all)
+        made = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
+        made.ranks = run.workers  # also where one is alone
+        return made
 
-def missing_runs(table: pd.DataFrame) -> list[Run]:
-    """Return the runs of `TRIED` that a table does not have."""
-    found = set() if table.empty else set(table[list(Run._fields)].itertuples(index=False, name=None))
-    return [run for run in TRIED if run not in found]
+    ranks = 1 if variant.exchanged == "nothing" else run.workers
+    return train_threads(lambda: GPT(context=LENGTH), trainee, ranks, run.seed, run.steps, EVERY)
 
 
 def steps_to(curve: pd.DataFrame, target: float = TARGET) -> float:
@@ -360,14 +281,8 @@ def main() -> None:
     path = args.out / "updates.csv"
     if not args.figure:
         torch.set_num_threads(1)  # ranks run side by side
-        text = StandardLibrary(LENGTH, BATCH_SIZE)
-        text.setup()
-        for run in missing_runs(results.load(path)):
-            started = time.time()
-            points = train(run, text)
-            rows = [run._asdict() | point | results.origin() for point in points]
-            results.save(path, rows, Run._fields, digits=7)
-            print(f"{run}: {points[-1]['val_loss']:.4f}, {time.time() - started:.0f} s", flush=True)
+        data = text(LENGTH, VAL_SEQUENCES)
+        results.save_each(path, results.missing(results.load(path), TRIED), lambda run: train(run, data), digits=7)
     table = results.load(path)
     print(summary(table).to_string(index=False, float_format="{:.4g}".format))
     draw(table, args.out / "updates.png")

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,6 +11,7 @@ from benchmarks.harness import results
 from benchmarks.harness.baselines import RANK
 from benchmarks.harness.ranks import check_weights
 from benchmarks.harness.results import RESULTS
+from benchmarks.harness.training import Data, factor
 from benchmarks.language import (
     LENGTH,
     METHODS,
@@ -20,10 +20,9 @@ from benchmarks.language import (
     TRIED,
     UPDATES,
     Run,
-    Trainee,
-    factor,
     first_losses,
     missing_runs,
+    trainee,
 )
 from examples.models.gpt import GPT
 from tests.processes import run_ranks
@@ -54,16 +53,17 @@ def test_every_contestant_is_compared_at_full_length_and_only_what_is_missing_is
 def train_each(rank: int) -> list[tuple[str, float, float, int]]:
     """Train with every contestant on one sequence; return its losses before and after, and the bytes sent."""
     sequence = torch.arange(LENGTH + 1) % 7
-    data = [(sequence[:-1], sequence[1:])] * 1000
+    batch, held_out = ((sequence[None, :-1].expand(n, -1), sequence[None, 1:].expand(n, -1)) for n in (1, 2))
+    data = Data(lambda numbers: batch, 1000, held_out)
     answers = []
     for method in METHODS["adamw"]:
-        run, text = Run("tune", "adamw", method, 0.005, 0), SimpleNamespace(train_set=data, val_set=data)
-        trainee = Trainee(run, text, every=min(UPDATES.get(method, 1), STEPS_TRAINED))
-        before = trainee.loss()
+        run = Run("tune", "adamw", method, 0.005, 0)
+        trained = trainee(run, data, every=min(UPDATES.get(method, 1), STEPS_TRAINED))
+        before, _ = trained.evaluate()
         for _ in range(STEPS_TRAINED):
-            trainee.step()
-        check_weights(trainee.model)
-        answers.append((method, before, trainee.loss(), trainee.sent_bytes()))
+            trained.step()
+        check_weights(trained.model)
+        answers.append((method, before, trained.evaluate()[0], trained.sent_bytes))
     return answers
 
 
@@ -78,7 +78,6 @@ def test_trainings_of_one_model_and_seed_start_alike() -> None:
 @full
 def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.language.BATCH_SIZE", 1)
-    monkeypatch.setattr("benchmarks.language.VAL_SEQUENCES", 2)
     answers, others = run_ranks(2, train_each, patience=200)
     assert answers == others
     shapes = [tuple(parameter.shape) for parameter in GPT(context=LENGTH).parameters()]

@@ -62,7 +62,10 @@ def hosts(
         SystemExit: a link is more than 10 % off its rate each time, of `TRIES`.
     """
     if rate == "loopback":
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": LOOPBACK}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": LOOPBACK}
         yield Hosts(lambda rank, argv, **options: subprocess.Popen(argv, text=True, **options), address, [], "none")
         return
     slowed = f"{bits_per_second(rate) / dilate / 1e3:g}kbit" if dilate != 1 else rate
@@ -74,19 +77,16 @@ def hosts(
                 print(f"  {probe.name}: {probe.goodput / 1e6:.0f} Mbit/s of payload, {probe.ratio:.3f} of expected")
             if all(probe.ok for probe in probes):
                 break
-        for probe in probes:
-            if not probe.ok:
-                raise SystemExit(
-                    f"The {slowed} links carry {probe.ratio:.2f} times what they should ({probe.name}): more than 10 % "
-                    f"off in {TRIES} tries, so nothing is measured. Is there another load on the machine, or is the "
-                    f"rate beyond what its processors move?"
-                )
-        rows = [{"rate": slowed, "burst": links.burst, **probe.row()} for probe in probes]
-        address = {"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE}
+        if wrong := [f"{probe.name}: {probe.ratio:.2f}" for probe in probes if not probe.ok]:
+            raise SystemExit(
+                f"The {slowed} links are more than 10 % off in {TRIES} tries ({', '.join(wrong)} of what they should "
+                f"carry), so nothing is measured. Is there another load on the machine, or is the rate beyond what its "
+                f"processors move?"
+            )
         yield Hosts(
             lambda rank, argv, **options: links.popen(rank // ranks_per_host, argv, **options),
-            address,
-            rows,
+            {"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},
+            [{"rate": slowed, "burst": links.burst, **probe.row()} for probe in probes],
             f"tbf {links.burst}, {links.congestion_control}",
         )
 
@@ -137,8 +137,9 @@ def launch(
                 if any(states):
                     # One rank knows the reason and the others only miss it, in whatever order they end: show all.
                     time.sleep(2)
+                    last = [(log.read_text().strip().splitlines() or ["no message"])[-1] for log in logs]
                     reason = "".join(
-                        f"\n    rank {rank} (status {process.poll()}): {last_line(logs[rank])}"
+                        f"\n    rank {rank} (status {process.poll()}): {last[rank]}"
                         for rank, process in enumerate(processes)
                     )
                 elif running and time.monotonic() - news > patience:
@@ -150,13 +151,14 @@ def launch(
         return records, reason
 
 
-def last_line(log: Path) -> str:
-    """Return the last line that a rank wrote."""
-    return ([line.strip() for line in log.read_text().splitlines() if line.strip()] or ["no message"])[-1]
+def run_ranks(module: str, job: Record, workers: int, rate: str = "loopback") -> tuple[list[Record], list[Record]]:
+    """Run `work(job)` of a module on every rank; return the records, and what was found of the links.
 
-
-def free_port() -> int:
-    """Return a TCP port that is free on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    Raises:
+        SystemExit: a rank fails.
+    """
+    with hosts(workers, rate) as where:
+        records, reason = launch("benchmarks.harness.ranks", {**job, "module": module}, where, workers)
+    if reason:
+        raise SystemExit(f"The ranks ended early: {reason}")
+    return records, where.calibration

@@ -1,7 +1,9 @@
-"""What the processes that `launch` started do together."""
+"""What the processes that `launch` starts do together. `run_ranks` starts this module, and it a benchmark's `work`."""
 
+import importlib
 import json
 import os
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +18,6 @@ from benchmarks.harness.timing import elapsed_ms, spent
 
 class WrongResult(RuntimeError):
     """A contestant computes something else than it should, so its time means nothing."""
-
-
-def join(argument: str) -> dict[str, Any]:
-    """Start the process group with one thread per rank, and return the job that `launch` passed as an argument."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    job: dict[str, Any] = json.loads(argument)
-    return job
-
-
-def leave() -> None:
-    """Wait for all ranks, one of which hosts the store, and end the process group."""
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def write(out: str, **record: Any) -> None:
@@ -72,3 +60,17 @@ def check_weights(model: nn.Module) -> None:
     checksums = gather(checksum)
     if len(set(checksums)) > 1:
         raise WrongResult(f"the ranks' weights differ: checksums {checksums}")
+
+
+def main(argument: str) -> None:
+    """Do the job that `run_ranks` passed, in a process group, with one thread per rank."""
+    job = json.loads(argument)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    importlib.import_module(job["module"]).work(job)
+    dist.barrier()  # one of the ranks hosts the store
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,7 +1,12 @@
 """CSV files of results, as `lightning_sparse.reproduce` writes them, and the command line of a benchmark."""
 
 import argparse
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from lightning_sparse.reproduce.table import Row, installed, load, origin, save, text
 
@@ -17,6 +22,24 @@ def command_line(doc: str | None, figure: bool = True) -> argparse.ArgumentParse
     if figure:
         parser.add_argument("--figure", action="store_true", help="measure nothing, draw what was measured")
     return parser
+
+
+def missing(table: pd.DataFrame, runs: Sequence[Any]) -> list[Any]:
+    """Return the runs, named tuples, that a table has no row of."""
+    done = set(table.reindex(columns=runs[0]._fields).itertuples(index=False, name=None))
+    return [run for run in runs if run not in done]
+
+
+def train_missing(
+    path: Path, runs: Sequence[Any], train: Callable[[Any], list[Row]], digits: int | None = None
+) -> None:
+    """Train what a CSV file lacks, in order; each training's rows are written when it ends."""
+    for run in missing(load(path), runs):
+        print(run, end=": ", flush=True)
+        started = time.time()
+        rows = train(run)
+        save(path, [run._asdict() | row | origin() for row in rows], run._fields, digits)
+        print(f"{rows[-1]}, {time.time() - started:.0f} s", flush=True)
 
 
 def device() -> Row:

@@ -1,0 +1,170 @@
+"""Trainings to compare: with one seed all start from the same weights and see the same batches in the same order.
+
+A rank is a process, or a thread of this process: `train_threads`.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from benchmarks.harness.baselines import Wrapped
+from benchmarks.harness.results import Row
+from examples.data.text import StandardLibrary
+from lightning_sparse import Comm, Method, NonFiniteGradient, Reducer, simulate
+from lightning_sparse.updates import Updates
+
+
+class Data(NamedTuple):
+    """Batches by their examples' numbers, the number of examples, and the held-out ones: inputs and targets."""
+
+    batch: Callable[[list[int]], tuple[Tensor, Tensor]]
+    size: int
+    held_out: tuple[Tensor, Tensor]
+
+
+def text(length: int, held_out: int) -> Data:
+    """Return sequences of bytes of Python's standard library, and so many held-out ones, evenly spaced."""
+    library = StandardLibrary(length)
+    library.setup()
+    train, val = library.train_set, library.val_set
+    chosen = default_collate([val[number] for number in torch.linspace(0, len(val) - 1, held_out).long().tolist()])
+    return Data(lambda numbers: default_collate([train[number] for number in numbers]), len(train), chosen)
+
+
+def factor(step: int, steps: int) -> float:
+    """Return the factor on the learning rate: linear warm-up over a tenth, then half a cosine to zero."""
+    warmup = max(1, steps // 10)
+    return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+class Trainee:
+    """A model in training on one rank.
+
+    Args:
+        model: the model.
+        wrapped: the same, made ready for communication.
+        optimizer: its optimizer.
+        data: the same on all ranks.
+        comm: to the other ranks.
+        seed: of the order of the data.
+        batch_size: of a rank.
+        steps: of the whole schedule.
+    """
+
+    def __init__(
+        self, model: nn.Module, wrapped: Wrapped, optimizer: Optimizer, data: Data, comm: Comm, **options: int
+    ) -> None:
+        self.model, self.wrapped, self.optimizer, self.data, self.comm = model, wrapped, optimizer, data, comm
+        self.batch_size, self.steps, self.done = options["batch_size"], options["steps"], 0
+        self.order = torch.randperm(data.size, generator=torch.Generator().manual_seed(options["seed"]))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, self.steps))
+        self.ranks = comm.size  # that share a batch
+        self.evaluated = slice(comm.rank, None, comm.size)  # of the held-out examples
+        self.not_counted = wrapped.counted_bytes
+
+    def step(self) -> None:
+        """Train on the next batch."""
+        first = (self.done * self.ranks + self.comm.rank) * self.batch_size
+        x, y = self.data.batch(self.order[torch.arange(first, first + self.batch_size) % len(self.order)].tolist())
+        self.optimizer.zero_grad()
+        cross_entropy(self.wrapped.module(x).flatten(0, -2), y.flatten()).backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.done += 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this rank has put on the wire so far."""
+        return self.wrapped.sent_bytes(self.done) - self.not_counted
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Return mean loss and share of right answers over the held-out examples, the same on all ranks."""
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        x, y = (part[self.evaluated] for part in self.data.held_out)
+        for start in range(0, len(x), 32):
+            out, target = self.model(x[start : start + 32]).flatten(0, -2), y[start : start + 32].flatten()
+            sums[0] += cross_entropy(out, target, reduction="sum")
+            sums[1] += (out.argmax(1) == target).sum()
+        self.model.train()
+        sent_before = self.wrapped.counted_bytes
+        loss, right = (self.comm.all_reduce(sums) / self.data.held_out[1].numel()).tolist()
+        self.not_counted += self.wrapped.counted_bytes - sent_before
+        return loss, right
+
+    def curve(self, steps: int, every: int) -> Iterator[Row]:
+        """Train; yield loss, accuracy and the bytes sent so far, at the start and after each `every` steps.
+
+        A training whose loss is more than ten times that of the start, or whose gradients are not finite, ends there:
+        its loss is infinite.
+        """
+        limit = math.inf
+        while True:
+            if self.done % every == 0:
+                loss, right = self.evaluate()
+                limit = 10 * loss if self.done == 0 else limit
+                loss = loss if loss <= limit else math.inf
+                yield {"step": self.done, "val_loss": loss, "accuracy": 100 * right, "sent_bytes": self.sent_bytes}
+            if self.done == steps or loss == math.inf:
+                return
+            try:
+                self.step()
+            except NonFiniteGradient:  # on all ranks
+                yield {"step": self.done, "val_loss": math.inf, "accuracy": 0.0, "sent_bytes": self.sent_bytes}
+                return
+
+
+def attach_thread(
+    model: nn.Module, optimizer: Optimizer, method: Method, comm: Comm, *, seed: int = 0, updates: Any = Updates
+) -> Wrapped:
+    """Exchange gradients, or updates, in an optimizer's steps: `attach` and `attach_updates` for ranks as threads."""
+    rule = method.update_rule
+    reducer = Reducer(method, comm, seed=seed, exchanged="update" if rule else "gradient")
+    exchanged = updates(reducer, model, [optimizer]) if rule else None
+    started, ended = itertools.count(), itertools.count(1)
+
+    def before(*_: Any) -> None:
+        if exchanged is None:
+            reducer.reduce_({name: param.grad for name, param in model.named_parameters()})  # type: ignore[misc]
+        elif next(started) % method.every == 0:
+            exchanged.begin(optimizer)
+
+    def after(*_: Any) -> None:
+        if exchanged is not None and next(ended) % method.every == 0:
+            exchanged.exchange(optimizer)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return Wrapped(model, reducer=reducer)
+
+
+def train_threads(
+    build: Callable[[], nn.Module],
+    make: Callable[[nn.Module, Comm], Trainee],
+    ranks: int,
+    seed: int,
+    steps: int,
+    every: int,
+) -> list[Row]:
+    """Return the curve of a training with ranks as threads, each of which makes a trainee of a model.
+
+    Raises:
+        SystemExit: the ranks end with different weights.
+    """
+    models = []
+    for _ in range(ranks):
+        torch.manual_seed(seed)
+        models.append(build())
+    points = simulate(ranks, lambda comm: list(make(models[comm.rank], comm).curve(steps, every)))[0]
+    weights = [nn.utils.parameters_to_vector(model.parameters()) for model in models]
+    if math.isfinite(points[-1]["val_loss"]) and not all(torch.equal(weights[0], other) for other in weights[1:]):
+        raise SystemExit(f"Weights of the {ranks} ranks differ after {points[-1]['step']} steps.")
+    return points
