@@ -29,28 +29,30 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.harness import plots, results
-from benchmarks.harness.launch import hosts, launch
+from benchmarks.harness.launch import Record, hosts, launch
 from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import bits_per_second, missing
-from benchmarks.harness.shapes import COMPUTE_SECONDS
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
-from benchmarks.harness.workloads import BATCH, TARGET_LOSS, TRAININGS
+from benchmarks.harness.workloads import BATCH, COMPUTE_SECONDS, TARGET_LOSS, TRAININGS
 
 CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank"]
 WITH_ADAMW = ["none", "ddp", "bf16", "int4", "topk", "topk updates", "gaussiank updates"]
-MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level", "ddp_accumulated", "local_sgd"]
-MORE += [name for name in WITH_ADAMW if name not in CONTESTANTS]
+MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level"]
+IN_TRAININGS = ["ddp_accumulated", "local_sgd"]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BUSY = 0.7
 """Busy share of the processors above which a paced measurement is not valid: processors stand for accelerators there
 and must not be the limit."""
+PATIENCE = 120
+"""Seconds after which a silent contestant counts as hung."""
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = results.command_line(__doc__)
     add = parser.add_argument
-    workloads, others = ["mlp", "mlp_adamw", *TRAININGS, *COMPUTE_SECONDS], [*CONTESTANTS, *MORE]
+    workloads = ["mlp", "mlp_adamw", *TRAININGS, *COMPUTE_SECONDS]
+    others = list(dict.fromkeys([*CONTESTANTS, *MORE, *WITH_ADAMW, *IN_TRAININGS]))
     slowed = "paced: a link of the Nth part of the rate, N times the compute time, and reported times divided by N, so \
 that two cores keep up with many ranks; latency, and work of the processors, count for less"
     tune = "real: train with each of the LEARNING_RATES and keep the one with the fewest steps in network_tuning.csv; \
@@ -65,22 +67,19 @@ other trainings use the rate kept there, or 0.05"
     add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
     add("--density", type=float, default=0.001, help="of the sparse contestants, default: 0.001")
     add("--tune", action="store_true", help=tune)
-    add("--patience", type=float, default=120, help="seconds after which a silent contestant counts as hung")
     args = parser.parse_args()
     args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else CONTESTANTS)
-    if args.workers < 2:
-        parser.error(f"--workers {args.workers}: at least two ranks are needed to communicate.")
-    if args.workers % args.ranks_per_host:
-        parser.error(f"--ranks-per-host {args.ranks_per_host} does not divide --workers {args.workers}.")
+    if args.workers < 2 or args.workers % args.ranks_per_host:
+        parser.error(f"--workers {args.workers}: at least two, and a multiple of --ranks-per-host.")
     if args.dilate != 1 and args.workload not in COMPUTE_SECONDS:
         parser.error(f"--dilate {args.dilate:g}: only paced models can be slowed down, not {args.workload}.")
     return args
 
 
 def contestants(args: argparse.Namespace) -> list[str]:
-    """Return the contestants of a workload; in trainings with learning rates, as in "topk@0.05"."""
+    """Return the contestants of a workload, in turn; in trainings with learning rates, as in "topk@0.05"."""
     if args.workload not in TRAININGS:
-        return [name for name in args.contestants if name not in ("ddp_accumulated", "local_sgd")]
+        return [name for name in args.contestants if name not in IN_TRAININGS] * args.rounds
     tuned = results.load(args.out / "network_tuning.csv")
     best = {} if tuned.empty else tuned[tuned["workload"] == args.workload].set_index("contestant")["learning_rate"]
     return [
@@ -93,40 +92,33 @@ def contestants(args: argparse.Namespace) -> list[str]:
 def measure(args: argparse.Namespace, rate: str) -> None:
     """Measure all contestants at one rate, print the result and put it in the CSV files."""
     print(f"{args.workload}, {rate}, {args.workers} workers")
-    training = args.workload in TRAININGS
-    todo = contestants(args) * (1 if training else args.rounds)
-    options = {name: value for name, value in vars(args).items() if name != "out"}
-    options |= {"todo": todo, "compute": COMPUTE_SECONDS.get(args.workload, 0.0) * args.dilate}
+    todo, compute = contestants(args), COMPUTE_SECONDS.get(args.workload)
+    job = {"module": "benchmarks.network_rank", "todo": todo, "compute": (compute or 0.0) * args.dilate}
+    job |= {name: getattr(args, name) for name in ("workload", "ranks_per_host", "density", "seconds")}
     with hosts(args.workers, rate, ranks_per_host=args.ranks_per_host, dilate=args.dilate) as where:
-        records, reason = launch("benchmarks.network_rank", options, where, args.workers, args.patience)
-    found: dict[str, list[Any]] = {}
-    for record in records:
-        found.setdefault(record["finished"], []).append(record["result"])
+        records, reason = launch("benchmarks.harness.ranks", job, where, args.workers, PATIENCE)
     if reason:
         failed = todo[len(records)]
         print(f"  {failed} has no result, nor has what would have come after it: {reason}")
-        found.pop(failed, None)
+        records = [record for record in records if record["finished"] != failed]
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])
     key = {"workload": args.workload, "rate": rate, "workers": args.workers, "ranks_per_host": args.ranks_per_host}
     common = {**key, "dilate": f"{args.dilate:g}", "links": where.links, "batch": BATCH, "density": args.density}
     common |= {"threads_per_rank": 1, **results.origin()}
-    if not found:
-        return
-    if training:
-        save_curves(args, {tuple(name.split("@")): curve for name, (curve, *_) in found.items()}, common, list(key))
-    else:
-        rows = [{**row, **common} for row in summarise(found, args.workers, args.dilate)]
-        paced = args.workload in COMPUTE_SECONDS
-        results.save(args.out / ("network_paced.csv" if paced else "network.csv"), rows, list(key))
-        report(rows)
+    if records and args.workload in TRAININGS:
+        save_curves(args, records, common, list(key))
+    elif records:
+        rows = [row | common for row in summarise(records, args.workers, args.dilate)]
+        results.save(args.out / ("network_paced.csv" if compute else "network.csv"), rows, list(key))
+        report(pd.DataFrame(rows), bool(compute))
 
 
-def save_curves(args: argparse.Namespace, curves: dict[Any, list[Row]], common: Row, key: list[str]) -> None:
+def save_curves(args: argparse.Namespace, records: list[Record], common: Row, key: list[str]) -> None:
     """Write the test loss over time, or the best learning rates."""
     points = pd.DataFrame(
-        {"contestant": name, "learning_rate": rate, **point}
-        for (name, rate), curve in curves.items()
-        for point in curve
+        dict(zip(("contestant", "learning_rate"), record["finished"].split("@"), strict=True)) | point
+        for record in records
+        for point in record["result"]
     )
     ends = points.groupby(["contestant", "learning_rate"], sort=False).tail(1)
     print(ends.to_string(index=False))
@@ -139,50 +131,49 @@ def save_curves(args: argparse.Namespace, curves: dict[Any, list[Row]], common: 
         results.save(args.out / "network_real.csv", points.assign(**common).to_dict("records"), key, digits=6)
 
 
-def summarise(found: dict[str, list[Any]], workers: int, dilate: float) -> list[Row]:
+def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
     """Make one row per contestant, and per phase of our reducer."""
-    rows: list[Row] = []
-    medians: dict[str, float] = {}
-    for name, rounds in found.items():
-        # Rounds that other programs disturbed count only if there is no other.
-        quiet = [one for one in rounds if one["foreign_load"] <= FOREIGN_LOAD] or rounds
-        ms = [value for one in quiet for value in one["ms"]]
-        medians[name] = statistics.median(ms)
-        cpu_ms = statistics.mean(one["cpu_ms"] for one in quiet)
-        rows.append(
+    table = pd.DataFrame([record["result"] | {"contestant": record["finished"]} for record in records])
+    steps: list[Row] = []
+    phases: list[Row] = []
+    ddp = None
+    for name, rounds in table.groupby("contestant", sort=False):
+        quiet = rounds[rounds["foreign_load"] <= FOREIGN_LOAD]
+        quiet = rounds if quiet.empty else quiet  # rounds that other programs disturbed count if there is no other
+        ms, cpu_ms, first = quiet["ms"].sum(), quiet["cpu_ms"].mean(), quiet.iloc[0]
+        median = statistics.median(ms)
+        ddp = median if name == "ddp" else ddp
+        steps.append(
             {
                 "kind": "step",
                 "contestant": name,
-                "params": quiet[0]["params"],
+                "params": first["params"],
                 **step_columns(ms, dilate),
-                "times_faster_than_ddp": round(medians["ddp"] / medians[name], 2) if "ddp" in medians else None,
-                "sent_bytes_per_step": round(quiet[0]["sent_bytes"]) or None,
-                "tx_bytes_per_step": round(quiet[0]["tx_bytes"]) or None,
-                "peak_mb": round(max(one["peak_bytes"] for one in rounds) / 1e6),
+                "times_faster_than_ddp": round(ddp / median, 2) if ddp else None,
+                "sent_bytes_per_step": round(first["sent_bytes"]) or None,
+                "tx_bytes_per_step": round(first["tx_bytes"]) or None,
+                "peak_mb": round(rounds["peak_bytes"].max() / 1e6),
                 "cpu_ms_per_step_and_rank": round(cpu_ms / dilate, 1),
-                "busy": round(cpu_ms * workers / (os.cpu_count() or 1) / medians[name], 3),
-                "foreign_load": round(max(one["foreign_load"] for one in quiet), 3),
+                "busy": round(cpu_ms * workers / (os.cpu_count() or 1) / median, 3),
+                "foreign_load": round(quiet["foreign_load"].max(), 3),
             }
         )
-    for name, rounds in found.items():
-        for phase in rounds[0]["phases_ms"]:
-            ms = [one["phases_ms"][phase] for one in rounds]
-            rows.append({"kind": "phase", "contestant": f"{name} {phase}", **step_columns(ms, dilate)})
-    return rows
+        for phase, each in pd.DataFrame(list(rounds["phases_ms"])).items():
+            phases.append({"kind": "phase", "contestant": f"{name} {phase}", **step_columns(each, dilate)})
+    return steps + phases
 
 
-def report(rows: list[Row]) -> None:
+def report(rows: pd.DataFrame, paced: bool) -> None:
     """Print a table, and which rows are not valid."""
-    print(pd.DataFrame(rows).loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
-    for row in (row for row in rows if row["kind"] == "step"):
-        name = row["contestant"]
-        if row["workload"] in COMPUTE_SECONDS and name != "none" and row["busy"] > BUSY:
+    print(rows.loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
+    for row in rows.query("kind == 'step'").itertuples():
+        if paced and row.contestant != "none" and row.busy > BUSY:
             print(
-                f"  {name}: the processors were busy for {row['busy']:.0%} of the time, so this says more about them "
-                f"than about the links: not valid. Use --dilate."
+                f"  {row.contestant}: the processors were busy for {row.busy:.0%} of the time, so this says more about "
+                f"them than about the links: not valid. Use --dilate."
             )
-        if row["foreign_load"] > FOREIGN_LOAD:
-            print(f"  {name}: other programs used {row['foreign_load']:.0%} of the processors; repeat it")
+        if row.foreign_load > FOREIGN_LOAD:
+            print(f"  {row.contestant}: other programs used {row.foreign_load:.0%} of the processors; repeat it")
 
 
 def ordered(rates: Iterable[str]) -> list[str]:

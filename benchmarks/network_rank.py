@@ -11,7 +11,6 @@ import contextlib
 import copy
 import gc
 import math
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +22,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.baselines import CONTESTANTS, Options, along, steps_for_equal_bytes
-from benchmarks.harness.ranks import WrongResult, check_weights, gather, join, leave, timed, write
+from benchmarks.harness.ranks import WrongResult, check_weights, gather, timed, write
 from benchmarks.harness.timing import elapsed_ms, peak_bytes, reset_peak
-from benchmarks.harness.workloads import BATCH, TARGET_LOSS, TRAININGS, build
+from benchmarks.harness.workloads import BATCH, COMPUTE_SECONDS, TARGET_LOSS, build
 from examples.data.digits import digits
 
 LEARNING_RATE = 0.01
@@ -44,7 +43,7 @@ class Rank:
     def __init__(self, job: SimpleNamespace) -> None:
         self.job = job
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.paced = job.workload not in ("mlp", "mlp_adamw", *TRAININGS)
+        self.paced = job.workload in COMPUTE_SECONDS
         self.model = build(job.workload, job.compute, self.rank)
         self.options = Options(job.density, job.ranks_per_host)
 
@@ -191,17 +190,11 @@ class Rank:
         return curve
 
 
-def main() -> None:
-    """Run the job given as JSON in the first argument: contestants, in rounds, some with learning rates."""
-    job = SimpleNamespace(**join(sys.argv[1]))
-    rank = Rank(job)
-    for name in job.todo:
+def work(job: dict[str, Any]) -> None:
+    """Measure contestants, in rounds, or train with those that have learning rates."""
+    rank = Rank(SimpleNamespace(**job))
+    for name in job["todo"]:
         contestant, _, learning_rate = name.partition("@")
         result: Any = rank.train(contestant, float(learning_rate)) if learning_rate else rank.measure(name)
-        write(job.out, finished=name, result=result)
+        write(job["out"], finished=name, result=result)
         gc.collect()
-    leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ from scipy.optimize import least_squares
 from benchmarks.harness import plots, results
 from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
-from benchmarks.harness.shapes import COMPUTE_SECONDS, shapes
+from benchmarks.harness.workloads import COMPUTE_SECONDS, shapes
 from benchmarks.network import BUSY
 from lightning_sparse import method
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step

@@ -1,9 +1,8 @@
 """What does it cost to select the entries to send?
 
 All contestants run in one process, in turn, on the same data, after a check that they select the right entries. Each
-turn is timed twice: "cold", after the caches were filled with other data, as in a training step, where a forward and a
-backward pass lie between two selections; and "warm", once more at once. Times are the median of all repetitions,
-between their 20th and 80th percentiles.
+turn is timed twice: "cold", after the caches were filled with other data, as between a forward and a backward pass, and
+"warm", once more at once. Times are the median of all repetitions, between their 20th and 80th percentiles.
 
     python -m benchmarks.selection                                     # 1 M to 25 M elements
     python -m benchmarks.selection --numel 100000000 --repetitions 5   # replaces the rows of this length only
@@ -21,14 +20,11 @@ at the rate at which the card copies as many elements. "scratch" is the highest 
 residual, as a share of the residual. "within" says whether TopK keeps to `LIMITS` floors and `SCRATCH_LIMIT`.
 """
 
-import argparse
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import itertools
 import multiprocessing
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.harness import results
 from benchmarks.harness.results import Row
-from benchmarks.harness.timing import cold, eviction, in_turns
+from benchmarks.harness.timing import cold, eviction, in_turns, peak_bytes, reset_peak
 from lightning_sparse import METHODS, method
 from lightning_sparse.compressors import GaussianK, Sparsifier
 from lightning_sparse.compressors.base import add_
@@ -48,8 +44,7 @@ from lightning_sparse.kernels.chunks import CHUNK
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
 
-CPU, CUDA = "selection_cpu.csv", "selection_cuda.csv"
-CASE = ["part", "input", "numel", "density"]
+SIZES = {"cpu": (1_000_000, 10_000_000, 25_000_000), "cuda": (1_000_000, 25_000_000, 100_000_000, 400_000_000)}
 LIMITS = {400_000_000: 1.4, 100_000_000: 1.6, 25_000_000: 2.5}
 """Elements to the floors that a step with TopK may take; by a CUDA graph, where launches count."""
 SCRATCH_LIMIT = 0.2
@@ -222,19 +217,12 @@ def in_memory(part: str, data: Tensor, density: float, repetitions: int) -> list
 
 def memory(name: str, numel: int, density: float) -> int:
     """Return how many bytes more than before this process needs at its highest, for its first large selection."""
-
-    def status(key: str) -> int:
-        found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return 1024 * int(found[1]) if found else 0
-
     u, select = torch.randn(numel), selector(name, density)
     select(torch.randn(70_000))  # starts threads, loads code
-    if hasattr(ctypes.CDLL(None), "malloc_trim"):
-        ctypes.CDLL(None).malloc_trim(0)  # memory that is free already must not hide what is needed
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status("VmRSS")
+    reset_peak()
+    before = peak_bytes()
     select(u)
-    return status("VmHWM") - before
+    return peak_bytes() - before
 
 
 def memories(numel: int, density: float) -> list[Row]:
@@ -247,24 +235,6 @@ def memories(numel: int, density: float) -> list[Row]:
     return rows
 
 
-def on_cpu(arguments: argparse.Namespace) -> None:
-    """Measure, print and write what was asked for, case by case."""
-    repetitions = arguments.repetitions
-    for numel, density in itertools.product(arguments.numel or [1_000_000, 10_000_000, 25_000_000], arguments.density):
-        for part, name in itertools.product(arguments.parts, INPUTS):
-            if (part == "hostile") == (name == "Gaussian"):
-                continue
-            if part == "memory":
-                rows = memories(numel, density)
-            else:
-                rows = in_memory(part, INPUTS[name](numel), density, repetitions)
-            print(f"\n{part}, {name}, {numel:,} elements, density {density}")
-            print(pd.DataFrame(rows).to_string(), flush=True)
-            case = dict(zip(CASE, (part, name, numel, density), strict=True))
-            more = {"repetitions": repetitions, "threads": torch.get_num_threads()} | results.origin("numpy")
-            results.save(arguments.out / CPU, [case | row | more for row in rows], CASE, digits=4)
-
-
 def scratch(run: Callable[[], object], numel: int) -> float:
     """Return the highest memory that a run needs beyond what there is, as a share of a residual."""
     before = torch.cuda.memory_allocated()
@@ -275,14 +245,14 @@ def scratch(run: Callable[[], object], numel: int) -> float:
 
 def on_device(numel: int, density: float, repetitions: int, device: str) -> list[Row]:
     """Check and time selections and whole steps, on CUDA, or, as a rehearsal, on the CPU."""
-    cuda, other = device == "cuda", eviction(device) if device == "cuda" else torch.empty(1)
+    other = eviction(device) if device == "cuda" else torch.empty(1)
     grad = torch.randn(numel, device=device)
     copied = cold(functools.partial(torch.empty_like(grad).copy_, grad), repetitions, other)
     rows: list[Row] = [{"part": "copy", "contestant": "copy_", **copied, "bytes_per_s": 8e3 * numel / copied["ms"]}]
     for part in ("selection", "step"):
         for name, run in checked(part, ON_CUDA, grad, density):
             rows.append({"part": part, "contestant": name} | cold(run, repetitions, other))
-            if cuda and part == "step":
+            if device == "cuda" and part == "step":
                 rows[-1]["scratch"] = scratch(run, numel)
                 if name in ("TopK", "GaussianK"):
                     graph = torch.cuda.CUDAGraph()
@@ -303,35 +273,14 @@ def compared(rows: list[Row], numel: int, density: float) -> list[Row]:
             if (row["part"], base) in times:
                 row[f"times_{base}"] = row["ms"] / times[row["part"], base]
         if row["part"] == "step" and row["contestant"].startswith("TopK") and numel in LIMITS:
-            row["limit"] = LIMITS[numel]
-            row["within"] = row["times_floor"] <= LIMITS[numel] and (
-                density > 0.001 or row.get("scratch", 0) <= SCRATCH_LIMIT
-            )
+            fits = density > 0.001 or row.get("scratch", 0) <= SCRATCH_LIMIT
+            row |= {"limit": LIMITS[numel], "within": fits and row["times_floor"] <= LIMITS[numel]}
     return rows
-
-
-def report_on_device(arguments: argparse.Namespace) -> None:
-    """Print all that was asked for, and write it if it was measured on CUDA."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        print("There is no GPU here: a rehearsal, nothing is written.")
-    measured = []
-    for numel in arguments.numel or [1_000_000, 25_000_000, 100_000_000, 400_000_000]:
-        for density in arguments.density:
-            rows = on_device(numel, density, arguments.repetitions, device)
-            print(f"\n{numel:,} elements, density {density}")
-            print(pd.DataFrame(rows).to_string(na_rep=""), flush=True)
-            case = {"numel": numel, "density": density, "repetitions": arguments.repetitions}
-            measured += [case | row | results.device() for row in rows]
-            if device == "cuda":  # after each, as the next may be cut off
-                results.save(arguments.out / CUDA, measured, digits=4)
-    if device == "cuda":
-        draw(arguments.out / CUDA)
 
 
 def draw(path: Path) -> None:
     """Draw the times of selection at the smallest density, cold, from a CSV file."""
-    from benchmarks.harness import plots
+    from benchmarks.harness import plots  # a machine with a GPU may lack matplotlib
 
     table = results.load(path)
     table = table[table["part"].isin(["selection", "copy"]) & (table["density"] == table["density"].min())]
@@ -349,6 +298,15 @@ def draw(path: Path) -> None:
     plots.write(figure, path.with_suffix(".png"))
 
 
+def measure(part: str, name: str, numel: int, density: float, repetitions: int) -> list[Row]:
+    """Measure one part, with an input of `INPUTS`."""
+    if part == "memory":
+        return memories(numel, density)
+    if part == "cuda":
+        return on_device(numel, density, repetitions, "cuda" if torch.cuda.is_available() else "cpu")
+    return in_memory(part, INPUTS[name](numel), density, repetitions)
+
+
 def main() -> None:
     """Run from the command line."""
     parser = results.command_line(__doc__)
@@ -357,16 +315,28 @@ def main() -> None:
     parts = [*ON_CPU, "memory"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=[*parts, "cuda"])
     parser.add_argument("--repetitions", type=int, default=15)
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
-    if arguments.figure:
-        for path in (arguments.out / CPU, arguments.out / CUDA):
-            if path.exists():
-                draw(path)
-    elif "cuda" in arguments.parts:
-        report_on_device(arguments)
-    else:
-        on_cpu(arguments)
+    paths = {device: args.out / f"selection_{device}.csv" for device in SIZES}
+    device = "cuda" if "cuda" in args.parts else "cpu"
+    key = ["numel", "density"] if device == "cuda" else ["part", "input", "numel", "density"]
+    sizes, parts = args.numel or SIZES[device], ["cuda"] if device == "cuda" else args.parts
+    cases = [] if args.figure else itertools.product(sizes, args.density, parts, INPUTS)
+    for numel, density, part, name in cases:
+        if (part == "hostile") == (name == "Gaussian"):
+            continue
+        rows = measure(part, name, numel, density, args.repetitions)
+        print(f"\n{part}, {name}, {numel:,} elements, density {density}")
+        print(pd.DataFrame(rows).to_string(na_rep=""), flush=True)
+        if device == "cuda" and not torch.cuda.is_available():
+            print("There is no GPU here: a rehearsal, nothing is written.")
+            continue
+        case = {"part": part, "input": name, "numel": numel, "density": density, "repetitions": args.repetitions}
+        where = results.device() if device == "cuda" else {"threads": torch.get_num_threads()} | results.origin("numpy")
+        results.save(paths[device], [case | row | where for row in rows], key, digits=4)
+    for path in paths.values():
+        if path.exists() and (args.figure or device == "cuda"):
+            draw(path)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.shaped_links import (
-    PAYLOAD_SHARE,
-    Probe,
-    ShapedLinks,
-    bits_per_second,
-    burst,
-    missing,
-)
+from benchmarks.harness.launch import calibrated
+from benchmarks.harness.shaped_links import PAYLOAD_SHARE, ShapedLinks, bits_per_second, burst, missing, probe
 
 REASON = missing()
 needs_links = pytest.mark.skipif(REASON is not None, reason=f"no imitated links here: {REASON}")
@@ -54,10 +48,23 @@ def test_rates_are_read_as_tc_writes_them() -> None:
 
 
 def test_probe_compares_payload_with_what_full_frames_leave() -> None:
-    ideal = Probe("20 MB", "1gbit", 20_000_000, 0.16 / PAYLOAD_SHARE)
-    assert ideal.ratio == pytest.approx(1)
-    assert ideal.ok
-    assert not Probe("20 MB", "1gbit", 20_000_000, 0.16 / PAYLOAD_SHARE / 1.2).ok
+    assert probe("20 MB", "1gbit", 20_000_000, 0.16 / PAYLOAD_SHARE)["ratio_to_expected"] == 1
+    assert probe("20 MB", "1gbit", 20_000_000, 0.16 / PAYLOAD_SHARE / 1.2)["ratio_to_expected"] == 1.2
+
+
+def test_links_off_their_rate_are_measured_again_and_given_up_in_the_end() -> None:
+    class Links:
+        rate, burst = "1gbit", "64kb"
+
+        def __init__(self, *ratios: float) -> None:
+            self.ratios = list(ratios)
+
+        def calibrate(self) -> list[dict[str, float | str]]:
+            return [{"probe": "20 MB", "payload_mbit_per_s": 1.0, "ratio_to_expected": self.ratios.pop(0)}]
+
+    assert [row["ratio_to_expected"] for row in calibrated(Links(0.8, 1.05))] == [1.05]
+    with pytest.raises(SystemExit, match="more than 10% off in 3 tries"):
+        calibrated(Links(0.8, 1.2, 0.89, 1.0))
 
 
 @needs_links
@@ -67,7 +74,7 @@ def test_links_slow_every_transfer_down_and_disappear_after_an_error() -> None:
     def fail() -> None:
         with ShapedLinks(3, "500mbit") as links:
             # Other load on the machine may slow transfers down further, but nothing may exceed the rate.
-            assert all(0.2 < probe.ratio < 1.2 for probe in links.calibrate())
+            assert all(0.2 < row["ratio_to_expected"] < 1.2 for row in links.calibrate())
             started.append(links.popen(1, STUBBORN, stdout=subprocess.PIPE))
             started.append(started[0].stdout.readline().strip())
             assert len(inhabitants(started[1])) >= 3

@@ -20,20 +20,14 @@ from lightning_sparse.aggregators import TwoLevel, TwoPass
 
 RANK = 4
 """Rank of the factors that PowerSGD sends."""
-
-Bucket = dist.GradBucket  # type: ignore[attr-defined]
 AS_OURS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
 """Options of DDP, as our strategies set them."""
 
+Bucket = dist.GradBucket  # type: ignore[attr-defined]
+
 
 class Options(NamedTuple):
-    """What contestants are told.
-
-    Attributes:
-        density: of the sparse ones.
-        ranks_per_host: how many ranks share a link.
-        every: steps before each exchange of updates.
-    """
+    """Density of sparse contestants, ranks that share a link, and steps before each exchange of updates."""
 
     density: float = 0.001
     ranks_per_host: int = 1
@@ -77,8 +71,7 @@ class Wrapped:
 Wrap = Callable[[nn.Module, Options, Optimizer], Wrapped]
 
 
-@dataclass(frozen=True)
-class Contestant:
+class Contestant(NamedTuple):
     """A way to communicate: how a model is made ready for it, and what is checked.
 
     Attributes:
@@ -98,11 +91,6 @@ class Contestant:
     updates: bool = False
 
 
-def size(model: nn.Module) -> int:
-    """Return the number of parameters."""
-    return sum(param.numel() for param in model.parameters())
-
-
 def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **options: Any) -> DistributedDataParallel:
     """Return DDP, with a hook, around a model that is equal on all ranks, so that nothing has to be sent for that."""
     ddp = DistributedDataParallel(model, init_sync=False, **options)
@@ -111,13 +99,15 @@ def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **optio
     return ddp
 
 
-def bf16_hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
-    """Torch's bf16_compress_hook by another name: DDP refuses that one without NCCL, although gloo can add up bf16."""
-    return default_hooks.bf16_compress_hook(state, bucket)
+def _size(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
 
 
-def _half(hook: Any) -> Wrap:
-    return lambda model, *_: Wrapped(data_parallel(model, hook), all_reduced=lambda steps: 2 * size(model) * steps)
+def _dense(nbytes: int, hook: Any = None) -> Wrap:
+    """All-reduce so many bytes of each parameter."""
+    return lambda model, *_: Wrapped(
+        data_parallel(model, hook), all_reduced=lambda steps: nbytes * _size(model) * steps
+    )
 
 
 def _powersgd(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
@@ -138,7 +128,7 @@ def _powersgd(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapp
     return Wrapped(
         data_parallel(model, hook, state, bucket_cap_mb=100_000),
         residuals,
-        all_reduced=lambda steps: 4 * (size(model) * min(steps, 2) + state.compression_stats()[2]),
+        all_reduced=lambda steps: 4 * (_size(model) * min(steps, 2) + state.compression_stats()[2]),
     )
 
 
@@ -195,25 +185,23 @@ def steps_for_equal_bytes(model: nn.Module, density: float) -> int:
     return round(reducer.routing.dense_nbytes / reducer.routing.nbytes(None))
 
 
-def _accumulated(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
-    return Wrapped(data_parallel(model), every=steps_for_equal_bytes(model, options.density))
-
-
 CONTESTANTS = {
     "none": Contestant(lambda model, *_: Wrapped(model), alone=True),
     "idle_hook": Contestant(
         lambda model, *_: Wrapped(data_parallel(model, debugging_hooks.noop_hook, **AS_OURS)), alone=True
     ),
-    "ddp": Contestant(
-        lambda model, *_: Wrapped(data_parallel(model), all_reduced=lambda steps: 4 * size(model) * steps),
-        tolerance=1e-4,
+    "ddp": Contestant(_dense(4), tolerance=1e-4),
+    "fp16": Contestant(_dense(2, default_hooks.fp16_compress_hook), tolerance=1e-2),
+    # By another name: DDP refuses torch's bf16_compress_hook without NCCL, although gloo can add up bf16.
+    "bf16": Contestant(
+        _dense(2, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)), tolerance=5e-2
     ),
-    "fp16": Contestant(_half(default_hooks.fp16_compress_hook), tolerance=1e-2),
-    "bf16": Contestant(_half(bf16_hook), tolerance=5e-2),
     "powersgd": Contestant(_powersgd, check_steps=4),
     "naive_topk": Contestant(_naive_topk, check_steps=2, sparse=True),
     **{name: _ours(name) for name in ("topk", "gaussiank", "gtopk", "oktopk", "scalecom", "randk")},
-    "ddp_accumulated": Contestant(_accumulated),
+    "ddp_accumulated": Contestant(
+        lambda model, options, _: Wrapped(data_parallel(model), every=steps_for_equal_bytes(model, options.density))
+    ),
     "topk_two_level": _ours("topk", two_level=True),
     "int4": _ours("int4", sparse=False),
     **{f"{name} updates": _updates(name, sparse=True) for name in ("topk", "gaussiank")},

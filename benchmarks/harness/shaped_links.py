@@ -2,7 +2,7 @@
 
     with ShapedLinks(hosts=4, rate="1gbit") as links:
         for probe in links.calibrate():
-            print(probe.name, probe.ratio)              # payload rate over the rate that the link should give
+            print(probe["probe"], probe["ratio_to_expected"])
         worker = links.popen(0, [sys.executable, "train.py"])
 
 Every host is a namespace with one interface, `eth0`; the other end of its veth pair is a port of a bridge in a
@@ -24,19 +24,17 @@ import os
 import re
 import shutil
 import socket
+import socketserver
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 INTERFACE = "eth0"
 # Of the 1514 bytes of a full frame, as the shaper counts it, TCP with time stamps leaves 1448 to the application.
 PAYLOAD_SHARE = 1448 / 1514
-TOLERANCE = 0.10
 _PORT = 29400
 
 
@@ -58,9 +56,8 @@ def burst(rate: str) -> str:
     Large enough for the timer to keep up with the rate, and small against one step's traffic: with 512 KB at
     1 Gbit/s a whole sparse step of 0.6 MB would pass nearly unshaped.
     """
-    speed = bits_per_second(rate)
     limits = ((100e6, "16kb"), (500e6, "32kb"), (1e9, "64kb"))
-    return next((size for limit, size in limits if speed <= limit), "512kb")
+    return next((size for limit, size in limits if bits_per_second(rate) <= limit), "512kb")
 
 
 def missing() -> str | None:
@@ -78,46 +75,20 @@ def missing() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Probe:
-    """One calibration measurement.
+def probe(name: str, rate: str, payload_bytes: int, seconds: float) -> dict[str, Any]:
+    """Return the columns of a calibration measurement.
 
-    Attributes:
-        name: what was sent.
-        rate: the link's nominal rate.
-        payload_bytes: bytes handed to TCP.
-        seconds: from the first byte's departure to the arrival of the receiver's one-byte answer.
+    "ratio_to_expected" is payload per second over that of full frames at the nominal rate, 95.6 % of it: 1 is ideal.
+    Seconds are those from the first byte's departure to the arrival of the receiver's one-byte answer.
     """
-
-    name: str
-    rate: str
-    payload_bytes: int
-    seconds: float
-
-    @property
-    def goodput(self) -> float:
-        """Payload in bits per second."""
-        return 8 * self.payload_bytes / self.seconds
-
-    @property
-    def ratio(self) -> float:
-        """Goodput over the goodput of full frames at the nominal rate (95.6 % of it): 1 is ideal."""
-        return self.goodput / (bits_per_second(self.rate) * PAYLOAD_SHARE)
-
-    @property
-    def ok(self) -> bool:
-        """Whether the ratio is within 10 % of 1."""
-        return abs(self.ratio - 1) <= TOLERANCE
-
-    def row(self) -> dict[str, str | float]:
-        """Return the columns of a table."""
-        return {
-            "probe": self.name,
-            "payload_bytes": self.payload_bytes,
-            "seconds": round(self.seconds, 5),
-            "payload_mbit_per_s": round(self.goodput / 1e6, 1),
-            "ratio_to_expected": round(self.ratio, 3),
-        }
+    goodput = 8 * payload_bytes / seconds
+    return {
+        "probe": name,
+        "payload_bytes": payload_bytes,
+        "seconds": round(seconds, 5),
+        "payload_mbit_per_s": round(goodput / 1e6, 1),
+        "ratio_to_expected": round(goodput / (bits_per_second(rate) * PAYLOAD_SHARE), 3),
+    }
 
 
 @final
@@ -133,9 +104,7 @@ class ShapedLinks:
     """
 
     def __init__(self, hosts: int, rate: str) -> None:
-        self.hosts = hosts
-        self.rate = rate
-        self.burst = burst(rate)
+        self.hosts, self.rate, self.burst = hosts, rate, burst(rate)
         self._holders: list[subprocess.Popen[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -176,7 +145,7 @@ class ShapedLinks:
         self._processes.append(process)
         return process
 
-    def calibrate(self) -> list[Probe]:
+    def calibrate(self) -> list[dict[str, Any]]:
         """Measure the links: single transfers, a stream of small messages, and all hosts sending to one.
 
         Returns:
@@ -186,23 +155,20 @@ class ShapedLinks:
         # A stream long enough that the part sent at full speed, one burst, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
         share = 20_000_000 // (self.hosts - 1)
-        receiver = self._end("receive", 0, self.hosts)
+        receiver = self._end("receive", 0)
         assert receiver.stdout is not None
         receiver.stdout.readline()
         probes = []
-        for name, size, count, repeat in (
-            ("600 KB", 600_000, 1, 9),
-            ("20 MB", 20_000_000, 1, 1),
-            ("50 KB messages", 50_000, stream, 1),
-        ):
-            seconds = _seconds(self._end("send", 1, size, count, repeat, 0))
-            probes.append(Probe(name, self.rate, size * count, statistics.median(seconds)))
+        sizes = (("600 KB", 600_000, 1, 9), ("20 MB", 20_000_000, 1, 1), ("50 KB messages", 50_000, stream, 1))
+        for name, size, count, repeat in sizes:
+            seconds = statistics.median(_seconds(self._end("send", 1, size, count, repeat, 0)))
+            probes.append(probe(name, self.rate, size * count, seconds))
         start = math.ceil(time.monotonic() + 0.5)
         senders = [self._end("send", host, share, 1, 1, start) for host in range(1, self.hosts)]
         slowest = max(max(_seconds(sender)) for sender in senders)
         receiver.terminate()
         receiver.communicate()
-        return [*probes, Probe("all to one, 20 MB", self.rate, share * (self.hosts - 1), slowest)]
+        return [*probes, probe("all to one, 20 MB", self.rate, share * (self.hosts - 1), slowest)]
 
     def _end(self, end: str, host: int, *numbers: int) -> subprocess.Popen[str]:
         script = [sys.executable, "-S", __file__, end, self.address(0), *map(str, numbers)]
@@ -222,8 +188,7 @@ class ShapedLinks:
         shape = f"root tbf rate {self.rate} burst {self.burst} latency 100ms"
         switch, *hosts = (self._hold() for _ in range(1 + self.hosts))
         on_switch = f"nsenter --net=/proc/{switch}/ns/net"
-        _run(f"{on_switch} ip link add bridge type bridge")
-        _run(f"{on_switch} ip link set bridge up")
+        _run(f"{on_switch} ip link add bridge up type bridge")
         for number, host in enumerate(hosts):
             port, on_host = f"host{number}", f"nsenter --net=/proc/{host}/ns/net"
             _run(f"{on_switch} ip link add {port} type veth peer name {INTERFACE} netns {host}")
@@ -235,11 +200,10 @@ class ShapedLinks:
             _run(f"{on_switch} tc qdisc add dev {port} {shape}")
 
 
-def _run(command: str) -> str:
+def _run(command: str) -> None:
     done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"`{command}` failed: {done.stderr.strip()}")
-    return done.stdout
 
 
 def _seconds(sender: subprocess.Popen[str]) -> list[float]:
@@ -249,21 +213,16 @@ def _seconds(sender: subprocess.Popen[str]) -> list[float]:
     return list(json.loads(out))
 
 
-def _receive(address: str, backlog: int) -> None:
-    """Serve connections for ever: read as many bytes as announced in eight, answer with one."""
-    with socket.create_server((address, _PORT), backlog=backlog) as server:
-        print("ready", flush=True)
-        while True:
-            threading.Thread(target=_answer, args=(server.accept()[0],), daemon=True).start()
+class _Receiver(socketserver.BaseRequestHandler):
+    """Reads as many bytes as announced in eight, and answers with one, until the connection ends."""
 
-
-def _answer(connection: socket.socket) -> None:
-    buffer = bytearray(1 << 20)
-    while header := connection.recv(8, socket.MSG_WAITALL):
-        left = int.from_bytes(header, "big")
-        while left:
-            left -= connection.recv_into(buffer, min(left, len(buffer)))
-        connection.sendall(b"!")
+    def handle(self) -> None:
+        buffer = bytearray(1 << 20)
+        while header := self.request.recv(8, socket.MSG_WAITALL):
+            left = int.from_bytes(header, "big")
+            while left:
+                left -= self.request.recv_into(buffer, min(left, len(buffer)))
+            self.request.sendall(b"!")
 
 
 def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:
@@ -286,7 +245,9 @@ def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "receive":
-        _receive(sys.argv[2], int(sys.argv[3]))
-    else:
+    if sys.argv[1] == "send":
         _send(sys.argv[2], *map(int, sys.argv[3:]))
+    else:
+        with socketserver.ThreadingTCPServer((sys.argv[2], _PORT), _Receiver) as server:
+            print("ready", flush=True)
+            server.serve_forever()

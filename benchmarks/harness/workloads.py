@@ -1,17 +1,21 @@
-"""Models and data of the benchmarks over links: a large one to time, small ones to train, and paced ones."""
+"""Models and data of the benchmarks over links: a large one to time, small ones to train, and paced ones.
 
+Of paced models, those of the gTopK paper (arXiv 1901.04359) and others, only the parameters' shapes are known.
+"""
+
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness.shapes import mlp, shapes
 from examples.data.digits import digits
 from examples.models import ResNet20, convnet
+from examples.models.gpt import GPT
 
 TRAININGS = {"real": "convolutional network, 2.1 M", "real_resnet20": "ResNet-20, 0.27 M"}
 """Workloads that train on the digits."""
@@ -19,14 +23,85 @@ TARGET_LOSS = 0.2
 """Test loss at which such a training ends."""
 BATCH = 16
 """Examples per rank and step."""
+COMPUTE_SECONDS = {
+    "resnet20": 0.146,
+    "vgg16": 0.140,
+    "alexnet": 0.257,
+    "resnet50": 4.88,
+    # Not published. What makes dense training on 4 workers as efficient as the paper has it, 3.2 %, over its link.
+    "lstm_ptb": 0.118,
+    # Not in the paper; an assumption, about 8 × 1024 tokens on one data-centre GPU.
+    "gpt2": 0.25,
+    # The timing model of `benchmarks.network`: what a step without communication takes there, four ranks on two cores.
+    "mlp_paced": 0.146,
+}
+"""Seconds of forward and backward of paced models for one step, from the authors' scripts unless said otherwise."""
+
+
+def mlp() -> nn.Sequential:
+    """Return the timing model: 2048 inputs, six hidden layers of 2048, 200 classes; 25.6 million parameters."""
+    hidden = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(2048, 200))
+
+
+def resnet(stem: int, stages: Iterable[tuple[int, int]], classes: int, bottleneck: bool = False) -> Iterator[nn.Module]:
+    """Yield layers by the size of the first convolution, and width and blocks of each stage, with projections."""
+
+    def convolution(before: int, width: int, size: int) -> list[nn.Module]:
+        return [nn.Conv2d(before, width, size, bias=False), nn.BatchNorm2d(width)]
+
+    stages = list(stages)
+    before = stages[0][0]
+    yield from convolution(3, before, stem)
+    for width, blocks in stages:
+        for _ in range(blocks):
+            after = 4 * width if bottleneck else width
+            sizes = [(before, width, 1), (width, width, 3), (width, after, 1)]
+            for size in sizes if bottleneck else [(before, width, 3), (width, width, 3)]:
+                yield from convolution(*size)
+            if before != after:
+                yield from convolution(before, after, 1)
+            before = after
+    yield nn.Linear(before, classes)
+
+
+def vgg16() -> Iterator[nn.Module]:
+    """For CIFAR-10: one linear layer behind the convolutions, which have biases beside their normalisation."""
+    for before, width in itertools.pairwise([3, 64, 64, 128, 128, 256, 256, 256, *[512] * 6]):
+        yield from [nn.Conv2d(before, width, 3), nn.BatchNorm2d(width)]
+    yield nn.Linear(512, 10)
+
+
+def alexnet() -> Iterator[nn.Module]:
+    """For ImageNet."""
+    for size in ((3, 64, 11), (64, 192, 5), (192, 384, 3), (384, 256, 3), (256, 256, 3)):
+        yield nn.Conv2d(*size)
+    yield from [nn.Linear(9216, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000)]
+
+
+MODELS: dict[str, Callable[[], Iterable[nn.Module]]] = {
+    "mlp_paced": mlp,
+    "resnet20": lambda: resnet(3, [(16, 3), (32, 3), (64, 3)], 10),
+    "vgg16": vgg16,
+    "alexnet": alexnet,
+    "resnet50": lambda: resnet(7, [(64, 3), (128, 4), (256, 6), (512, 3)], 1000, bottleneck=True),
+    "lstm_ptb": lambda: [nn.Embedding(10_000, 1500), nn.LSTM(1500, 1500, 2), nn.Linear(1500, 10_000)],
+    "gpt2": lambda: [GPT(context=1024, width=768, layers=12, heads=12, vocabulary=50_257)],
+}
+
+
+def shapes(name: str) -> list[tuple[int, ...]]:
+    """Return the shapes of a paced model's parameters, in registration order."""
+    with torch.device("meta"):
+        return [tuple(param.shape) for param in nn.ModuleList(MODELS[name]()).parameters()]
 
 
 def build(workload: str, compute: float, rank: int) -> nn.Module:
-    """Return the model of a workload: "mlp", "mlp_adamw", one of `TRAININGS`, or a paced one of `shapes`."""
+    """Return the model of a workload: "mlp", "mlp_adamw", one of `TRAININGS`, or a paced one."""
     torch.manual_seed(0)
-    made: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "mlp_adamw": mlp, "real": convnet}
-    made["real_resnet20"] = lambda: ResNet20(in_channels=1)
-    return made[workload]() if workload in made else Paced(shapes(workload), compute, real_gradients(rank))
+    if workload in MODELS:
+        return Paced(shapes(workload), compute, real_gradients(rank))
+    return {"real": convnet, "real_resnet20": lambda: ResNet20(in_channels=1)}.get(workload, mlp)()
 
 
 class Paced(nn.Module):
