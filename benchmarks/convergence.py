@@ -109,14 +109,16 @@ def train_once(run: Run) -> list[Row]:
         strategy = SparseDDPStrategy(run.method, run.density, **options)
     training = {name: getattr(run, name) for name in ("max_lr", "momentum", "epochs", "seed", "fold")}
     result = train(strategy, devices=WORKERS, batch_size=BATCH_SIZE, **training)
-    row = {
-        "batch_size_per_worker": BATCH_SIZE,
-        "workers": WORKERS,
-        "val_accuracy_percent": round(100 * result["val/accuracy"], 3),
-        "val_loss": round(result["val/loss"], 4),
-        "bytes_per_step_last_epoch": round(result["step/bytes"]),
-    }
-    return [row | results.origin("pytorch-lightning")]
+    return [
+        {
+            "batch_size_per_worker": BATCH_SIZE,
+            "workers": WORKERS,
+            "val_accuracy_percent": round(100 * result["val/accuracy"], 3),
+            "val_loss": round(result["val/loss"], 4),
+            "bytes_per_step_last_epoch": round(result["step/bytes"]),
+            "pytorch_lightning": results.installed("pytorch-lightning"),
+        }
+    ]
 
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:

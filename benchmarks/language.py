@@ -15,9 +15,8 @@ losses on held-out text decide. The seed is not among those of the comparison. S
 and its neighbours are tried at full length too.
 
 Seconds. The losses are deterministic, so they are measured on a machine that may be busy. The times are not: they are
-the medians of one short run without other load, over two network namespaces whose links are shaped to the rate in both
-directions and calibrated. "Seconds" are steps times that median: `language_seconds.csv`. Steps of
-four workers are timed too.
+the medians of one short run without other load, over network namespaces whose links are shaped to the rate in both
+directions and calibrated. "Seconds" are steps times that median: `language_seconds.csv`.
 
 Bytes are what a worker puts on the wire; for DDP and its hooks, which do not count, the volume of ring all-reduces. For
 comparison, `language_seconds.csv` has what left the network interface too, headers and acknowledgements included.
@@ -41,65 +40,62 @@ from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm, method
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
-UPDATES = {
-    "topk updates": 1,
-    "gaussiank updates": 1,
-    "two_pass updates": 1,
-    "local_sgd": 50,
-    "diloco": 50,
-    "sparseloco": 25,
-}
+UPDATES = dict.fromkeys(["topk updates", "gaussiank updates", "two_pass updates"], 1)
+UPDATES |= {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 """What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
-METHODS = {
-    "adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES],
-    "sgd": ["ddp", "topk", "gaussiank"],
-}
-WORKERS = 2
-BATCH_SIZE = 8
-LENGTH = 128
-VAL_SEQUENCES = 256
+METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
+BATCH_SIZE, LENGTH, VAL_SEQUENCES = 8, 128, 256
 
-STEPS = {"tune": 250, "retune": 500, "final": 1000, "four": 1000, "eight": 1000, "large": 3000}
-EVERY = {"tune": 125, "retune": 125, "final": 50, "four": 50, "eight": 50, "large": 150}
-"""Steps between two evaluations."""
-SEEDS = {"tune": 100, "retune": 100, "final": 0, "four": 0, "eight": 0, "large": 0}
-WORKERS_OF = {"four": 4, "eight": 8}
-"""Where there are not two."""
-DENSITY = 0.01
-DENSITY_OF = {"four": 0.0075, "eight": 0.0075}
-"""Where it is not `DENSITY`: with more ranks the entries of one are a larger part of dense bytes."""
-WIDTH = {"large": 256}
-"""Of the model, where it is not the GPT's own: 3.3 M parameters."""
-GRID = [0.001, 0.002, 0.005, 0.01]
-TRIED: dict[tuple[str, str], dict[str, list[float]]] = {
-    ("adamw", "ddp"): {
-        "tune": [0.0005, *GRID],
-        "retune": [0.0005, 0.001, 0.002, 0.005],
-        "final": [0.002],
-        "four": [0.002, 0.004, 0.008],
-        "eight": [0.004, 0.008],
-        "large": [0.002],
-    },
-    ("adamw", "bf16"): {"final": [0.002], "four": [0.004]},
-    ("adamw", "powersgd"): {"tune": [0.0005, 0.001, 0.002, 0.005], "final": [0.001, 0.002], "four": [0.002, 0.004]},
-    ("adamw", "int4"): {"final": [0.002], "four": [0.004]},
-    ("adamw", "topk"): {"tune": GRID, "retune": GRID, "final": [0.001, 0.002, 0.005]},
-    ("adamw", "gaussiank"): {"tune": GRID, "final": [0.0005, 0.001, 0.002]},
-    ("adamw", "gtopk"): {"final": [0.0002, 0.0005, 0.001]},
-    ("adamw", "oktopk"): {"final": [0.0002, 0.0005, 0.001]},
-    ("adamw", "scalecom"): {"final": [0.0005, 0.001, 0.002]},
-    ("adamw", "topk updates"): {"final": [0.002], "four": [0.004], "large": [0.002]},
-    ("adamw", "gaussiank updates"): {"final": [0.002], "four": [0.004]},
-    ("adamw", "two_pass updates"): {"eight": [0.004]},
-    ("adamw", "local_sgd"): {"final": [0.002], "four": [0.004]},
-    ("adamw", "diloco"): {"final": [0.002], "four": [0.004]},
-    ("adamw", "sparseloco"): {"final": [0.002], "four": [0.004]},
-    ("sgd", "ddp"): {"tune": [0.05, 0.1, 0.2, 0.5], "retune": [0.05, 0.1, 0.2], "final": [0.1]},
-    ("sgd", "topk"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "retune": [0.01, 0.02, 0.05, 0.1], "final": [0.02]},
-    ("sgd", "gaussiank"): {"tune": [0.02, 0.05, 0.1, 0.2, 0.5], "final": [0.02]},
+
+class Part(NamedTuple):
+    """Trainings that go together: steps, those between two evaluations, and what else they share."""
+
+    steps: int
+    every: int
+    seed: int = 0
+    workers: int = 2
+    density: float = 0.01
+    width: int = 128
+
+
+PARTS = {
+    "tune": Part(250, 125, seed=100),
+    "retune": Part(500, 125, seed=100),
+    "final": Part(1000, 50),
+    # With more ranks the entries of one are a larger part of dense bytes.
+    "four": Part(1000, 50, workers=4, density=0.0075),
+    "eight": Part(1000, 50, workers=8, density=0.0075),
+    # 3.3 M parameters.
+    "large": Part(3000, 150, width=256),
 }
-"""The rates of each part.
+GRID = [0.001, 0.002, 0.005, 0.01]
+UNTUNED = ["bf16", "int4", "topk updates", "gaussiank updates", "local_sgd", "diloco", "sparseloco"]
+TRIED = [
+    ("tune", "adamw", ["ddp"], [0.0005, *GRID]),
+    ("tune", "adamw", ["powersgd"], [0.0005, *GRID[:3]]),
+    ("tune", "adamw", ["topk", "gaussiank"], GRID),
+    ("retune", "adamw", ["ddp"], [0.0005, *GRID[:3]]),
+    ("retune", "adamw", ["topk"], GRID),
+    ("final", "adamw", ["ddp", *UNTUNED], [0.002]),
+    ("final", "adamw", ["powersgd"], [0.001, 0.002]),
+    ("final", "adamw", ["topk"], [0.001, 0.002, 0.005]),
+    ("final", "adamw", ["gaussiank", "scalecom"], [0.0005, 0.001, 0.002]),
+    ("final", "adamw", ["gtopk", "oktopk"], [0.0002, 0.0005, 0.001]),
+    ("four", "adamw", ["ddp"], [0.002, 0.004, 0.008]),
+    ("four", "adamw", ["powersgd"], [0.002, 0.004]),
+    ("four", "adamw", UNTUNED, [0.004]),
+    ("eight", "adamw", ["ddp"], [0.004, 0.008]),
+    ("eight", "adamw", ["two_pass updates"], [0.004]),
+    ("large", "adamw", ["ddp", "topk updates"], [0.002]),
+    ("tune", "sgd", ["ddp"], [0.05, 0.1, 0.2, 0.5]),
+    ("tune", "sgd", ["topk", "gaussiank"], [0.02, 0.05, 0.1, 0.2, 0.5]),
+    ("retune", "sgd", ["ddp"], [0.05, 0.1, 0.2]),
+    ("retune", "sgd", ["topk"], [0.01, 0.02, 0.05, 0.1]),
+    ("final", "sgd", ["ddp"], [0.1]),
+    ("final", "sgd", ["topk", "gaussiank"], [0.02]),
+]
+"""Part, optimizer, methods and their rates.
 
 With AdamW and sparse gradients, 250 and 500 steps prefer a rate that 1,000 do not: so it was with topk and gaussiank,
 and the other sparse methods were not tried in short runs. PowerSGD was, and 250 steps preferred 0.001. bf16 takes the
@@ -116,23 +112,12 @@ TARGET = 2.6
 """Nats per byte: the lowest tenth that every contestant reaches, at its best rate."""
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 """Of the links, where step times are measured."""
-TIMED_WORKERS = [WORKERS, 4]
-"""With four, those that serve with AdamW: what a step costs where twice as many ranks share the processors."""
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
 """Options of all runs: AdamW's, SGD's, and of the sparse methods."""
 
 
 class Run(NamedTuple):
-    """One training.
-
-    Attributes:
-        part: "tune", "retune", "final", "four" and "eight", with as many workers, or "large", a model of 3.3 M
-            parameters and 3,000 steps.
-        optimizer: "adamw" or "sgd".
-        method: one of `CONTESTANTS` in `benchmarks.harness.baselines`.
-        lr: the learning rate between warm-up and cosine.
-        seed: of the initial weights and of the order of the data.
-    """
+    """One training: by one of `PARTS`, of `METHODS`, one of `CONTESTANTS` in `benchmarks.harness.baselines`."""
 
     part: str
     optimizer: str
@@ -143,16 +128,17 @@ class Run(NamedTuple):
 
 def trainee(run: Run, data: Data, every: int = 0) -> Trainee:
     """Return a model in training on this rank of a process group; 0 takes `UPDATES`' steps before an exchange."""
+    part = PARTS[run.part]
     torch.manual_seed(run.seed)
-    model = GPT(LENGTH, WIDTH.get(run.part, 128))
+    model = GPT(LENGTH, part.width)
     if run.optimizer == "adamw":
         betas = (0.9, FIXED["beta2"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=betas, weight_decay=0.01)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=FIXED["momentum"])
-    options = Options(DENSITY_OF.get(run.part, DENSITY), every=every or UPDATES.get(run.method, 1))
+    options = Options(part.density, every=every or UPDATES.get(run.method, 1))
     wrapped = CONTESTANTS[run.method].wrap(model, options, optimizer)
-    schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": STEPS[run.part]}
+    schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": part.steps}
     return Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule)
 
 
@@ -166,7 +152,7 @@ def work(job: Row) -> None:
         step_times.take_turns([*zip(columns, everys, made, strict=True)], job["out"])
         return
     trained = trainee(runs[0], data)
-    for point in trained.curve(trained.steps, EVERY[runs[0].part]):
+    for point in trained.curve(trained.steps, PARTS[runs[0].part].every):
         write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"]))})
     check_weights(trained.model)
 
@@ -177,16 +163,17 @@ def train(run: Run, path: Path) -> list[Row]:
     Raises:
         SystemExit: the first loss differs from that of other trainings with this seed, so they cannot be compared.
     """
-    workers = WORKERS_OF.get(run.part, WORKERS)
-    points, _ = run_ranks("benchmarks.language", {"what": "curve", "runs": [run]}, workers)
+    part, density = PARTS[run.part], 1.0
+    points, _ = run_ranks("benchmarks.language", {"what": "curve", "runs": [run]}, part.workers)
     first, started = round(points[0]["val_loss"], 6), first_losses(run, results.load(path))
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
-    density = DENSITY_OF.get(run.part, DENSITY) if run.method in SPARSE or "updates" in run.method else 1.0
-    if run.method == "sparseloco":
+    if run.method in SPARSE or "updates" in run.method:
+        density = part.density
+    elif run.method == "sparseloco":
         density = method("sparseloco").density or 1.0
-    common = {**FIXED, "density": density, "workers": workers, "batch_size_per_worker": BATCH_SIZE}
-    common |= {"steps": STEPS[run.part], "threads_per_rank": 1}
+    common = {**FIXED, "density": density, "workers": part.workers, "batch_size_per_worker": BATCH_SIZE}
+    common |= {"steps": part.steps, "threads_per_rank": 1}
     return [
         {
             **common,
@@ -203,16 +190,16 @@ def first_losses(run: Run, table: pd.DataFrame) -> set[float]:
     """Return at which losses a table's trainings of the same model with the same seed start."""
     if table.empty:
         return set()
-    same = (table["seed"] == run.seed) & (table["part"].isin(WIDTH) == (run.part in WIDTH))
+    same = (table["seed"] == run.seed) & ((table["part"] == "large") == (run.part == "large"))
     return set(table[same & (table["step"] == 0)]["val_loss"])
 
 
 def missing_runs(path: Path) -> list[Run]:
     """Return the runs of `TRIED` that a CSV file does not have."""
     runs = [
-        Run(part, *contestant, lr, SEEDS[part])
-        for contestant, parts in TRIED.items()
-        for part, rates in parts.items()
+        Run(part, optimizer, name, lr, PARTS[part].seed)
+        for part, optimizer, methods, rates in TRIED
+        for name in methods
         for lr in rates
     ]
     runs += [Run(*what, lr, seed) for seed in MORE_SEEDS for what, lr in REPEATED.items()]
@@ -220,20 +207,20 @@ def missing_runs(path: Path) -> list[Run]:
 
 
 def measure_seconds(path: Path) -> None:
-    """Time the steps of all contestants over shaped links, and write a CSV file."""
-    for workers, rate in itertools.product(TIMED_WORKERS, RATES):
-        chosen = TRIED if workers == WORKERS else [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]
-        part = next((part for part, count in WORKERS_OF.items() if count == workers), "tune")
-        job = {"what": "step times", "runs": [Run(part, *contestant, 0.001, 0) for contestant in chosen]}
-        case = {"workers": workers, "rate": rate}
-        rows = [case | row for row in step_times.over_links("benchmarks.language", job, workers, rate)]
-        results.save(path, rows, list(case))
+    """Time the steps of all contestants over shaped links; of four workers, those of them that serve with AdamW."""
+    all_ = [(optimizer, name) for optimizer, names in METHODS.items() for name in names]
+    some = [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]
+    for (part, contestants), rate in itertools.product((("tune", all_), ("four", some)), RATES):
+        case = {"workers": PARTS[part].workers, "rate": rate}
+        job = {"what": "step times", "runs": [Run(part, *contestant, 0.001, 0) for contestant in contestants]}
+        rows = step_times.over_links("benchmarks.language", job, PARTS[part].workers, rate)
+        results.save(path, [case | row for row in rows], list(case))
 
 
 def draw(folder: Path) -> None:
     """Draw the losses of each method at its best rate against steps, bytes and seconds."""
     table = results.load(folder / "language.csv").query("part == 'final' and seed == 0")
-    seconds = results.load(folder / "language_seconds.csv").query("workers == @WORKERS")
+    seconds = results.load(folder / "language_seconds.csv").query("workers == 2")
     timed = seconds.set_index(["rate", "optimizer", "method"])["median_ms"]
     losses = table.groupby(["optimizer", "method", "lr"])["val_loss"].last()
     figure, panels = plots.panels(len(METHODS), 2 + len(RATES), (16, 7.5), sharey=True)

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import Wrapped
@@ -30,19 +28,15 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
 from benchmarks.language import BATCH_SIZE, LENGTH, TARGET, VAL_SEQUENCES
 from examples.models.gpt import GPT
-from lightning_sparse import Method, UpdateRule
+from lightning_sparse import Comm, UpdateRule, method
 from lightning_sparse.aggregators import Aggregator, TwoPass
-from lightning_sparse.comm import Comm
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
-from lightning_sparse.methods import method
 from lightning_sparse.moments import SegmentMoments
 from lightning_sparse.updates import Updates
 
 STEPS, EVERY = 1000, 25
 """Steps of the schedule, and between two evaluations."""
-
-
 COLORS = [*(f"C{index}" for index in range(10)), "navy", "gold", "deeppink", "teal", "lime", "sienna"]
 """Of the variants in the figure."""
 
@@ -51,62 +45,57 @@ class Variant(NamedTuple):
     """A way to make one training of what several ranks' gradients say.
 
     Attributes:
-        exchanged: "update", "gradient" of all ranks, or "nothing": one rank alone, with its share of the data.
         method: name of the method.
-        options: of the method, but for the density.
-        rule: how updates are exchanged.
+        rule: how updates are exchanged; None exchanges gradients.
+        alone: one rank trains with its share of the data.
+        value_format: of the method.
         aggregator: in place of the method's own.
         beta1: of AdamW.
-        factor: what each rank's update is multiplied with beside `rule`: "root", √P; "payout too", as the rule's
-            `rescale`, and what momentum would still deliver as well.
-        payout: share of what momentum would still deliver that is paid out.
+        root: each rank's update is multiplied with √P.
+        payout: share of what momentum would still deliver that is paid out; None rescales it as the update.
         weight_decay: of AdamW.
         decay_outside: whether weights decay after the exchange, on all ranks alike, and not in the update.
         late: whether weights change by the mean of the step before, so that the exchange could take place during the
             next step.
     """
 
-    exchanged: str = "update"
     method: str = "topk"
-    options: Mapping[str, Any] = MappingProxyType({})
-    rule: UpdateRule = UpdateRule()
+    rule: UpdateRule | None = UpdateRule()
+    alone: bool = False
+    value_format: str = ""
     aggregator: Aggregator[Any] | None = None
     beta1: float = 0.9
-    factor: str = ""
-    payout: float = 1.0
+    root: bool = False
+    payout: float | None = 1.0
     weight_decay: float = 0.01
     decay_outside: bool = False
     late: bool = False
 
 
-KEEP = UpdateRule(momentum="keep", rescale=False)
+DENSE, KEEP = Variant("dense", rule=None), UpdateRule(momentum="keep", rescale=False)
 VARIANTS = {
-    "dense": Variant("gradient", "dense"),
-    "alone": Variant("nothing", "dense"),
+    "dense": DENSE,
+    "alone": DENSE._replace(alone=True),
+    "dense, decay 0.1": DENSE._replace(weight_decay=0.1),
     "topk": Variant(),
     "neither": Variant(rule=KEEP),
     "beta1 0.5": Variant(rule=KEEP, beta1=0.5),
     "not rescaled": Variant(rule=UpdateRule(rescale=False)),
     "not paid out": Variant(rule=UpdateRule(momentum="keep")),
     "masked": Variant(rule=UpdateRule(momentum="mask")),
-    "times root P": Variant(rule=UpdateRule(rescale=False), factor="root"),
-    "payout rescaled too": Variant(factor="payout too"),
+    "times root P": Variant(rule=UpdateRule(rescale=False), root=True),
+    "payout rescaled too": Variant(payout=None),
     "half paid out": Variant(payout=0.5),
     "two passes": Variant(aggregator=TwoPass()),
     "two passes, the second 3 times as dense": Variant(aggregator=TwoPass(second=3)),
-    "gaussiank": Variant(method="gaussiank"),
-    "gtopk": Variant(method="gtopk"),
-    "oktopk": Variant(method="oktopk"),
-    "scalecom": Variant(method="scalecom"),
-    "randk": Variant(method="randk"),
-    "dense, decay 0.1": Variant("gradient", "dense", weight_decay=0.1),
+    **{name: Variant(name) for name in ("gaussiank", "gtopk", "oktopk", "scalecom", "randk")},
     "decay 0.1": Variant(weight_decay=0.1),
     "decay 0.1 outside": Variant(weight_decay=0.1, decay_outside=True),
     "late": Variant(late=True),
-    "bf16 values": Variant(options={"value_format": "bfloat16"}),
-    "8-bit values": Variant(options={"value_format": "int8"}),
-    "4-bit values": Variant(options={"value_format": "int4"}),
-    "chunks, 2-bit values": Variant(method="chunktopk", options={"value_format": "int2"}),
+    "bf16 values": Variant(value_format="bfloat16"),
+    "8-bit values": Variant(value_format="int8"),
+    "4-bit values": Variant(value_format="int4"),
+    "chunks, 2-bit values": Variant("chunktopk", value_format="int2"),
     "every 10": Variant(rule=UpdateRule(every=10)),
 }
 
@@ -122,27 +111,35 @@ class Run(NamedTuple):
     steps: int
 
 
-SHORT = ["topk", "every 10", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled"]
-SHORT += ["times root P", "masked", "gtopk", "oktopk", "scalecom", "randk", "gaussiank", "two passes", "decay 0.1"]
+SHORT = ["topk", "every 10", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled", "randk"]
+SHORT += ["times root P", "masked", "gtopk", "oktopk", "scalecom", "gaussiank", "two passes", "decay 0.1"]
 SHORT += ["decay 0.1 outside"]
 TRIED = [
     Run(variant, workers, density, lr, seed, steps)
-    for workers, steps, lr, seeds, contestants in (
-        (2, 1000, 0.002, [0], [("dense", 1.0)]),
-        (2, 1000, 0.002, [0, 1, 2], [("topk", 0.001), ("alone", 1.0)]),
-        (2, 300, 0.002, [0], [(name, 0.01) for name in SHORT]),
-        (2, 300, 0.002, [0], [("bf16 values", 0.0165), ("8-bit values", 0.024), ("4-bit values", 0.031)]),
-        (2, 300, 0.002, [0], [("chunks, 2-bit values", 0.0285), ("dense, decay 0.1", 1.0)]),
-        (2, 300, 0.002, [1, 2], [("dense", 1.0)]),
-        (4, 1000, 0.002, [0, 1, 2], [("dense", 1.0), ("topk", 0.0075)]),
-        (4, 1000, 0.002, [0], [("two passes", 0.01)]),
-        (4, 300, 0.002, [0], [(name, 0.01) for name in ("not rescaled", "topk", "payout rescaled too")]),
-        (4, 300, 0.004, [0], [("dense", 1.0), ("topk", 0.0075)]),
-        (8, 1000, 0.002, [0, 1, 2], [("dense", 1.0), ("two passes, the second 3 times as dense", 0.0075)]),
-        (8, 1000, 0.002, [0], [("two passes", 0.01), ("topk", 0.0038)]),
+    for workers, steps, lr, seeds, density, variants in (
+        (2, 1000, 0.002, [0], 1.0, ["dense"]),
+        (2, 1000, 0.002, [0, 1, 2], 0.001, ["topk"]),
+        (2, 1000, 0.002, [0, 1, 2], 1.0, ["alone"]),
+        (2, 300, 0.002, [0], 0.01, SHORT),
+        (2, 300, 0.002, [0], 0.0165, ["bf16 values"]),
+        (2, 300, 0.002, [0], 0.024, ["8-bit values"]),
+        (2, 300, 0.002, [0], 0.031, ["4-bit values"]),
+        (2, 300, 0.002, [0], 0.0285, ["chunks, 2-bit values"]),
+        (2, 300, 0.002, [0], 1.0, ["dense, decay 0.1"]),
+        (2, 300, 0.002, [1, 2], 1.0, ["dense"]),
+        (4, 1000, 0.002, [0, 1, 2], 1.0, ["dense"]),
+        (4, 1000, 0.002, [0, 1, 2], 0.0075, ["topk"]),
+        (4, 1000, 0.002, [0], 0.01, ["two passes"]),
+        (4, 300, 0.002, [0], 0.01, ["not rescaled", "topk", "payout rescaled too"]),
+        (4, 300, 0.004, [0], 1.0, ["dense"]),
+        (4, 300, 0.004, [0], 0.0075, ["topk"]),
+        (8, 1000, 0.002, [0, 1, 2], 1.0, ["dense"]),
+        (8, 1000, 0.002, [0, 1, 2], 0.0075, ["two passes, the second 3 times as dense"]),
+        (8, 1000, 0.002, [0], 0.01, ["two passes"]),
+        (8, 1000, 0.002, [0], 0.0038, ["topk"]),
     )
     for seed in seeds
-    for variant, density in contestants
+    for variant in variants
 ]
 """What to train, in this order."""
 
@@ -156,59 +153,48 @@ class Trial(Updates):
         self.waiting = {name: torch.zeros_like(param) for name, param in self._params.items()}
 
     def _moments(self, segment: Segment, *args: Any) -> SegmentMoments:
-        moments, size = super()._moments(segment, *args), self._reducer.comm.size
-        made, factors = moments.payout, torch.ones(len(segment.names))
+        moments, share = super()._moments(segment, *args), self.variant.payout
+        rescaled = moments.rescaling([0] * len(segment.names), self._reducer.comm.size) if share is None else None
+        factors: float | Tensor | None = rescaled[0] if rescaled else share
+        made = moments.payout
 
         def varied() -> Payout | None:
-            payout = made()
-            if payout is None:
+            if (payout := made()) is None:
                 return None
             coefficients = payout.coefficients.clone()
-            coefficients[0] *= self.variant.payout * factors
+            coefficients[0] *= factors
             return replace(payout, coefficients=coefficients)
 
-        if self.variant.factor == "payout too":
-            found = moments.rescaling([0] * len(segment.names), size)
-            factors = factors if found is None else found[0]
-        if self.variant.payout != 1 or self.variant.factor == "payout too":
-            moments.payout = varied  # type: ignore[method-assign]
+        moments.payout = varied  # type: ignore[method-assign]
         return moments
 
     def exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.variant.factor == "root":
+        if self.variant.root:
             with torch.no_grad():
                 for name, param in self._params.items():
                     param.lerp_(self._weights[name], 1 - self._reducer.comm.size**0.5)
-        if not self.variant.late:
-            super().exchange(optimizer)
-            return
         before = {name: x.clone() for name, x in self._weights.items()}
         super().exchange(optimizer)
-        for name, param in self._params.items():
-            mean = before[name] - param.detach()
-            param.data.copy_(before[name] - self.waiting[name])
-            self.waiting[name] = mean
-
-
-def make(run: Run) -> Method:
-    """Return the method of a run."""
-    variant = VARIANTS[run.variant]
-    rule = variant.rule if variant.exchanged == "update" else None
-    made = method(variant.method, density=None if variant.method == "dense" else run.density, **variant.options)
-    return replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=rule)
+        if self.variant.late:
+            for name, param in self._params.items():
+                mean = before[name] - param.detach()
+                param.data.copy_(before[name] - self.waiting[name])
+                self.waiting[name] = mean
 
 
 def train(run: Run, data: Data) -> list[Row]:
     """Train with ranks as threads; return the loss and the bytes that a rank has sent, every `EVERY` steps."""
     variant = VARIANTS[run.variant]
+    options = {"value_format": variant.value_format} if variant.value_format else {}
+    made = method(variant.method, density=None if variant.method == "dense" else run.density, **options)
+    made = replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=variant.rule)
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         decay = 0.0 if variant.decay_outside else variant.weight_decay
         optimizer = torch.optim.AdamW(model.parameters(), run.lr, (variant.beta1, 0.999), weight_decay=decay)
         wrapped = Wrapped(model)
-        if variant.exchanged != "nothing":
-            trial = functools.partial(Trial, variant=variant)
-            wrapped = attach_thread(model, optimizer, make(run), comm, updates=trial)
+        if not variant.alone:
+            wrapped = attach_thread(model, optimizer, made, comm, updates=functools.partial(Trial, variant=variant))
 
         def decay_all(*_: Any) -> None:
             shrunk = 1 - optimizer.param_groups[0]["lr"] * variant.weight_decay
@@ -216,11 +202,11 @@ def train(run: Run, data: Data) -> list[Row]:
 
         if variant.decay_outside:
             optimizer.register_step_post_hook(decay_all)
-        made = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
-        made.ranks = run.workers  # also where one is alone
-        return made
+        found = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
+        found.ranks = run.workers  # also where one is alone
+        return found
 
-    ranks = 1 if variant.exchanged == "nothing" else run.workers
+    ranks = 1 if variant.alone else run.workers
     return train_threads(lambda: GPT(context=LENGTH), trainee, ranks, run.seed, run.steps, EVERY)
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
-from benchmarks.language import REPEATED, WORKERS_OF  # noqa: E402
+from benchmarks.language import PARTS, REPEATED  # noqa: E402
 from benchmarks.updates import steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -349,7 +349,7 @@ def language_seeds() -> str:
     trained = read("language").query("optimizer == 'adamw'")
     eight = {("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates")}
     rows, dense = [], 1.0
-    for (part, _, method), lr in sorted((REPEATED | eight).items(), key=lambda item: WORKERS_OF.get(item[0][0], 2)):
+    for (part, _, method), lr in sorted((REPEATED | eight).items(), key=lambda item: PARTS[item[0][0]].workers):
         chosen = trained[(trained["part"] == part) & (trained["method"] == method) & (trained["lr"] == lr)]
         runs = [run.sort_values("step") for _, run in chosen.groupby("seed")]
         ends = [run.val_loss.iloc[-1] for run in runs]
