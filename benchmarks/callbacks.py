@@ -25,13 +25,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from benchmarks.harness import results
+from benchmarks.harness.results import Row
 from benchmarks.harness.timing import spread
 from examples.train import quiet
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 
-BLOCK = 5
-RANKS = 2
+BLOCK, RANKS, LAYERS = 5, 2, 5
 
 
 def contestants() -> dict[str, list[pl.Callback]]:
@@ -48,19 +48,17 @@ def contestants() -> dict[str, list[pl.Callback]]:
 
 
 class MLP(pl.LightningModule):
-    """Layers of 1,000 neurons."""
+    """Layers of 1,000 neurons, a million parameters each."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(1000, 1000), nn.ReLU()) for _ in range(layers)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(1000, 1000), nn.ReLU()) for _ in range(LAYERS)))
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        """Return a loss."""
-        return (self.layers(batch) - batch).pow(2).mean()
+        return nn.functional.mse_loss(self.layers(batch), batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD."""
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
@@ -69,38 +67,31 @@ class Turns(pl.Callback):
 
     def __init__(self) -> None:
         self.contestants = contestants()
-        self.names = list(self.contestants)
-        self.steps: list[tuple[int, str, str, float]] = []
+        self.steps: list[Row] = []
 
-    def turn(self, batch_idx: int) -> str:
-        """Return whose turn it is."""
-        return self.names[batch_idx // BLOCK % len(self.names)]
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Call all contestants."""
+    def on_train_start(self, *args: Any) -> None:
         for callback in itertools.chain(*self.contestants.values()):
-            callback.on_train_start(trainer, pl_module)
+            callback.on_train_start(*args)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
-        """Start the clock and call the contestant whose turn it is."""
+    def on_train_batch_start(self, *args: Any) -> None:
         self.started = time.perf_counter()
-        for callback in self.contestants[self.turn(batch[-1])]:
-            callback.on_train_batch_start(trainer, pl_module, *batch)
+        turn, self.step = divmod(args[-1], BLOCK)
+        self.block, number = divmod(turn, len(self.contestants))
+        self.name = list(self.contestants)[number]
+        for callback in self.contestants[self.name]:
+            callback.on_train_batch_start(*args)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
-        """Call the contestant and stop the clock."""
-        index = batch[-1]
-        name, kind = self.turn(index), "does not log" if (index + 1) % BLOCK else "logs"
-        for callback in self.contestants[name]:
-            callback.on_train_batch_end(trainer, pl_module, *batch)
-        ms = 1e3 * (time.perf_counter() - self.started)
-        self.steps.append((index // BLOCK // len(self.names), kind, name, ms))
+    def on_train_batch_end(self, *args: Any) -> None:
+        for callback in self.contestants[self.name]:
+            callback.on_train_batch_end(*args)
+        ms, kind = 1e3 * (time.perf_counter() - self.started), "logs" if self.step == BLOCK - 1 else "does not log"
+        self.steps.append({"block": self.block, "step": kind, "callback": self.name, "ms": ms})
 
 
-def fit(layers: int, steps: int, folder: Path, callbacks: list[pl.Callback]) -> tuple[pl.Trainer, Tensor]:
+def fit(steps: int, folder: Path, callbacks: list[pl.Callback]) -> tuple[pl.Trainer, Tensor]:
     """Train and return the trainer and the weights."""
     pl.seed_everything(0, verbose=False)
-    data = torch.randn(steps * RANKS * 8, 1000)
+    model, data = MLP(), torch.randn(steps * RANKS * 8, 1000)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -113,15 +104,14 @@ def fit(layers: int, steps: int, folder: Path, callbacks: list[pl.Callback]) -> 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = MLP(layers)
     trainer.fit(model, torch.utils.data.DataLoader(data, 8))  # type: ignore[arg-type]
-    return trainer, torch.cat([param.detach().view(-1) for param in model.parameters()])
+    return trainer, nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def check(layers: int, folder: Path) -> None:
+def check(folder: Path) -> None:
     """Raise unless the callbacks leave training as it is, and log what they should."""
-    _, alone = fit(layers, 2 * BLOCK, folder / "alone", [])
-    trainer, watched = fit(layers, 2 * BLOCK, folder / "watched", contestants()["all three"])
+    _, alone = fit(2 * BLOCK, folder / "alone", [])
+    trainer, watched = fit(2 * BLOCK, folder / "watched", contestants()["all three"])
     if not torch.equal(alone, watched):
         raise SystemExit("Training with the callbacks ends with other weights than without: no times for that.")
     if trainer.is_global_zero:
@@ -132,38 +122,37 @@ def check(layers: int, folder: Path) -> None:
             raise SystemExit(f"The callbacks logged {numel:,} elements at steps {logged}: no times for that.")
 
 
-def report(turns: Turns, numel: int, out: Path) -> None:
-    """Print and write a row for each contestant and kind of step."""
-    table = pd.DataFrame(turns.steps, columns=["block", "step", "callback", "ms"]).query("block > 0")  # after a warm-up
+def summarize(steps: list[Row]) -> list[Row]:
+    """Return a row for each contestant and kind of step, without the first block, a warm-up."""
+    table = pd.DataFrame(steps).query("block > 0")
     blocks = table.groupby(["step", "callback", "block"])["ms"].median()
     rows = []
-    for step, name in itertools.product(("logs", "does not log"), turns.names):
-        ms = table.query("step == @step and callback == @name")["ms"]
+    for (step, name), ms in table.groupby(["step", "callback"], sort=False)["ms"]:
         extra = blocks[step, name] - blocks[step, "none"]
-        times = {column: f"{value:.2f}" for column, value in (spread(ms) | spread(extra, "extra_ms")).items()}
+        times = {column: round(value, 2) for column, value in (spread(ms) | spread(extra, "extra_ms")).items()}
         rows.append({"callback": name, "step": step, **times, "blocks": len(extra)})
-    print(pd.DataFrame(rows).to_string(index=False))
-    surroundings = {"params": numel, "ranks": RANKS, "threads_per_rank": torch.get_num_threads()}
-    surroundings |= results.origin("pytorch-lightning", "tensorboard")
-    results.save(out, [row | surroundings for row in rows])
+    return rows
 
 
 def main() -> None:
     """Run from the command line."""
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--layers", type=int, default=5, help="of a million parameters each, default 5")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each contestant, default 20")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
     warnings.simplefilter("ignore")  # Lightning's advice on a toy run
     with tempfile.TemporaryDirectory() as folder:
-        check(arguments.layers, Path(folder))
+        check(Path(folder))
         turns = Turns()
-        steps = BLOCK * len(turns.names) * (arguments.rounds + 1)
-        trainer, weights = fit(arguments.layers, steps, Path(folder) / "turns", [turns])
-        if trainer.is_global_zero:
-            report(turns, len(weights), arguments.out / "callbacks.csv")
+        steps = BLOCK * len(turns.contestants) * (args.rounds + 1)
+        trainer, weights = fit(steps, Path(folder) / "turns", [turns])
+    if trainer.is_global_zero:
+        rows = summarize(turns.steps)
+        print(pd.DataFrame(rows).to_string(index=False))
+        where = {"params": len(weights), "ranks": RANKS, "threads_per_rank": torch.get_num_threads()}
+        where |= results.origin("pytorch-lightning", "tensorboard")
+        results.save(args.out / "callbacks.csv", [row | where for row in rows])
 
 
 if __name__ == "__main__":
