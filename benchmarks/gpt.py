@@ -21,15 +21,14 @@ from collections.abc import Iterator
 import pandas as pd
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import results
+from benchmarks.harness.baselines import AS_OURS, CONTESTANTS, Options, Wrapped, data_parallel
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import cold, elapsed_ms, eviction, spread
 from examples.models import GPT
-from lightning_sparse import attach, attach_updates
 
 PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 """Name to dtype of parameters and gradients; calculated is in bf16."""
@@ -49,25 +48,19 @@ class Contestant:
         torch.manual_seed(0)
         self.method, self.device, self.mixed = method, device, precision == "bf16-mixed"
         self.model = GPT(**shape).to(device, PRECISIONS[precision])
-        self.params = sum(param.numel() for param in self.model.parameters())
+        self.numel = sum(param.numel() for param in self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
-        self.name, _, updates = method.partition(" ")
-        self.ddp: nn.Module = self.model
-        if not updates:
-            self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=25, gradient_as_bucket_view=True)
-        self.reducer = self.updates = None
-        if updates:
-            self.updates = attach_updates(self.model, self.optimizer, self.name, density=0.001)
-        elif method != "ddp":
-            self.reducer = attach(self.ddp, method, density=0.001)  # type: ignore[arg-type]
-        size = (batch, shape["context"] + 1)
-        tokens = torch.randint(shape["vocabulary"], size, device=device)
+        if method == "ddp":
+            self.wrapped = Wrapped(data_parallel(self.model, **AS_OURS))
+        else:
+            self.wrapped = CONTESTANTS[method].wrap(self.model, Options(density=0.001), self.optimizer)
+        tokens = torch.randint(shape["vocabulary"], (batch, shape["context"] + 1), device=device)
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
 
     def backward(self) -> None:
         """Go forward and backward."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.mixed):
-            loss = functional.cross_entropy(self.ddp(self.inputs).flatten(0, 1), self.targets)
+            loss = functional.cross_entropy(self.wrapped.module(self.inputs).flatten(0, 1), self.targets)
         loss.backward()
 
     def step(self) -> None:
@@ -78,10 +71,6 @@ class Contestant:
 
     def check(self) -> None:
         """Raise unless the first step hands out or keeps every gradient, as it is, and hands out some."""
-        if self.updates is not None:
-            self._check_updates()
-        if self.reducer is None:
-            return
         given: dict[str, Tensor] = {}
         params = dict(self.model.named_parameters())
         watches = [
@@ -89,58 +78,57 @@ class Contestant:
             for name, param in params.items()
         ]
         self.backward()
-        kept = self.reducer.state_dict()["elements"]["residual"]
+        kept = self.wrapped.residuals()
         handed = 0
         for name, param in params.items():
             assert param.grad is not None
             handed += int(param.grad.count_nonzero())
             if not torch.equal(param.grad.float() + kept[name].to(param.device), given[name].float()):
                 raise SystemExit(f"{self.method} loses something of the gradient of {name}: no times for that.")
-        if not 0.0005 * self.params < handed < 0.0015 * self.params:
-            raise SystemExit(f"{self.method} hands out {handed:,} of {self.params:,} entries: no times for that.")
+        if not 0.0005 * self.numel < handed < 0.0015 * self.numel:
+            raise SystemExit(f"{self.method} hands out {handed:,} of {self.numel:,} entries: no times for that.")
         for watch in watches:
             watch.remove()
         self.optimizer.zero_grad()
 
-    def _check_updates(self) -> None:
+    def check_updates(self) -> None:
         """Raise unless a step changes some weights, those that are sent."""
         before = [param.detach().clone() for param in self.model.parameters()]
         self.step()
         changed = sum(int((x != y).sum()) for x, y in zip(before, self.model.parameters(), strict=True))
-        if not 0 < changed < 0.0015 * self.params:
-            raise SystemExit(f"{self.method} changes {changed:,} of {self.params:,} weights: no times for that.")
+        if not 0 < changed < 0.0015 * self.numel:
+            raise SystemExit(f"{self.method} changes {changed:,} of {self.numel:,} weights: no times for that.")
 
 
 def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: str) -> Iterator[Row]:
     """Check and time all contestants; to be called in a world of one."""
     for precision, dtype in PRECISIONS.items():
-        contestants = [Contestant(name, shape, precision, batch, device) for name in ("ddp", *METHODS)]
-        times: dict[str, list[float]] = {contestant.method: [] for contestant in contestants}
-        for contestant in contestants:
-            contestant.check()
-        params = contestants[0].params
-        x = torch.randn(params, device=device)
+        contestants = {name: Contestant(name, shape, precision, batch, device) for name in ("ddp", *METHODS)}
+        for name in METHODS:
+            (contestants[name].check_updates if CONTESTANTS[name].updates else contestants[name].check)()
+        numel = contestants["ddp"].numel
+        x = torch.randn(numel, device=device)
         other = eviction(device) if device == "cuda" else torch.empty(1)
-        copied = cold(functools.partial(torch.empty_like(x).copy_, x), 15, other)
-        rate = 8 * params / copied["ms"]  # bytes a millisecond; a copy reads and writes
+        rate = 8 * numel / cold(functools.partial(torch.empty_like(x).copy_, x), 15, other)["ms"]  # reads and writes
         del x, other
+        times: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in range(1 + turns):
-            for contestant in contestants:
+            for name, contestant in contestants.items():
                 contestant.step()
                 ms = elapsed_ms(lambda run=contestant.step: [run() for _ in range(steps)], device)
-                times[contestant.method].append(ms / steps)
+                times[name].append(ms / steps)
         spreads = {name: spread(ms[1:]) for name, ms in times.items()}  # the first turn compiles and warms up
         for name, found in spreads.items():
             row: Row = {"precision": precision, "contestant": name, **found}
-            row |= {"params": params, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
+            row |= {"params": numel, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
             counted = UPDATE_BYTES[dtype] if "updates" in name else 8 + 2 * dtype.itemsize
-            floor = counted * params / rate
+            floor = counted * numel / rate
             row |= {"copy_bytes_per_s": 1e3 * rate, "counted_bytes": counted, "floor_ms": floor}
             if name != "ddp":
                 added, limit = row["ms"] - spreads["ddp"]["ms"], FLOORS * floor + CONSTANT_MS
                 row |= {"added_ms": added, "limit_ms": limit, "within": added <= limit}
             yield row
-        del contestants
+        del contestants, contestant
 
 
 def main() -> None:

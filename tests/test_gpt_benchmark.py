@@ -27,19 +27,20 @@ def test_every_contestant_is_checked_and_timed():
 
 def lose_something(rank):
     contestant = Contestant("topk", SMALL, "bf16-mixed", 2, "cpu")
-    reduce_segment_ = contestant.reducer.reduce_segment_
+    reducer = contestant.wrapped.reducer
+    reduce_segment_ = reducer.reduce_segment_
 
     def reduce_wrongly_(segment, grads, *args):
         reduce_segment_(segment, grads, *args)
         grads[0].add_(1)
 
-    contestant.reducer.reduce_segment_ = reduce_wrongly_
+    reducer.reduce_segment_ = reduce_wrongly_
     with pytest.raises(SystemExit, match="topk loses something"):
         contestant.check()
     contestant = Contestant("topk updates", SMALL, "bf16-mixed", 2, "cpu")
     contestant.step = lambda: [param.detach().add_(1) for param in contestant.model.parameters()]
     with pytest.raises(SystemExit, match="topk updates changes"):
-        contestant.check()
+        contestant.check_updates()
     return True
 
 
