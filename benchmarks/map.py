@@ -18,7 +18,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.colors import ListedColormap
-from scipy.interpolate import RegularGridInterpolator
+from scipy.ndimage import zoom
 
 from benchmarks.harness import plots, results
 from benchmarks.harness.results import RESULTS, Row
@@ -72,9 +72,8 @@ EDGE = "#1c1c1c"
 
 def fields(panel: str) -> Iterator[Row]:
     """Compute one map: seconds of a step, by contestant, at points that lie close enough to interpolate."""
-    fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")), strict=True)
-    ours = {name: value for name, value in fitted if name in ("element", "entry", "segment")}
-    costs = Costs(**{name: value * PANELS[panel].share for name, value in ours.items()}, shared=False)
+    fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")) * PANELS[panel].share, strict=True)
+    costs = Costs(**{name: value for name, value in fitted if name in ("element", "entry", "segment")}, shared=False)
     for params, rate in product(np.geomspace(1e5, 1e9, POINTS), np.geomspace(1e7, 1e11, POINTS)):
         compute = params * SECONDS_PER_PARAM
         work, link = Workload.even(round(params), compute / 3, 2 / 3 * compute), Link(rate / 8 * PAYLOAD_SHARE)
@@ -182,13 +181,11 @@ def draw_circles(axis: Any, runs: pd.DataFrame) -> set[str]:
 
 def fine(field: pd.DataFrame, points: int = 500) -> tuple[Any, Any, dict[str, Any]]:
     """Return parameters, rates, and each contestant's seconds on a fine grid, interpolated between logarithms."""
-    params, rates = np.unique(field.params), np.unique(field.bits_per_second)
-    across, up = np.geomspace(params[0], params[-1], points), np.geomspace(rates[0], rates[-1], points)
-    between = np.stack(np.meshgrid(np.log(up), np.log(across), indexing="ij"), -1)
     seconds = {}
     for name in [DDP, "dense, 16 bit", *OURS]:
-        grid = field.pivot_table(index="bits_per_second", columns="params", values=name).to_numpy()
-        seconds[name] = np.exp(RegularGridInterpolator((np.log(rates), np.log(params)), np.log(grid))(between))
+        grid = field.pivot_table(index="bits_per_second", columns="params", values=name)
+        seconds[name] = np.exp(zoom(np.log(grid), points / POINTS, order=1))
+    across, up = (np.geomspace(values[0], values[-1], points) for values in (grid.columns, grid.index))
     return across, up, seconds
 
 
