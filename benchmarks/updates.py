@@ -42,34 +42,19 @@ COLORS = [*(f"C{index}" for index in range(10)), "navy", "gold", "deeppink", "te
 
 
 class Variant(NamedTuple):
-    """A way to make one training of what several ranks' gradients say.
-
-    Attributes:
-        method: name of the method.
-        rule: how updates are exchanged; None exchanges gradients.
-        alone: one rank trains with its share of the data.
-        value_format: of the method.
-        aggregator: in place of the method's own.
-        beta1: of AdamW.
-        root: each rank's update is multiplied with √P.
-        payout: share of what momentum would still deliver that is paid out; None rescales it as the update.
-        weight_decay: of AdamW.
-        decay_outside: whether weights decay after the exchange, on all ranks alike, and not in the update.
-        late: whether weights change by the mean of the step before, so that the exchange could take place during the
-            next step.
-    """
+    """A way to make one training of what several ranks' gradients say."""
 
     method: str = "topk"
-    rule: UpdateRule | None = UpdateRule()
-    alone: bool = False
+    rule: UpdateRule | None = UpdateRule()  # how updates are exchanged; None exchanges gradients
+    alone: bool = False  # one rank trains, with its share of the data
     value_format: str = ""
-    aggregator: Aggregator[Any] | None = None
+    aggregator: Aggregator[Any] | None = None  # in place of the method's own
     beta1: float = 0.9
-    root: bool = False
-    payout: float | None = 1.0
+    root: bool = False  # each rank's update is multiplied with √P
+    payout: float | None = 1.0  # share of what momentum would still deliver; None: rescaled as the update is
     weight_decay: float = 0.01
-    decay_outside: bool = False
-    late: bool = False
+    decay_outside: bool = False  # weights decay after the exchange, on all ranks alike, and not in the update
+    late: bool = False  # weights change by the mean of the step before: an exchange could go on during the next step
 
 
 DENSE, KEEP = Variant("dense", rule=None), UpdateRule(momentum="keep", rescale=False)

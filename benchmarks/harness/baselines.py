@@ -36,21 +36,13 @@ class Options(NamedTuple):
 
 @dataclass
 class Wrapped:
-    """A model made ready for one contestant's kind of communication.
+    """A model made ready for one contestant's kind of communication."""
 
-    Attributes:
-        module: the model to call in the training loop.
-        residuals: returns this rank's residual of each parameter, by its name; empty without error feedback.
-        reducer: of our methods.
-        all_reduced: returns how many bytes went into all-reduces in a number of steps; dense baselines only.
-        every: number of steps from one exchange to the next.
-    """
-
-    module: nn.Module
-    residuals: Callable[[], dict[str, Tensor]] = dict
-    reducer: Reducer | None = None
-    all_reduced: Callable[[int], int] | None = None
-    every: int = 1
+    module: nn.Module  # to call in the training loop
+    residuals: Callable[[], dict[str, Tensor]] = dict  # this rank's, by parameter name; none without error feedback
+    reducer: Reducer | None = None  # of our methods
+    all_reduced: Callable[[int], int] | None = None  # dense baselines: bytes all-reduced in a number of steps
+    every: int = 1  # steps from one exchange to the next
 
     @property
     def counted_bytes(self) -> int:
@@ -72,23 +64,14 @@ Wrap = Callable[[nn.Module, Options, Optimizer], Wrapped]
 
 
 class Contestant(NamedTuple):
-    """A way to communicate: how a model is made ready for it, and what is checked.
-
-    Attributes:
-        wrap: makes a model ready.
-        tolerance: of dense contestants: distance allowed from one process, relative to the step.
-        check_steps: steps over which gradients must balance; they are the warm-up too.
-        sparse: whether few entries are handed out: at most P·⌈4k/3⌉.
-        alone: ranks do not communicate at all.
-        updates: whether it exchanges what optimizers change, not gradients.
-    """
+    """A way to communicate: how a model is made ready for it, and what is checked."""
 
     wrap: Wrap
-    tolerance: float | None = None
-    check_steps: int = 1
-    sparse: bool = False
-    alone: bool = False
-    updates: bool = False
+    tolerance: float | None = None  # of dense contestants: distance allowed from one process, relative to the step
+    check_steps: int = 1  # over which gradients must balance; they are the warm-up too
+    sparse: bool = False  # whether few entries are handed out: at most P·⌈4k/3⌉
+    alone: bool = False  # ranks do not communicate at all
+    updates: bool = False  # whether it exchanges what optimizers change, not gradients
 
 
 def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **options: Any) -> DistributedDataParallel:

@@ -39,14 +39,10 @@ class Hosts(NamedTuple):
 def hosts(
     workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1, calibrate: bool = True
 ) -> Iterator[Hosts]:
-    """Make hosts for a number of ranks.
+    """Make hosts for a number of ranks, calibrated.
 
-    Args:
-        workers: number of ranks.
-        rate: of the links, as tc writes it, or "loopback": one host, unshaped.
-        ranks_per_host: how many ranks share a link.
-        dilate: the links have this part of the rate.
-        calibrate: measure the links first; SystemExit if they are off their rate.
+    The rate of the links is as tc writes it, or "loopback": one host, unshaped. Links have a `dilate`th part of it, and
+    some ranks may share one.
     """
     if rate == "loopback":
         with socket.socket() as free:
@@ -89,18 +85,11 @@ def launch(
     patience: float = 3600,
     on_record: Callable[[Record], None] = lambda record: None,
 ) -> tuple[list[Record], str | None]:
-    """Run `python -m module <job as JSON>` on every rank, until they end or one fails.
+    """Run `python -m module <job as JSON>` on every rank, until all end or one fails.
 
-    Args:
-        module: its ranks append records to the file `job["out"]`, see `ranks.write`.
-        job: what they are asked to do.
-        where: they run.
-        workers: number of ranks.
-        patience: seconds without a new record after which the ranks count as hung.
-        on_record: called with each record as it comes.
-
-    Returns:
-        The records, and why the ranks ended early; None if they did not.
+    Ranks append records to the file `job["out"]`, see `ranks.write`; `on_record` is called with each as it comes. After
+    `patience` seconds without a new one the ranks count as hung. Returns the records, and why the ranks ended early,
+    None if they did not.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         out, logs = Path(folder, "records"), [Path(folder, f"rank{rank}") for rank in range(workers)]

@@ -93,11 +93,7 @@ def probe(name: str, rate: str, payload_bytes: int, seconds: float) -> dict[str,
 
 @final
 class ShapedLinks:
-    """A context manager that makes the hosts; leaving it ends every process on them.
-
-    Args:
-        hosts: number of hosts.
-        rate: of each link, in each direction, as `tc` writes it.
+    """A context manager that makes hosts with links of a rate in each direction; leaving it ends every process on them.
 
     Raises:
         RuntimeError: the machine cannot make namespaces.
@@ -146,11 +142,9 @@ class ShapedLinks:
         return process
 
     def calibrate(self) -> list[dict[str, Any]]:
-        """Measure the links: single transfers, a stream of small messages, and all hosts sending to one.
+        """Measure 600 KB (the median of nine), 20 MB, a stream of 50 KB messages, and 20 MB from all hosts to one.
 
-        Returns:
-            600 KB (the median of nine), 20 MB, a stream of 50 KB messages, each written only when the socket has taken
-            the one before, and 20 MB in equal parts from all other hosts to host 0.
+        A message is written only when the socket has taken the one before; to host 0 all others send equal parts.
         """
         # A stream long enough that the part sent at full speed, one burst, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))

@@ -59,19 +59,11 @@ def cold(run: Callable[[], object], repetitions: int, other: Tensor) -> dict[str
 
 
 def in_turns(
-    contestants: Mapping[str, Callable[[], object]],
-    repetitions: int,
-    clock: Callable[[], float] = time.perf_counter,
+    contestants: Mapping[str, Callable[[], object]], repetitions: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[dict[str, Any]]:
     """Time all contestants in turn on the CPU, each twice: "cold", after the caches were filled, and "warm", again.
 
-    Args:
-        contestants: what to run.
-        repetitions: of each, after one to warm up.
-        clock: seconds; `time.process_time` leaves out what other programs take of the processors.
-
-    Returns:
-        A row for each contestant and cache.
+    Returns a row for each contestant and cache. `time.process_time` as a clock leaves out what other programs take.
     """
     other = eviction()
     times = collections.defaultdict(list)

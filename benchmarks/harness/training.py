@@ -45,17 +45,9 @@ def factor(step: int, steps: int) -> float:
 
 
 class Trainee:
-    """A model in training on one rank.
+    """A model in training on one rank; `wrapped` is the model made ready for communication with those of `comm`.
 
-    Args:
-        model: the model.
-        wrapped: the same, made ready for communication.
-        optimizer: its optimizer.
-        data: the same on all ranks.
-        comm: to the other ranks.
-        seed: of the order of the data.
-        batch_size: of a rank.
-        steps: of the whole schedule.
+    Options: the `seed` of the order of the data, the `batch_size` of a rank, and the `steps` of the whole schedule.
     """
 
     def __init__(
@@ -147,23 +139,17 @@ def attach_thread(
 
 
 def train_threads(
-    build: Callable[[], nn.Module],
-    make: Callable[[nn.Module, Comm], Trainee],
-    ranks: int,
-    seed: int,
-    steps: int,
-    every: int,
+    build: Callable[[], nn.Module], make: Callable[[nn.Module, Comm], Trainee], ranks: int, seed: int, *steps: int
 ) -> list[Row]:
     """Return the curve of a training with ranks as threads, each of which makes a trainee of a model.
 
-    Raises:
-        SystemExit: the ranks end with different weights.
+    `steps` are those of the training and between two evaluations. SystemExit: the ranks end with different weights.
     """
     models = []
     for _ in range(ranks):
         torch.manual_seed(seed)
         models.append(build())
-    points = simulate(ranks, lambda comm: list(make(models[comm.rank], comm).curve(steps, every)))[0]
+    points = simulate(ranks, lambda comm: list(make(models[comm.rank], comm).curve(*steps)))[0]
     weights = [nn.utils.parameters_to_vector(model.parameters()) for model in models]
     if math.isfinite(points[-1]["val_loss"]) and not all(torch.equal(weights[0], other) for other in weights[1:]):
         raise SystemExit(f"Weights of the {ranks} ranks differ after {points[-1]['step']} steps.")
