@@ -23,7 +23,8 @@ from scipy.ndimage import zoom
 from benchmarks.harness import plots, results
 from benchmarks.harness.results import RESULTS, Row
 from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
-from benchmarks.scaling import NAMES, chosen, fit, read
+from benchmarks.scaling import NAMES, fit, read
+from lightning_sparse import method
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 
 WORKERS = 4
@@ -80,7 +81,7 @@ def fields(panel: str) -> Iterator[Row]:
         steps = {
             name: step(DENSE, work, WORKERS, link, Costs(), dense_bytes=size) for name, size in DENSE_BYTES.items()
         }
-        steps |= {name: step(chosen(name), work, WORKERS, link, costs) for name in OURS}
+        steps |= {name: step(method(name), work, WORKERS, link, costs) for name in OURS}
         yield row(panel, "model", "", params, rate, {name: found.seconds for name, found in steps.items()})
 
 

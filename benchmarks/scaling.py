@@ -17,18 +17,16 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from benchmarks.harness import plots, results
-from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
 from benchmarks.harness.workloads import COMPUTE_SECONDS, shapes
 from benchmarks.network import BUSY
 from lightning_sparse import method
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.layout import Layout
-from lightning_sparse.methods import Method
 
 MODELS = [name for name in COMPUTE_SECONDS if name != "mlp_paced"]
 FITTED_TO = [("vgg16", 4), ("alexnet", 4), ("resnet20", 4)]
-EXTRAPOLATED = (8, 16, 32)
+WORKERS = (8, 16, 32)
 # Per cent, dense / TopK / gTopK (Shi et al. 2019, arXiv 1901.04359, and the authors' plotting script for P = 4).
 PUBLISHED = {
     ("vgg16", 4): (7.9, 8.4, 9.95),
@@ -45,97 +43,89 @@ PUBLISHED = {
 METHODS = ["ddp", "topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 NAMES = ["latency", "element", "entry", "dense_byte", "segment"]
 SCALES = np.array([1e-4, 1e-9, 1e-8, 1e-9, 1e-3])
+CASE = ["workload", "workers", "contestant"]
 
 
 def workload(name: str) -> Workload:
     """Return a paced model, in the segments that our strategies make of it."""
     all_shapes = shapes(name)
     layout = Layout.of({str(number): shape for number, shape in enumerate(all_shapes)}, "bucket", 25)
-    matrices = sum(len(shape) > 1 for shape in all_shapes)
     done = list(itertools.accumulate(len(all_shapes[int(number)]) > 1 for number in layout.names))
     last = itertools.accumulate(len(segment.names) for segment in layout.segments)
-    compute = COMPUTE_SECONDS[name]
     return Workload(
         tuple(segment.numel for segment in layout.segments),
-        tuple(done[stop - 1] / matrices for stop in last),
-        compute / 3,
-        2 / 3 * compute,
+        tuple(done[stop - 1] / done[-1] for stop in last),
+        COMPUTE_SECONDS[name] / 3,
+        2 / 3 * COMPUTE_SECONDS[name],
     )
 
 
-def chosen(name: str) -> Method:
-    """Return the method for a contestant."""
-    return DENSE if name == "ddp" else method(name)
+def modelled(runs: pd.DataFrame, values: Any) -> list[float]:
+    """Return the seconds that a step of each run takes by the cost model, with constants in the order of `NAMES`."""
+    latency, *constants = values
+    seconds = []
+    for run in runs.itertuples():
+        link = Link(run.bandwidth, latency / run.dilate)
+        costs = {name: value * run.share for name, value in zip(NAMES[1:], constants, strict=True)}
+        chosen = DENSE if run.contestant == "ddp" else method(run.contestant)
+        exposed = step(chosen, workload(run.workload), run.workers, link, Costs(**costs, shared=False)).exposed
+        seconds.append(run.none + exposed)
+    return seconds
 
 
-def exposed(run: Row, values: Any) -> float:
-    """Return the seconds that the model says a measured run's step takes longer than one without communication."""
-    fitted = dict(zip(NAMES, values, strict=True))
-    share = run["share"]
-    link = Link(run["bandwidth"], fitted.pop("latency") / run["dilate"])
-    costs = Costs(**{name: value * share for name, value in fitted.items()}, shared=False)
-    return step(chosen(run["contestant"]), workload(run["workload"]), run["workers"], link, costs).exposed
-
-
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> pd.DataFrame:
     """Return the measured runs of `METHODS` that are valid, seconds beside the time without communication."""
     table = results.load(path).query("kind == 'step'")
-    table = table[(table["contestant"] == "none") | (table["busy"] <= BUSY)]
-    table["seconds"] = table["median_ms"] / 1e3
-    case = ["workload", "workers", "rate"]
-    alone = table[table["contestant"] == "none"].set_index(case)["seconds"].rename("none")
-    table = table[table["contestant"].isin(METHODS)].join(alone, on=case)
+    table = table[(table["contestant"] == "none") | (table["busy"] <= BUSY)].assign(seconds=table["median_ms"] / 1e3)
+    place = ["workload", "workers", "rate"]
+    alone = table[table["contestant"] == "none"].set_index(place)["seconds"].rename("none")
+    table = table[table["contestant"].isin(METHODS)].join(alone, on=place)
     table["bandwidth"] = table["rate"].map(bits_per_second) / 8 * PAYLOAD_SHARE
     # Ranks share the cores, and where time is slowed down, their work counts for less.
     table["share"] = (table["workers"] / table["cores"]).clip(lower=1) / table["dilate"]
-    columns = [*case, "contestant", "seconds", "none", "bandwidth", "dilate", "share"]
-    return table[columns].to_dict("records")
+    return table[[*CASE, "seconds", "none", "bandwidth", "dilate", "share"]]
 
 
-def fit(runs: list[Row]) -> Any:
+def is_fitted(runs: pd.DataFrame) -> list[bool]:
+    """Return which runs the constants are fitted to."""
+    return [case in FITTED_TO for case in zip(runs["workload"], runs["workers"], strict=True)]
+
+
+def fit(runs: pd.DataFrame) -> Any:
     """Return the constants that make the model's steps most alike to those of `FITTED_TO`, relative to each."""
-    fitted = [run for run in runs if (run["workload"], run["workers"]) in FITTED_TO]
-    if not fitted:
+    fitted = runs[is_fitted(runs)]
+    if fitted.empty:
         raise SystemExit(f"Of {FITTED_TO} no run was measured by benchmarks.network: measure these first.")
-
-    def off(scaled: Any) -> list[float]:
-        return [(run["none"] + exposed(run, scaled * SCALES)) / run["seconds"] - 1 for run in fitted]
-
+    off = lambda scaled: modelled(fitted, scaled * SCALES) / fitted["seconds"] - 1  # noqa: E731
     return least_squares(off, np.ones(len(NAMES)), bounds=(0, np.inf), x_scale="jac", diff_step=1e-3).x * SCALES
-
-
-def published(name: str, workers: int, contestant: str) -> float | str:
-    """Return the published efficiency, empty if there is none."""
-    known = dict(zip(("ddp", "topk", "gtopk"), PUBLISHED.get((name, workers), ()), strict=False))
-    return round(known[contestant] / 100, 4) if contestant in known else ""
 
 
 def compute(folder: Path) -> None:
     """Fit the model, check it, print how far off it is, and write the table."""
-    runs = [run for run in read(folder / "network_paced.csv") if run["workload"] in MODELS]
+    runs = read(folder / "network_paced.csv").query("workload in @MODELS")
     values = fit(runs)
     print("Fitted: " + ", ".join(f"{name} {value:.3g} s" for name, value in zip(NAMES, values, strict=True)))
-    for run in runs:
-        run |= {"source": "measured", "modelled": run["none"] + exposed(run, values)}
-    table = pd.DataFrame(runs)
-    table["off"] = table["modelled"] / table["seconds"] - 1
-    table["fitted"] = [(run["workload"], run["workers"]) in FITTED_TO for run in runs]
-    print(table[["workload", "workers", "contestant", "seconds", "modelled", "off", "fitted"]].to_string(index=False))
-    print(table["off"].abs().groupby(table["fitted"]).agg(["median", "max"]))
+    runs = runs.assign(source="measured", modelled=modelled(runs, values), fitted=is_fitted(runs))
+    runs["off"] = runs["modelled"] / runs["seconds"] - 1
+    print(runs[[*CASE, "seconds", "modelled", "off", "fitted"]].to_string(index=False))
+    print(runs["off"].abs().groupby(runs["fitted"]).agg(["median", "max"]))
 
-    measured = {(run["workload"], run["workers"], run["contestant"]) for run in runs}
-    for name, workers, contestant in itertools.product(MODELS, EXTRAPOLATED, METHODS):
-        if (name, workers, contestant) not in measured:
-            # Everything as with four workers, but their number.
-            alike = next(run for run in runs if (run["workload"], run["workers"]) == (name, 4))
-            run = {**alike, "workers": workers, "contestant": contestant, "source": "extrapolated"}
-            run["modelled"] = run["seconds"] = run["none"] + exposed(run, values)
-            runs.append(run)
-    table = pd.DataFrame(runs).rename(columns={"workload": "model", "contestant": "method"})
+    # Everything as with four workers, but their number.
+    alike = runs.query("workers == 4").groupby("workload")[["none", "bandwidth", "dilate", "share"]].first()
+    more = pd.DataFrame(itertools.product(MODELS, WORKERS, METHODS), columns=CASE).join(alike, on="workload")
+    more = more[~more.set_index(CASE).index.isin(runs.set_index(CASE).index)].assign(source="extrapolated")
+    more["modelled"] = more["seconds"] = modelled(more, values)
+    table = pd.concat([runs, more]).rename(columns={"workload": "model", "contestant": "method"})
     table["efficiency"] = (table["none"] / table["seconds"]).round(4)
     table["by_cost_model"] = (table["none"] / table["modelled"]).round(4)
-    cases = table[["model", "workers", "method"]].itertuples(index=False)
-    table["published"] = [published(*case) for case in cases]
+    published = {
+        (*case, name): round(share / 100, 4)
+        for case, shares in PUBLISHED.items()
+        for name, share in zip(("ddp", "topk", "gtopk"), shares, strict=True)
+    }
+    table["published"] = [
+        published.get(case, "") for case in zip(table["model"], table["workers"], table["method"], strict=True)
+    ]
     columns = ["model", "workers", "method", "source", "efficiency", "by_cost_model", "published"]
     results.save(folder / "scaling.csv", table[columns].to_dict("records"))
 
@@ -170,10 +160,9 @@ def draw(table: pd.DataFrame, path: Path) -> None:
 def main() -> None:
     """Compute, and draw."""
     args = results.command_line(__doc__).parse_args()
-    folder = args.out
     if not args.figure:
-        compute(folder)
-    draw(results.load(folder / "scaling.csv"), folder / "scaling.png")
+        compute(args.out)
+    draw(results.load(args.out / "scaling.csv"), args.out / "scaling.png")
 
 
 if __name__ == "__main__":
