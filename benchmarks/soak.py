@@ -1,7 +1,4 @@
-"""Two thousand training steps in which everything happens that can go wrong: see `tests/long/soak.py`.
-
-python -m benchmarks.soak
-"""
+"""Two thousand training steps in which everything happens that can go wrong: `python -m benchmarks.soak`."""
 
 from tests.long.soak import main
 

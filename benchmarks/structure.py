@@ -4,14 +4,13 @@
     PYTHONPATH=../before python benchmarks/structure.py   # another commit's working copy
 
 Printed: functions called, files entered, and calls from one file to another, while one of two ranks (threads) reduces a
-segment of 100,000 elements in its third step; and lines per folder, the longest file and the longest class.
+segment of 100,000 elements in its third step; and lines, the longest file and the longest class.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,12 +29,15 @@ def calls(name: str) -> tuple[int, int, int]:
     seen: list[tuple[str, str]] = []  # the caller's file, and the called function's
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        called = frame.f_code.co_filename
-        if event == "call" and called.startswith(str(PACKAGE)) and frame.f_code.co_name != "reduce_":
+        if event == "call" and file_of(frame) and frame.f_code.co_name != "reduce_":
             above = frame.f_back
-            while above is not None and not above.f_code.co_filename.startswith(str(PACKAGE)):
+            while above is not None and not file_of(above):
                 above = above.f_back
-            seen.append((above.f_code.co_filename if above else "", called))
+            seen.append((file_of(above) if above else "", file_of(frame)))
+
+    def file_of(frame: FrameType) -> str:
+        file = frame.f_code.co_filename
+        return file if file.startswith(str(PACKAGE)) else ""
 
     def rank(comm: Comm) -> None:
         reducer = Reducer(method(name, density=0.001), comm)
@@ -50,25 +52,15 @@ def calls(name: str) -> tuple[int, int, int]:
     return len(seen), len({called for _, called in seen}), sum(caller != called for caller, called in seen)
 
 
-def main() -> None:
-    """Print all."""
-    for name in ("topk", "gtopk", "oktopk"):
-        functions, files, crossings = calls(name)
-        print(f"{name}: {functions} calls, {files} files, {crossings} from one file to another")
-    lines = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    folders: Counter[str] = Counter()
-    for path, count in lines.items():
-        folders[path.parts[0] if len(path.parts) > 1 else "top level"] += count
-    print(f"{sum(lines.values()):,} lines in {len(lines)} files: {dict(sorted(folders.items()))}")
-    classes = {
-        f"{node.name} in {path}": (node.end_lineno or 0) - node.lineno + 1
-        for path in lines
-        for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
-    longest, largest = max(lines, key=lambda path: lines[path]), max(classes, key=lambda name: classes[name])
-    print(f"longest file: {longest}, {lines[longest]} lines; longest class: {largest}, {classes[largest]} lines")
-
-
 if __name__ == "__main__":
-    main()
+    for name in ("topk", "gtopk", "oktopk"):
+        print("{}: {} calls, {} files, {} from one file to another".format(name, *calls(name)))
+    sources = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+    files = sorted((len(source.splitlines()), str(path)) for path, source in sources.items())
+    classes = [
+        ((node.end_lineno or 0) - node.lineno + 1, f"{node.name} in {path}")
+        for path, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    ]
+    print(f"{sum(count for count, _ in files):,} lines in {len(files)} files; longest: {files[-1]}, {max(classes)}")
