@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.baselines import CONTESTANTS, Options, along, steps_for_equal_bytes
@@ -30,24 +30,18 @@ from examples.data.digits import digits
 LEARNING_RATE = 0.01
 LEAST, MOST = 3, 30
 """Timed steps of a contestant in each round."""
-Batch = tuple[Tensor, Tensor]
 
 
 class Rank:
-    """One rank's side of all measurements; the order of calls is the same on all ranks.
-
-    Args:
-        job: options of `benchmarks.network`, and the seconds to `compute` in a paced workload.
-    """
+    """One rank's side of all measurements, a job of `benchmarks.network`; calls are in the same order on all ranks."""
 
     def __init__(self, job: SimpleNamespace) -> None:
-        self.job = job
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.paced = job.workload in COMPUTE_SECONDS
+        self.job, self.rank, self.size = job, dist.get_rank(), dist.get_world_size()
+        self.paced, self.adamw = job.workload in COMPUTE_SECONDS, job.workload == "mlp_adamw"
         self.model = build(job.workload, job.compute, self.rank)
         self.options = Options(job.density, job.ranks_per_host)
 
-    def batches(self, rank: int) -> list[Batch]:
+    def batches(self, rank: int) -> list[tuple[Tensor, Tensor]]:
         """Return the eight batches that a rank goes through again and again in the timing workloads."""
         if self.paced:
             return [(torch.tensor(step), torch.zeros(0)) for step in range(8)]
@@ -57,21 +51,20 @@ class Rank:
             for _ in range(8)
         ]
 
-    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a timing workload."""
-        out: Tensor = module(batch[0])
-        return out if self.paced else functional.cross_entropy(out, batch[1])
+        out: Tensor = module(x)
+        return out if self.paced else cross_entropy(out, y)
 
-    def check_reference(self, model: nn.Module, start: nn.Module, tolerance: float) -> None:
-        """Raise unless one step from `start` with the batches of all ranks in one process leads to `model`."""
-        reference = copy.deepcopy(start)
+    def check_reference(self, model: nn.Module, tolerance: float) -> None:
+        """Raise unless one step from the start with the batches of all ranks in one process leads to `model`."""
+        reference = copy.deepcopy(self.model)
         for rank in range(self.size):
-            x, y = self.batches(rank)[0]
-            (functional.cross_entropy(reference(x), y) / self.size).backward()
+            (self.loss(reference, *self.batches(rank)[0]) / self.size).backward()
         torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE).step()
         before, expected, got = (
             nn.utils.parameters_to_vector(weights.parameters()).detach().double()
-            for weights in (start, reference, model)
+            for weights in (self.model, reference, model)
         )
         off = float((got - expected).norm() / (expected - before).norm())
         if not off <= tolerance:
@@ -79,34 +72,32 @@ class Rank:
 
     def measure(self, name: str) -> dict[str, Any]:
         """Check a contestant in its first steps, then time it."""
-        contestant, adamw = CONTESTANTS[name], self.job.workload == "mlp_adamw"
-        model = copy.deepcopy(self.model)
-        make = torch.optim.AdamW if adamw else torch.optim.SGD
-        optimizer = make(model.parameters(), lr=LEARNING_RATE)
+        contestant, model = CONTESTANTS[name], copy.deepcopy(self.model)
+        params = list(model.parameters())
+        optimizer = (torch.optim.AdamW if self.adamw else torch.optim.SGD)(params, lr=LEARNING_RATE)
         wrapped = contestant.wrap(model, self.options, optimizer)
         batches = self.batches(self.rank)
         losses: list[Tensor] = []
 
         def step() -> None:
             optimizer.zero_grad()
-            loss = self.loss(wrapped.module, batches[len(losses) % len(batches)])
+            loss = self.loss(wrapped.module, *batches[len(losses) % len(batches)])
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
 
         random = torch.Generator().manual_seed(1)
-        direction = [torch.randn(param.shape, generator=random) for param in model.parameters()]
+        direction = [torch.randn(param.shape, generator=random) for param in params]
         gradients = handed_out = norm = 0.0
         for number in range(contestant.check_steps):
-            # autograd.grad leaves DDP's hooks alone.
-            local = torch.autograd.grad(self.loss(model, batches[number]), list(model.parameters()))
+            local = torch.autograd.grad(self.loss(model, *batches[number]), params)  # leaves DDP's hooks alone
             gradients += along(direction, local)
             norm += sum(grad.square().sum().item() for grad in local)
-            before = [param.detach().clone() for param in model.parameters()] if contestant.updates else []
+            before = [param.detach().clone() for param in params] if contestant.updates else []
             ms = elapsed_ms(step)
-            averages = [param.grad for param in model.parameters() if param.grad is not None]
+            averages: Any = [param.grad for param in params]
             if contestant.updates:
-                averages = torch._foreach_sub(before, [param.detach() for param in model.parameters()])
+                averages = torch._foreach_sub(before, [param.detach() for param in params])
             handed_out += along(direction, averages)
             if contestant.sparse:
                 # The balance below holds for every approximation; this says that it is one that saves something.
@@ -114,8 +105,8 @@ class Rank:
                 k = self.job.density * sum(grad.numel() for grad in averages)
                 if not 2 * k / 3 <= entries <= 4 * k / 3 * self.size + 100:
                     raise WrongResult(f"{entries} entries were handed out, for k = {k:.0f} on {self.size} ranks")
-            if number == 0 and contestant.tolerance is not None and not self.paced and not adamw:
-                self.check_reference(model, self.model, contestant.tolerance)
+            if number == 0 and contestant.tolerance is not None and not self.paced and not self.adamw:
+                self.check_reference(model, contestant.tolerance)
         if not contestant.alone and not contestant.updates:
             residuals = wrapped.residuals()
             kept = along(direction, [residuals[key] for key, _ in model.named_parameters()]) if residuals else 0.0
@@ -129,23 +120,18 @@ class Rank:
         for _ in range(2 if gather(ms)[0] < 3000 else 0):
             ms = elapsed_ms(step)
         count = max(LEAST, min(MOST, int(1e3 * self.job.seconds / gather(ms)[0])))
-        sent, before = wrapped.counted_bytes, wrapped.seconds()
+        counted_before = {"bytes": wrapped.counted_bytes, **wrapped.seconds()}
         reset_peak()
-        found = timed(step, count)
-        peak = peak_bytes()
-        sent = wrapped.counted_bytes - sent
-        phases = {phase: value - before[phase] for phase, value in wrapped.seconds().items()}
+        found = timed(step, count) | {"peak_bytes": peak_bytes()}
+        counted = {"bytes": wrapped.counted_bytes, **wrapped.seconds()}
         if not torch.stack(losses).isfinite().all():
             raise WrongResult("a loss is not finite")
         if not contestant.alone:
             check_weights(model)
-        all_sent, all_phases = zip(*gather((sent, phases)), strict=True)
-        return found | {
-            "params": sum(param.numel() for param in model.parameters()),
-            "sent_bytes": max(all_sent) / count,
-            "peak_bytes": peak,
-            "phases_ms": {phase: 1e3 * max(rank[phase] for rank in all_phases) / count for phase in phases},
-        }
+        ranks = gather({key: (value - counted_before[key]) / count for key, value in counted.items()})
+        most = {key: max(rank[key] for rank in ranks) for key in counted}
+        found |= {"params": sum(param.numel() for param in params), "sent_bytes": most.pop("bytes")}
+        return found | {"phases_ms": {phase: 1e3 * seconds for phase, seconds in most.items()}}
 
     def train(self, name: str, learning_rate: float) -> list[dict[str, float]]:
         """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
@@ -166,7 +152,7 @@ class Rank:
             with torch.no_grad():
                 scores = model(test.images)
             model.train()
-            loss = functional.cross_entropy(scores, test.labels).item()
+            loss = cross_entropy(scores, test.labels).item()
             accuracy = (scores.argmax(1) == test.labels).float().mean().item()
             curve.append({"step": count * len(curve), "seconds": clock, "test_loss": loss, "test_accuracy": accuracy})
             if gather(not loss >= TARGET_LOSS or clock > self.job.seconds)[0]:
@@ -179,7 +165,7 @@ class Rank:
                 exchanges = number % every == 0
                 adds_up = not exchanges and isinstance(wrapped.module, DistributedDataParallel)
                 with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
-                    step_loss = functional.cross_entropy(wrapped.module(train.images[picked]), train.labels[picked])
+                    step_loss = cross_entropy(wrapped.module(train.images[picked]), train.labels[picked])
                     (step_loss if CONTESTANTS[name].updates else step_loss / every).backward()
                 if not adds_up:
                     optimizer.step()

@@ -81,26 +81,11 @@ def spent() -> Any:
     return np.array([time.perf_counter(), time.process_time(), machine_seconds(), interface_bytes()])
 
 
-def reset_peak() -> None:
-    """Count the peak of this process's memory anew, after what was freed has gone back to the system; Linux only."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """Return the most memory that this process has had since `reset_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
 def machine_seconds() -> float:
     """Return the processor seconds that all programs have used so far; 0 if the system does not count them."""
     stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    user, nice, system, _, _, _, _, steal = stat.read_text().split()[1:9]
-    return (int(user) + int(nice) + int(system) + int(steal)) / os.sysconf("SC_CLK_TCK")
+    user, nice, system, _, _, _, _, steal = map(int, stat.read_text().split()[1:9]) if stat.exists() else [0] * 8
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def interface_bytes() -> int:
@@ -111,3 +96,16 @@ def interface_bytes() -> int:
     # Not in /sys, which shows the interfaces of the namespace in which it was mounted.
     lines = (line.replace(":", " ").split() for line in Path("/proc/net/dev").read_text().splitlines())
     return next(int(line[9]) for line in lines if line[0] == name)
+
+
+def reset_peak() -> None:
+    """Count the peak of this process's memory anew, after what was freed has gone back to the system; Linux only."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had since `reset_peak`."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status["VmHWM"].split()[0])
