@@ -27,14 +27,14 @@ import torch
 from torch import nn
 
 from benchmarks.harness import plots, results, step_times
-from benchmarks.harness.baselines import AS_OURS, Wrapped, data_parallel
+from benchmarks.harness.baselines import ours
 from benchmarks.harness.results import Row
 from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
 from benchmarks.language import LENGTH, RATES
 from examples.data.digits import digits
 from examples.models import ResNet20
 from examples.models.gpt import GPT
-from lightning_sparse import METHODS, Comm, Method, ProcessGroupComm, UpdateRule, attach, attach_updates
+from lightning_sparse import METHODS, Comm, Method, ProcessGroupComm, UpdateRule
 from lightning_sparse import method as make_method
 from lightning_sparse.memory import Momentum
 from lightning_sparse.strategies.fit_checks import is_adaptive
@@ -168,13 +168,11 @@ def work(job: Row) -> None:
     for name in contestants(task):
         torch.manual_seed(0)
         model, method = TASKS[task].model(), made(task, name)
-        optimizer = optimizer_for(task, method, model, 1e-3)
-        if (rule := method.update_rule) is not None:
-            short = replace(method, update_rule=replace(rule, every=min(rule.every, step_times.STEPS)))
-            wrapped = Wrapped(model, reducer=attach_updates(model, optimizer, short))
-        else:
-            module = data_parallel(model, **AS_OURS)
-            wrapped = Wrapped(module, reducer=attach(module, method))
+        optimizer, short = optimizer_for(task, method, model, 1e-3), method
+        if method.update_rule is not None:
+            every = min(method.every, step_times.STEPS)
+            short = replace(method, update_rule=replace(method.update_rule, every=every))
+        wrapped = ours(short, model, optimizer)
         schedule = {"seed": 0, "batch_size": TASKS[task].batch_size, "steps": STEPS}
         trainee = Trainee(model, wrapped, optimizer, data, comm, **schedule)
         timed.append(({"contestant": name}, method.every, trainee))

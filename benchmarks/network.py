@@ -181,19 +181,6 @@ def ordered(rates: Iterable[str]) -> list[str]:
     return sorted(set(rates), key=lambda rate: math.inf if rate == "loopback" else bits_per_second(rate))
 
 
-def draw(folder: Path) -> None:
-    """Draw the figures of the CSV files beside them."""
-    steps, paced = (results.load(folder / name) for name in ("network.csv", "network_paced.csv"))
-    if not paced.empty:
-        steps = pd.concat([steps, paced[paced["workload"] == "mlp_paced"]])
-    if not steps.empty:
-        steps = steps.query("kind == 'step' and workers == 4 and ranks_per_host == 1 and workload != 'mlp_adamw'")
-        draw_steps(steps, folder / "network.png")
-    trainings = results.load(folder / "network_real.csv")
-    if not trainings.empty:
-        draw_trainings(trainings, folder / "network_real.png")
-
-
 def draw_steps(rows: Any, path: Path) -> None:
     """Draw the step times of all contestants, a panel for each rate."""
     rates = ordered(rows["rate"])
@@ -243,7 +230,13 @@ def main() -> None:
     """Measure, or draw."""
     args = parse()
     if args.figure:
-        draw(args.out)
+        steps = pd.concat(results.load(args.out / f"{name}.csv") for name in ("network", "network_paced"))
+        if not steps.empty:
+            steps = steps[steps["workload"].isin(["mlp", "mlp_paced"])]
+            draw_steps(steps.query("kind == 'step' and workers == 4 and ranks_per_host == 1"), args.out / "network.png")
+        trainings = results.load(args.out / "network_real.csv")
+        if not trainings.empty:
+            draw_trainings(trainings, args.out / "network_real.png")
         return
     if args.rates != ["loopback"] and (reason := missing()):
         print(f"No links can be made here: {reason}. Running unshaped over loopback instead.")

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse import ProcessGroupComm, Reducer, attach, attach_updates, method
+from lightning_sparse import Method, ProcessGroupComm, Reducer, UpdateRule, attach, attach_updates, method
 from lightning_sparse.aggregators import TwoLevel, TwoPass
 
 RANK = 4
@@ -140,25 +140,25 @@ def _naive_topk(model: nn.Module, options: Options, optimizer: Optimizer) -> Wra
     return Wrapped(data_parallel(model, hook), lambda: {name: kept[param] for name, param in model.named_parameters()})
 
 
-def _ours(name: str, two_level: bool = False, sparse: bool = True) -> Contestant:
-    def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
-        chosen = method(name, density=options.density if sparse else None)
-        if two_level:
-            chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
-        ddp = data_parallel(model, **AS_OURS)
-        reducer = attach(ddp, chosen)
-        return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
-
-    return Contestant(wrap, check_steps=2, sparse=sparse)
+def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
+    """Make a model ready for a method of ours, which exchanges updates if it has a rule for that."""
+    if chosen.update_rule is not None:
+        return Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.every)
+    ddp = data_parallel(model, **AS_OURS)
+    reducer = attach(ddp, chosen)
+    return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
 
-def _updates(name: str, sparse: bool = False, **parts: Any) -> Contestant:
+def _ours(name: str, sparse: bool = True, two_level: bool = False, updates: bool = False, **parts: Any) -> Contestant:
     def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
         chosen = replace(method(name, density=options.density if sparse else None), **parts)
-        reducer = attach_updates(model, optimizer, chosen, every=options.every)
-        return Wrapped(model, reducer=reducer, every=options.every)
+        if two_level:
+            chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
+        if updates:
+            chosen = replace(chosen, update_rule=replace(chosen.update_rule or UpdateRule(), every=options.every))
+        return ours(chosen, model, optimizer)
 
-    return Contestant(wrap, check_steps=2, sparse=sparse, updates=True)
+    return Contestant(wrap, check_steps=2, sparse=sparse, updates=updates)
 
 
 def steps_for_equal_bytes(model: nn.Module, density: float) -> int:
@@ -187,9 +187,9 @@ CONTESTANTS = {
     ),
     "topk_two_level": _ours("topk", two_level=True),
     "int4": _ours("int4", sparse=False),
-    **{f"{name} updates": _updates(name, sparse=True) for name in ("topk", "gaussiank")},
-    "two_pass updates": _updates("topk", sparse=True, aggregator=TwoPass(second=3)),
-    **{name: _updates(name) for name in ("local_sgd", "diloco", "sparseloco")},
+    **{f"{name} updates": _ours(name, updates=True) for name in ("topk", "gaussiank")},
+    "two_pass updates": _ours("topk", updates=True, aggregator=TwoPass(second=3)),
+    **{name: _ours(name, sparse=False, updates=True) for name in ("local_sgd", "diloco", "sparseloco")},
 }
 
 
