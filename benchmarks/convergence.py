@@ -3,24 +3,19 @@
 ResNet-20 (0.27 M parameters) on scikit-learn's digits, two processes over gloo, SGD (Nesterov where there is
 momentum), weight decay 5e-4, one cycle of the learning rate, 8 images per worker and step. For each seed the initial
 weights and the order of the data are the same under all methods, so the gap to dense is a paired difference: its mean
-over the seeds, and the upper end of the one-sided 95 % interval by Student's t. "Less than one point below dense" holds
-where that upper end is below 1. It covers the scatter between seeds, not that between sets of 360 digits, of which one
-is 0.28 points.
+over the seeds, and the upper end of the one-sided 95 % interval by Student's t, which covers the scatter between seeds,
+not that between sets of 360 digits. "Less than one point below dense" holds where that upper end is below 1.
 
     python -m benchmarks.convergence                   # the comparison
     python -m benchmarks.convergence --part epochs     # how its numbers of epochs were found
     python -m benchmarks.convergence --part tuning     # how its rates and momenta were found
     python -m benchmarks.convergence --part momentum   # gradients against updates, with momentum 0.9
 
-Each trains what `convergence_PART.csv` lacks; `convergence.csv` has the comparison by case.
-
-Epochs. One budget is what dense needs for every one of five seeds to end at 98 % or more (4 epochs); the other is what
-it needs for their mean (2 epochs), on the same held-out digits, with other seeds.
-
-Rates. What a method keeps back arrives late and at once, and momentum prolongs it. So each method at each density gets
-the best rate and momentum of one grid, the same for all and for dense, found in 3 epochs on fold 1 with seeds of its
-own. Two seeds (dense: five) do not tell neighbours of the grid apart; they do tell that RandK needs little or no
-momentum. The best rate of dense, of TopK at 0.01 and of RandK at 0.001 is the grid's highest.
+Each trains what `convergence_PART.csv` lacks; `convergence.csv` has the comparison by case. Epochs: what dense needs
+for each of five seeds to end at 98 % or more, 4, and for their mean, 2, with other seeds. Rates: what a method keeps
+back arrives late and at once, and momentum prolongs it, so each method at each density gets the best rate and momentum
+of one grid, found in 3 epochs on fold 1 with seeds of its own. Two seeds (dense: five) do not tell neighbours of the
+grid apart; they do tell that RandK needs little or no momentum.
 """
 
 import itertools

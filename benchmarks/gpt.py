@@ -9,10 +9,9 @@ nothing is lost: the average and the residual add up to the gradient, bit for bi
     python -m benchmarks.gpt            # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
     python -m benchmarks.gpt --small    # a rehearsal on the CPU, over gloo; nothing is written
 
-Written: `results/gpt_cuda.csv`. "added" is a method's time less plain DDP's. It is held against the floor: to read the
-gradient, to read and write the residual in fp32, and to write the result, 16 bytes a parameter where gradients are fp32
-(bf16-mixed) and 12 where they are bf16 (bf16-true), at the rate at which the card copies that many fp32 numbers. The
-limit is 1.6 floors and a millisecond. Of exchanged updates it is what the kernels load and store, see `UPDATE_BYTES`.
+Written: `results/gpt_cuda.csv`. "added" is a method's time less plain DDP's. Its limit is 1.6 floors and a millisecond.
+The floor is to read the gradient, to read and write the residual in fp32, and to write the result, at the rate at which
+the card copies fp32 numbers; of exchanged updates it is what the kernels load and store, see `UPDATE_BYTES`.
 """
 
 import functools

@@ -3,23 +3,18 @@
 A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library: two workers over gloo, or four or
 eight, 8 sequences of 128 bytes per worker and step, density 0.01, or 0.0075 with more than two workers, a linear
 warm-up of the rate over a tenth of the steps and a cosine to zero. With one seed, all contestants start from the same
-weights and see the same batches in the same order. Nothing is reported unless all workers have the same weights at the
-end, bit by bit.
+weights and see the same batches in the same order. Nothing is reported unless all workers end with the same weights.
 
-    python -m benchmarks.language               # train what `language.csv` lacks of `TRIED`
+    python -m benchmarks.language                 # train what `language.csv` lacks of `TRIED`
     sudo python -m benchmarks.language --seconds  # step times over shaped links, all contestants in turn
-    python -m benchmarks.language --figure      # draw
+    python -m benchmarks.language --figure        # draw
 
-Rates. Four rates per optimizer and method are tried in short runs, and more where the best one lies at the end; final
-losses on held-out text decide. The seed is not among those of the comparison. Short runs of AdamW mislead, so the best
-and its neighbours are tried at full length too.
-
-Seconds. The losses are deterministic, so they are measured on a machine that may be busy. The times are not: they are
-the medians of one short run without other load, over network namespaces whose links are shaped to the rate in both
-directions and calibrated. "Seconds" are steps times that median: `language_seconds.csv`.
-
-Bytes are what a worker puts on the wire; for DDP and its hooks, which do not count, the volume of ring all-reduces. For
-comparison, `language_seconds.csv` has what left the network interface too, headers and acknowledgements included.
+Rates are chosen by the final loss on held-out text, in short runs with a seed of their own; where the best one lies at
+the end, more are tried, and with AdamW, where short runs mislead, the best and its neighbours at full length too.
+Losses are deterministic, so the machine may be busy. Step times are not: `language_seconds.csv` has the medians of one
+short run without other load. Bytes are what a worker puts on the wire; for DDP and its hooks, which do not count, the
+volume of ring all-reduces. What left the network interface, headers and acknowledgements included, is in
+`language_seconds.csv`, too.
 """
 
 import itertools

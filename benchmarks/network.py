@@ -6,16 +6,14 @@
     sudo python -m benchmarks.network --workload resnet50 --contestants none ddp topk gtopk
     python -m benchmarks.network --figure
 
-Each worker is a process on a host of its own (see `benchmarks.harness.shaped_links`); the links are calibrated first,
-and nothing is reported when they are off by more than 10 %. Without root the workers share the loopback interface,
-unshaped. The contestants run one after the other in the same processes, each checked before it is timed (see
-`benchmarks.network_rank`).
+Each worker is a process on a host of its own (see `benchmarks.harness.shaped_links`); nothing is reported when a link
+is off its rate by more than 10 %. Without root the workers share the loopback interface, unshaped. The contestants run
+one after the other in the same processes, each checked before it is timed (see `benchmarks.network_rank`).
 
 Workloads. "mlp": steps of a model of 25.6 million parameters on random data, with SGD; "mlp_adamw": with AdamW. "real"
 and "real_resnet20": a small convolutional network, or ResNet-20, learns scikit-learn's handwritten digits, and the test
 loss over time is recorded. All others are paced: gradients of that model's shapes come after the published compute
-time, while the processors sleep. Contestants: see `benchmarks.harness.baselines`; "ddp_accumulated" and "local_sgd"
-take part in trainings only.
+time, while the processors sleep. Contestants: see `benchmarks.harness.baselines`.
 """
 
 import argparse
