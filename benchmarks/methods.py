@@ -20,12 +20,10 @@ Written: `results/methods.csv`, a row per method.
 Methods with the same compressor and memory are timed once.
 """
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import results
 from benchmarks.harness.results import Row
@@ -50,79 +48,53 @@ def volume(chosen: Method, matrices: int) -> Row:
 
     def rank(comm: Comm) -> Row:
         routing = Routing(chosen, comm, layout(matrices))
-        return {
-            "bytes": round(routing.nbytes(chosen.density) / chosen.every),
-            "dense_bytes": round(routing.dense_nbytes),
-        }
+        nbytes = round(routing.nbytes(chosen.density) / chosen.every)
+        return {"bytes": nbytes, "dense_bytes": round(routing.dense_nbytes)}
 
     return simulate(WORKERS, rank)[0]
 
 
 def works(chosen: Method, matrices: int) -> dict[str, Callable[[], object]]:
-    """Return a copy, compressing and a whole step, to be timed.
+    """Return a copy, compressing and a whole step, to be timed, of all segments.
 
     Raises:
         SystemExit: what other ranks decode differs from the update.
     """
-    buckets = [_Bucket(chosen, segment) for segment in layout(matrices).segments]
-    for bucket in buckets:
-        bucket.check()
-    return {part: functools.partial(_each, buckets, part) for part in ("copy", "compress", "step")}
+    parts = [parts_of(chosen, segment) for segment in layout(matrices).segments]
+    return {name: lambda name=name: [each[name]() for each in parts] for name in ("copy", "compress", "step")}
 
 
-class _Bucket:
-    """One rank's work for a segment."""
+def parts_of(chosen: Method, segment: Segment) -> dict[str, Callable[[], object]]:
+    """Return the parts of one rank's work for a segment, after a first step and a check."""
+    compressor, memory = chosen.compressor, chosen.memory
+    gradient = torch.randn(segment.numel, generator=torch.Generator().manual_seed(segment.index))
+    copied, specs = torch.empty_like(gradient), (*memory.state, *compressor.state)
+    state: State = {spec.name: torch.zeros_like(gradient) for spec in specs if spec.per != "segment"}
 
-    def __init__(self, chosen: Method, segment: Segment) -> None:
-        self.chosen, self.segment = chosen, segment
-        self.gradient = torch.randn(segment.numel, generator=torch.Generator().manual_seed(segment.index))
-        self.copied = torch.empty_like(self.gradient)
-        self.state: State = {
-            spec.name: torch.zeros_like(self.gradient)
-            for spec in (*chosen.memory.state, *chosen.compressor.state)
-            if spec.per != "segment"
-        }
-        self.step()
-        self.u, self.ctx = self.compensated()
+    def compensated() -> tuple[torch.Tensor, Context]:
+        stats = compressor.block_stats(segment.numel)
+        ctx = Context(segment, density=chosen.density, state=state, stats=stats)
+        return memory.compensate(segment.views(gradient), ctx), ctx
 
-    def compensated(self) -> tuple[Tensor, Context]:
-        stats = self.chosen.compressor.block_stats(self.segment.numel)
-        ctx = Context(self.segment, density=self.chosen.density, state=self.state, stats=stats)
-        return self.chosen.memory.compensate(self.segment.views(self.gradient), ctx), ctx
+    def step() -> None:
+        u, ctx = compensated()
+        _, update = compressor.compress(u, ctx)
+        memory.update(u, update, None, ctx)
 
-    def copy(self) -> None:
-        self.copied.copy_(self.gradient)
-
-    def compress(self) -> None:
-        self.chosen.compressor.compress(self.u, self.ctx)
-
-    def step(self) -> None:
-        u, ctx = self.compensated()
-        _, update = self.chosen.compressor.compress(u, ctx)
-        self.chosen.memory.update(u, update, None, ctx)
-
-    def check(self) -> None:
-        payload, update = self.chosen.compressor.compress(self.u, self.ctx)
-        decoded = self.chosen.compressor.decode(payload, self.ctx)
-        if not torch.equal(*(add_(torch.zeros_like(self.u), x) for x in (update, decoded))):
-            raise SystemExit(f"{self.chosen}: other ranks decode something else than the update: no times for that.")
-
-
-def _each(buckets: list[_Bucket], part: str) -> None:
-    for bucket in buckets:
-        getattr(bucket, part)()
+    step()
+    u, ctx = compensated()
+    payload, update = compressor.compress(u, ctx)
+    decoded = compressor.decode(payload, ctx)
+    if not torch.equal(*(add_(torch.zeros_like(u), x) for x in (update, decoded))):
+        raise SystemExit(f"{chosen}: other ranks decode something else than the update: no times for that.")
+    return {"copy": lambda: copied.copy_(gradient), "compress": lambda: compressor.compress(u, ctx), "step": step}
 
 
 def times(chosen: Method, matrices: int, repetitions: int) -> Row:
     """Return the median milliseconds of each part of the work, from a cold cache."""
     timed = in_turns(works(chosen, matrices), repetitions, time.process_time)
-    rows = {row["contestant"]: row for row in timed if row["cache"] == "cold"}
-    return {
-        f"{name}_{column}": value
-        for name, row in rows.items()
-        for column, value in row.items()
-        if column.startswith("ms")
-    }
+    cold = [row for row in timed if row.pop("cache") == "cold"]
+    return {f"{row['contestant']}_{name}": ms for row in cold for name, ms in row.items() if name != "contestant"}
 
 
 def measure(names: Sequence[str], matrices: int, repetitions: int) -> list[Row]:
@@ -135,9 +107,7 @@ def measure(names: Sequence[str], matrices: int, repetitions: int) -> list[Row]:
         if kind not in timed:
             timed[kind] = times(chosen, matrices, repetitions)
         rows.append({"method": name, **volume(chosen, matrices), **timed[kind]})
-        print(
-            {key: value if isinstance(value, str) else round(value, 1) for key, value in rows[-1].items()}, flush=True
-        )
+        print({key: results.text(value, 4) for key, value in rows[-1].items()}, flush=True)
     return rows
 
 
