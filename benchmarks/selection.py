@@ -116,25 +116,18 @@ def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
 class Step:
     """One rank's error feedback: adds the gradient to the residual, selects, and takes the entries to send out of it.
 
-    Args:
-        grad: fp32, 1-D.
-        density: of a selection that is not a sparsifier of ours.
-        select: a sparsifier, used as in training: the pass that adds the gradient computes its block statistics, and
-            the payload is encoded; or a plain selection.
+    A sparsifier is used as in training: the pass that adds the gradient computes its block statistics, and the payload
+    is encoded. A plain selection gets the density.
     """
 
     def __init__(self, grad: Tensor, density: float, select: Select | Sparsifier) -> None:
-        self.grad, self.density, self.select = grad, density, select
-        self.residual = torch.zeros_like(grad)
+        self.grad, self.density, self.select, self.residual = grad, density, select, torch.zeros_like(grad)
         self.segment = Segment(0, ("w",), (tuple(grad.shape),), 0)
 
     def __call__(self) -> tuple[Tensor, ...]:
         if isinstance(self.select, Sparsifier):
-            ctx = Context(
-                self.segment,
-                state={"residual": self.residual},
-                stats=self.select.block_stats(self.grad.numel()),
-            )
+            stats = self.select.block_stats(self.grad.numel())
+            ctx = Context(self.segment, state={"residual": self.residual}, stats=stats)
             u = Residual().compensate([self.grad], ctx)
             payload, applied = self.select.compress(u, ctx)
             add_(u, applied, -1)
@@ -223,24 +216,6 @@ def memory(name: str, numel: int, density: float) -> int:
     return peak_bytes() - before
 
 
-def memories(numel: int, density: float) -> list[Row]:
-    """Measure the memory of each selection in a process of its own."""
-    rows = []
-    for name in ON_CPU["selection"]:
-        with multiprocessing.get_context("spawn").Pool(1) as process:
-            peak = process.apply(memory, (name, numel, density))
-        rows.append({"contestant": name, "extra_bytes": peak, "extra_share": peak / (4 * numel)})
-    return rows
-
-
-def scratch(run: Callable[[], object], numel: int) -> float:
-    """Return the highest memory that a run needs beyond what there is, as a share of a residual."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return (torch.cuda.max_memory_allocated() - before) / (4 * numel)
-
-
 def on_device(numel: int, density: float, repetitions: int, device: str) -> list[Row]:
     """Check and time selections and whole steps, on CUDA, or, as a rehearsal, on the CPU."""
     other = eviction(device) if device == "cuda" else torch.empty(1)
@@ -251,7 +226,10 @@ def on_device(numel: int, density: float, repetitions: int, device: str) -> list
         for name, run in checked(part, ON_CUDA, grad, density):
             rows.append({"part": part, "contestant": name} | cold(run, repetitions, other))
             if device == "cuda" and part == "step":
-                rows[-1]["scratch"] = scratch(run, numel)
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                run()
+                rows[-1]["scratch"] = (torch.cuda.max_memory_allocated() - before) / (4 * numel)
                 if name in ("TopK", "GaussianK"):
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
@@ -298,11 +276,16 @@ def draw(path: Path) -> None:
 
 def measure(part: str, name: str, numel: int, density: float, repetitions: int) -> list[Row]:
     """Measure one part, with an input of `INPUTS`."""
-    if part == "memory":
-        return memories(numel, density)
     if part == "cuda":
         return on_device(numel, density, repetitions, "cuda" if torch.cuda.is_available() else "cpu")
-    return in_memory(part, INPUTS[name](numel), density, repetitions)
+    if part != "memory":
+        return in_memory(part, INPUTS[name](numel), density, repetitions)
+    rows = []
+    for contestant in ON_CPU["selection"]:
+        with multiprocessing.get_context("spawn").Pool(1) as process:  # whose first selection it is
+            peak = process.apply(memory, (contestant, numel, density))
+        rows.append({"contestant": contestant, "extra_bytes": peak, "extra_share": peak / (4 * numel)})
+    return rows
 
 
 def main() -> None:
