@@ -101,16 +101,15 @@ def row(panel: str, source: str, model: str, params: float, rate: float, seconds
     return case | {name: seconds.get(name) for name in COLOURS}
 
 
-LABELS = {  # beside which circle a name stands, in points, so that none covers another
-    ("MLP", 1e9): (9, 10, "left"),
-    ("ResNet-50", 1e9): (0, -11, "center"),
-    ("VGG-16", 1e9): (-7, 10, "right"),
-    ("AlexNet", 1e9): (-7, 10, "right"),
-    ("LSTM", 1e9): (0, -11, "center"),
-    ("GPT-2", 1e9): (7, 10, "left"),
+LABELS = {
+    "MLP": (1.25, 9, 10, "left"),
+    "ResNet-50": (0.8, 0, -11, "center"),
+    "VGG-16": (1, -7, 10, "right"),
+    "AlexNet": (0.9, -7, 10, "right"),
+    "LSTM": (1.15, 0, -11, "center"),
+    "GPT-2": (1, 7, 10, "left"),
 }
-ASIDE = {"ResNet-50": 0.8, "MLP": 1.25, "AlexNet": 0.9, "LSTM": 1.15}
-"""By what factor circles at 1 Gbit/s are moved that would otherwise lie on another of the same size."""
+"""At 1 Gbit/s: by what factor a circle is moved, and where its name stands, in points, so that none covers another."""
 
 
 def draw(rows: pd.DataFrame, path: Path) -> None:
@@ -170,9 +169,10 @@ def draw_circles(axis: Any, runs: pd.DataFrame) -> set[str]:
     """Draw measured steps in the colour of the fastest contestant, with its gain over ddp; return the fastest."""
     fastest = runs[list(COLOURS)].astype(float).idxmin(axis=1)
     for (_, run), best in zip(runs.iterrows(), fastest, strict=True):
-        at = (run.params * (ASIDE.get(run.model, 1) if run.bits_per_second == 1e9 else 1), run.bits_per_second)
+        where = LABELS if run.bits_per_second == 1e9 else {}
+        aside, right, up, side = where.get(run.model, (1, 0, 10, "center"))
+        at = (run.params * aside, run.bits_per_second)
         axis.plot(*at, "o", ms=12, color=COLOURS[best], mec=EDGE, mew=1.8)
-        right, up, side = LABELS.get((run.model, run.bits_per_second), (0, 10, "center"))
         style = {"ha": side, "va": "bottom" if up > 0 else "top", "fontsize": 9, "color": EDGE}
         box = {"facecolor": "white", "alpha": 0.6, "lw": 0, "pad": 1}
         text = f"{run.model} {run[DDP] / run[best]:.3g}×"
