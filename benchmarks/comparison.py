@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from benchmarks.harness import plots, results, step_times
+from benchmarks.harness import plots, results, training
 from benchmarks.harness.baselines import ours
 from benchmarks.harness.results import Row
 from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
@@ -170,20 +170,20 @@ def work(job: Row) -> None:
         model, method = TASKS[task].model(), made(task, name)
         optimizer, short = optimizer_for(task, method, model, 1e-3), method
         if method.update_rule is not None:
-            every = min(method.every, step_times.STEPS)
+            every = min(method.every, training.TIMED_STEPS)
             short = replace(method, update_rule=replace(method.update_rule, every=every))
         wrapped = ours(short, model, optimizer)
         schedule = {"seed": 0, "batch_size": TASKS[task].batch_size, "steps": STEPS}
         trainee = Trainee(model, wrapped, optimizer, data, comm, **schedule)
         timed.append(({"contestant": name}, method.every, trainee))
-    step_times.take_turns(timed, job["out"])
+    training.take_turns(timed, job["out"])
 
 
 def measure_seconds(path: Path, tasks: Iterable[str]) -> None:
     """Time the steps of all contestants over shaped links, and write a CSV file."""
     for task, rate in itertools.product(tasks, RATES):
         case = {"task": task, "rate": rate}
-        rows = step_times.over_links("benchmarks.comparison", case, WORKERS, rate)
+        rows = training.times_over_links("benchmarks.comparison", case, WORKERS, rate)
         results.save(path, [case | row for row in rows], list(case))
 
 

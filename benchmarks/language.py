@@ -25,12 +25,11 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 
-from benchmarks.harness import plots, results, step_times
+from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import CONTESTANTS, Options
-from benchmarks.harness.launch import run_ranks
-from benchmarks.harness.ranks import check_weights, gather, write
+from benchmarks.harness.launch import check_weights, gather, run_ranks, write
 from benchmarks.harness.results import Row
-from benchmarks.harness.training import Data, Trainee, text
+from benchmarks.harness.training import TIMED_STEPS, Data, Trainee, take_turns, text, times_over_links
 from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm, method
 
@@ -142,9 +141,9 @@ def work(job: Row) -> None:
     data, runs = text(LENGTH, VAL_SEQUENCES), [Run(*run) for run in job["runs"]]
     if job["what"] == "step times":
         everys = [UPDATES.get(run.method, 1) for run in runs]
-        made = [trainee(run, data, min(step_times.STEPS, every)) for run, every in zip(runs, everys, strict=True)]
+        made = [trainee(run, data, min(TIMED_STEPS, every)) for run, every in zip(runs, everys, strict=True)]
         columns = [{"optimizer": run.optimizer, "method": run.method} for run in runs]
-        step_times.take_turns([*zip(columns, everys, made, strict=True)], job["out"])
+        take_turns([*zip(columns, everys, made, strict=True)], job["out"])
         return
     trained = trainee(runs[0], data)
     for point in trained.curve(trained.steps, PARTS[runs[0].part].every):
@@ -208,7 +207,7 @@ def measure_seconds(path: Path) -> None:
     for (part, contestants), rate in itertools.product((("tune", all_), ("four", some)), RATES):
         case = {"workers": PARTS[part].workers, "rate": rate}
         job = {"what": "step times", "runs": [Run(part, *contestant, 0.001, 0) for contestant in contestants]}
-        rows = step_times.over_links("benchmarks.language", job, PARTS[part].workers, rate)
+        rows = times_over_links("benchmarks.language", job, PARTS[part].workers, rate)
         results.save(path, [case | row for row in rows], list(case))
 
 

@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     job = {"module": "benchmarks.network_rank", "todo": todo, "compute": (compute or 0.0) * args.dilate}
     job |= {name: getattr(args, name) for name in ("workload", "ranks_per_host", "density", "seconds")}
     with hosts(args.workers, rate, ranks_per_host=args.ranks_per_host, dilate=args.dilate) as where:
-        records, reason = launch("benchmarks.harness.ranks", job, where, args.workers, PATIENCE)
+        records, reason = launch("benchmarks.harness.launch", job, where, args.workers, PATIENCE)
     if reason:
         failed = todo[len(records)]
         print(f"  {failed} has no result, nor has what would have come after it: {reason}")

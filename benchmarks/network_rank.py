@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.baselines import CONTESTANTS, Options, along, steps_for_equal_bytes
-from benchmarks.harness.ranks import WrongResult, check_weights, gather, timed, write
+from benchmarks.harness.launch import WrongResult, check_weights, gather, timed, write
 from benchmarks.harness.timing import elapsed_ms, peak_bytes, reset_peak
 from benchmarks.harness.workloads import BATCH, COMPUTE_SECONDS, TARGET_LOSS, build
 from examples.data.digits import digits

@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
     from benchmarks.harness import plots
-    from benchmarks.harness.launch import hosts, launch
-    from benchmarks.harness.ranks import write
+    from benchmarks.harness.launch import hosts, launch, write
     from benchmarks.harness.shaped_links import bits_per_second, missing
 except ImportError as error:
     raise SystemExit(

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.harness import results
 from benchmarks.harness.baselines import RANK
-from benchmarks.harness.ranks import check_weights
+from benchmarks.harness.launch import check_weights
 from benchmarks.harness.results import RESULTS
 from benchmarks.harness.training import Data, factor
 from benchmarks.language import (

@@ -1,10 +1,8 @@
 """The parts that the benchmarks share.
 
-- `results`: CSV files, with library versions and hardware. Needs pandas.
-- `plots`: one style for all figures. Needs matplotlib.
+- `results`: CSV files, with library versions and hardware. `plots`: one style for all figures.
 - `timing`: quantiles, clocks for CPU and CUDA, the load of other programs.
-- `shaped_links`, `launch`: hosts behind slow links, and a process for each rank on them.
-- `ranks`: what the processes of `launch` do together.
+- `shaped_links`, `launch`: hosts behind slow links, a process for each rank on them, and what ranks do together.
 - `baselines`: ways to average gradients, ours and others, as wrappers of a model.
-- `workloads`, `shapes`: models and data.
+- `training`, `workloads`: models, data and training loops.
 """

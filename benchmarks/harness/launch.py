@@ -1,6 +1,10 @@
-"""A process for each rank, on hosts behind shaped links or on loopback, and the records that rank 0 writes."""
+"""A process for each rank, on hosts behind shaped links or on loopback, and what these processes do together.
+
+`run_ranks` starts them as `python -m benchmarks.harness.launch JOB`; rank 0 writes records, which it returns.
+"""
 
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -8,11 +12,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, bits_per_second
+from benchmarks.harness.timing import elapsed_ms, spent
 
 # One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
 # process: by default glibc hands large blocks back to the kernel or not depending on what ran before, and the page
@@ -87,7 +97,7 @@ def launch(
 ) -> tuple[list[Record], str | None]:
     """Run `python -m module <job as JSON>` on every rank, until all end or one fails.
 
-    Ranks append records to the file `job["out"]`, see `ranks.write`; `on_record` is called with each as it comes. After
+    Ranks append records to the file `job["out"]`, see `write`; `on_record` is called with each as it comes. After
     `patience` seconds without a new one the ranks count as hung. Returns the records, and why the ranks ended early,
     None if they did not.
     """
@@ -132,7 +142,62 @@ def run_ranks(module: str, job: Record, workers: int, rate: str = "loopback") ->
         SystemExit: a rank fails.
     """
     with hosts(workers, rate) as where:
-        records, reason = launch("benchmarks.harness.ranks", {**job, "module": module}, where, workers)
+        records, reason = launch("benchmarks.harness.launch", {**job, "module": module}, where, workers)
     if reason:
         raise SystemExit(f"The ranks ended early: {reason}")
     return records, where.calibration
+
+
+class WrongResult(RuntimeError):
+    """A contestant computes something else than it should, so its time means nothing."""
+
+
+def write(out: str, **record: Any) -> None:
+    """Append a record to the results of the job; rank 0 only."""
+    if dist.get_rank() == 0:
+        with Path(out).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every rank's `value`."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def timed(step: Callable[[], object], count: int) -> dict[str, Any]:
+    """Take steps on all ranks together; return milliseconds, and per step bytes and processor time."""
+    dist.barrier()
+    before = spent()
+    times = [elapsed_ms(step) for _ in range(count)]
+    dist.barrier()
+    seconds, own, machine, transmitted = (spent() - before).tolist()
+    all_times, all_own, all_transmitted = zip(*gather((times, own, transmitted)), strict=True)
+    return {
+        # A step is over when its slowest rank is.
+        "ms": [max(column) for column in zip(*all_times, strict=True)],
+        "tx_bytes": max(all_transmitted) / count,
+        "cpu_ms": 1e3 * sum(all_own) / len(all_own) / count,
+        # The share of the processors that other programs used.
+        "foreign_load": max(0.0, machine - sum(all_own)) / (seconds * (os.cpu_count() or 1)),
+    }
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raise unless all ranks have the same weights, bit by bit."""
+    checksum = 0
+    for param in model.parameters():
+        checksum = zlib.crc32(param.detach().numpy().data, checksum)
+    checksums = gather(checksum)
+    if len(set(checksums)) > 1:
+        raise WrongResult(f"the ranks' weights differ: checksums {checksums}")
+
+
+if __name__ == "__main__":  # a rank
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    importlib.import_module(job["module"]).work(job)
+    dist.barrier()  # one of the ranks hosts the store
+    dist.destroy_process_group()

@@ -148,21 +148,23 @@ class ShapedLinks:
         """
         # A stream long enough that the part sent at full speed, one burst, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
-        share = 20_000_000 // (self.hosts - 1)
         receiver = self._end("receive", 0)
         assert receiver.stdout is not None
         receiver.stdout.readline()
         probes = []
-        sizes = (("600 KB", 600_000, 1, 9), ("20 MB", 20_000_000, 1, 1), ("50 KB messages", 50_000, stream, 1))
-        for name, size, count, repeat in sizes:
-            seconds = statistics.median(_seconds(self._end("send", 1, size, count, repeat, 0)))
-            probes.append(probe(name, self.rate, size * count, seconds))
-        start = math.ceil(time.monotonic() + 0.5)
-        senders = [self._end("send", host, share, 1, 1, start) for host in range(1, self.hosts)]
-        slowest = max(max(_seconds(sender)) for sender in senders)
+        for name, size, count, repeat, senders in (
+            ("600 KB", 600_000, 1, 9, 1),
+            ("20 MB", 20_000_000, 1, 1, 1),
+            ("50 KB messages", 50_000, stream, 1, 1),
+            ("all to one, 20 MB", 20_000_000 // (self.hosts - 1), 1, 1, self.hosts - 1),
+        ):
+            start = math.ceil(time.monotonic() + 0.5)  # all at once
+            ends = [self._end("send", host, size, count, repeat, start) for host in range(1, 1 + senders)]
+            slowest = max(statistics.median(_seconds(end)) for end in ends)
+            probes.append(probe(name, self.rate, size * count * senders, slowest))
         receiver.terminate()
         receiver.communicate()
-        return [*probes, probe("all to one, 20 MB", self.rate, share * (self.hosts - 1), slowest)]
+        return probes
 
     def _end(self, end: str, host: int, *numbers: int) -> subprocess.Popen[str]:
         script = [sys.executable, "-S", __file__, end, self.address(0), *map(str, numbers)]

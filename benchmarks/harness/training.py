@@ -1,13 +1,16 @@
 """Trainings to compare: with one seed all start from the same weights and see the same batches in the same order.
 
-A rank is a process, or a thread of this process: `train_threads`.
+A rank is a process, or a thread of this process: `train_threads`. Step times are those of several contestants that take
+turns on the same ranks: a benchmark's `work` calls `take_turns` on every rank, which `times_over_links` starts.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -15,10 +18,16 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from benchmarks.harness.baselines import Wrapped
-from benchmarks.harness.results import Row
+from benchmarks.harness.launch import check_weights, gather, run_ranks, timed, write
+from benchmarks.harness.results import Row, origin
+from benchmarks.harness.shaped_links import missing
+from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from examples.data.text import StandardLibrary
 from lightning_sparse import Comm, Method, NonFiniteGradient, Reducer, simulate
 from lightning_sparse.updates import Updates
+
+ROUNDS, TIMED_STEPS = 5, 8
+"""Turns of each contestant, and the steps timed in one. Updates are exchanged after 1 or after `TIMED_STEPS` here."""
 
 
 class Data(NamedTuple):
@@ -139,18 +148,67 @@ def attach_thread(
 
 
 def train_threads(
-    build: Callable[[], nn.Module], make: Callable[[nn.Module, Comm], Trainee], ranks: int, seed: int, *steps: int
+    build: Callable[[], nn.Module], make: Callable[..., Trainee], ranks: int, seed: int, steps: int, every: int
 ) -> list[Row]:
-    """Return the curve of a training with ranks as threads, each of which makes a trainee of a model.
+    """Return the curve of a training with ranks as threads, each of which makes a trainee of its model and comm.
 
-    `steps` are those of the training and between two evaluations. SystemExit: the ranks end with different weights.
+    Raises:
+        SystemExit: the ranks end with different weights.
     """
     models = []
     for _ in range(ranks):
         torch.manual_seed(seed)
         models.append(build())
-    points = simulate(ranks, lambda comm: list(make(models[comm.rank], comm).curve(*steps)))[0]
+    points = simulate(ranks, lambda comm: list(make(models[comm.rank], comm).curve(steps, every)))[0]
     weights = [nn.utils.parameters_to_vector(model.parameters()) for model in models]
     if math.isfinite(points[-1]["val_loss"]) and not all(torch.equal(weights[0], other) for other in weights[1:]):
         raise SystemExit(f"Weights of the {ranks} ranks differ after {points[-1]['step']} steps.")
     return points
+
+
+def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> None:
+    """Time steps of each contestant in turn, several rounds: its columns, steps before an exchange, and trainee."""
+    for _, _, trainee in contestants:  # DDP forms its buckets anew in the second step
+        for _ in range(3):
+            trainee.step()
+    for number, (columns, every, trainee) in list(enumerate(contestants)) * ROUNDS:
+        trainee.step()  # brings the model back into the caches
+        sent_before = trainee.sent_bytes
+        found = timed(trainee.step, TIMED_STEPS)
+        sent = max(gather(trainee.sent_bytes - sent_before)) / TIMED_STEPS
+        write(out, number=number, columns=columns, every=every, sent_bytes=sent, **found)
+    for _, _, trainee in contestants:  # the last step of 3 + ROUNDS · (1 + TIMED_STEPS) has exchanged
+        check_weights(trainee.model)
+
+
+def times_over_links(module: str, job: Row, workers: int, rate: str) -> list[Row]:
+    """Time steps of what a module's `work` gives to `take_turns`; return a row for each contestant.
+
+    Raises:
+        SystemExit: links cannot be shaped here, or are off their rate, or a rank fails.
+    """
+    if reason := missing():
+        raise SystemExit(f"No links can be made here: {reason}.")
+    records, calibration = run_ranks(module, job, workers, rate)
+    off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
+    rows: list[Row] = []
+    for _, turns in pd.DataFrame(records).groupby("number"):
+        every = turns["every"].iloc[0]
+        share = min(every, TIMED_STEPS) / every  # of the exchanges timed, how many a training has
+        ms = [amortized(ms, share) for ms in turns["ms"]] if share < 1 else turns["ms"].sum()
+        means = turns[["sent_bytes", "tx_bytes", "foreign_load"]].mean()
+        row = turns["columns"].iloc[0] | step_columns(ms)
+        row |= {"sent_bytes_per_step": round(means["sent_bytes"] * share)}
+        row |= {"transmitted_bytes_per_step": round(means["tx_bytes"] * share)}
+        row |= {"foreign_load": round(means["foreign_load"], 3), "largest_calibration_error": off}
+        rows.append(row | {"threads_per_rank": 1} | origin())
+    print(pd.DataFrame(rows).loc[:, :"foreign_load"].to_string(index=False), flush=True)
+    if max(row["foreign_load"] for row in rows) > FOREIGN_LOAD:
+        print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
+    return rows
+
+
+def amortized(ms: Sequence[float], share: float) -> float:
+    """Return the mean time of a step, if only a share of the exchanges took place; one of the steps had one."""
+    *steps, exchange = sorted(ms)
+    return statistics.mean(steps) + (exchange - statistics.mean(steps)) * share / len(ms)
