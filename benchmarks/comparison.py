@@ -17,7 +17,7 @@ loss is more than ten times that of the start, or whose gradients are not finite
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,9 +57,7 @@ class Run(NamedTuple):
 def images() -> Data:
     """Return handwritten digits."""
     train, test = digits()
-    return Data(
-        lambda numbers: (train.images[numbers], train.labels[numbers]), len(train.labels), (test.images, test.labels)
-    )
+    return Data(lambda numbers: (train.images[numbers], train.labels[numbers]), len(train.labels), test)
 
 
 class Task(NamedTuple):
@@ -112,9 +110,8 @@ def made(task: str, contestant: str) -> Method:
 def optimizer_for(task: str, method: Method, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Return the optimizer of a contestant; that of a method with a momentum of its own, such as Signum, has none."""
     optimizer = TASKS[task].optimizer(model.parameters(), lr=lr)
-    for group in optimizer.param_groups:
-        if isinstance(method.memory, Momentum) and "momentum" in group:
-            group["momentum"] = 0.0
+    if isinstance(method.memory, Momentum) and "momentum" in optimizer.defaults:
+        optimizer.param_groups[0]["momentum"] = 0.0
     return optimizer
 
 
@@ -154,11 +151,8 @@ def finals(table: pd.DataFrame) -> pd.DataFrame:
     chosen = table[table["lr"] == table["contestant"].map(best)]
     ends = chosen.groupby(["contestant", "seed"], sort=False).last().reset_index()
     groups = ends.groupby("contestant", sort=False)
-    columns = {"loss": "mean", "low": "min", "high": "max"}
-    found = groups["val_loss"].agg(**columns)
-    return found.assign(
-        accuracy=groups["accuracy"].mean(), sent_bytes=groups["sent_bytes"].mean(), lr=best, seeds=groups.size()
-    ).reset_index()
+    found = groups["val_loss"].agg(loss="mean", low="min", high="max").join(groups[["accuracy", "sent_bytes"]].mean())
+    return found.assign(lr=best, seeds=groups.size()).reset_index()
 
 
 def work(job: Row) -> None:
@@ -177,14 +171,6 @@ def work(job: Row) -> None:
         trainee = Trainee(model, wrapped, optimizer, data, comm, **schedule)
         timed.append(({"contestant": name}, method.every, trainee))
     training.take_turns(timed, job["out"])
-
-
-def measure_seconds(path: Path, tasks: Iterable[str]) -> None:
-    """Time the steps of all contestants over shaped links, and write a CSV file."""
-    for task, rate in itertools.product(tasks, RATES):
-        case = {"task": task, "rate": rate}
-        rows = training.times_over_links("benchmarks.comparison", case, WORKERS, rate)
-        results.save(path, [case | row for row in rows], list(case))
 
 
 def draw(folder: Path) -> None:
@@ -244,7 +230,10 @@ def main() -> None:
     args = parser.parse_args()
     tasks = [args.task] if args.task else list(TASKS)
     if args.seconds:
-        measure_seconds(args.out / "comparison_seconds.csv", tasks)
+        for task, rate in itertools.product(tasks, RATES):
+            case = {"task": task, "rate": rate}
+            rows = training.times_over_links("benchmarks.comparison", case, WORKERS, rate)
+            results.save(args.out / "comparison_seconds.csv", [case | row for row in rows], list(case))
     elif not args.figure:
         torch.set_num_threads(1)  # ranks run side by side
         for task in tasks:

@@ -200,17 +200,6 @@ def missing_runs(path: Path) -> list[Run]:
     return results.missing(results.load(path), runs)
 
 
-def measure_seconds(path: Path) -> None:
-    """Time the steps of all contestants over shaped links; of four workers, those of them that serve with AdamW."""
-    all_ = [(optimizer, name) for optimizer, names in METHODS.items() for name in names]
-    some = [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]
-    for (part, contestants), rate in itertools.product((("tune", all_), ("four", some)), RATES):
-        case = {"workers": PARTS[part].workers, "rate": rate}
-        job = {"what": "step times", "runs": [Run(part, *contestant, 0.001, 0) for contestant in contestants]}
-        rows = times_over_links("benchmarks.language", job, PARTS[part].workers, rate)
-        results.save(path, [case | row for row in rows], list(case))
-
-
 def draw(folder: Path) -> None:
     """Draw the losses of each method at its best rate against steps, bytes and seconds."""
     table = results.load(folder / "language.csv").query("part == 'final' and seed == 0")
@@ -243,7 +232,13 @@ def main() -> None:
     args = parser.parse_args()
     path = args.out / "language.csv"
     if args.seconds:
-        measure_seconds(args.out / "language_seconds.csv")
+        two = [(optimizer, name) for optimizer, names in METHODS.items() for name in names]
+        four = [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]  # those that serve
+        for (part, contestants), rate in itertools.product((("tune", two), ("four", four)), RATES):
+            case = {"workers": PARTS[part].workers, "rate": rate}
+            job = {"what": "step times", "runs": [Run(part, *contestant, 0.001, 0) for contestant in contestants]}
+            rows = times_over_links("benchmarks.language", job, PARTS[part].workers, rate)
+            results.save(args.out / "language_seconds.csv", [case | row for row in rows], list(case))
     elif not args.figure:
         results.save_each(path, missing_runs(path), lambda run: train(run, path))
     draw(args.out)
