@@ -39,8 +39,7 @@ MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level"]
 IN_TRAININGS = ["ddp_accumulated", "local_sgd"]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BUSY = 0.7
-"""Busy share of the processors above which a paced measurement is not valid: processors stand for accelerators there
-and must not be the limit."""
+"""Share of busy processors above which a paced measurement says more about them than about links: it is not valid."""
 PATIENCE = 120
 """Seconds after which a silent contestant counts as hung."""
 
@@ -80,11 +79,8 @@ def contestants(args: argparse.Namespace) -> list[str]:
         return [name for name in args.contestants if name not in IN_TRAININGS] * args.rounds
     tuned = results.load(args.out / "network_tuning.csv")
     best = {} if tuned.empty else tuned[tuned["workload"] == args.workload].set_index("contestant")["learning_rate"]
-    return [
-        f"{name}@{rate}"
-        for name in args.contestants
-        for rate in (LEARNING_RATES if args.tune else [best.get(name, 0.05)])
-    ]
+    rates = {name: LEARNING_RATES if args.tune else [best.get(name, 0.05)] for name in args.contestants}
+    return [f"{name}@{rate}" for name in rates for rate in rates[name]]
 
 
 def measure(args: argparse.Namespace, rate: str) -> None:
@@ -108,7 +104,13 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     elif records:
         rows = [row | common for row in summarise(records, args.workers, args.dilate)]
         results.save(args.out / ("network_paced.csv" if compute else "network.csv"), rows, list(key))
-        report(pd.DataFrame(rows), bool(compute))
+        table = pd.DataFrame(rows)
+        print(table.loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
+        for row in table.query("kind == 'step'").itertuples():
+            if compute and row.contestant != "none" and row.busy > BUSY:
+                print(f"  {row.contestant}: not valid, as the processors were {row.busy:.0%} busy. Use --dilate.")
+            if row.foreign_load > FOREIGN_LOAD:
+                print(f"  {row.contestant}: other programs used {row.foreign_load:.0%} of the processors; repeat it")
 
 
 def save_curves(args: argparse.Namespace, records: list[Record], common: Row, key: list[str]) -> None:
@@ -159,19 +161,6 @@ def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
         for phase, each in pd.DataFrame(list(rounds["phases_ms"])).items():
             phases.append({"kind": "phase", "contestant": f"{name} {phase}", **step_columns(each, dilate)})
     return steps + phases
-
-
-def report(rows: pd.DataFrame, paced: bool) -> None:
-    """Print a table, and which rows are not valid."""
-    print(rows.loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
-    for row in rows.query("kind == 'step'").itertuples():
-        if paced and row.contestant != "none" and row.busy > BUSY:
-            print(
-                f"  {row.contestant}: the processors were busy for {row.busy:.0%} of the time, so this says more about "
-                f"them than about the links: not valid. Use --dilate."
-            )
-        if row.foreign_load > FOREIGN_LOAD:
-            print(f"  {row.contestant}: other programs used {row.foreign_load:.0%} of the processors; repeat it")
 
 
 def ordered(rates: Iterable[str]) -> list[str]:
