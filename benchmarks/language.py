@@ -102,10 +102,8 @@ REPEATED = {
 }
 """Rates of those that are repeated with `MORE_SEEDS`."""
 MORE_SEEDS = [1, 2]
-TARGET = 2.6
-"""Nats per byte: the lowest tenth that every contestant reaches, at its best rate."""
-RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-"""Of the links, where step times are measured."""
+TARGET = 2.6  # nats per byte: the lowest tenth that every contestant reaches, at its best rate
+RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # of the links, where step times are measured
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
 """Options of all runs: AdamW's, SGD's, and of the sparse methods."""
 

@@ -30,15 +30,13 @@ from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 WORKERS = 4
 SECONDS_PER_PARAM = 0.146 / 25_587_912
 """Forward and backward of the MLP that `benchmarks.network` trains, per parameter."""
-TIE = 1.1
-"""Below it `python -m lightning_sparse advise` says that the model is not sure, and that dense is simpler."""
+TIE = 1.1  # below it `python -m lightning_sparse advise` says that the model is not sure, and that dense is simpler
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 DDP = "dense, 32 bit"
 DENSE_BYTES = {DDP: 4, "dense, 16 bit": 2}
 CONTESTANTS = {"ddp": DDP, "bf16": "dense, 16 bit", "powersgd": "PowerSGD"}
 """What `benchmarks.network` calls them; ours have one name."""
-POINTS = 33
-"""To each side of a map."""
+POINTS = 33  # to each side of a map
 TIMES = [2, 5, 10, 20, 50, 100, 200]
 MODELS = {
     "mlp": "MLP",

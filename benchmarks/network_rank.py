@@ -28,8 +28,7 @@ from benchmarks.harness.workloads import BATCH, COMPUTE_SECONDS, TARGET_LOSS, bu
 from examples.data.digits import digits
 
 LEARNING_RATE = 0.01
-LEAST, MOST = 3, 30
-"""Timed steps of a contestant in each round."""
+LEAST, MOST = 3, 30  # timed steps of a contestant in each round
 
 
 class Rank:

@@ -45,8 +45,7 @@ from lightning_sparse.memory import Residual
 SIZES = {"cpu": (1_000_000, 10_000_000, 25_000_000), "cuda": (1_000_000, 25_000_000, 100_000_000, 400_000_000)}
 LIMITS = {400_000_000: 1.4, 100_000_000: 1.6, 25_000_000: 2.5}
 """Elements to the floors that a step with TopK may take; by a CUDA graph, where launches count."""
-SCRATCH_LIMIT = 0.2
-"""Share of a residual that a step may need beside it, at density 0.001."""
+SCRATCH_LIMIT = 0.2  # share of a residual that a step may need beside it, at density 0.001
 
 Select = Callable[[Tensor, float], Tensor]
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import Wrapped
@@ -35,8 +35,7 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments
 from lightning_sparse.updates import Updates
 
-STEPS, EVERY = 1000, 25
-"""Steps of the schedule, and between two evaluations."""
+STEPS, EVERY = 1000, 25  # steps of the schedule, and between two evaluations
 COLORS = [*(f"C{index}" for index in range(10)), "navy", "gold", "deeppink", "teal", "lime", "sienna"]
 """Of the variants in the figure."""
 
@@ -97,8 +96,8 @@ class Run(NamedTuple):
 
 
 SHORT = ["topk", "every 10", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled", "randk"]
-SHORT += ["times root P", "masked", "gtopk", "oktopk", "scalecom", "gaussiank", "two passes", "decay 0.1"]
-SHORT += ["decay 0.1 outside"]
+SHORT += ["times root P", "masked", "gtopk", "oktopk", "scalecom", "gaussiank", "two passes"]
+SHORT += ["decay 0.1", "decay 0.1 outside"]
 TRIED = [
     Run(variant, workers, density, lr, seed, steps)
     for workers, steps, lr, seeds, density, variants in (
@@ -140,8 +139,7 @@ class Trial(Updates):
     def _moments(self, segment: Segment, *args: Any) -> SegmentMoments:
         moments, share = super()._moments(segment, *args), self.variant.payout
         rescaled = moments.rescaling([0] * len(segment.names), self._reducer.comm.size) if share is None else None
-        factors: float | Tensor | None = rescaled[0] if rescaled else share
-        made = moments.payout
+        factors, made = rescaled[0] if rescaled else share, moments.payout
 
         def varied() -> Payout | None:
             if (payout := made()) is None:
@@ -216,12 +214,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         group = table.query("workers == @workers and steps >= @steps and step <= @steps")
         for key, curve in group.groupby(list(Run._fields), sort=False):
             run, last = Run(*key)._replace(steps=steps), curve.iloc[-1]
-            whole = dense * (workers - 1) / workers * steps
-            rows.append(
-                run._asdict()
-                | {"steps_to_target": steps_to(curve), "val_loss": last["val_loss"]}
-                | {"percent": 100 * last["sent_bytes"] / whole}
-            )
+            percent = 100 * last["sent_bytes"] / (dense * (workers - 1) / workers * steps)
+            found = {"steps_to_target": steps_to(curve), "val_loss": last["val_loss"], "percent": percent}
+            rows.append(run._asdict() | found)
     return pd.DataFrame(rows)
 
 

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from lightning_sparse import Method, ProcessGroupComm, Reducer, UpdateRule, attach, attach_updates, method
 from lightning_sparse.aggregators import TwoLevel, TwoPass
 
-RANK = 4
-"""Rank of the factors that PowerSGD sends."""
+RANK = 4  # rank of the factors that PowerSGD sends
 AS_OURS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
 """Options of DDP, as our strategies set them."""
 

@@ -76,9 +76,7 @@ def calibrated(links: ShapedLinks) -> list[Record]:
     for _ in range(TRIES):
         rows = [{"rate": links.rate, "burst": links.burst, **row} for row in links.calibrate()]
         for row in rows:
-            print(
-                "  {probe}: {payload_mbit_per_s:.0f} Mbit/s of payload, {ratio_to_expected} of expected".format(**row)
-            )
+            print(f"  {row['probe']}: {row['payload_mbit_per_s']} Mbit/s, {row['ratio_to_expected']} of expected")
         if all(abs(row["ratio_to_expected"] - 1) <= TOLERANCE for row in rows):
             return rows
     raise SystemExit(
@@ -126,9 +124,9 @@ def launch(
                 # One rank knows the reason and the others only miss it, in whatever order they end: show all.
                 time.sleep(2)
                 last = [(log.read_text().strip().splitlines() or ["no message"])[-1] for log in logs]
-                ends = zip(processes, last, strict=True)
+                ends = enumerate(zip(processes, last, strict=True))
                 return records, "".join(
-                    f"\n    rank {rank} (status {process.poll()}): {line}" for rank, (process, line) in enumerate(ends)
+                    f"\n    rank {rank} (status {one.poll()}): {text}" for rank, (one, text) in ends
                 )
             if running and time.monotonic() - news > patience:
                 return records, f"no news for {patience:g} s"

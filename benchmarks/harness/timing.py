@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-EVICTION = 32_000_000
-"""Elements, 128 MB: more than the caches of a CPU hold. A GPU gets twice as many."""
-FOREIGN_LOAD = 0.05
-"""Share of the processors that other programs may use during a measurement."""
+EVICTION = 32_000_000  # elements, 128 MB: more than the caches of a CPU hold. A GPU gets twice as many
+FOREIGN_LOAD = 0.05  # share of the processors that other programs may use during a measurement
 
 
 def spread(ms: Sequence[float], name: str = "ms") -> dict[str, float]:

@@ -19,10 +19,8 @@ from examples.models.gpt import GPT
 
 TRAININGS = {"real": "convolutional network, 2.1 M", "real_resnet20": "ResNet-20, 0.27 M"}
 """Workloads that train on the digits."""
-TARGET_LOSS = 0.2
-"""Test loss at which such a training ends."""
-BATCH = 16
-"""Examples per rank and step."""
+TARGET_LOSS = 0.2  # test loss at which such a training ends
+BATCH = 16  # examples per rank and step
 COMPUTE_SECONDS = {
     "resnet20": 0.146,
     "vgg16": 0.140,
