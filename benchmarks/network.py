@@ -27,7 +27,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.harness import plots, results
-from benchmarks.harness.launch import Record, hosts, launch
+from benchmarks.harness.launch import RanksFailed, Record, hosts, launch
 from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import bits_per_second, missing
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
@@ -88,12 +88,14 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     todo, compute = contestants(args), COMPUTE_SECONDS.get(args.workload)
     job = {"module": "benchmarks.network_rank", "todo": todo, "compute": (compute or 0.0) * args.dilate}
     job |= {name: getattr(args, name) for name in ("workload", "ranks_per_host", "density", "seconds")}
+    records: list[Record] = []
     with hosts(args.workers, rate, ranks_per_host=args.ranks_per_host, dilate=args.dilate) as where:
-        records, reason = launch("benchmarks.harness.launch", job, where, args.workers, PATIENCE)
-    if reason:
-        failed = todo[len(records)]
-        print(f"  {failed} has no result, nor has what would have come after it: {reason}")
-        records = [record for record in records if record["finished"] != failed]
+        try:
+            records.extend(launch("benchmarks.harness.launch", job, where, args.workers, PATIENCE))
+        except RanksFailed as error:
+            failed = todo[len(records)]
+            print(f"  {failed} has no result, nor has what would have come after it: {error}")
+            records = [record for record in records if record["finished"] != failed]
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])
     key = {"workload": args.workload, "rate": rate, "workers": args.workers, "ranks_per_host": args.ranks_per_host}
     common = {**key, "dilate": f"{args.dilate:g}", "links": where.links, "batch": BATCH, "density": args.density}

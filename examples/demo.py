@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
     from benchmarks.harness import plots
-    from benchmarks.harness.launch import hosts, launch, write
+    from benchmarks.harness.launch import RanksFailed, hosts, launch, write
     from benchmarks.harness.shaped_links import bits_per_second, missing
 except ImportError as error:
     raise SystemExit(
@@ -265,11 +265,13 @@ def main() -> None:
                 job = {"strategy": name, "emulated": bool(reason), "log_dir": str(args.log_dir.resolve())}
                 if not sys.stderr.isatty():
                     show(f'strategy="{name}": the workers start ...')
-                _, failed = launch(
-                    "examples.demo", job, where, WORKERS, PATIENCE, lambda point, name=name: view.add(name, point)
-                )
-                if failed or not view.curves.get(name):
-                    raise SystemExit(f"strategy={name!r} failed: {failed}")
+                try:
+                    for point in launch("examples.demo", job, where, WORKERS, PATIENCE):
+                        view.add(name, point)
+                except RanksFailed as error:
+                    raise SystemExit(f"strategy={name!r} failed: {error}") from None
+                if name not in view.curves:
+                    raise SystemExit(f"strategy={name!r} reported nothing.")
     except KeyboardInterrupt:
         raise SystemExit("\nStopped; workers and links are removed.") from None
     print(verdict(view.curves, bool(reason)))

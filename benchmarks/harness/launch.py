@@ -85,19 +85,15 @@ def calibrated(links: ShapedLinks) -> list[Record]:
     )
 
 
-def launch(
-    module: str,
-    job: Record,
-    where: Hosts,
-    workers: int,
-    patience: float = 3600,
-    on_record: Callable[[Record], None] = lambda record: None,
-) -> tuple[list[Record], str | None]:
-    """Run `python -m module <job as JSON>` on every rank, until all end or one fails.
+class RanksFailed(SystemExit):
+    """Ranks ended early, or hang: the program ends, unless it goes on without them."""
 
-    Ranks append records to the file `job["out"]`, see `write`; `on_record` is called with each as it comes. After
-    `patience` seconds without a new one the ranks count as hung. Returns the records, and why the ranks ended early,
-    None if they did not.
+
+def launch(module: str, job: Record, where: Hosts, workers: int, patience: float = 3600) -> Iterator[Record]:
+    """Run `python -m module <job as JSON>` on every rank; yield what rank 0 writes to the file `job["out"]`.
+
+    Raises:
+        RanksFailed: a rank fails, or there was no new record for `patience` seconds.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         out, logs = Path(folder, "records"), [Path(folder, f"rank{rank}") for rank in range(workers)]
@@ -105,44 +101,34 @@ def launch(
         argv = [sys.executable, "-m", module, json.dumps({**job, "out": str(out)})]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
         env = {**ENVIRONMENT, **os.environ, **where.env, "PYTHONPATH": path, "WORLD_SIZE": str(workers)}
-        processes, records = [], []
+        processes = []
         for rank, log in enumerate(logs):
             with log.open("w") as file:
                 processes.append(where.popen(rank, argv, env={**env, "RANK": str(rank)}, stderr=file))
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
-        news, running = time.monotonic(), True
-        while running:
+        count, news, states = 0, time.monotonic(), [None]
+        while None in states:
             time.sleep(0.1)
             states = [process.poll() for process in processes]
-            running = None in states
-            for line in out.read_text().splitlines()[len(records) :]:
-                records.append(json.loads(line))
-                on_record(records[-1])
-                news = time.monotonic()
+            for line in out.read_text().splitlines()[count:]:
+                yield json.loads(line)
+                count, news = count + 1, time.monotonic()
             if any(states):
                 # One rank knows the reason and the others only miss it, in whatever order they end: show all.
                 time.sleep(2)
-                last = [(log.read_text().strip().splitlines() or ["no message"])[-1] for log in logs]
-                ends = enumerate(zip(processes, last, strict=True))
-                return records, "".join(
-                    f"\n    rank {rank} (status {one.poll()}): {text}" for rank, (one, text) in ends
-                )
-            if running and time.monotonic() - news > patience:
-                return records, f"no news for {patience:g} s"
-        return records, None
+                ends = [(log.read_text().strip().splitlines() or ["no message"])[-1] for log in logs]
+                states = [process.poll() for process in processes]
+                ends = [f"rank {rank} (status {states[rank]}): {end}" for rank, end in enumerate(ends)]
+                raise RanksFailed("\n    ".join(["Ranks ended early:", *ends]))
+            if None in states and time.monotonic() - news > patience:
+                raise RanksFailed(f"Ranks hang: no news for {patience:g} s.")
 
 
 def run_ranks(module: str, job: Record, workers: int, rate: str = "loopback") -> tuple[list[Record], list[Record]]:
-    """Run `work(job)` of a module on every rank; return the records, and what was found of the links.
-
-    Raises:
-        SystemExit: a rank fails.
-    """
+    """Run `work(job)` of a module on every rank; return the records, and what was found of the links."""
     with hosts(workers, rate) as where:
-        records, reason = launch("benchmarks.harness.launch", {**job, "module": module}, where, workers)
-    if reason:
-        raise SystemExit(f"The ranks ended early: {reason}")
+        records = list(launch("benchmarks.harness.launch", {**job, "module": module}, where, workers))
     return records, where.calibration
 
 
