@@ -231,9 +231,8 @@ def main() -> None:
     tasks = [args.task] if args.task else list(TASKS)
     if args.seconds:
         for task, rate in itertools.product(tasks, RATES):
-            case = {"task": task, "rate": rate}
-            rows = training.times_over_links("benchmarks.comparison", case, WORKERS, rate)
-            results.save(args.out / "comparison_seconds.csv", [case | row for row in rows], list(case))
+            path, case = args.out / "comparison_seconds.csv", {"task": task, "rate": rate}
+            training.save_times(path, "benchmarks.comparison", case, WORKERS, task=task)
     elif not args.figure:
         torch.set_num_threads(1)  # ranks run side by side
         for task in tasks:

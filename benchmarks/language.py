@@ -29,7 +29,7 @@ from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import CONTESTANTS, Options
 from benchmarks.harness.launch import check_weights, gather, run_ranks, write
 from benchmarks.harness.results import Row
-from benchmarks.harness.training import TIMED_STEPS, Data, Trainee, take_turns, text, times_over_links
+from benchmarks.harness.training import TIMED_STEPS, Data, Trainee, save_times, take_turns, text
 from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm, method
 
@@ -234,9 +234,9 @@ def main() -> None:
         four = [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]  # those that serve
         for (part, contestants), rate in itertools.product((("tune", two), ("four", four)), RATES):
             case = {"workers": PARTS[part].workers, "rate": rate}
-            job = {"what": "step times", "runs": [Run(part, *contestant, 0.001, 0) for contestant in contestants]}
-            rows = times_over_links("benchmarks.language", job, PARTS[part].workers, rate)
-            results.save(args.out / "language_seconds.csv", [case | row for row in rows], list(case))
+            runs = [Run(part, *contestant, 0.001, 0) for contestant in contestants]
+            seconds = args.out / "language_seconds.csv"
+            save_times(seconds, "benchmarks.language", case, case["workers"], what="step times", runs=runs)
     elif not args.figure:
         results.save_each(path, missing_runs(path), lambda run: train(run, path))
     draw(args.out)

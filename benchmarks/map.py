@@ -188,14 +188,9 @@ def fine(field: pd.DataFrame, points: int = 500) -> tuple[Any, Any, dict[str, An
     return across, up, seconds
 
 
-def main() -> None:
-    """Compute, and draw."""
+if __name__ == "__main__":
     args = results.command_line(__doc__).parse_args()
     if not args.figure:
         rows = [row for panel in PANELS for part in (circles, fields) for row in part(panel)]
         results.save(args.out / "map.csv", rows, digits=4)
     draw(results.load(args.out / "map.csv"), args.out / "map.png")
-
-
-if __name__ == "__main__":
-    main()

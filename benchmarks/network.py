@@ -26,7 +26,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.harness import plots, results
+from benchmarks.harness import baselines, plots, results
 from benchmarks.harness.launch import RanksFailed, Record, hosts, launch
 from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import bits_per_second, missing
@@ -35,7 +35,6 @@ from benchmarks.harness.workloads import BATCH, COMPUTE_SECONDS, TARGET_LOSS, TR
 
 CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank"]
 WITH_ADAMW = ["none", "ddp", "bf16", "int4", "topk", "topk updates", "gaussiank updates"]
-MORE = ["gtopk", "oktopk", "scalecom", "randk", "topk_two_level"]
 IN_TRAININGS = ["ddp_accumulated", "local_sgd"]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BUSY = 0.7
@@ -47,8 +46,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = results.command_line(__doc__)
     add = parser.add_argument
-    workloads = ["mlp", "mlp_adamw", *TRAININGS, *COMPUTE_SECONDS]
-    others = list(dict.fromkeys([*CONTESTANTS, *MORE, *WITH_ADAMW, *IN_TRAININGS]))
+    workloads, known = ["mlp", "mlp_adamw", *TRAININGS, *COMPUTE_SECONDS], list(baselines.CONTESTANTS)
     slowed = "paced: a link of the Nth part of the rate, N times the compute time, and reported times divided by N, so \
 that two cores keep up with many ranks; latency, and work of the processors, count for less"
     tune = "real: train with each of the LEARNING_RATES and keep the one with the fewest steps in network_tuning.csv; \
@@ -57,7 +55,9 @@ other trainings use the rate kept there, or 0.05"
     add("--workload", choices=workloads, default="mlp", help="see above; default: mlp")
     add("--dilate", type=float, default=1, metavar="N", help=slowed)
     add("--ranks-per-host", type=int, default=1, metavar="N", help="number of ranks that share a link")
-    add("--contestants", nargs="+", choices=others, metavar="NAME", help=f"of {others}")
+    add(
+        "--contestants", nargs="+", choices=baselines.CONTESTANTS, metavar="NAME", help=f"of {[*baselines.CONTESTANTS]}"
+    )
     add("--workers", type=int, default=4, help="number of ranks; default: 4")
     add("--rounds", type=int, default=1, help="number of turns of all contestants; default: 1")
     add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")

@@ -157,13 +157,8 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     plots.write(figure, path)
 
 
-def main() -> None:
-    """Compute, and draw."""
+if __name__ == "__main__":
     args = results.command_line(__doc__).parse_args()
     if not args.figure:
         compute(args.out)
     draw(results.load(args.out / "scaling.csv"), args.out / "scaling.png")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,14 @@
 """Trainings to compare: with one seed all start from the same weights and see the same batches in the same order.
 
 A rank is a process, or a thread of this process: `train_threads`. Step times are those of several contestants that take
-turns on the same ranks: a benchmark's `work` calls `take_turns` on every rank, which `times_over_links` starts.
+turns on the same ranks: a benchmark's `work` calls `take_turns` on every rank, which `save_times` starts.
 """
 
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -17,9 +18,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from benchmarks.harness import results
 from benchmarks.harness.baselines import Wrapped
 from benchmarks.harness.launch import check_weights, gather, run_ranks, timed, write
-from benchmarks.harness.results import Row, origin
+from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import missing
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from examples.data.text import StandardLibrary
@@ -181,15 +183,15 @@ def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> Non
         check_weights(trainee.model)
 
 
-def times_over_links(module: str, job: Row, workers: int, rate: str) -> list[Row]:
-    """Time steps of what a module's `work` gives to `take_turns`; return a row for each contestant.
+def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> None:
+    """Time steps of what a module's `work` gives to `take_turns`, and write a row for each contestant of a case.
 
     Raises:
-        SystemExit: links cannot be shaped here, or are off their rate, or a rank fails.
+        SystemExit: links cannot be shaped here to the case's rate, or a rank fails.
     """
     if reason := missing():
         raise SystemExit(f"No links can be made here: {reason}.")
-    records, calibration = run_ranks(module, job, workers, rate)
+    records, calibration = run_ranks(module, job, workers, case["rate"])
     off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
     rows: list[Row] = []
     for _, turns in pd.DataFrame(records).groupby("number"):
@@ -197,15 +199,15 @@ def times_over_links(module: str, job: Row, workers: int, rate: str) -> list[Row
         share = min(every, TIMED_STEPS) / every  # of the exchanges timed, how many a training has
         ms = [amortized(ms, share) for ms in turns["ms"]] if share < 1 else turns["ms"].sum()
         means = turns[["sent_bytes", "tx_bytes", "foreign_load"]].mean()
-        row = turns["columns"].iloc[0] | step_columns(ms)
+        row = case | turns["columns"].iloc[0] | step_columns(ms)
         row |= {"sent_bytes_per_step": round(means["sent_bytes"] * share)}
         row |= {"transmitted_bytes_per_step": round(means["tx_bytes"] * share)}
         row |= {"foreign_load": round(means["foreign_load"], 3), "largest_calibration_error": off}
-        rows.append(row | {"threads_per_rank": 1} | origin())
+        rows.append(row | {"threads_per_rank": 1} | results.origin())
     print(pd.DataFrame(rows).loc[:, :"foreign_load"].to_string(index=False), flush=True)
     if max(row["foreign_load"] for row in rows) > FOREIGN_LOAD:
         print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
-    return rows
+    results.save(path, rows, list(case))
 
 
 def amortized(ms: Sequence[float], share: float) -> float:

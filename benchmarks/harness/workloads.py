@@ -4,7 +4,6 @@ Of paced models, those of the gTopK paper (arXiv 1901.04359) and others, only th
 """
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -116,14 +115,15 @@ class Paced(nn.Module):
         self.forward_seconds = compute / 3
         matrices = sum(len(shape) > 1 for shape in shapes)
         self.seconds = [2 / 3 * compute / matrices if len(shape) > 1 else 0.0 for shape in shapes]
-        # Long enough for the largest parameter, from wherever it starts. A function, so that copies share it.
-        longest = max(param.numel() for param in self.params)
-        period = values[0].numel()
+        # Long enough for the largest parameter, from wherever it starts.
+        longest, period = max(param.numel() for param in self.params), values[0].numel()
         sources = [batch.repeat(2 + longest // period) for batch in values]
         starts = torch.randint(period, (len(shapes),), generator=torch.Generator().manual_seed(0)).tolist()
-        self.gradient: Callable[[int, int, torch.Size], Tensor] = lambda step, number, shape: sources[step % 2][
-            starts[number] :
-        ][: math.prod(shape)].view(shape)
+
+        def gradient(step: int, number: int, shape: torch.Size) -> Tensor:  # a function, so that copies share sources
+            return sources[step % 2][starts[number] :][: shape.numel()].view(shape)
+
+        self.gradient = gradient
 
     def forward(self, step: Tensor) -> Tensor:
         """Return a loss, 0. `step` chooses the gradients, 0 to 7."""
