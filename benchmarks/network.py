@@ -55,9 +55,7 @@ other trainings use the rate kept there, or 0.05"
     add("--workload", choices=workloads, default="mlp", help="see above; default: mlp")
     add("--dilate", type=float, default=1, metavar="N", help=slowed)
     add("--ranks-per-host", type=int, default=1, metavar="N", help="number of ranks that share a link")
-    add(
-        "--contestants", nargs="+", choices=baselines.CONTESTANTS, metavar="NAME", help=f"of {[*baselines.CONTESTANTS]}"
-    )
+    add("--contestants", nargs="+", choices=known, metavar="NAME", help=f"of {known}")
     add("--workers", type=int, default=4, help="number of ranks; default: 4")
     add("--rounds", type=int, default=1, help="number of turns of all contestants; default: 1")
     add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
