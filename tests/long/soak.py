@@ -1,7 +1,7 @@
 """Does training stay whole over a long time in which everything happens?
 
-    python -m benchmarks.soak                      # 2,000 steps, some minutes
-    python -m benchmarks.soak --exchange update    # AdamW, and updates instead of gradients
+    python -m tests.long.soak                      # 2,000 steps, some minutes
+    python -m tests.long.soak --exchange update    # AdamW, and updates instead of gradients
 
 Two or three workers train a small network with Lightning, over gloo. They fit again and again, each time from the last
 checkpoint, with another mix of precision, gradient scaler, accumulation, granularity and overflows on random ranks. In
