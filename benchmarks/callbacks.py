@@ -20,7 +20,6 @@ from typing import Any
 import pandas as pd
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
@@ -98,7 +97,7 @@ def fit(steps: int, folder: Path, callbacks: list[pl.Callback]) -> tuple[pl.Trai
         strategy=SparseDDPStrategy("topk"),
         max_epochs=1,
         callbacks=callbacks,
-        logger=TensorBoardLogger(folder, name="", version=""),
+        logger=pl.loggers.TensorBoardLogger(folder, name="", version=""),
         log_every_n_steps=BLOCK,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -150,7 +149,7 @@ def main() -> None:
     if trainer.is_global_zero:
         rows = summarize(turns.steps)
         print(pd.DataFrame(rows).to_string(index=False))
-        where = {"params": len(weights), "ranks": RANKS, "threads_per_rank": torch.get_num_threads()}
+        where = {"params": len(weights), "ranks": RANKS, "threads_per_rank": 1}
         where |= results.origin("pytorch-lightning", "tensorboard")
         results.save(args.out / "callbacks.csv", [row | where for row in rows])
 

@@ -15,6 +15,7 @@ Written: `comparison_TASK.csv`, a row per evaluation, `comparison_seconds.csv` a
 loss is more than ten times that of the start, or whose gradients are not finite, ends there: its loss is infinite.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -76,13 +77,7 @@ class Task(NamedTuple):
 
 
 SGD_RATES = (0.001, 0.01, 0.03, 0.1)
-
-
-def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
-    """Return SGD with momentum."""
-    return torch.optim.SGD(params, lr, momentum=0.9)
-
-
+sgd = functools.partial(torch.optim.SGD, momentum=0.9)
 TASKS = {
     "digits_sgd": Task(images, lambda: ResNet20(1), 16, sgd, SGD_RATES),
     "gpt_sgd": Task(lambda: text(LENGTH, 128), lambda: GPT(LENGTH), 4, sgd, SGD_RATES),
@@ -186,13 +181,14 @@ def draw(folder: Path) -> None:
         labels = []
         for row in table.itertuples():
             place, color = (row.sent_bytes / 1e6, min(row.loss, top)), plots.line(row.contestant)["color"]
+            name, is_best = row.contestant, row.contestant in set(best["contestant"])
             if row.loss < top:
                 error = [[row.loss - row.low], [min(row.high, top) - row.loss]]
                 panel.errorbar(*place, error, fmt="o", markersize=4, color=color, linewidth=0.8)
             else:
                 panel.plot(*place, "^", markersize=5, color=color, clip_on=False)
-            text = row.contestant if row.loss < top else f"{row.contestant}: {row.loss:.2f}"
-            labels.append((*place, text, row.contestant in set(best["contestant"])))
+                name += f": {row.loss:.2f}"
+            labels.append((*place, name, is_best))
         panel.set(xscale="log", ylabel="held-out loss, mean and range of three seeds")
         panel.set_title(task.replace("_", ", "), loc="left", pad=32)  # above the labels of triangles
         panel.set_ylim(table["low"].min() / TOP[task] ** 0.05, top)

@@ -154,8 +154,7 @@ def train_threads(
 ) -> list[Row]:
     """Return the curve of a training with ranks as threads, each of which makes a trainee of its model and comm.
 
-    Raises:
-        SystemExit: the ranks end with different weights.
+    It is a SystemExit if they end with different weights.
     """
     models = []
     for _ in range(ranks):
@@ -184,24 +183,19 @@ def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> Non
 
 
 def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> None:
-    """Time steps of what a module's `work` gives to `take_turns`, and write a row for each contestant of a case.
-
-    Raises:
-        SystemExit: links cannot be shaped here to the case's rate, or a rank fails.
-    """
+    """Time steps of what a module's `work` gives to `take_turns`, and write a row for each contestant of a case."""
     if reason := missing():
         raise SystemExit(f"No links can be made here: {reason}.")
     records, calibration = run_ranks(module, job, workers, case["rate"])
     off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
     rows: list[Row] = []
     for _, turns in pd.DataFrame(records).groupby("number"):
-        every = turns["every"].iloc[0]
+        every, means = turns["every"].iloc[0], turns[["sent_bytes", "tx_bytes", "foreign_load"]].mean()
         share = min(every, TIMED_STEPS) / every  # of the exchanges timed, how many a training has
         ms = [amortized(ms, share) for ms in turns["ms"]] if share < 1 else turns["ms"].sum()
-        means = turns[["sent_bytes", "tx_bytes", "foreign_load"]].mean()
         row = case | turns["columns"].iloc[0] | step_columns(ms)
-        row |= {"sent_bytes_per_step": round(means["sent_bytes"] * share)}
-        row |= {"transmitted_bytes_per_step": round(means["tx_bytes"] * share)}
+        row["sent_bytes_per_step"] = round(means["sent_bytes"] * share)
+        row["transmitted_bytes_per_step"] = round(means["tx_bytes"] * share)
         row |= {"foreign_load": round(means["foreign_load"], 3), "largest_calibration_error": off}
         rows.append(row | {"threads_per_rank": 1} | results.origin())
     print(pd.DataFrame(rows).loc[:, :"foreign_load"].to_string(index=False), flush=True)
