@@ -77,11 +77,12 @@ class Task(NamedTuple):
 
 
 SGD_RATES = (0.001, 0.01, 0.03, 0.1)
+ADAMW_RATES = (0.0005, 0.001, 0.002, 0.005)
 sgd = functools.partial(torch.optim.SGD, momentum=0.9)
 TASKS = {
     "digits_sgd": Task(images, lambda: ResNet20(1), 16, sgd, SGD_RATES),
     "gpt_sgd": Task(lambda: text(LENGTH, 128), lambda: GPT(LENGTH), 4, sgd, SGD_RATES),
-    "gpt_adamw": Task(lambda: text(LENGTH, 128), lambda: GPT(LENGTH), 4, torch.optim.AdamW, (0.0005, 0.001, 0.002, 0.005)),
+    "gpt_adamw": Task(lambda: text(LENGTH, 128), lambda: GPT(LENGTH), 4, torch.optim.AdamW, ADAMW_RATES),
 }
 
 
