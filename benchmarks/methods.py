@@ -2,8 +2,8 @@
 
 All rows of `METHODS`, with their own options, on one rank's gradient of 25 matrices of 1000 · 1000, Gaussian. Before a
 time is taken, what other ranks decode is compared with what is taken out of the residual. Then a copy of as many
-elements, compressing, and a rank's whole step take turns, as in `benchmarks.selection`, each "cold", after the caches
-were filled with other data. Times are of one core: other programs slow them down little.
+elements, compressing, and a rank's whole step take turns, each "cold", after the caches were filled with other data.
+Times are of one core: other programs slow them down little. Methods with the same compressor and memory share them.
 
     python -m benchmarks.methods                     # all methods
     python -m benchmarks.methods --methods qsgd      # replaces their rows only
@@ -13,11 +13,8 @@ Written: `results/methods.csv`, a row per method.
 - `bytes`, `dense_bytes`: what a worker sends in a step, local steps averaged, by the method's own formula, without
   headers; and what dense gradients take. Equal where the method goes dense.
 - `copy_ms`: of a copy, the least that a pass over the data can take: it reads and writes 4 bytes an element.
-- `compress_ms`: of u to a payload and the update that it stands for. The pass that adds the gradient to the residual
-  comes before; it also finds what some selections start with.
+- `compress_ms`: of u to a payload and the update that it stands for; the pass that makes u comes before.
 - `step_ms`: of that pass, compressing, and taking the update out of the residual.
-
-Methods with the same compressor and memory are timed once.
 """
 
 import time

@@ -7,15 +7,14 @@ turn is timed twice: "cold", after the caches were filled with other data, as be
     python -m benchmarks.selection                                     # 1 M to 25 M elements
     python -m benchmarks.selection --numel 100000000 --repetitions 5   # replaces the rows of this length only
     python -m benchmarks.selection --figure                            # draws the CSV files, measures nothing
-    python -m benchmarks.selection --parts cuda                        # on the GPU, 1 M to 400 M elements
-    python -m benchmarks.selection --parts cuda --numel 100000         # without one: the same, small, as a check
+    python -m benchmarks.selection --parts cuda                        # on the GPU, or, with --numel, a rehearsal
 
-Written: `results/selection_cpu.csv`. Its parts: "selection" of a Gaussian `u`; "step", the whole of error feedback (add
-the gradient to the residual, select, encode, subtract the payload); "hostile" inputs; "memory", the highest that a
-process needs for one selection beyond what it needs before. On CUDA `results/selection_cuda.csv`, cold, by CUDA events.
-The floor is what memory bandwidth allows: a step has to read the gradient and to read and write the residual, 12 bytes
-an element, at the rate at which the card copies as many. "scratch" is the highest memory needed beyond gradient and
-residual, as a share of the residual; "within" says whether TopK keeps to `LIMITS` floors and `SCRATCH_LIMIT`.
+Written: `results/selection_cpu.csv`. Its parts: "selection" of a Gaussian `u`; "step", the whole of error feedback;
+"hostile" inputs; "memory", the highest that a process needs for one selection beyond what it needs before. On CUDA
+`results/selection_cuda.csv`, cold, by CUDA events. The floor is what memory bandwidth allows: a step has to read the
+gradient and to read and write the residual, 12 bytes an element, at the rate at which the card copies as many.
+"scratch" is the highest memory needed beyond gradient and residual, as a share of the residual; "within" says whether
+TopK keeps to `LIMITS` floors and `SCRATCH_LIMIT`.
 """
 
 import contextlib

@@ -1,18 +1,15 @@
 """Several hosts with slow links on one machine, out of Linux network namespaces.
 
     with ShapedLinks(hosts=4, rate="1gbit") as links:
-        for probe in links.calibrate():
-            print(probe["probe"], probe["ratio_to_expected"])
+        print(links.calibrate())
         worker = links.popen(0, [sys.executable, "train.py"])
 
 Every host is a namespace with one interface, `eth0`; the other end of its veth pair is a port of a bridge in a
-namespace of its own. So nothing is added to the machine's own network, and there is no way out to any other network. A
-token bucket (`tc … tbf`) shapes both ends of each pair: one end alone would leave the sum of what several hosts send to
-one of them unlimited.
+namespace of its own: no way out to any other network. A token bucket (`tc … tbf`) shapes both ends of each pair, since
+one end alone would leave the sum of what several hosts send to one of them unlimited.
 
-The namespaces have no names. A host's hold a `cat`, the first process of its own process namespace, and end with it; it
-ends when this program closes its input or is gone, for whatever reason, SIGKILL included. So the kernel ends every
-process on the hosts, and removes the interfaces.
+The namespaces have no names. A host's hold a `cat`, the first process of its own process namespace; it ends when this
+program closes its input or is gone, SIGKILL included. Then the kernel ends every process on the host, and the links.
 
 Needs root, `ip` and `tc`, and util-linux. This module imports nothing but the standard library, because it is also the
 program that calibration runs on the hosts: `python shaped_links.py receive …` and `python shaped_links.py send …`.
