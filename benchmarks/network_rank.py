@@ -69,12 +69,12 @@ class Rank:
         if not off <= tolerance:
             raise WrongResult(f"one step is off by {off:.2g} of its length; {tolerance:g} is allowed")
 
-    def measure(self, name: str) -> dict[str, Any]:
+    def measure(self, contestant: str) -> dict[str, Any]:
         """Check a contestant in its first steps, then time it."""
-        contestant, model = CONTESTANTS[name], copy.deepcopy(self.model)
+        kind, model = CONTESTANTS[contestant], copy.deepcopy(self.model)
         params = list(model.parameters())
         optimizer = (torch.optim.AdamW if self.adamw else torch.optim.SGD)(params, lr=LEARNING_RATE)
-        wrapped = contestant.wrap(model, self.options, optimizer)
+        wrapped = kind.wrap(model, self.options, optimizer)
         batches = self.batches(self.rank)
         losses: list[Tensor] = []
 
@@ -88,31 +88,31 @@ class Rank:
         random = torch.Generator().manual_seed(1)
         direction = [torch.randn(param.shape, generator=random) for param in params]
         gradients = handed_out = norm = 0.0
-        for number in range(contestant.check_steps):
+        for number in range(kind.check_steps):
             local = torch.autograd.grad(self.loss(model, *batches[number]), params)  # leaves DDP's hooks alone
             gradients += along(direction, local)
             norm += sum(grad.square().sum().item() for grad in local)
-            before = [param.detach().clone() for param in params] if contestant.updates else []
+            before = [param.detach().clone() for param in params] if kind.updates else []
             ms = elapsed_ms(step)
             averages: Any = [param.grad for param in params]
-            if contestant.updates:
+            if kind.updates:
                 averages = torch._foreach_sub(before, [param.detach() for param in params])
             handed_out += along(direction, averages)
-            if contestant.sparse:
+            if kind.sparse:
                 # The balance below holds for every approximation; this says that it is one that saves something.
                 entries = sum(int(grad.count_nonzero()) for grad in averages)
                 k = self.job.density * sum(grad.numel() for grad in averages)
                 if not 2 * k / 3 <= entries <= 4 * k / 3 * self.size + 100:
                     raise WrongResult(f"{entries} entries were handed out, for k = {k:.0f} on {self.size} ranks")
-            if number == 0 and contestant.tolerance is not None and not self.paced and not self.adamw:
-                self.check_reference(model, contestant.tolerance)
-        if not contestant.alone and not contestant.updates:
+            if number == 0 and kind.tolerance is not None and not self.paced and not self.adamw:
+                self.check_reference(model, kind.tolerance)
+        if not kind.alone and not kind.updates:
             residuals = wrapped.residuals()
             kept = along(direction, [residuals[key] for key, _ in model.named_parameters()]) if residuals else 0.0
             # The gradients of all ranks equal the averages plus the residuals.
             missing, norms = zip(*gather((gradients - handed_out - kept, norm)), strict=True)
             error, length = abs(sum(missing)), math.sqrt(sum(norms))
-            if not error <= (contestant.tolerance or 1e-4) * length:
+            if not error <= (kind.tolerance or 1e-4) * length:
                 raise WrongResult(f"gradients and residuals do not add up: {error / length:.2g} is missing")
         del direction, local, before, averages
         # Buffers are allocated and DDP forms its buckets anew in the second step; a slow step drowns both.
@@ -125,22 +125,22 @@ class Rank:
         counted = {"bytes": wrapped.counted_bytes, **wrapped.seconds()}
         if not torch.stack(losses).isfinite().all():
             raise WrongResult("a loss is not finite")
-        if not contestant.alone:
+        if not kind.alone:
             check_weights(model)
         ranks = gather({key: (value - counted_before[key]) / count for key, value in counted.items()})
         most = {key: max(rank[key] for rank in ranks) for key in counted}
         found |= {"params": sum(param.numel() for param in params), "sent_bytes": most.pop("bytes")}
         return found | {"phases_ms": {phase: 1e3 * seconds for phase, seconds in most.items()}}
 
-    def train(self, name: str, learning_rate: float) -> list[dict[str, float]]:
+    def train(self, contestant: str, learning_rate: float) -> list[dict[str, float]]:
         """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
         train, test = digits()
         model = copy.deepcopy(self.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
         options = self.options
-        if CONTESTANTS[name].updates:
+        if CONTESTANTS[contestant].updates:
             options = options._replace(every=steps_for_equal_bytes(model, options.density))
-        wrapped = CONTESTANTS[name].wrap(model, options, optimizer)
+        wrapped = CONTESTANTS[contestant].wrap(model, options, optimizer)
         random = torch.Generator().manual_seed(self.rank)
         curve: list[dict[str, float]] = []
         clock, every = 0.0, wrapped.every
@@ -165,12 +165,12 @@ class Rank:
                 adds_up = not exchanges and isinstance(wrapped.module, DistributedDataParallel)
                 with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
                     step_loss = cross_entropy(wrapped.module(train.images[picked]), train.labels[picked])
-                    (step_loss if CONTESTANTS[name].updates else step_loss / every).backward()
+                    (step_loss if CONTESTANTS[contestant].updates else step_loss / every).backward()
                 if not adds_up:
                     optimizer.step()
                     optimizer.zero_grad()
             clock += time.perf_counter() - started
-        if not CONTESTANTS[name].alone:
+        if not CONTESTANTS[contestant].alone:
             check_weights(model)
         return curve
 
@@ -178,8 +178,7 @@ class Rank:
 def work(job: dict[str, Any]) -> None:
     """Measure contestants, in rounds, or train with those that have learning rates."""
     rank = Rank(SimpleNamespace(**job))
-    for name in job["todo"]:
-        contestant, _, learning_rate = name.partition("@")
-        result: Any = rank.train(contestant, float(learning_rate)) if learning_rate else rank.measure(name)
-        write(job["out"], finished=name, result=result)
+    for case in job["todo"]:
+        found = {"curve": rank.train(**case)} if "learning_rate" in case else rank.measure(**case)
+        write(job["out"], **case, **found)
         gc.collect()

@@ -83,17 +83,13 @@ def read(path: Path) -> pd.DataFrame:
     table["bandwidth"] = table["rate"].map(bits_per_second) / 8 * PAYLOAD_SHARE
     # Ranks share the cores, and where time is slowed down, their work counts for less.
     table["share"] = (table["workers"] / table["cores"]).clip(lower=1) / table["dilate"]
-    return table[[*CASE, "seconds", "none", "bandwidth", "dilate", "share"]]
-
-
-def is_fitted(runs: pd.DataFrame) -> list[bool]:
-    """Return which runs the constants are fitted to."""
-    return [case in FITTED_TO for case in zip(runs["workload"], runs["workers"], strict=True)]
+    table["fitted"] = [case in FITTED_TO for case in zip(table["workload"], table["workers"], strict=True)]
+    return table[[*CASE, "seconds", "none", "bandwidth", "dilate", "share", "fitted"]]
 
 
 def fit(runs: pd.DataFrame) -> Any:
     """Return the constants that make the model's steps most alike to those of `FITTED_TO`, relative to each."""
-    fitted = runs[is_fitted(runs)]
+    fitted = runs[runs["fitted"]]
     if fitted.empty:
         raise SystemExit(f"Of {FITTED_TO} no run was measured by benchmarks.network: measure these first.")
     off = lambda scaled: modelled(fitted, scaled * SCALES) / fitted["seconds"] - 1  # noqa: E731
@@ -105,7 +101,7 @@ def compute(folder: Path) -> None:
     runs = read(folder / "network_paced.csv").query("workload in @MODELS")
     values = fit(runs)
     print("Fitted: " + ", ".join(f"{name} {value:.3g} s" for name, value in zip(NAMES, values, strict=True)))
-    runs = runs.assign(source="measured", modelled=modelled(runs, values), fitted=is_fitted(runs))
+    runs = runs.assign(source="measured", modelled=modelled(runs, values))
     runs["off"] = runs["modelled"] / runs["seconds"] - 1
     print(runs[[*CASE, "seconds", "modelled", "off", "fitted"]].to_string(index=False))
     print(runs["off"].abs().groupby(runs["fitted"]).agg(["median", "max"]))

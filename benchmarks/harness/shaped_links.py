@@ -36,11 +36,7 @@ _PORT = 29400
 
 
 def bits_per_second(rate: str) -> float:
-    """Read a rate as `tc` writes it, such as "100mbit" or "1gbit".
-
-    Raises:
-        ValueError: not a number followed by kbit, mbit or gbit.
-    """
+    """Read a rate as `tc` writes it: a number followed by kbit, mbit or gbit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
     if not match:
         raise ValueError(f"rate={rate!r} is not a rate; write it as 100mbit or 1gbit.")
@@ -48,11 +44,9 @@ def bits_per_second(rate: str) -> float:
 
 
 def burst(rate: str) -> str:
-    """Choose the token bucket's size: what passes at full speed after a pause.
-
-    Large enough for the timer to keep up with the rate, and small against one step's traffic: with 512 KB at
-    1 Gbit/s a whole sparse step of 0.6 MB would pass nearly unshaped.
-    """
+    """Choose the token bucket's size: what passes at full speed after a pause."""
+    # Large enough for the timer to keep up with the rate, and small against one step's traffic: with 512 KB at 1 Gbit/s
+    # a whole sparse step of 0.6 MB would pass nearly unshaped.
     limits = ((100e6, "16kb"), (500e6, "32kb"), (1e9, "64kb"))
     return next((size for limit, size in limits if bits_per_second(rate) <= limit), "512kb")
 
@@ -90,11 +84,7 @@ def probe(name: str, rate: str, payload_bytes: int, seconds: float) -> dict[str,
 
 @final
 class ShapedLinks:
-    """A context manager that makes hosts with links of a rate in each direction; leaving it ends every process on them.
-
-    Raises:
-        RuntimeError: the machine cannot make namespaces.
-    """
+    """A context manager that makes hosts with links of a rate in each direction, and ends all processes on them."""
 
     def __init__(self, hosts: int, rate: str) -> None:
         self.hosts, self.rate, self.burst = hosts, rate, burst(rate)

@@ -76,14 +76,10 @@ def in_turns(
 
 def spent() -> Any:
     """Return what was spent so far: seconds, processor seconds of this rank and of the machine, transmitted bytes."""
-    return np.array([time.perf_counter(), time.process_time(), machine_seconds(), interface_bytes()])
-
-
-def machine_seconds() -> float:
-    """Return the processor seconds that all programs have used so far; 0 if the system does not count them."""
-    stat = Path("/proc/stat")
-    user, nice, system, _, _, _, _, steal = map(int, stat.read_text().split()[1:9]) if stat.exists() else [0] * 8
-    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+    stat = Path("/proc/stat")  # user, nice, system, and what other machines stole; 0 if the system does not count
+    machine = sum(int(stat.read_text().split()[column]) for column in (1, 2, 3, 8)) if stat.exists() else 0
+    seconds = machine / os.sysconf("SC_CLK_TCK")
+    return np.array([time.perf_counter(), time.process_time(), seconds, interface_bytes()])
 
 
 def interface_bytes() -> int:
