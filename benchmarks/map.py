@@ -36,7 +36,7 @@ DDP = "dense, 32 bit"
 DENSE_BYTES = {DDP: 4, "dense, 16 bit": 2}
 CONTESTANTS = {"ddp": DDP, "bf16": "dense, 16 bit", "powersgd": "PowerSGD"}
 """What `benchmarks.network` calls them; ours have one name."""
-POINTS = 33  # to each side of a map
+POINTS, FINE = 33, 500  # to each side of a map, computed and drawn
 TIMES = [2, 5, 10, 20, 50, 100, 200]
 MODELS = {
     "mlp": "MLP",
@@ -73,13 +73,12 @@ def fields(panel: str) -> Iterator[Row]:
     """Compute one map: seconds of a step, by contestant, at points that lie close enough to interpolate."""
     fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")) * PANELS[panel].share, strict=True)
     costs = Costs(**{name: value for name, value in fitted if name in ("element", "entry", "segment")}, shared=False)
+    cases = {name: (DENSE, Costs(), size) for name, size in DENSE_BYTES.items()}
+    cases |= {name: (method(name), costs, 4) for name in OURS}
     for params, rate in product(np.geomspace(1e5, 1e9, POINTS), np.geomspace(1e7, 1e11, POINTS)):
         compute = params * SECONDS_PER_PARAM
         work, link = Workload.even(round(params), compute / 3, 2 / 3 * compute), Link(rate / 8 * PAYLOAD_SHARE)
-        steps = {
-            name: step(DENSE, work, WORKERS, link, Costs(), dense_bytes=size) for name, size in DENSE_BYTES.items()
-        }
-        steps |= {name: step(method(name), work, WORKERS, link, costs) for name in OURS}
+        steps = {name: step(how, work, WORKERS, link, own, dense_bytes=n) for name, (how, own, n) in cases.items()}
         yield row(panel, "model", "", params, rate, {name: found.seconds for name, found in steps.items()})
 
 
@@ -144,7 +143,11 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
 
 def draw_field(axis: Any, field: pd.DataFrame) -> set[str]:
     """Colour a map by the fastest contestant, draw where dense wins and how much faster ours is; return the fastest."""
-    params, rates, seconds = fine(field)
+    seconds = {}  # on a fine grid, interpolated between logarithms
+    for name in [*DENSE_BYTES, *OURS]:
+        grid = field.pivot_table(index="bits_per_second", columns="params", values=name)
+        seconds[name] = np.exp(zoom(np.log(grid), FINE / POINTS, order=1))
+    params, rates = (np.geomspace(values[0], values[-1], FINE) for values in (grid.columns, grid.index))
     dense = np.minimum(seconds[DDP], seconds["dense, 16 bit"])
     ours = np.minimum.reduce([seconds[name] for name in OURS])
     fastest = np.argmin([seconds.get(name, np.full_like(ours, np.inf)) for name in COLOURS], axis=0)
@@ -176,16 +179,6 @@ def draw_circles(axis: Any, runs: pd.DataFrame) -> set[str]:
         text = f"{run.model} {run[DDP] / run[best]:.3g}×"
         axis.annotate(text, at, (right, up), textcoords="offset points", bbox=box, **style)
     return set(fastest)
-
-
-def fine(field: pd.DataFrame, points: int = 500) -> tuple[Any, Any, dict[str, Any]]:
-    """Return parameters, rates, and each contestant's seconds on a fine grid, interpolated between logarithms."""
-    seconds = {}
-    for name in [DDP, "dense, 16 bit", *OURS]:
-        grid = field.pivot_table(index="bits_per_second", columns="params", values=name)
-        seconds[name] = np.exp(zoom(np.log(grid), points / POINTS, order=1))
-    across, up = (np.geomspace(values[0], values[-1], points) for values in (grid.columns, grid.index))
-    return across, up, seconds
 
 
 if __name__ == "__main__":
