@@ -133,8 +133,7 @@ def summarize(steps: list[Row]) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    """Run from the command line."""
+if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each contestant, default 20")
     args = parser.parse_args()
@@ -152,7 +151,3 @@ def main() -> None:
         where = {"params": len(weights), "ranks": RANKS, "threads_per_rank": 1}
         where |= results.origin("pytorch-lightning", "tensorboard")
         results.save(args.out / "callbacks.csv", [row | where for row in rows])
-
-
-if __name__ == "__main__":
-    main()

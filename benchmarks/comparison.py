@@ -219,8 +219,7 @@ def label(figure: Any, panel: Any, labels: list[tuple[float, float, str, bool]])
         panel.annotate(name, (x, y), offset, textcoords="offset points", arrowprops=line, **font)
 
 
-def main() -> None:
-    """Read the command line and run."""
+if __name__ == "__main__":
     parser = results.command_line(__doc__)
     parser.add_argument("--task", choices=TASKS, help="this one alone")
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
@@ -237,7 +236,3 @@ def main() -> None:
             while runs := missing_runs(task, results.load(path)):
                 results.save_each(path, runs, lambda run, task=task, data=data: train(task, run, data), digits=6)
     draw(args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -147,8 +147,7 @@ def load(path: Path) -> pd.DataFrame:
     return table if table.empty else table.astype({"warmup": object}).fillna({"warmup": ""})
 
 
-def main() -> None:
-    """Read the command line and run."""
+if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--part", choices=PARTS, default="runs", help="see above, default: runs")
     args = parser.parse_args()
@@ -167,7 +166,3 @@ def main() -> None:
         case = [name for name in ("method", "exchange", "density", "epochs", "max_lr", "momentum") if name in table]
         means = table.groupby(case, sort=False)[["val_accuracy_percent", "val_loss"]].agg(["mean", "min", "max"])
         print(means.sort_values(means.columns[0]).to_string())
-
-
-if __name__ == "__main__":
-    main()

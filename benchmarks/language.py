@@ -223,8 +223,7 @@ def draw(folder: Path) -> None:
     plots.write(figure, folder / "language.png")
 
 
-def main() -> None:
-    """Read the command line and run."""
+if __name__ == "__main__":
     parser = results.command_line(__doc__)
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
     args = parser.parse_args()
@@ -240,7 +239,3 @@ def main() -> None:
     elif not args.figure:
         results.save_each(path, missing_runs(path), lambda run: train(run, path))
     draw(args.out)
-
-
-if __name__ == "__main__":
-    main()

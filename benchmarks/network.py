@@ -166,7 +166,7 @@ def ordered(rates: Iterable[str]) -> list[str]:
 def draw_steps(rows: Any, path: Path) -> None:
     """Draw the step times of all contestants, a panel for each rate."""
     rates = ordered(rows["rate"])
-    lines = math.ceil(len(rates) / 2)
+    lines = max(1, math.ceil(len(rates) / 2))
     figure, panels = plots.panels(lines, 2, (11, 3.6 * lines))
     for panel in panels.flat[len(rates) :]:
         panel.remove()
@@ -208,24 +208,18 @@ def draw_trainings(rows: Any, path: Path) -> None:
     plots.write(figure, path)
 
 
-def main() -> None:
-    """Measure, or draw."""
-    args = parse()
-    if args.figure:
-        steps = pd.concat(results.load(args.out / f"{name}.csv") for name in ("network", "network_paced"))
-        if not steps.empty:
-            steps = steps[steps["workload"].isin(["mlp", "mlp_paced"])]
-            draw_steps(steps.query("kind == 'step' and workers == 4 and ranks_per_host == 1"), args.out / "network.png")
-        trainings = results.load(args.out / "network_real.csv")
-        if not trainings.empty:
-            draw_trainings(trainings, args.out / "network_real.png")
-        return
-    if args.rates != ["loopback"] and (reason := missing()):
-        print(f"No links can be made here: {reason}. Running unshaped over loopback instead.")
-        args.rates = ["loopback"]
-    for rate in args.rates:
-        measure(args, rate)
-
-
 if __name__ == "__main__":
-    main()
+    args = parse()
+    if not args.figure:
+        if args.rates != ["loopback"] and (reason := missing()):
+            print(f"No links can be made here: {reason}. Running unshaped over loopback instead.")
+            args.rates = ["loopback"]
+        for rate in args.rates:
+            measure(args, rate)
+    steps = pd.concat(results.load(args.out / f"{name}.csv") for name in ("network", "network_paced"))
+    if not steps.empty:
+        steps = steps[steps["workload"].isin(["mlp", "mlp_paced"]) & (steps["workers"] == 4)]
+        draw_steps(steps.query("kind == 'step' and ranks_per_host == 1"), args.out / "network.png")
+    trainings = results.load(args.out / "network_real.csv")
+    if not trainings.empty:
+        draw_trainings(trainings, args.out / "network_real.png")

@@ -241,8 +241,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     plots.write(figure, path)
 
 
-def main() -> None:
-    """Read the command line and run."""
+if __name__ == "__main__":
     args = results.command_line(__doc__).parse_args()
     path = args.out / "updates.csv"
     if not args.figure:
@@ -252,7 +251,3 @@ def main() -> None:
     table = results.load(path)
     print(summary(table).to_string(index=False, float_format="{:.4g}".format))
     draw(table, args.out / "updates.png")
-
-
-if __name__ == "__main__":
-    main()
