@@ -12,10 +12,9 @@ not that between sets of 360 digits. "Less than one point below dense" holds whe
     python -m benchmarks.convergence --part momentum   # gradients against updates, with momentum 0.9
 
 Each trains what `convergence_PART.csv` lacks; `convergence.csv` has the comparison by case. Epochs: what dense needs
-for each of five seeds to end at 98 % or more, 4, and for their mean, 2, with other seeds. Rates: what a method keeps
-back arrives late and at once, and momentum prolongs it, so each method at each density gets the best rate and momentum
-of one grid, found in 3 epochs on fold 1 with seeds of its own. Two seeds (dense: five) do not tell neighbours of the
-grid apart; they do tell that RandK needs little or no momentum.
+for each of five seeds to end at 98 % or more, 4, and for their mean, 2. Rates: what a method keeps back arrives late
+and at once, and momentum prolongs it, so each method at each density gets the best rate and momentum of one grid, found
+in 3 epochs on another fold with other seeds, too few to tell neighbours of the grid apart.
 """
 
 import itertools

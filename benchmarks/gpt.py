@@ -3,13 +3,13 @@
 A world of one, so that nothing travels: but each gradient is added to the residual, the entries are selected, encoded,
 decoded and written back, as among many. Plain DDP, `attach` with each method and `attach_updates`, which in a world of
 one rescales nothing, train the same model on random tokens, in turn, a few steps in a row each; times are by CUDA
-events, the median of all turns between their 20th and 80th percentiles. Before a method is timed, one step shows that
-nothing is lost: the average and the residual add up to the gradient, bit for bit; of updates, that few weights change.
+events, the median of all turns. Before a method is timed, one step shows that nothing is lost: the average and the
+residual add up to the gradient, bit for bit; of updates, that few weights change.
 
     python -m benchmarks.gpt            # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
     python -m benchmarks.gpt --small    # a rehearsal on the CPU, over gloo; nothing is written
 
-Written: `results/gpt_cuda.csv`. "added" is a method's time less plain DDP's. Its limit is 1.6 floors and a millisecond.
+Written: `results/gpt_cuda.csv`. "added" is a method's time less plain DDP's; its limit is 1.6 floors and a millisecond.
 The floor is to read the gradient, to read and write the residual in fp32, and to write the result, at the rate at which
 the card copies fp32 numbers; of exchanged updates it is what the kernels load and store, see `UPDATE_BYTES`.
 """
@@ -114,11 +114,11 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
                 ms = elapsed_ms(lambda run=contestant.step: [run() for _ in range(steps)], device)
                 times[name].append(ms / steps)
         spreads = {name: spread(ms[1:]) for name, ms in times.items()}  # the first turn compiles and warms up
+        case = {"params": numel, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
         for name, found in spreads.items():
-            row: Row = {"precision": precision, "contestant": name, **found}
-            row |= {"params": numel, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
             counted = UPDATE_BYTES[dtype] if "updates" in name else 8 + 2 * dtype.itemsize
             floor = counted * numel / rate
+            row: Row = {"precision": precision, "contestant": name, **found, **case}
             row |= {"copy_bytes_per_s": 1e3 * rate, "counted_bytes": counted, "floor_ms": floor}
             if name != "ddp":
                 added, limit = row["ms"] - spreads["ddp"]["ms"], FLOORS * floor + CONSTANT_MS
@@ -127,8 +127,7 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
         del contestants, contestant
 
 
-def main() -> None:
-    """Run from the command line."""
+if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--small", action="store_true", help="a small model, written nowhere")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
@@ -150,7 +149,3 @@ def main() -> None:
     if device == "cuda" and not arguments.small:
         results.save(arguments.out / "gpt_cuda.csv", [row | surroundings for row in rows], digits=5)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -286,8 +286,7 @@ def measure(part: str, name: str, numel: int, density: float, repetitions: int) 
     return rows
 
 
-def main() -> None:
-    """Run from the command line."""
+if __name__ == "__main__":
     parser = results.command_line(__doc__)
     parser.add_argument("--numel", type=int, nargs="+", help="default: 1 M, 10 M, 25 M; on CUDA up to 400 M")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01])
@@ -316,7 +315,3 @@ def main() -> None:
     for path in paths.values():
         if path.exists() and (args.figure or device == "cuda"):
             draw(path)
-
-
-if __name__ == "__main__":
-    main()
