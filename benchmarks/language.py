@@ -17,6 +17,7 @@ volume of ring all-reduces. What left the network interface, headers and acknowl
 `language_seconds.csv`, too.
 """
 
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -104,8 +105,9 @@ REPEATED = {
 MORE_SEEDS = [1, 2]
 TARGET = 2.6  # nats per byte: the lowest tenth that every contestant reaches, at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # of the links, where step times are measured
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}
-"""Options of all runs: AdamW's, SGD's, and of the sparse methods."""
+"""Options of all runs, as columns: AdamW's, SGD's, and of the sparse methods."""
 
 
 class Run(NamedTuple):
@@ -123,11 +125,7 @@ def trainee(run: Run, data: Data, every: int = 0) -> Trainee:
     part = PARTS[run.part]
     torch.manual_seed(run.seed)
     model = GPT(LENGTH, part.width)
-    if run.optimizer == "adamw":
-        betas = (0.9, FIXED["beta2"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=betas, weight_decay=0.01)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=FIXED["momentum"])
+    optimizer = OPTIMIZERS[run.optimizer](model.parameters(), lr=run.lr)
     options = Options(part.density, every=every or UPDATES.get(run.method, 1))
     wrapped = CONTESTANTS[run.method].wrap(model, options, optimizer)
     schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": part.steps}

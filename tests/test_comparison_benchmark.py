@@ -63,7 +63,7 @@ def test_every_contestant_learns(name, monkeypatch):
     y = (x[:, 0] > 0).long()
     data = Data(lambda numbers: (x[numbers], y[numbers]), 64, (x, y))
     model = lambda: nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 2))  # noqa: E731
-    monkeypatch.setitem(TASKS, "gpt_sgd", Task(lambda: data, model, 16, comparison.sgd, ()))
+    monkeypatch.setitem(TASKS, "gpt_sgd", Task(lambda: data, model, 16, "sgd", ()))
     points = train("gpt_sgd", Run(name, 0.001 if name.startswith("sign") else 0.01, 0), data, steps=100)
     assert [point["step"] for point in points] == [0, 50, 100]
     assert points[2]["val_loss"] < points[0]["val_loss"]
@@ -74,7 +74,7 @@ def test_a_training_that_diverges_ends_early(monkeypatch):
     monkeypatch.setattr(comparison, "EVERY", 2)
     x, y = torch.randn(64, 20), torch.randint(2, (64,))
     data = Data(lambda numbers: (x[numbers], y[numbers]), 64, (x, y))
-    monkeypatch.setitem(TASKS, "gpt_sgd", Task(lambda: data, lambda: nn.Linear(20, 2), 16, comparison.sgd, ()))
+    monkeypatch.setitem(TASKS, "gpt_sgd", Task(lambda: data, lambda: nn.Linear(20, 2), 16, "sgd", ()))
     points = train("gpt_sgd", Run("dense", 1e6, 0), data, steps=100)
     assert points[-1]["step"] < 100
     assert points[-1]["val_loss"] == math.inf
