@@ -93,7 +93,7 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
     return row | found | {"launches": sum(found.values())}
 
 
-def host_time(name: str, ranks: int, turns: int) -> results.Row:
+def host_time(name: str, ranks: int, turns: int = 200) -> results.Row:
     """Return the least time in μs that a segment takes of the host, of some turns."""
     from triton.runtime.driver import driver
 
@@ -136,23 +136,18 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--state", default="now", help="what the count is called, default: now")
     parser.add_argument("--host", action="store_true", help="measure the host's time instead")
-    parser.add_argument("--turns", type=int, default=200, help="of which the fastest counts, default: 200")
     arguments = parser.parse_args()
     rows = []
-    if arguments.host:
-        for name in arguments.methods:
-            rows.append({"state": arguments.state, **host_time(name, 2, arguments.turns)})
-            print(rows[-1], flush=True)
-        results.save(arguments.out / "launches_host.csv", rows, ["state", "method", "ranks"])
-        return
     for name in arguments.methods:
         gradients = [(2, torch.float32, "gradient"), (8, torch.float32, "gradient"), (2, torch.bfloat16, "gradient")]
         kinds = ("update", "update, fused") if method(name).is_sparse or method(name).update_rule else ()
         sparse = [(2, torch.float32, kind) for kind in kinds]
-        for case in sparse if method(name).update_rule else gradients + sparse:
-            rows.append({"state": arguments.state, **launches(name, *case)})
+        cases = sparse if method(name).update_rule else gradients + sparse
+        for found in [host_time(name, 2)] if arguments.host else (launches(name, *case) for case in cases):
+            rows.append({"state": arguments.state, **found})
             print(rows[-1], flush=True)
-    results.save(arguments.out / "launches.csv", rows, ["state", "method", "ranks", "gradients", "exchanged"])
+    key = ["state", "method", "ranks", *([] if arguments.host else ["gradients", "exchanged"])]
+    results.save(arguments.out / ("launches_host.csv" if arguments.host else "launches.csv"), rows, key)
 
 
 if __name__ == "__main__":
