@@ -46,8 +46,7 @@ class Run(NamedTuple):
 
 
 KEY = ["method", "density", "warmup", "epochs"]
-WORKERS = 2
-BATCH_SIZE = 8
+WORKERS, BATCH_SIZE = 2, 8
 STEPS_PER_EPOCH = 1437 // WORKERS // BATCH_SIZE
 DENSE = Run("ddp")
 TUNED = [

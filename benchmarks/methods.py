@@ -31,8 +31,7 @@ from lightning_sparse.context import Context, State
 from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.routing import Routing
 
-WORKERS = 8
-SIDE = 1000
+WORKERS, SIDE = 8, 1000
 
 
 def layout(matrices: int) -> Layout:

@@ -6,11 +6,11 @@ turns on the same ranks: a benchmark's `work` calls `take_turns` on every rank, 
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -191,9 +191,11 @@ def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> 
     rows: list[Row] = []
     for _, turns in pd.DataFrame(records).groupby("number"):
         every, means = turns["every"].iloc[0], turns[["sent_bytes", "tx_bytes", "foreign_load"]].mean()
-        share = min(every, TIMED_STEPS) / every  # of the exchanges timed, how many a training has
-        ms = [amortized(ms, share) for ms in turns["ms"]] if share < 1 else turns["ms"].sum()
-        row = case | turns["columns"].iloc[0] | step_columns(ms)
+        ms, share = np.sort(np.stack(turns["ms"])), min(every, TIMED_STEPS) / every
+        if share < 1:  # of the exchanges timed, one in a turn, which is its longest step, a training has this share
+            rest = ms[:, :-1].mean(1)
+            ms = rest + (ms[:, -1] - rest) * share / TIMED_STEPS
+        row = case | turns["columns"].iloc[0] | step_columns(ms.ravel())
         row["sent_bytes_per_step"] = round(means["sent_bytes"] * share)
         row["transmitted_bytes_per_step"] = round(means["tx_bytes"] * share)
         row |= {"foreign_load": round(means["foreign_load"], 3), "largest_calibration_error": off}
@@ -202,9 +204,3 @@ def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> 
     if max(row["foreign_load"] for row in rows) > FOREIGN_LOAD:
         print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
     results.save(path, rows, list(case))
-
-
-def amortized(ms: Sequence[float], share: float) -> float:
-    """Return the mean time of a step, if only a share of the exchanges took place; one of the steps had one."""
-    *steps, exchange = sorted(ms)
-    return statistics.mean(steps) + (exchange - statistics.mean(steps)) * share / len(ms)
