@@ -169,8 +169,8 @@ def draw(folder: Path) -> None:
         table = finals(results.load(folder / f"comparison_{task}.csv")).query("loss < inf").sort_values("sent_bytes")
         best = table[table["loss"] == table["loss"].cummin()]
         top = table["loss"].min() * TOP[task]
-        lowest = [*zip(best["sent_bytes"] / 1e6, best["loss"].clip(upper=top), strict=True)]
-        panel.step(*zip(*lowest, strict=True), where="post", color="#D55E00", alpha=0.35, linewidth=5)
+        lowest = best["sent_bytes"] / 1e6, best["loss"].clip(upper=top)
+        panel.step(*lowest, where="post", color="#D55E00", alpha=0.35, linewidth=5)
         labels = []
         for row in table.itertuples():
             place, color = (row.sent_bytes / 1e6, min(row.loss, top)), plots.line(row.contestant)["color"]
@@ -186,9 +186,8 @@ def draw(folder: Path) -> None:
         panel.set_title(task.replace("_", ", "), loc="left", pad=32)  # above the labels of triangles
         panel.set_ylim(table["low"].min() / TOP[task] ** 0.05, top)
         label(figure, panel, labels)
-    panels[-1][0].set_xlabel(
-        "MB that a worker sent in 300 steps; bold, on the broad line: none is lower with fewer bytes"
-    )
+    xlabel = "MB that a worker sent in 300 steps; bold, on the broad line: none is lower with fewer bytes"
+    panels[-1][0].set_xlabel(xlabel)
     plots.write(figure, folder / "comparison.png")
 
 

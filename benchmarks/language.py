@@ -214,7 +214,7 @@ def draw(folder: Path) -> None:
         row[0].set(ylabel=f"{TITLES[optimizer]}\nvalidation loss, nats per byte", xlabel="steps")
         row[1].set(xscale="log", xlabel="sent per worker, MB")
         for panel, rate in zip(row[2:], RATES.values(), strict=True):
-            panel.set(xlabel=f"seconds at {rate}")
+            panel.set_xlabel(f"seconds at {rate}")
         row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
         for panel in row:
             panel.axhline(TARGET, color="black", linewidth=0.6)

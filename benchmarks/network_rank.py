@@ -135,21 +135,18 @@ class Rank:
     def train(self, contestant: str, learning_rate: float) -> list[dict[str, float]]:
         """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
         train, test = digits()
-        model = copy.deepcopy(self.model)
+        kind, model = CONTESTANTS[contestant], copy.deepcopy(self.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
-        options = self.options
-        if CONTESTANTS[contestant].updates:
-            options = options._replace(every=steps_for_equal_bytes(model, options.density))
-        wrapped = CONTESTANTS[contestant].wrap(model, options, optimizer)
+        every = steps_for_equal_bytes(model, self.options.density) if kind.updates else 1
+        wrapped = kind.wrap(model, self.options._replace(every=every), optimizer)
         random = torch.Generator().manual_seed(self.rank)
         curve: list[dict[str, float]] = []
         clock, every = 0.0, wrapped.every
         # Tests come after an exchange, so that all ranks have the same weights.
         count = every * math.ceil(10 / every)
         while True:
-            model.eval()
             with torch.no_grad():
-                scores = model(test.images)
+                scores = model.eval()(test.images)
             model.train()
             loss = cross_entropy(scores, test.labels).item()
             accuracy = (scores.argmax(1) == test.labels).float().mean().item()
@@ -165,12 +162,12 @@ class Rank:
                 adds_up = not exchanges and isinstance(wrapped.module, DistributedDataParallel)
                 with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
                     step_loss = cross_entropy(wrapped.module(train.images[picked]), train.labels[picked])
-                    (step_loss if CONTESTANTS[contestant].updates else step_loss / every).backward()
+                    (step_loss if kind.updates else step_loss / every).backward()
                 if not adds_up:
                     optimizer.step()
                     optimizer.zero_grad()
             clock += time.perf_counter() - started
-        if not CONTESTANTS[contestant].alone:
+        if not kind.alone:
             check_weights(model)
         return curve
 

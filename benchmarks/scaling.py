@@ -142,10 +142,8 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         panel.set(title=f"{name}: {size / 1e6:.1f} M, {1e3 * COMPUTE_SECONDS[name]:g} ms", xscale="log", ylim=(0, 102))
         panel.set_xticks([4, 8, 16, 32], labels=["4", "8", "16", "32"])
         panel.minorticks_off()
-    for panel in panels[1]:
-        panel.set_xlabel("workers")
-    for panel in panels[:, 0]:
-        panel.set_ylabel("scaling efficiency, %")
+    plots.plt.setp(panels[1], xlabel="workers")
+    plots.plt.setp(panels[:, 0], ylabel="scaling efficiency, %")
     handles = [panel.plot([], [], color=plots.line(name)["color"], label=name)[0] for name in METHODS]
     for marker, label in (("o", "measured"), ("x", "cost model"), ("_", "published, other hardware")):
         handles += panel.plot([], [], color="0.3", ls="", marker=marker, label=label)

@@ -36,8 +36,7 @@ from lightning_sparse.moments import SegmentMoments
 from lightning_sparse.updates import Updates
 
 STEPS, EVERY = 1000, 25  # steps of the schedule, and between two evaluations
-COLORS = [*(f"C{index}" for index in range(10)), "navy", "gold", "deeppink", "teal", "lime", "sienna"]
-"""Of the variants in the figure."""
+COLORS = [*(f"C{index}" for index in range(10)), "navy", "gold", "deeppink", "teal", "lime", "sienna"]  # of variants
 
 
 class Variant(NamedTuple):

@@ -58,8 +58,7 @@ def missing() -> str | None:
         return f"{' and '.join(absent)} not found (Linux, packages iproute2 and util-linux)"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    # Root inside a container often may not; the only way to know is to try.
-    try:
+    try:  # root inside a container often may not; the only way to know is to try
         _run("unshare --net --pid --fork true")
     except RuntimeError as error:
         return str(error)

@@ -65,12 +65,11 @@ def in_turns(
     """
     other = eviction()
     times = collections.defaultdict(list)
-    for _ in range(1 + repetitions):
+    for _ in range(1 + repetitions):  # the first round warms up
         for name, run in contestants.items():
             other.sum()
             for cache in ("cold", "warm"):
                 times[name, cache].append(elapsed_ms(run, clock=clock))
-    # The first round is to warm up.
     return [{"contestant": name, "cache": cache, **spread(ms[1:])} for (name, cache), ms in times.items()]
 
 
