@@ -16,6 +16,7 @@ the card copies fp32 numbers; of exchanged updates it is what the kernels load a
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 import torch
@@ -33,8 +34,7 @@ PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 """Name to dtype of parameters and gradients; calculated is in bf16."""
 METHODS = ("topk", "gaussiank", "randk", "topk updates")
 UPDATE_BYTES = {torch.float32: 60, torch.bfloat16: 74}
-"""Bytes of a parameter whose update is exchanged, by the kernels' loads and stores: those that docs/gpu.md counts, but
-for rescaling, and with bf16 weights those for what rounding leaves."""
+"""Of a parameter whose update is exchanged, by the kernels' loads and stores: see docs/gpu.md, without rescaling."""
 FLOORS, CONSTANT_MS = 1.6, 1.0
 SMALL = {"context": 32, "width": 64, "layers": 2, "heads": 2, "vocabulary": 211}
 GPT2 = {"context": 1024, "width": 768, "layers": 12, "heads": 12, "vocabulary": 50257}
@@ -76,7 +76,7 @@ class Contestant:
         watches = [param.register_hook(functools.partial(note, name=name)) for name, param in params.items()]
         self.backward()
         kept = self.wrapped.residuals()
-        grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+        grads: dict[str, Any] = {name: param.grad for name, param in params.items()}
         for name, grad in grads.items():
             if not torch.equal(grad.float() + kept[name].to(grad.device), given[name].float()):
                 raise SystemExit(f"{self.method} loses something of the gradient of {name}: no times for that.")
