@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from benchmarks.harness.within_backward import StepsWithinBackward
 from lightning_sparse import Method, ProcessGroupComm, Reducer, UpdateRule, attach, attach_updates, method
 from lightning_sparse.aggregators import TwoLevel, TwoPass
 
@@ -148,6 +149,12 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
     return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
 
+def _within_backward(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
+    reducer = Reducer(method("topk", density=options.density), ProcessGroupComm(), exchanged="update")
+    optimizer.step = StepsWithinBackward(reducer, model, optimizer).finish  # type: ignore[method-assign]
+    return Wrapped(model, reducer=reducer)
+
+
 def _ours(name: str, sparse: bool = True, two_level: bool = False, updates: bool = False, **parts: Any) -> Contestant:
     def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
         chosen = replace(method(name, density=options.density if sparse else None), **parts)
@@ -187,6 +194,7 @@ CONTESTANTS = {
     "topk_two_level": _ours("topk", two_level=True),
     "int4": _ours("int4", sparse=False),
     **{f"{name} updates": _ours(name, updates=True) for name in ("topk", "gaussiank")},
+    "topk updates within backward": Contestant(_within_backward, check_steps=2, sparse=True, updates=True),
     "two_pass updates": _ours("topk", updates=True, aggregator=TwoPass(second=3)),
     **{name: _ours(name, sparse=False, updates=True) for name in ("local_sgd", "diloco", "sparseloco")},
 }
