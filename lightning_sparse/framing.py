@@ -111,7 +111,7 @@ def _add_weighted_(out: Tensor, words: Tensor, sign: int) -> None:
         add_weighted_(out, words, within, of_block, sign)
         return
     # numpy multiplies integer matrices several times as fast as torch's products and sums; both wrap around.
-    rows, weights, of_blocks = words.reshape(-1, count).numpy(), within.numpy(), of_block.numpy()
+    rows, weights, of_blocks = words.reshape(out.numel(), count).numpy(), within.numpy(), of_block.numpy()
     rest = rows[:, blocks * BLOCK :].astype(np.int64)
     sums = rest @ weights[: rest.shape[1]] * of_blocks[-1]
     for first in range(0, blocks, IN_CACHE):
