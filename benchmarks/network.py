@@ -91,8 +91,11 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         try:
             records.extend(launch("benchmarks.harness.launch", job, where, args.workers, PATIENCE))
         except RanksFailed as error:
-            failed = todo[len(records)]["contestant"]
-            print(f"  {failed} has no result, nor has what would have come after it: {error}")
+            failed = next((row["contestant"] for row in todo[len(records) :]), None)
+            lacking = (
+                f"{failed} has no result, nor has what would have come after it" if failed else "After all results"
+            )
+            print(f"  {lacking}: {error}")
             records = [record for record in records if record["contestant"] != failed]
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])
     key = {"workload": args.workload, "rate": rate, "workers": args.workers, "ranks_per_host": args.ranks_per_host}

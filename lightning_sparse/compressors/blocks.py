@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
+from lightning_sparse.compressors.rows import write_scaled_
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.launch import at_a_time, uses_triton
 from lightning_sparse.kernels.quantize import dequantize_, quantize_
@@ -69,10 +70,7 @@ class Blocks(Compressor):
             # A block of zeros has the scale 0, no other one is below the least number above 0.
             torch.div(rows, scale.clamp(min=2.0**-149), out=steps).round_()
             pack_steps(steps, self.bits, codes[first:last])
-            if whole:
-                torch.mul(steps, scale, out=update[start:stop].view(-1, self.block))
-            else:
-                update[start:stop] = steps.mul_(scale).view(-1)[: stop - start]
+            write_scaled_(update[start:stop], steps, scale)
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         scales, codes, exact = payload
@@ -86,7 +84,7 @@ class Blocks(Compressor):
             for start, stop, first, last in pieces.matrices:
                 steps = scratch[: last - first]
                 unpack_steps(rows[first:last], self.bits, steps)
-                update[start:stop] = steps.mul_(scales[first:last]).view(-1)[: stop - start]
+                write_scaled_(update[start:stop], steps, scales[first:last])
         write_exact_(update, pieces.vectors, exact)
         return update
 

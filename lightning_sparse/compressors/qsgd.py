@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.compressors.rows import write_scaled_
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.launch import at_a_time
@@ -71,10 +72,7 @@ class QSGD(Compressor):
             # The largest value may be above its norm by rounding, and so its level above those that there are.
             uniform.add_(levels.view(-1), start).round_().clamp_(-self.levels, self.levels)
             codes[start:stop].copy_(levels.view(-1)[: stop - start]).add_(self.levels)  # wraps around above 127
-            if whole:
-                torch.mul(levels, step, out=update[start:stop].view(levels.shape))
-            else:
-                update[start:stop] = levels.mul_(step).view(-1)[: stop - start]
+            write_scaled_(update[start:stop], levels, step)
         return (norms.view(-1), pack_codes(codes.view(torch.uint8), self.bits)), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
@@ -87,7 +85,8 @@ class QSGD(Compressor):
         for first, last in self._pieces(numel, each):
             start, stop = first * self.bucket, min(last * self.bucket, numel)
             levels = scratch[: last - first]
-            self._decode_piece(codes[start:stop], steps[first:last], levels, update[start:stop])
+            levels.view(-1)[: stop - start].copy_(codes[start:stop]).sub_(self.levels)
+            write_scaled_(update[start:stop], levels, steps[first:last])
         return update
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
@@ -117,13 +116,6 @@ class QSGD(Compressor):
         """Return the first bucket of each piece, and the one behind its last; the last bucket, if not full, is one."""
         full = numel // self.bucket
         return list(pairwise([*range(0, full, each), *sorted({full, -(-numel // self.bucket)})]))
-
-    def _decode_piece(self, codes: Tensor, step: Tensor, scratch: Tensor, out: Tensor) -> None:
-        values = scratch.view(-1)[: len(codes)].copy_(codes).sub_(self.levels)
-        if len(codes) == scratch.numel():
-            torch.mul(scratch, step, out=out.view(scratch.shape))
-        else:
-            torch.mul(values, step[0], out=out)
 
 
 def omega_bits(numbers: Tensor) -> Tensor:

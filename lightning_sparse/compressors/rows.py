@@ -95,6 +95,20 @@ def scratch_for(x: Tensor) -> Tensor:
     return torch.empty(min(at_a_time(x), x.numel()), dtype=torch.float32, device=x.device)
 
 
+def write_scaled_(out: Tensor, rows: Tensor, factors: Tensor) -> None:
+    """Write rows times a factor of each to `out`, of which the last row may be shorter.
+
+    Args:
+        out: fp32, 1-D; overwritten.
+        rows: fp32, (n, length), n · length at least the length of `out`.
+        factors: (n, 1).
+    """
+    if out.numel() == rows.numel():
+        torch.mul(rows, factors, out=out.view(rows.shape))
+    else:
+        out.copy_((rows * factors).view(-1)[: out.numel()])
+
+
 def negative_masks_(out: Tensor, x: Tensor) -> Tensor:
     """Write -1 (all bits set) where `x` is negative and 0 elsewhere to `out`'s memory, and return it as int32.
 

@@ -39,13 +39,13 @@ class Sign(Compressor):
         codes = torch.empty(u.numel(), dtype=torch.int8, device=u.device)
         used = torch.empty(row_count(ctx.segment), dtype=torch.uint8, device=u.device)
         for rows in rows_of(ctx.segment):
-            own = used[rows.first : rows.last].copy_(_used(u[rows.start : rows.stop].view(-1, rows.length)))
-            upper = own.to(torch.float32).unsqueeze(1)
+            used[rows.first : rows.last] = _used(u[rows.start : rows.stop].view(-1, rows.length))
+        upper, lower = (values.unsqueeze(1) for values in _values(used))
+        for rows in rows_of(ctx.segment):
             for tile in tiles(rows, u):
                 masks = negative_masks_(tile.of(update), tile.of(u))
                 tile.of(codes).copy_(masks).add_(1)
-                value = upper[tile.first - rows.first : tile.last - rows.first]
-                choose_(masks, value, -value)
+                choose_(masks, upper[tile.first : tile.last], lower[tile.first : tile.last])
         return (pack_codes(used, 1), pack_codes(codes.view(torch.uint8), 1)), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
@@ -62,11 +62,11 @@ def signed(packed: Tensor, used: Tensor, segment: Segment) -> Tensor:
         return read_signs(packed, rows_of(segment), *_values(used))
     codes = unpack_codes(packed, 1, segment.numel)
     update = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    upper = used.to(torch.float32).unsqueeze(1)
+    upper, lower = (values.unsqueeze(1) for values in _values(used))
     for rows in rows_of(segment):
         for tile in tiles(rows, update):
             masks = tile.of(update).view(torch.int32).copy_(tile.of(codes)).sub_(1)
-            choose_(masks, upper[tile.first : tile.last], -upper[tile.first : tile.last])
+            choose_(masks, upper[tile.first : tile.last], lower[tile.first : tile.last])
     return update
 
 

@@ -101,8 +101,10 @@ class TwoValues(Compressor):
 
     def _sent(self, u: Tensor, update: Tensor, group: list[Tile], length: int, scratch: Tensor) -> Tensor:
         """Return the numbers to send, (numbers, rows), for the rows of a group; `update` has their masks."""
-        # It takes a pass less without scaling, but then the host has to look.
-        for exponent in (0, (length - 1).bit_length())[u.device.type != "cpu" :]:
+        exponents = [(length - 1).bit_length()]
+        if u.device.type == "cpu":  # first without scaling, a pass less; but then the host has to look at the sums
+            exponents.insert(0, 0)
+        for exponent in exponents:
             parts = []
             for tile in group:
                 x, masks = tile.of(u), tile.of(update).view(torch.int32)
