@@ -27,7 +27,7 @@ from torch.nn import functional
 from benchmarks.harness import results
 from benchmarks.harness.baselines import AS_OURS, CONTESTANTS, Options, Wrapped, data_parallel
 from benchmarks.harness.results import Row
-from benchmarks.harness.timing import cold, elapsed_ms, eviction, spread
+from benchmarks.harness.timing import in_turns, spread
 from examples.models import GPT
 
 PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
@@ -104,16 +104,12 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
             (contestants[name].check_updates if CONTESTANTS[name].updates else contestants[name].check)()
         numel = contestants["ddp"].numel
         x = torch.randn(numel, device=device)
-        other = eviction(device) if device == "cuda" else torch.empty(1)
-        rate = 8 * numel / cold(functools.partial(torch.empty_like(x).copy_, x), 15, other)["ms"]  # reads and writes
-        del x, other
-        times: dict[str, list[float]] = {name: [] for name in contestants}
-        for _ in range(1 + turns):
-            for name, contestant in contestants.items():
-                contestant.step()
-                ms = elapsed_ms(lambda run=contestant.step: [run() for _ in range(steps)], device)
-                times[name].append(ms / steps)
-        spreads = {name: spread(ms[1:]) for name, ms in times.items()}  # the first turn compiles and warms up
+        copied = in_turns({"copy_": functools.partial(torch.empty_like(x).copy_, x)}, 15, device)["copy_", "cold"]
+        rate = 8 * numel / spread(copied)["ms"]  # reads and writes
+        del x
+        runs = {name: lambda step=each.step: [step() for _ in range(steps)] for name, each in contestants.items()}
+        times = in_turns(runs, turns, device)
+        spreads = {name: spread([ms / steps for ms in times[name, "warm"]]) for name in contestants}
         case = {"params": numel, "batch": batch, "length": shape["context"], "turns": turns, "steps": steps}
         for name, found in spreads.items():
             counted = UPDATE_BYTES[dtype] if "updates" in name else 8 + 2 * dtype.itemsize
@@ -124,7 +120,7 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
                 added, limit = row["ms"] - spreads["ddp"]["ms"], FLOORS * floor + CONSTANT_MS
                 row |= {"added_ms": added, "limit_ms": limit, "within": added <= limit}
             yield row
-        del contestants, contestant
+        del contestants, runs
 
 
 if __name__ == "__main__":

@@ -71,24 +71,19 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
         form = {"fused": True} if "fused" in exchanged else {"foreach": True}
         optimizer = torch.optim.AdamW(model.parameters(), **form)  # type: ignore[arg-type]
         updates = Updates(reducer, model, [optimizer]) if what == "update" else None
-        if updates is None:
-            reducer.setup(dict(model.named_parameters()))
-        (segment,) = reducer.layout.segments  # type: ignore[union-attr]
         for comm.steps in range(3):
-            grads = [torch.empty_like(param) for param in model.parameters()]
+            for param in model.values():
+                param.grad = torch.empty_like(param)
             if updates is not None:
-                for param, grad in zip(model.parameters(), grads, strict=True):
-                    param.grad = grad
                 updates.begin(optimizer)
                 optimizer.step()
             launched.clear()
             calls = comm._calls
             with Operations() as operations:
-                if updates is None:
-                    reducer.reduce_segment_(segment, [grad.view(-1) for grad in reversed(grads)])
-                    reducer.finish_step()
-                else:
+                if updates is not None:
                     updates.exchange(optimizer)
+                else:
+                    reducer.reduce_({key: param.grad for key, param in model.items()})
     found = {"triton": len(launched), "torch": operations.count, "collectives": comm._calls - calls}
     return row | found | {"launches": sum(found.values())}
 
@@ -130,8 +125,7 @@ def host_time(name: str, ranks: int, turns: int = 200) -> results.Row:
     return {"method": name, "ranks": ranks, "triton": len(launched), "us": round(min(times))}
 
 
-def main() -> None:
-    """Run from the command line."""
+if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--state", default="now", help="what the count is called, default: now")
@@ -148,7 +142,3 @@ def main() -> None:
             print(rows[-1], flush=True)
     key = ["state", "method", "ranks", *([] if arguments.host else ["gradients", "exchanged"])]
     results.save(arguments.out / ("launches_host.csv" if arguments.host else "launches.csv"), rows, key)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,13 +18,13 @@ Written: `results/methods.csv`, a row per method.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from benchmarks.harness import results
 from benchmarks.harness.results import Row
-from benchmarks.harness.timing import in_turns
+from benchmarks.harness.timing import in_turns, spread
 from lightning_sparse import METHODS, Comm, Method, method, simulate
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context, State
@@ -88,37 +88,30 @@ def parts_of(chosen: Method, segment: Segment) -> dict[str, Callable[[], object]
 
 def times(chosen: Method, matrices: int, repetitions: int) -> Row:
     """Return the median milliseconds of each part of the work, from a cold cache."""
-    timed = in_turns(works(chosen, matrices), repetitions, time.process_time)
-    cold = [row for row in timed if row.pop("cache") == "cold"]
-    return {f"{row['contestant']}_{name}": ms for row in cold for name, ms in row.items() if name != "contestant"}
-
-
-def measure(names: Sequence[str], matrices: int, repetitions: int) -> list[Row]:
-    """Return a row for each method."""
-    timed: dict[str, Row] = {}
-    rows: list[Row] = []
-    for name in names:
-        chosen = method(name)
-        kind = repr((chosen.compressor, chosen.memory))
-        if kind not in timed:
-            timed[kind] = times(chosen, matrices, repetitions)
-        rows.append({"method": name, **volume(chosen, matrices), **timed[kind]})
-        print({key: results.text(value, 4) for key, value in rows[-1].items()}, flush=True)
-    return rows
+    timed = in_turns(works(chosen, matrices), repetitions, clock=time.process_time)
+    cold = {f"{part}_ms": ms for (part, cache), ms in timed.items() if cache == "cold"}
+    return {column: value for name, ms in cold.items() for column, value in spread(ms, name).items()}
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Measure all methods that the command line names, and write a row for each."""
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--matrices", type=int, default=25, help="of a million elements each, default 25")
     parser.add_argument("--repetitions", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(arguments.methods, arguments.matrices, arguments.repetitions)
-    case = {"elements": arguments.matrices * SIDE**2, "workers": WORKERS}
-    more = {"repetitions": arguments.repetitions} | results.origin()
-    results.save(arguments.out / "methods.csv", [row | case | more for row in rows], ["method"], digits=4)
+    case = {"elements": arguments.matrices * SIDE**2, "workers": WORKERS, "repetitions": arguments.repetitions}
+    timed: dict[str, Row] = {}
+    rows: list[Row] = []
+    for name in arguments.methods:
+        chosen = method(name)
+        kind = repr((chosen.compressor, chosen.memory))
+        if kind not in timed:
+            timed[kind] = times(chosen, arguments.matrices, arguments.repetitions)
+        rows.append({"method": name, **volume(chosen, arguments.matrices), **timed[kind]})
+        print({key: results.text(value, 4) for key, value in rows[-1].items()}, flush=True)
+    results.save(arguments.out / "methods.csv", [row | case | results.origin() for row in rows], ["method"], digits=4)
 
 
 if __name__ == "__main__":

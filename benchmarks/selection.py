@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.harness import results
 from benchmarks.harness.results import Row
-from benchmarks.harness.timing import cold, eviction, in_turns, peak_bytes, reset_peak
+from benchmarks.harness.timing import in_turns, peak_bytes, reset_peak, spread
 from lightning_sparse import METHODS, method
 from lightning_sparse.compressors import GaussianK, Sparsifier
 from lightning_sparse.compressors.base import add_
@@ -196,11 +196,11 @@ def in_memory(part: str, data: Tensor, density: float, repetitions: int) -> list
     """Check and time selections of `data`, or whole steps with it, beside reading it once and adding it once."""
     e = torch.zeros_like(data)
     contestants: dict[str, Callable[[], object]] = {"read (sum)": data.sum, "add_": lambda: e.add_(data)}
-    rows = in_turns(contestants | dict(checked(part, ON_CPU[part], data, density)), repetitions)
+    times = in_turns(contestants | dict(checked(part, ON_CPU[part], data, density)), repetitions)
+    rows: list[Row] = [{"contestant": name, "cache": cache, **spread(ms)} for (name, cache), ms in times.items()]
     for base, column in (("read (sum)", "times_read"), ("add_", "times_add")):
-        bases = {row["cache"]: row["ms"] for row in rows if row["contestant"] == base}
         for row in rows:
-            row[column] = round(row["ms"] / bases[row["cache"]], 2)
+            row[column] = round(row["ms"] / np.median(times[base, row["cache"]]), 2)
     return rows
 
 
@@ -216,13 +216,17 @@ def memory(name: str, numel: int, density: float) -> int:
 
 def on_device(numel: int, density: float, repetitions: int, device: str) -> list[Row]:
     """Check and time selections and whole steps, on CUDA, or, as a rehearsal, on the CPU."""
-    other = eviction(device) if device == "cuda" else torch.empty(1)
-    grad = torch.randn(numel, device=device)
-    copied = cold(functools.partial(torch.empty_like(grad).copy_, grad), repetitions, other)
-    rows: list[Row] = [{"part": "copy", "contestant": "copy_", **copied, "bytes_per_s": 8e3 * numel / copied["ms"]}]
+    grad, rows = torch.randn(numel, device=device), []
+
+    def add(part: str, name: str, run: Callable[[], object]) -> None:
+        times = in_turns({name: run}, repetitions, device)
+        rows.append({"part": part, "contestant": name, **spread(times[name, "cold"])})
+
+    add("copy", "copy_", functools.partial(torch.empty_like(grad).copy_, grad))
+    rows[0]["bytes_per_s"] = 8e3 * numel / rows[0]["ms"]
     for part in ("selection", "step"):
         for name, run in checked(part, ON_CUDA, grad, density):
-            rows.append({"part": part, "contestant": name} | cold(run, repetitions, other))
+            add(part, name, run)
             if device == "cuda" and part == "step":
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
@@ -232,8 +236,7 @@ def on_device(numel: int, density: float, repetitions: int, device: str) -> list
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
                         run()
-                    row = cold(graph.replay, repetitions, other)
-                    rows.append({"part": part, "contestant": f"{name}, CUDA graph"} | row)
+                    add(part, f"{name}, CUDA graph", graph.replay)
     return compared(rows, numel, density)
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-EVICTION = 32_000_000  # elements, 128 MB: more than the caches of a CPU hold. A GPU gets twice as many
+EVICTION = {"cpu": 32_000_000, "cuda": 64_000_000}  # elements of 4 bytes: more than the caches of a device hold
 FOREIGN_LOAD = 0.05  # share of the processors that other programs may use during a measurement
 
 
@@ -29,7 +28,7 @@ def step_columns(ms: Sequence[float], divisor: float = 1) -> dict[str, float]:
 
 
 def elapsed_ms(run: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = time.perf_counter) -> float:
-    """Run once; return milliseconds, on CUDA between two events."""
+    """Run once; return milliseconds, on CUDA between two events. `time.process_time` leaves out other programs."""
     if device == "cpu":
         started = clock()
         run()
@@ -42,35 +41,20 @@ def elapsed_ms(run: Callable[[], object], device: str = "cpu", clock: Callable[[
     return start.elapsed_time(stop)
 
 
-def eviction(device: str = "cpu") -> Tensor:
-    """Return data that, read or overwritten, pushes everything else out of the caches."""
-    return torch.ones(EVICTION if device == "cpu" else 2 * EVICTION, device=device)
-
-
-def cold(run: Callable[[], object], repetitions: int, other: Tensor) -> dict[str, float]:
-    """Time repeated runs on the device of `other`, whose caches are filled with `other` before each."""
-    times = []
-    for _ in range(2 + repetitions):
-        other.zero_()
-        times.append(elapsed_ms(run, other.device.type))
-    return spread(times[2:])  # the first ones compile and warm up
-
-
 def in_turns(
-    contestants: Mapping[str, Callable[[], object]], repetitions: int, clock: Callable[[], float] = time.perf_counter
-) -> list[dict[str, Any]]:
-    """Time all contestants in turn on the CPU, each twice: "cold", after the caches were filled, and "warm", again.
+    contestants: Mapping[str, Callable[[], object]], repetitions: int, device: str = "cpu", **options: Any
+) -> dict[tuple[str, str], list[float]]:
+    """Time all contestants in turn, each twice: "cold", after the caches were filled, and "warm", again.
 
-    Returns a row for each contestant and cache. `time.process_time` as a clock leaves out what other programs take.
+    Returns the milliseconds of all repetitions by contestant and cache; options are those of `elapsed_ms`.
     """
-    other = eviction()
-    times = collections.defaultdict(list)
-    for _ in range(1 + repetitions):  # the first round warms up
+    other, times = torch.ones(EVICTION[device], device=device), collections.defaultdict(list)
+    for _ in range(1 + repetitions):
         for name, run in contestants.items():
             other.sum()
             for cache in ("cold", "warm"):
-                times[name, cache].append(elapsed_ms(run, clock=clock))
-    return [{"contestant": name, "cache": cache, **spread(ms[1:])} for (name, cache), ms in times.items()]
+                times[name, cache].append(elapsed_ms(run, device, **options))
+    return {case: ms[1:] for case, ms in times.items()}  # the first round compiles and warms up
 
 
 def spent() -> Any:
