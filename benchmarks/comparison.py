@@ -84,13 +84,13 @@ def contestants(task: str) -> list[str]:
     return [*METHODS, f"topk {other}", f"gaussiank {other}"]
 
 
-def made(task: str, contestant: str) -> Method:
-    """Return the method of a contestant; its `update_rule` is None if it exchanges gradients."""
+def made(task: str, contestant: str, most: int = STEPS) -> Method:
+    """Return the method of a contestant; its `update_rule`, of so many local steps at most, is None with gradients."""
     name, _, what = contestant.partition(" ")
     chosen = make_method(name, density=DENSITY if "density" in METHODS[name].options and name != "sparseloco" else None)
     rule = chosen.update_rule
     if rule is not None:
-        return replace(chosen, update_rule=replace(rule, every=LOCAL_STEPS.get(name, 1)))
+        return replace(chosen, update_rule=replace(rule, every=min(LOCAL_STEPS.get(name, 1), most)))
     updates = what == "updates" or (not what and TASKS[task].optimizer == "adamw" and chosen.is_sparse)
     return replace(chosen, update_rule=UpdateRule() if updates else None)
 
@@ -150,11 +150,8 @@ def work(job: Row) -> None:
     for name in contestants(task):
         torch.manual_seed(0)
         model, method = TASKS[task].model(), made(task, name)
-        optimizer, short = optimizer_for(task, method, model, 1e-3), method
-        if method.update_rule is not None:
-            every = min(method.every, training.TIMED_STEPS)
-            short = replace(method, update_rule=replace(method.update_rule, every=every))
-        wrapped = ours(short, model, optimizer)
+        optimizer = optimizer_for(task, method, model, 1e-3)
+        wrapped = ours(made(task, name, training.TIMED_STEPS), model, optimizer)
         schedule = {"seed": 0, "batch_size": TASKS[task].batch_size, "steps": STEPS}
         trainee = Trainee(model, wrapped, optimizer, data, comm, **schedule)
         timed.append(({"contestant": name}, method.every, trainee))

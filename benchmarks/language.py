@@ -32,7 +32,7 @@ from benchmarks.harness.launch import check_weights, gather, run_ranks, write
 from benchmarks.harness.results import Row
 from benchmarks.harness.training import TIMED_STEPS, Data, Trainee, save_times, take_turns, text
 from examples.models.gpt import GPT
-from lightning_sparse import ProcessGroupComm, method
+from lightning_sparse import ProcessGroupComm
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 UPDATES = dict.fromkeys(["topk updates", "gaussiank updates", "two_pass updates"], 1)
@@ -117,13 +117,13 @@ class Run(NamedTuple):
     seed: int
 
 
-def trainee(run: Run, data: Data, every: int = 0) -> Trainee:
-    """Return a model in training on this rank of a process group; 0 takes `UPDATES`' steps before an exchange."""
+def trainee(run: Run, data: Data, most: int = 1000) -> Trainee:
+    """Return a model in training on this rank of a process group, of so many steps before an exchange at most."""
     part = PARTS[run.part]
     torch.manual_seed(run.seed)
     model = GPT(LENGTH, part.width)
     optimizer = OPTIMIZERS[run.optimizer](model.parameters(), lr=run.lr)
-    options = Options(part.density, every=every or UPDATES.get(run.method, 1))
+    options = Options(part.density, every=min(UPDATES.get(run.method, 1), most))
     wrapped = CONTESTANTS[run.method].wrap(model, options, optimizer)
     schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": part.steps}
     return Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule)
@@ -133,14 +133,14 @@ def work(job: Row) -> None:
     """Do the job of one of several processes: the curve of a run, or step times of several."""
     data, runs = text(LENGTH, VAL_SEQUENCES), [Run(*run) for run in job["runs"]]
     if job["what"] == "step times":
-        everys = [UPDATES.get(run.method, 1) for run in runs]
-        made = [trainee(run, data, min(TIMED_STEPS, every)) for run, every in zip(runs, everys, strict=True)]
         columns = [{"optimizer": run.optimizer, "method": run.method} for run in runs]
+        everys, made = [UPDATES.get(run.method, 1) for run in runs], [trainee(run, data, TIMED_STEPS) for run in runs]
         take_turns([*zip(columns, everys, made, strict=True)], job["out"])
         return
     trained = trainee(runs[0], data)
+    density = (trained.wrapped.reducer and trained.wrapped.reducer.density) or 1.0
     for point in trained.curve(trained.steps, PARTS[runs[0].part].every):
-        write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"]))})
+        write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"])), "density": density})
     check_weights(trained.model)
 
 
@@ -150,27 +150,15 @@ def train(run: Run, path: Path) -> list[Row]:
     Raises:
         SystemExit: the first loss differs from that of other trainings with this seed, so they cannot be compared.
     """
-    part, density = PARTS[run.part], 1.0
+    part = PARTS[run.part]
     points, _ = run_ranks("benchmarks.language", {"what": "curve", "runs": [run]}, part.workers)
     first, started = round(points[0]["val_loss"], 6), first_losses(run, results.load(path))
     if started - {first}:
         raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
-    if run.method in SPARSE or "updates" in run.method:
-        density = part.density
-    elif run.method == "sparseloco":
-        density = method("sparseloco").density or 1.0
-    common = {**FIXED, "density": density, "workers": part.workers, "batch_size_per_worker": BATCH_SIZE}
-    common |= {"steps": part.steps, "threads_per_rank": 1}
-    return [
-        {
-            **common,
-            "step": point["step"],
-            "val_loss": f"{point['val_loss']:.6f}",
-            "val_bits_per_byte": f"{point['val_loss'] / math.log(2):.5f}",
-            "sent_bytes_per_worker": point["sent_bytes"],
-        }
-        for point in points
-    ]
+    table = pd.DataFrame(points).rename(columns={"sent_bytes": "sent_bytes_per_worker"}).drop(columns="accuracy")
+    table["val_bits_per_byte"] = table["val_loss"] / math.log(2)
+    common = {**FIXED, "workers": part.workers, "batch_size_per_worker": BATCH_SIZE, "steps": part.steps}
+    return table.assign(**common, threads_per_rank=1).to_dict("records")
 
 
 def first_losses(run: Run, table: pd.DataFrame) -> set[float]:
@@ -232,5 +220,5 @@ if __name__ == "__main__":
             seconds = args.out / "language_seconds.csv"
             save_times(seconds, "benchmarks.language", case, case["workers"], what="step times", runs=runs)
     elif not args.figure:
-        results.save_each(path, missing_runs(path), lambda run: train(run, path))
+        results.save_each(path, missing_runs(path), lambda run: train(run, path), digits=7)
     draw(args.out)

@@ -60,7 +60,7 @@ def train_each(rank: int) -> list[tuple[str, float, float, int]]:
     answers = []
     for method in METHODS["adamw"]:
         run = Run("tune", "adamw", method, 0.005, 0)
-        trained = trainee(run, data, every=min(UPDATES.get(method, 1), STEPS_TRAINED))
+        trained = trainee(run, data, most=STEPS_TRAINED)
         before, _ = trained.evaluate()
         for _ in range(STEPS_TRAINED):
             trained.step()
