@@ -140,9 +140,8 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def load(path: Path) -> pd.DataFrame:
-    """Return what has been trained."""
-    table = results.load(path)
-    return table if table.empty else table.astype({"warmup": object}).fillna({"warmup": ""})
+    """Return what has been trained; an empty cell is a training without a warm-up."""
+    return pd.read_csv(path, keep_default_na=False) if path.exists() else pd.DataFrame()
 
 
 if __name__ == "__main__":
@@ -152,15 +151,13 @@ if __name__ == "__main__":
     quiet()
     torch.set_num_threads(1)
     path = args.out / f"convergence_{args.part}.csv"
-    table = load(path)
-    key = [name for name in Run._fields if name in table or table.empty]  # older files have gradients only
-    results.save_each(path, results.missing(table, PARTS[args.part], key), train_once, key)
+    results.save_each(path, results.missing(load(path), PARTS[args.part]), train_once)
     table = load(path)
     if args.part == "runs":
         summary = summarize(table)
         results.save(args.out / "convergence.csv", summary.to_dict("records"))
         print(summary[[*KEY, *summary.columns[-5:]]].to_string(index=False))
     else:
-        case = [name for name in ("method", "exchange", "density", "epochs", "max_lr", "momentum") if name in table]
+        case = ["method", "exchange", "density", "epochs", "max_lr", "momentum"]
         means = table.groupby(case, sort=False)[["val_accuracy_percent", "val_loss"]].agg(["mean", "min", "max"])
         print(means.sort_values(means.columns[0]).to_string())

@@ -114,14 +114,8 @@ def compute(folder: Path) -> None:
     table = pd.concat([runs, more]).rename(columns={"workload": "model", "contestant": "method"})
     table["efficiency"] = (table["none"] / table["seconds"]).round(4)
     table["by_cost_model"] = (table["none"] / table["modelled"]).round(4)
-    published = {
-        (*case, name): round(share / 100, 4)
-        for case, shares in PUBLISHED.items()
-        for name, share in zip(("ddp", "topk", "gtopk"), shares, strict=True)
-    }
-    table["published"] = [
-        published.get(case, "") for case in zip(table["model"], table["workers"], table["method"], strict=True)
-    ]
+    published = pd.DataFrame(PUBLISHED, ["ddp", "topk", "gtopk"]).unstack().div(100).round(4).rename("published")
+    table = table.join(published.astype(object), on=["model", "workers", "method"]).fillna({"published": ""})
     columns = ["model", "workers", "method", "source", "efficiency", "by_cost_model", "published"]
     results.save(folder / "scaling.csv", table[columns].to_dict("records"))
 

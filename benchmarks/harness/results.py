@@ -24,22 +24,19 @@ def command_line(doc: str | None, figure: bool = True) -> argparse.ArgumentParse
     return parser
 
 
-def missing(table: pd.DataFrame, runs: Sequence[Any], key: Sequence[str] = ()) -> list[Any]:
-    """Return the runs, named tuples, of whose fields, all or those of `key`, a table has no row."""
-    key = key or runs[0]._fields
-    done = set(table.reindex(columns=key).itertuples(index=False, name=None))
-    return [run for run in runs if tuple(getattr(run, name) for name in key) not in done]
+def missing(table: pd.DataFrame, runs: Sequence[Any]) -> list[Any]:
+    """Return the runs, named tuples, of whose fields a table has no row."""
+    done = set(table.reindex(columns=runs[0]._fields).itertuples(index=False, name=None))
+    return [run for run in runs if run not in done]
 
 
-def save_each(
-    path: Path, runs: Sequence[Any], do: Callable[[Any], list[Row]], key: Sequence[str] = (), digits: int | None = None
-) -> None:
-    """Do some runs, named tuples, and write the rows of each when it ends, in place of those with the same `key`."""
+def save_each(path: Path, runs: Sequence[Any], do: Callable[[Any], list[Row]], digits: int | None = None) -> None:
+    """Do some runs, named tuples, and write the rows of each when it ends, in place of those with the same fields."""
     for run in runs:
         print(run, end=": ", flush=True)
         started = time.time()
         rows = do(run)
-        save(path, [run._asdict() | row | origin() for row in rows], key or run._fields, digits)
+        save(path, [run._asdict() | row | origin() for row in rows], run._fields, digits)
         print(f"{rows[-1]}, {time.time() - started:.0f} s", flush=True)
 
 

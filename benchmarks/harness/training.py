@@ -22,7 +22,6 @@ from benchmarks.harness import results
 from benchmarks.harness.baselines import Wrapped
 from benchmarks.harness.launch import check_weights, gather, run_ranks, timed, write
 from benchmarks.harness.results import Row
-from benchmarks.harness.shaped_links import missing
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from examples.data.text import StandardLibrary
 from lightning_sparse import Comm, Method, NonFiniteGradient, Reducer, simulate
@@ -129,23 +128,14 @@ def attach_thread(
     model: nn.Module, optimizer: Optimizer, method: Method, comm: Comm, *, seed: int = 0, updates: Any = Updates
 ) -> Wrapped:
     """Exchange gradients, or updates, in an optimizer's steps: `attach` and `attach_updates` for ranks as threads."""
-    rule = method.update_rule
-    reducer = Reducer(method, comm, seed=seed, exchanged="update" if rule else "gradient")
-    exchanged = updates(reducer, model, [optimizer]) if rule else None
-    started, ended = itertools.count(), itertools.count(1)
-
-    def before(*_: Any) -> None:
-        if exchanged is None:
-            reducer.reduce_({name: param.grad for name, param in model.named_parameters()})  # type: ignore[misc]
-        elif next(started) % method.every == 0:
-            exchanged.begin(optimizer)
-
-    def after(*_: Any) -> None:
-        if exchanged is not None and next(ended) % method.every == 0:
-            exchanged.exchange(optimizer)
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    reducer = Reducer(method, comm, seed=seed, exchanged="update" if method.update_rule else "gradient")
+    before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    if method.update_rule is None:
+        before(lambda *_: reducer.reduce_({name: param.grad for name, param in model.named_parameters()}))
+    else:
+        exchanged, started, ended = updates(reducer, model, [optimizer]), itertools.count(), itertools.count(1)
+        before(lambda *_: None if next(started) % method.every else exchanged.begin(optimizer))
+        after(lambda *_: None if next(ended) % method.every else exchanged.exchange(optimizer))
     return Wrapped(model, reducer=reducer)
 
 
@@ -184,8 +174,6 @@ def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> Non
 
 def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> None:
     """Time steps of what a module's `work` gives to `take_turns`, and write a row for each contestant of a case."""
-    if reason := missing():
-        raise SystemExit(f"No links can be made here: {reason}.")
     records, calibration = run_ranks(module, job, workers, case["rate"])
     off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
     rows: list[Row] = []
