@@ -128,8 +128,7 @@ def summarize(steps: list[Row]) -> list[Row]:
     rows = []
     for (step, name), ms in table.groupby(["step", "callback"], sort=False)["ms"]:
         extra = blocks[step, name] - blocks[step, "none"]
-        times = {column: round(value, 2) for column, value in (spread(ms) | spread(extra, "extra_ms")).items()}
-        rows.append({"callback": name, "step": step, **times, "blocks": len(extra)})
+        rows.append({"callback": name, "step": step, **spread(ms), **spread(extra, "extra_ms"), "blocks": len(extra)})
     return rows
 
 
@@ -150,4 +149,4 @@ if __name__ == "__main__":
         print(pd.DataFrame(rows).to_string(index=False))
         where = {"params": len(weights), "ranks": RANKS, "threads_per_rank": 1}
         where |= results.origin("pytorch-lightning", "tensorboard")
-        results.save(args.out / "callbacks.csv", [row | where for row in rows])
+        results.save(args.out / "callbacks.csv", [row | where for row in rows], digits=4)

@@ -152,8 +152,7 @@ def work(job: Row) -> None:
         model, method = TASKS[task].model(), made(task, name)
         optimizer = optimizer_for(task, method, model, 1e-3)
         wrapped = ours(made(task, name, training.TIMED_STEPS), model, optimizer)
-        schedule = {"seed": 0, "batch_size": TASKS[task].batch_size, "steps": STEPS}
-        trainee = Trainee(model, wrapped, optimizer, data, comm, **schedule)
+        trainee = Trainee(model, wrapped, optimizer, data, comm, seed=0, batch_size=TASKS[task].batch_size, steps=STEPS)
         timed.append(({"contestant": name}, method.every, trainee))
     training.take_turns(timed, job["out"])
 

@@ -85,9 +85,7 @@ PARTS = {
     ],
     "momentum": [
         run._replace(max_lr=rate, seed=seed)
-        for seed in range(3)
-        for run in (DENSE._replace(momentum=0.9), *WITH_MOMENTUM)
-        for rate in (0.05, 0.1)
+        for seed, run, rate in itertools.product(range(3), (DENSE._replace(momentum=0.9), *WITH_MOMENTUM), (0.05, 0.1))
     ],
 }
 

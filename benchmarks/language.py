@@ -163,8 +163,7 @@ def train(run: Run, path: Path) -> list[Row]:
 
 def first_losses(run: Run, table: pd.DataFrame) -> set[float]:
     """Return at which losses a table's trainings of the same model with the same seed start."""
-    if table.empty:
-        return set()
+    table = table.reindex(columns=["part", "seed", "step", "val_loss"])  # it may be empty
     same = (table["seed"] == run.seed) & ((table["part"] == "large") == (run.part == "large"))
     return set(table[same & (table["step"] == 0)]["val_loss"])
 
@@ -174,8 +173,7 @@ def missing_runs(path: Path) -> list[Run]:
     runs = [
         Run(part, optimizer, name, lr, PARTS[part].seed)
         for part, optimizer, methods, rates in TRIED
-        for name in methods
-        for lr in rates
+        for name, lr in itertools.product(methods, rates)
     ]
     runs += [Run(*what, lr, seed) for seed in MORE_SEEDS for what, lr in REPEATED.items()]
     return results.missing(results.load(path), runs)

@@ -86,13 +86,6 @@ def parts_of(chosen: Method, segment: Segment) -> dict[str, Callable[[], object]
     return {"copy": lambda: copied.copy_(gradient), "compress": lambda: compressor.compress(u, ctx), "step": step}
 
 
-def times(chosen: Method, matrices: int, repetitions: int) -> Row:
-    """Return the median milliseconds of each part of the work, from a cold cache."""
-    timed = in_turns(works(chosen, matrices), repetitions, clock=time.process_time)
-    cold = {f"{part}_ms": ms for (part, cache), ms in timed.items() if cache == "cold"}
-    return {column: value for name, ms in cold.items() for column, value in spread(ms, name).items()}
-
-
 def main() -> None:
     """Measure all methods that the command line names, and write a row for each."""
     parser = results.command_line(__doc__, figure=False)
@@ -108,7 +101,9 @@ def main() -> None:
         chosen = method(name)
         kind = repr((chosen.compressor, chosen.memory))
         if kind not in timed:
-            timed[kind] = times(chosen, arguments.matrices, arguments.repetitions)
+            ms = in_turns(works(chosen, arguments.matrices), arguments.repetitions, clock=time.process_time)
+            copy, compress, step = (spread(ms[part, "cold"], f"{part}_ms") for part in ("copy", "compress", "step"))
+            timed[kind] = copy | compress | step
         rows.append({"method": name, **volume(chosen, arguments.matrices), **timed[kind]})
         print({key: results.text(value, 4) for key, value in rows[-1].items()}, flush=True)
     results.save(arguments.out / "methods.csv", [row | case | results.origin() for row in rows], ["method"], digits=4)

@@ -87,14 +87,14 @@ def measure(args: argparse.Namespace, rate: str) -> None:
     job = {"module": "benchmarks.network_rank", "todo": todo, "compute": (compute or 0.0) * args.dilate}
     job |= {name: getattr(args, name) for name in ("workload", "ranks_per_host", "density", "seconds")}
     records: list[Record] = []
-    with hosts(args.workers, rate, ranks_per_host=args.ranks_per_host, dilate=args.dilate) as where:
+    as_is = rate == "loopback" or args.dilate == 1
+    slowed = rate if as_is else f"{bits_per_second(rate) / args.dilate / 1e3:g}kbit"
+    with hosts(args.workers, slowed, ranks_per_host=args.ranks_per_host) as where:
         try:
             records.extend(launch("benchmarks.harness.launch", job, where, args.workers, PATIENCE))
         except RanksFailed as error:
             failed = next((row["contestant"] for row in todo[len(records) :]), None)
-            lacking = (
-                f"{failed} has no result, nor has what would have come after it" if failed else "After all results"
-            )
+            lacking = f"{failed} and what follows it have no result" if failed else "After all results"
             print(f"  {lacking}: {error}")
             records = [record for record in records if record["contestant"] != failed]
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])

@@ -44,10 +44,8 @@ class Rank:
         if self.paced:
             return [(torch.tensor(step), torch.zeros(0)) for step in range(8)]
         random = torch.Generator().manual_seed(self.rank)
-        return [
-            (torch.randn(BATCH, 2048, generator=random), torch.randint(200, (BATCH,), generator=random))
-            for _ in range(8)
-        ]
+        x, y = torch.randn(8, BATCH, 2048, generator=random), torch.randint(200, (8, BATCH), generator=random)
+        return list(zip(x, y, strict=True))
 
     def loss(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a timing workload."""
@@ -141,8 +139,7 @@ class Rank:
             for number in range(1, count + 1):
                 # A rank's own quarter of the data.
                 picked = torch.randint(1500 // self.size, (BATCH,), generator=random) * self.size + self.rank
-                exchanges = number % every == 0
-                adds_up = not exchanges and isinstance(wrapped.module, DistributedDataParallel)
+                adds_up = number % every > 0 and isinstance(wrapped.module, DistributedDataParallel)
                 with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
                     step_loss = cross_entropy(wrapped.module(train.images[picked]), train.labels[picked])
                     (step_loss if kind.updates else step_loss / every).backward()

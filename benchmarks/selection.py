@@ -281,12 +281,11 @@ def measure(part: str, name: str, numel: int, density: float, repetitions: int) 
         return on_device(numel, density, repetitions, "cuda" if torch.cuda.is_available() else "cpu")
     if part != "memory":
         return in_memory(part, INPUTS[name](numel), density, repetitions)
-    rows = []
-    for contestant in ON_CPU["selection"]:
-        with multiprocessing.get_context("spawn").Pool(1) as process:  # whose first selection it is
-            peak = process.apply(memory, (contestant, numel, density))
-        rows.append({"contestant": contestant, "extra_bytes": peak, "extra_share": peak / (4 * numel)})
-    return rows
+    names = ON_CPU["selection"]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # each process selects once
+        peaks = pool.starmap(memory, [(contestant, numel, density) for contestant in names], chunksize=1)
+    rows = zip(names, peaks, strict=True)
+    return [{"contestant": name, "extra_bytes": peak, "extra_share": peak / (4 * numel)} for name, peak in rows]
 
 
 if __name__ == "__main__":
@@ -300,7 +299,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     paths = {device: args.out / f"selection_{device}.csv" for device in SIZES}
     device = "cuda" if "cuda" in args.parts else "cpu"
-    key = ["numel", "density"] if device == "cuda" else ["part", "input", "numel", "density"]
     sizes, parts = args.numel or SIZES[device], ["cuda"] if device == "cuda" else args.parts
     cases = [] if args.figure else itertools.product(sizes, args.density, parts, INPUTS)
     for numel, density, part, name in cases:
@@ -314,6 +312,7 @@ if __name__ == "__main__":
             continue
         case = {"part": part, "input": name, "numel": numel, "density": density, "repetitions": args.repetitions}
         where = results.device() if device == "cuda" else {"threads": torch.get_num_threads()} | results.origin("numpy")
+        key = ["part", "input", "numel", "density"]
         results.save(paths[device], [case | row | where for row in rows], key, digits=4)
     for path in paths.values():
         if path.exists() and (args.figure or device == "cuda"):

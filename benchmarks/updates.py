@@ -10,8 +10,6 @@ timed. Dense AdamW and one worker alone are the controls, at the same rates.
 A run of fewer steps than `STEPS` is the start of a training of `STEPS`: its schedule is the same.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

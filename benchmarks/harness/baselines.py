@@ -41,7 +41,7 @@ class Wrapped:
     module: nn.Module  # to call in the training loop
     residuals: Callable[[], dict[str, Tensor]] = dict  # this rank's, by parameter name; none without error feedback
     reducer: Reducer | None = None  # of our methods
-    all_reduced: Callable[[int], int] | None = None  # dense baselines: bytes all-reduced in a number of steps
+    all_reduced: Callable[[int, int], int] | None = None  # dense: bytes all-reduced, by number of parameters and steps
     every: int = 1  # steps from one exchange to the next
 
     @property
@@ -53,7 +53,8 @@ class Wrapped:
         """Return the bytes that this rank has put on the wire in its first steps, by ring all-reduce if dense."""
         if not self.all_reduced:
             return self.counted_bytes
-        return 2 * (dist.get_world_size() - 1) * self.all_reduced(steps) // dist.get_world_size()
+        nbytes = self.all_reduced(sum(param.numel() for param in self.module.parameters()), steps)
+        return 2 * (dist.get_world_size() - 1) * nbytes // dist.get_world_size()
 
     def seconds(self) -> dict[str, float]:
         """Return the time that our reducer has spent in each phase; "wire" is part of "aggregate"."""
@@ -82,14 +83,10 @@ def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **optio
     return ddp
 
 
-def _size(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())
-
-
 def _dense(nbytes: int, hook: Any = None, **options: Any) -> Wrap:
     """All-reduce so many bytes of each parameter."""
     return lambda model, *_: Wrapped(
-        data_parallel(model, hook, **options), all_reduced=lambda steps: nbytes * _size(model) * steps
+        data_parallel(model, hook, **options), all_reduced=lambda numel, steps: nbytes * numel * steps
     )
 
 
@@ -111,7 +108,7 @@ def _powersgd(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapp
     return Wrapped(
         data_parallel(model, hook, state, bucket_cap_mb=100_000),
         residuals,
-        all_reduced=lambda steps: 4 * (_size(model) * min(steps, 2) + state.compression_stats()[2]),
+        all_reduced=lambda numel, steps: 4 * (numel * min(steps, 2) + state.compression_stats()[2]),
     )
 
 

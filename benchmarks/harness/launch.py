@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, bits_per_second
+from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks
 from benchmarks.harness.timing import elapsed_ms, spent
 
 # One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
@@ -46,13 +46,10 @@ class Hosts(NamedTuple):
 
 
 @contextlib.contextmanager
-def hosts(
-    workers: int, rate: str, *, ranks_per_host: int = 1, dilate: float = 1, calibrate: bool = True
-) -> Iterator[Hosts]:
-    """Make hosts for a number of ranks, calibrated.
+def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, calibrate: bool = True) -> Iterator[Hosts]:
+    """Make hosts for a number of ranks, of which some may share one.
 
-    The rate of the links is as tc writes it, or "loopback": one host, unshaped. Links have a `dilate`th part of it, and
-    some ranks may share one.
+    The rate of the links is as tc writes it, or "loopback": one host, unshaped.
     """
     if rate == "loopback":
         with socket.socket() as free:
@@ -61,8 +58,7 @@ def hosts(
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": LOOPBACK}
         yield Hosts(lambda rank, argv, **options: subprocess.Popen(argv, text=True, **options), address, [], "none")
         return
-    slowed = f"{bits_per_second(rate) / dilate / 1e3:g}kbit" if dilate != 1 else rate
-    with ShapedLinks(workers // ranks_per_host, slowed) as links:
+    with ShapedLinks(workers // ranks_per_host, rate) as links:
         yield Hosts(
             lambda rank, argv, **options: links.popen(rank // ranks_per_host, argv, **options),
             {"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from lightning_sparse.reproduce.table import Row, installed, load, origin, save, text
 
@@ -42,8 +43,6 @@ def save_each(path: Path, runs: Sequence[Any], do: Callable[[Any], list[Row]], d
 
 def device() -> Row:
     """Return the columns that say where figures of a GPU come from."""
-    import torch
-
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else "CPU",

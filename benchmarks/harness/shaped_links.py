@@ -135,8 +135,7 @@ class ShapedLinks:
         # A stream long enough that the part sent at full speed, one burst, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
         receiver = self._end("receive", 0)
-        assert receiver.stdout is not None
-        receiver.stdout.readline()
+        receiver.stdout.readline()  # type: ignore[union-attr]
         probes = []
         for name, size, count, repeat, senders in (
             ("600 KB", 600_000, 1, 9, 1),
@@ -162,8 +161,7 @@ class ShapedLinks:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         holder = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
         self._holders.append(holder)
-        assert holder.stdout is not None
-        holder.stdout.readline()
+        holder.stdout.readline()  # type: ignore[union-attr]
         return holder.pid
 
     def _make(self) -> None:

@@ -105,8 +105,7 @@ class Trainee:
     def curve(self, steps: int, every: int) -> Iterator[Row]:
         """Train; yield loss, accuracy and the bytes sent so far, at the start and after each `every` steps.
 
-        A training whose loss is more than ten times that of the start, or whose gradients are not finite, ends there:
-        its loss is infinite.
+        With ten times the loss of the start, or a gradient that is not finite, a training ends: its loss is infinite.
         """
         limit = math.inf
         while True:
