@@ -71,20 +71,18 @@ class Contestant:
     def check(self) -> None:
         """Raise unless the first step hands out or keeps every gradient, as it is, and hands out some."""
         given: dict[str, Tensor] = {}
-        params = dict(self.model.named_parameters())
-        note = lambda grad, name: given.update({name: grad.clone()})  # noqa: E731
-        watches = [param.register_hook(functools.partial(note, name=name)) for name, param in params.items()]
+        params: dict[str, Any] = dict(self.model.named_parameters())
+        hooks = [x.register_hook(lambda grad, key=key: given.update({key: grad.clone()})) for key, x in params.items()]
         self.backward()
         kept = self.wrapped.residuals()
-        grads: dict[str, Any] = {name: param.grad for name, param in params.items()}
-        for name, grad in grads.items():
-            if not torch.equal(grad.float() + kept[name].to(grad.device), given[name].float()):
+        for name, param in params.items():
+            if not torch.equal(param.grad.float() + kept[name].to(param.device), given[name].float()):
                 raise SystemExit(f"{self.method} loses something of the gradient of {name}: no times for that.")
-        handed = sum(int(grad.count_nonzero()) for grad in grads.values())
+        handed = sum(int(param.grad.count_nonzero()) for param in params.values())
         if not 0.0005 * self.numel < handed < 0.0015 * self.numel:
             raise SystemExit(f"{self.method} hands out {handed:,} of {self.numel:,} entries: no times for that.")
-        for watch in watches:
-            watch.remove()
+        for hook in hooks:
+            hook.remove()
         self.optimizer.zero_grad()
 
     def check_updates(self) -> None:
@@ -96,8 +94,8 @@ class Contestant:
             raise SystemExit(f"{self.method} changes {changed:,} of {self.numel:,} weights: no times for that.")
 
 
-def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: str) -> Iterator[Row]:
-    """Check and time all contestants; to be called in a world of one."""
+def measured(shape: dict[str, int], turns: int, device: str, batch: int = 16, steps: int = 5) -> Iterator[Row]:
+    """Check and time all contestants, some steps in a row in each turn; to be called in a world of one."""
     for precision, dtype in PRECISIONS.items():
         contestants = {name: Contestant(name, shape, precision, batch, device) for name in ("ddp", *METHODS)}
         for name in METHODS:
@@ -126,9 +124,7 @@ def measured(shape: dict[str, int], batch: int, turns: int, steps: int, device: 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--small", action="store_true", help="a small model, written nowhere")
-    parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--turns", type=int, default=15, help="timed turns of each contestant")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps in a row in each turn")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not arguments.small:
@@ -136,12 +132,9 @@ if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     where = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if device == "cuda" else {"backend": "gloo"}
     dist.init_process_group(**where, store=store, rank=0, world_size=1)
-    shape = SMALL if arguments.small else GPT2
-    rows = list(measured(shape, arguments.batch, arguments.turns, arguments.steps, device))
-    surroundings = results.device()
-    print(surroundings)
+    rows = list(measured(SMALL if arguments.small else GPT2, arguments.turns, device))
     columns = ["precision", "contestant", "ms", "ms_p20", "ms_p80", "added_ms", "limit_ms", "floor_ms", "within"]
     print(pd.DataFrame(rows)[columns].to_string(index=False, na_rep=""))
     if device == "cuda" and not arguments.small:
-        results.save(arguments.out / "gpt_cuda.csv", [row | surroundings for row in rows], digits=5)
+        results.save(arguments.out / "gpt_cuda.csv", [row | results.device() for row in rows], digits=5)
     dist.destroy_process_group()

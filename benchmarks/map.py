@@ -12,7 +12,7 @@ that `benchmarks.network` has measured, between links of that rate, with compute
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -48,20 +48,11 @@ MODELS = {
     "lstm_ptb": "LSTM",
     "gpt2": "GPT-2",
 }
-
-
-class Panel(NamedTuple):
-    """One of the two maps: what is assumed, and which runs are its circles."""
-
-    title: str
-    share: float  # seconds that our work takes, over those it takes where a worker has a core
-    slow_motion: bool  # of the circles; processors count for less in them
-
-
 PANELS = {
-    "cpu": Panel("Workers on CPU, two to a core, as measured", 2, False),
-    "accelerator": Panel("Our own work 16 times faster, as if on an accelerator", 2 / 16, True),
+    "cpu": ("Workers on CPU, two to a core, as measured", 2),
+    "accelerator": ("Our own work 16 times faster, as if on an accelerator", 2 / 16),
 }
+"""Of each map: its title, and the seconds that our work takes, over those it takes where a worker has a core."""
 COLOURS = {DDP: "#8c8c8c", "dense, 16 bit": "#bdbdbd"}  # as in the other figures; grey for dense
 COLOURS |= {CONTESTANTS.get(name, name): plots.LINES[name][0] for name in ("powersgd", *OURS)}
 INK = "#7d7d7d"
@@ -71,7 +62,7 @@ EDGE = "#1c1c1c"
 
 def fields(panel: str) -> Iterator[Row]:
     """Compute one map: seconds of a step, by contestant, at points that lie close enough to interpolate."""
-    fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")) * PANELS[panel].share, strict=True)
+    fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")) * PANELS[panel][1], strict=True)
     costs = Costs(**{name: value for name, value in fitted if name in ("element", "entry", "segment")}, shared=False)
     cases = {name: (DENSE, Costs(), size) for name, size in DENSE_BYTES.items()}
     cases |= {name: (method(name), costs, 4) for name in OURS}
@@ -86,7 +77,8 @@ def circles(panel: str) -> Iterator[Row]:
     """Yield the measured steps that belong to a map."""
     runs = pd.concat(results.load(RESULTS / name) for name in ("network.csv", "network_paced.csv"))
     runs = runs.query("kind == 'step' and workers == @WORKERS and ranks_per_host == 1 and rate != 'loopback'")
-    runs = runs[runs.workload.isin(MODELS) & ((runs.dilate > 1) == PANELS[panel].slow_motion)]
+    # In slow motion processors count for less.
+    runs = runs[runs.workload.isin(MODELS) & ((runs.dilate > 1) == (panel == "accelerator"))]
     for (workload, rate), found in runs.groupby(["workload", "rate"]):
         seconds = (found.set_index("contestant").median_ms / 1e3).rename(CONTESTANTS)
         yield row(panel, "measured", MODELS[workload], found.params.iloc[0], bits_per_second(rate), seconds.to_dict())
@@ -115,11 +107,11 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
     with plots.plt.rc_context({**inked, "hatch.linewidth": 0.6, "axes.grid": False}):
         figure, (axes,) = plots.panels(1, 2, (12, 5.9), sharey=True)
         seen: set[str] = set()
-        for axis, (key, panel) in zip(axes, PANELS.items(), strict=True):
+        for axis, (key, (title, _)) in zip(axes, PANELS.items(), strict=True):
             mine = rows[rows.panel == key]
             seen |= draw_field(axis, mine[mine.source == "model"])
             seen |= draw_circles(axis, mine[mine.source == "measured"])
-            axis.set(xscale="log", yscale="log", title=panel.title, xlabel="parameters")
+            axis.set(xscale="log", yscale="log", title=title, xlabel="parameters")
             axis.set_xticks([1e5, 1e6, 1e7, 1e8, 1e9], labels=["0.1 M", "1 M", "10 M", "100 M", "1 G"])
             rates = ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"]
             axis.set_yticks([1e7, 1e8, 1e9, 1e10, 1e11], labels=rates)
