@@ -85,7 +85,7 @@ def contestants(task: str) -> list[str]:
 
 
 def made(task: str, contestant: str, most: int = STEPS) -> Method:
-    """Return the method of a contestant; its `update_rule`, of so many local steps at most, is None with gradients."""
+    """Return a contestant's method, of so many local steps at most; no `update_rule` means that it sends gradients."""
     name, _, what = contestant.partition(" ")
     chosen = make_method(name, density=DENSITY if "density" in METHODS[name].options and name != "sparseloco" else None)
     rule = chosen.update_rule

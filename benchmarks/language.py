@@ -158,7 +158,7 @@ def train(run: Run, path: Path) -> list[Row]:
     table = pd.DataFrame(points).rename(columns={"sent_bytes": "sent_bytes_per_worker"}).drop(columns="accuracy")
     table["val_bits_per_byte"] = table["val_loss"] / math.log(2)
     common = {**FIXED, "workers": part.workers, "batch_size_per_worker": BATCH_SIZE, "steps": part.steps}
-    return table.assign(**common, threads_per_rank=1).to_dict("records")
+    return list(table.assign(**common, threads_per_rank=1).to_dict("records"))
 
 
 def first_losses(run: Run, table: pd.DataFrame) -> set[float]:

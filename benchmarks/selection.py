@@ -216,7 +216,8 @@ def memory(name: str, numel: int, density: float) -> int:
 
 def on_device(numel: int, density: float, repetitions: int, device: str) -> list[Row]:
     """Check and time selections and whole steps, on CUDA, or, as a rehearsal, on the CPU."""
-    grad, rows = torch.randn(numel, device=device), []
+    grad = torch.randn(numel, device=device)
+    rows: list[Row] = []
 
     def add(part: str, name: str, run: Callable[[], object]) -> None:
         times = in_turns({name: run}, repetitions, device)

@@ -28,7 +28,7 @@ def step_columns(ms: Sequence[float], divisor: float = 1) -> dict[str, float]:
 
 
 def elapsed_ms(run: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = time.perf_counter) -> float:
-    """Run once; return milliseconds, on CUDA between two events. `time.process_time` leaves out other programs."""
+    """Run once; return milliseconds, on CUDA between two events. The clock `time.process_time` is of this program."""
     if device == "cpu":
         started = clock()
         run()

@@ -130,7 +130,7 @@ def attach_thread(
     reducer = Reducer(method, comm, seed=seed, exchanged="update" if method.update_rule else "gradient")
     before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
     if method.update_rule is None:
-        before(lambda *_: reducer.reduce_({name: param.grad for name, param in model.named_parameters()}))
+        before(lambda *_: reducer.reduce_({name: x.grad for name, x in model.named_parameters()}))  # type: ignore[misc]
     else:
         exchanged, started, ended = updates(reducer, model, [optimizer]), itertools.count(), itertools.count(1)
         before(lambda *_: None if next(started) % method.every else exchanged.begin(optimizer))
