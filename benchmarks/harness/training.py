@@ -105,7 +105,7 @@ class Trainee:
     def curve(self, steps: int, every: int) -> Iterator[Row]:
         """Train; yield loss, accuracy and the bytes sent so far, at the start and after each `every` steps.
 
-        With ten times the loss of the start, or a gradient that is not finite, a training ends: its loss is infinite.
+        Above ten times the loss of the start, or with a gradient not finite, a training ends: its loss is infinite.
         """
         limit = math.inf
         while True:
