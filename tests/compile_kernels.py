@@ -146,7 +146,10 @@ COUNT = {**LOOK, "LIMITED": False}
 WRITE = {**LOOK, "ADDED_UP": False, "TOPS": False, "END": False, "PAD": False}
 KEPT = {"KEPT": True, "GATHER": False}
 WEIGH = {"SIGN": 1, "STORE": False, "HEADER": False, "LOAD": False, "TILE": checks.TILE}
-EIGHT_WARPS = ("_pack", "_unpack", "_changes", "_sums")
+EIGHT_WARPS = {
+    *("_add_with_stats", "_add_with_payout", "_histogram", "_count", "_write", "_keep", "_chunktopk"),
+    *("_pack", "_unpack", "_changes", "_sums"),
+}
 # Name to kernel, types of its arguments, and constants.
 KERNELS = {
     "add fp32": (block_stats._add_with_stats, SCAN, {**TILES, "ADD": True, "MOMENTS": False}),
@@ -301,8 +304,8 @@ def compiled(stand_in, types, constants, capability):
     aligned = set(names) - set(constants) - set(stand_in.plain)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
-    wide = {"BLOCK", "CHUNK"} & set(names) or stand_in.function.__name__ in EIGHT_WARPS
-    warps = 16 if names[0] == "tops" or constants.get("BLOCK") == 1 else 8 if wide else 4
+    eight = stand_in.function.__name__ in EIGHT_WARPS
+    warps = 16 if names[0] == "tops" or constants.get("BLOCK") == 1 else 8 if eight else 4
     kernel = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={**launch.OPTIONS, "num_warps": warps}
     )
@@ -316,6 +319,8 @@ def compiled(stand_in, types, constants, capability):
         command = [ptxas.path, "-v", f"--gpu-name={chip}", "-o", f"{folder}/kernel.cubin", str(file)]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return {
+        "function": stand_in.function.__name__,
+        "warps": warps,
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "wide loads": len(re.findall(r"ld\.global\S*\.v[24]\.b(?:32|64)", ptx)),

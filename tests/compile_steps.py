@@ -66,15 +66,15 @@ class Driver:
 
 
 def main() -> None:
-    """Print how often each kernel was launched, as JSON."""
+    """Print which numbers of warps each kernel was launched with, as JSON."""
     os.environ[launch.KERNELS] = "triton"
     driver.set_active(Driver(int(sys.argv[1])))
-    launched: dict[str, int] = {}
+    launched: dict[str, set[int]] = {}
 
     def compiled(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         kernel = kernel.load() if isinstance(kernel, launch.Kernel) else kernel
         kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants)
-        launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
+        launched.setdefault(kernel.__name__, set()).add(constants.get("num_warps", 4))  # Triton's own choice
 
     for module in KERNELS:
         module.launch = compiled
@@ -96,7 +96,7 @@ def main() -> None:
         updates.begin(optimizer)
         optimizer.step()
         updates.exchange(optimizer)
-    print(json.dumps(launched))
+    print(json.dumps({name: sorted(warps) for name, warps in launched.items()}))
 
 
 if __name__ == "__main__":

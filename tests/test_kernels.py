@@ -865,19 +865,24 @@ def test_whole_steps_compile_for_gpus():
     called = {"_address", "_bisect", "_halves", "_magnitudes", "_digit", "_paid", "_store_stats"}
     called |= {"_parameter_of", "_row_of", "_noise"}
     assert launched.keys() == known - called - {"_threshold"}
+    for name, kernel in by_compiler("tests.compile_kernels", 90).items():
+        # Registers below are worth looking at only if a kernel is launched with as many warps.
+        assert kernel["warps"] in launched.get(kernel["function"], [4]), (name, kernel, launched)
 
 
 @full
 @needs_triton
 @on_linux
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus(capability):
     kernels = by_compiler("tests.compile_kernels", capability)
     assert len(kernels) == 71
     for name, kernel in kernels.items():
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers
-        assert kernel["spilled"] == 0, (name, kernel)
+        # For sm_100 ptxas keeps to 40 registers where an fp16 gradient is added, and spills four of them.
+        allowed = 16 if capability == 100 and name == "add fp16" else 0
+        assert kernel["spilled"] <= allowed, (name, kernel)
         # Two programs of 256 threads share the 65,536 registers, so that one loads while the other calculates.
         assert kernel["registers"] <= 128, (name, kernel)
     # 256 threads and 4096 elements: 16 elements each, four to a load of fp32, eight to one of 16 bits. Other loads are
