@@ -25,13 +25,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update
 from lightning_sparse.context import Context
-from lightning_sparse.framing import INTACT, frame, intact, partial_sums, seal, unframe, weighted_sum
+from lightning_sparse.framing import INTACT, intact, partial_sums, seal, unframe, weighted_sum, words_on_host
 from lightning_sparse.kernels.checks import note_broken, worst_status
 from lightning_sparse.kernels.launch import to_device, uses_triton
 from lightning_sparse.kernels.messages import HEADER_BYTES
@@ -91,6 +92,7 @@ class Exchange:
             comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK]), device)
         self._parent = parent
         self._senders, self._worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
+        self._by_triton = uses_triton(self._senders)
         self._found: tuple[Tensor, Tensor] | None = None  # on CUDA, a status and whether it is OK
 
     @property
@@ -122,7 +124,7 @@ class Exchange:
         payload, update = compressor.compress(u, ctx)
         floats = [part for part in payload if part.is_floating_point() and part is not u]
         exposed = compressor.exposes_nonfinite
-        if not uses_triton(u):
+        if not self._by_triton:
             self._check(u, floats if exposed else [u, *floats], ctx)
         elif exposed and isinstance(update, Entries):
             self._note_broken(u, update.indices, (), ctx)  # in u: the update's own values are rounded
@@ -137,7 +139,7 @@ class Exchange:
             u: 1-D, fp32.
             made: tensors made of `u`, one of which is not finite if `u` is not, or if it is too large for them.
         """
-        if not uses_triton(u):
+        if not self._by_triton:
             self._check(u, made or [u], self.ctx)
             return
         self._note_broken(u, None, made, self.ctx)
@@ -157,7 +159,7 @@ class Exchange:
         On CUDA it raises only if `strict` and not `in_sync`: for aggregators whose next collectives depend on the step.
         """
         rows = self.all_gather(payload)
-        if not uses_triton(self._senders) or (strict and not self.in_sync):
+        if not self._by_triton or (strict and not self.in_sync):
             worst: Any = self.comm.to_host_async(self._root._worst)()
             self._raise(worst - OK)
         return rows
@@ -197,12 +199,12 @@ class Exchange:
 
     def finish(self) -> None:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
-        self.ctx = replace(self.ctx, stats=None, payout=None)  # not needed any more
         status = self._root._worst
         worst: Callable[[], Any] = self.comm.to_host_async(status)
-        if not uses_triton(self._senders):
+        if not self._by_triton:
             self._raise(worst() - OK)
             return
+        self.ctx = replace(self.ctx, stats=None, payout=None)  # `deferred` does not need their memory
         found, fine = self._root._found or (None, None)
         self.step_ok = fine if found is status else status == OK
         self.deferred = lambda: self._raise(worst() - OK)
@@ -248,27 +250,24 @@ class Exchange:
         """Return a payload with the fingerprint and the status before it, and a checksum behind."""
         self._messages += 1
         self._sent = self._fingerprint + (self._messages << 40)
-        if uses_triton(self._senders):
-            return seal(payload, self._sent, self._root._worst)
-        header = torch.stack([torch.as_tensor(self._sent, device=self.device), self._root._worst])
-        lead = payload[0].shape[:-1] if payload else ()
-        return frame((header.expand(*lead, 2), *payload))
+        return seal(payload, self._sent, self._root._worst)
 
     def _receive(self, messages: Tensor, like: Payload, senders: Tensor) -> Payload:
         """Return the payloads of messages, one per row, and note errors in them or their senders."""
         payload = unframe(messages, like, HEADER_BYTES)
-        headers = messages.view(torch.int64)
-        if uses_triton(messages):
+        if self._by_triton:
             known = self._sent, senders, self._root._worst
             codes = INTACT, CORRUPT, OUT_OF_STEP, OK
-            self._root._found = worst_status(headers, partial_sums(messages), *known, *codes)
+            self._root._found = worst_status(messages.view(torch.int64), partial_sums(messages), *known, *codes)
             self._root._worst = self._root._found[0]
             return payload
-        statuses = torch.where(headers[:, 0] == self._sent, headers[:, 1], senders + OUT_OF_STEP)
-        statuses = torch.where(intact(messages), statuses, senders + CORRUPT)
-        self._note_status(statuses.amin())
-        # Non-finite gradients are raised later: first all ranks have to learn of them.
-        self._raise(int(self._root._worst - OK), only=(CORRUPT, OUT_OF_STEP))
+        words, senders_on_host = words_on_host(messages), senders.cpu().numpy()
+        statuses = np.where(words[:, 0] == int(self._sent), words[:, 1], senders_on_host + OUT_OF_STEP)
+        worst = int(np.where(intact(words), statuses, senders_on_host + CORRUPT).min())
+        if worst != OK:
+            self._note_status(torch.tensor(worst, device=self.device))
+            # Non-finite gradients are raised later: first all ranks have to learn of them.
+            self._raise(int(self._root._worst) - OK, only=(CORRUPT, OUT_OF_STEP))
         return payload
 
     def _raise(self, difference: int, only: Sequence[int] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Several tensors in one message, with a checksum.
+"""Several tensors in one message, with a header and a checksum.
 
-    message = frame(parts)
-    intact(message)                  # True unless a word was changed, moved or lost
-    unframe(message, like=parts)     # the parts again, as views
+    message = seal(parts, fingerprint, status)
+    intact(words_on_host(message))               # True unless a word was changed, moved or lost
+    unframe(message, parts, HEADER_BYTES)        # the parts again, as views
 
 Parts are aligned to 8 bytes, to be read where they lie. The last 8 bytes make the sum of all 4-byte words, each times a
 weight of its position, a constant.
@@ -10,10 +10,12 @@ weight of its position, a constant.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.kernels.checks import add_weighted_, weigh, write_header_
@@ -24,25 +26,17 @@ INTACT = 0x5EED5EED5EED5EED
 """The weighted sum of an undamaged message's words: not 0, which is the sum of a message of zeros."""
 BLOCK = 1024
 """Words whose weights are multiplied with a common weight of their block, so that few weights have to be made."""
+BLOCKS_FROM = 1 << 40
+"""Position from which on the weights of blocks are hashed."""
 IN_CACHE = 64
 """Blocks of each message that are worked on at a time on the CPU."""
 
 
-def frame(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors one after the other, as bytes, each aligned to 8, with a checksum behind.
-
-    Parts with several rows become as many messages, as rows.
-    """
-    like = parts[0]
-    constants = kept((frame,), like, lambda: to_device(torch.tensor([0, INTACT]), like.device)).view(torch.uint8)
-    blank, end = constants.expand(*parts[0].shape[:-1], -1).split(CHECKSUM_BYTES, -1)
-    message = torch.cat([*_pieces(parts, blank), end], -1)
-    _add_weighted_(message.view(torch.int64)[..., -1], message.view(torch.int32)[..., :-2], -1)
-    return message
-
-
 def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> Tensor:
-    """Return what `frame` makes of a header, (fingerprint, status), and parts; by Triton. `Parts` are used up."""
+    """Return a header, (fingerprint, status), and tensors one after the other, as bytes, with a checksum behind.
+
+    Parts with several rows become as many messages, as rows. `Parts` are used up.
+    """
     if isinstance(parts, Parts) and parts.messages is not None:
         messages, start = parts.messages, INTACT
         parts.messages = None
@@ -52,7 +46,14 @@ def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> 
         lead = parts[0].shape[:-1] if parts else ()
         header, end = constants.view(torch.uint8).expand(*lead, -1).split([HEADER_BYTES, CHECKSUM_BYTES], -1)
         messages = torch.cat([header, *_pieces(parts, header[..., :CHECKSUM_BYTES]), end], -1)
-    write_header_(messages, fingerprint, status, start, *_weights_of(messages.shape[-1] // 4 - 2, messages))
+    if uses_triton(status):
+        write_header_(messages, fingerprint, status, start, *_weights_of(messages.shape[-1] // 4 - 2, messages))
+        return messages
+    words = words_on_host(messages)
+    words[:, 0], words[:, 1] = int(fingerprint), int(status)
+    words[:, -1] = INTACT - _weighted_sums(words.view(np.int32)[:, :-2])
+    if messages.is_cuda:
+        messages.copy_(torch.from_numpy(words.view(np.uint8)).view(messages.shape))
     return messages
 
 
@@ -73,13 +74,19 @@ def joined_bytes(parts: Sequence[Tensor]) -> int:
     return sum(map(_aligned, parts))
 
 
-def intact(messages: Tensor) -> Tensor:
-    """Return whether nothing has happened to a message of `frame`, a bool; for several, as rows, one each."""
-    return weighted_sum(messages.view(torch.int32)[..., :-2]) + messages.view(torch.int64)[..., -1] == INTACT
+def intact(words: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return of each message, a row of `words_on_host`, whether nothing has happened to it."""
+    whole: NDArray[np.bool_] = _weighted_sums(words.view(np.int32)[:, :-2]) + words[:, -1] == INTACT
+    return whole
+
+
+def words_on_host(messages: Tensor) -> NDArray[np.int64]:
+    """Return the 8-byte words of messages, as rows; on the CPU a view."""
+    return messages.view(-1, messages.shape[-1]).cpu().numpy().view(np.int64)
 
 
 def unframe(messages: Tensor, like: Sequence[Tensor], start: int = 0) -> tuple[Tensor, ...]:
-    """Return the tensors of `frame` or `join`, as views, given some with rows of the same lengths and dtypes.
+    """Return the tensors of `seal` or `join`, as views, given some with rows of the same lengths and dtypes.
 
     Those of `seal` start at `HEADER_BYTES`.
     """
@@ -97,35 +104,39 @@ def weighted_sum(words: Tensor) -> Tensor:
     places, unless 2⁶⁴ divides (x - y)(wᵢ - wⱼ): words have 32 bits, so 2³² has to divide a difference of weights, which
     are hashes of the positions. (Of 64-bit words, two that differ in the highest bit alone could always be swapped.)
     """
-    sums = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
-    _add_weighted_(sums, words, 1)
-    return sums
+    if not uses_triton(words):
+        sums = _weighted_sums(words.reshape(words.shape[:-1].numel(), words.shape[-1]).cpu().numpy())
+        return torch.from_numpy(sums).view(words.shape[:-1]).to(words.device)
+    total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
+    add_weighted_(total, words, *_weights_of(words.shape[-1], words))
+    return total
 
 
-def _add_weighted_(out: Tensor, words: Tensor, sign: int) -> None:
-    """Add `sign` times the weighted sum of each row of words to `out`, in place."""
-    count = words.shape[-1]
-    blocks = count // BLOCK
-    within, of_block = _weights_of(count, words)
-    if uses_triton(words):
-        add_weighted_(out, words, within, of_block, sign)
-        return
+def _weighted_sums(rows: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return what `weighted_sum` does, of rows on the host."""
     # numpy multiplies integer matrices several times as fast as torch's products and sums; both wrap around.
-    rows, weights, of_blocks = words.reshape(out.numel(), count).numpy(), within.numpy(), of_block.numpy()
+    count = rows.shape[1]
+    blocks = count // BLOCK
+    weights, of_blocks = _weights_on_host(BLOCK, 0), _weights_on_host(blocks + 1, BLOCKS_FROM)
     rest = rows[:, blocks * BLOCK :].astype(np.int64)
-    sums = rest @ weights[: rest.shape[1]] * of_blocks[-1]
+    sums: NDArray[np.int64] = rest @ weights[: rest.shape[1]] * of_blocks[-1]
     for first in range(0, blocks, IN_CACHE):
         last = min(first + IN_CACHE, blocks)
         full = rows[:, first * BLOCK : last * BLOCK].reshape(-1, last - first, BLOCK).astype(np.int64)
         sums += full @ weights @ of_blocks[first:last]
-    out.add_(torch.from_numpy(sums).view(out.shape), alpha=sign)
+    return sums
 
 
 def _weights_of(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return weights of the positions within a block, and of so many words' blocks."""
     blocks, device = count // BLOCK, like.device
     within = kept((_weights, BLOCK), like, lambda: _weights(BLOCK, 0, device))
-    return within, kept((_weights, blocks, "blocks"), like, lambda: _weights(blocks + 1, 1 << 40, device))
+    return within, kept((_weights, blocks, "blocks"), like, lambda: _weights(blocks + 1, BLOCKS_FROM, device))
+
+
+@functools.lru_cache(maxsize=4096)
+def _weights_on_host(count: int, start: int) -> NDArray[np.int64]:
+    return _weights(count, start, torch.device("cpu")).numpy()  # type: ignore[no-any-return]
 
 
 def _weights(count: int, start: int, device: torch.device) -> Tensor:
@@ -139,7 +150,9 @@ def _weights(count: int, start: int, device: torch.device) -> Tensor:
 def _pieces(parts: Sequence[Tensor], blank: Tensor) -> list[Tensor]:
     pieces = []
     for part in parts:
-        pieces += [part.contiguous().view(torch.uint8), blank[..., : _aligned(part) - _row_bytes(part)]]
+        pieces.append(part.contiguous().view(torch.uint8))
+        if padding := -pieces[-1].shape[-1] % 8:
+            pieces.append(blank[..., :padding])
     return pieces
 
 

@@ -136,7 +136,7 @@ class Reducer:
             dtypes={name: param.dtype for name, param in params.items()},
             apart=apart or {},
         )
-        self._digest = self.layout.digest
+        self._settings = repr((self.method, self.layout.digest))
         self.routing = Routing(self.method, self.comm, self.layout)
         self._exchanges.forget()
         self._states.allocate(self.layout, next(iter(params.values())).device)
@@ -222,7 +222,7 @@ class Reducer:
         for observer in self.observers:
             observer.compensated(u, ctx)
         with timed(self.seconds, "aggregate"):
-            exchange = self._exchanges.begin(ctx, aggregator, u.device, (self.method, self._digest))
+            exchange = self._exchanges.begin(ctx, aggregator, u.device, self._settings)
             update, applied = aggregator(u, compressor, exchange, ctx)
             self._exchanges.finish(exchange, aggregator)
         for observer in self.observers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ class SegmentExchanges:
         self._last: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange
         self._deferred: list[tuple[int, Callable[[], None]]] = []  # step, and a check that raises its error
 
-    def begin(self, ctx: Context, aggregator: Aggregator[Any], device: torch.device, settings: Hashable) -> Exchange:
+    def begin(self, ctx: Context, aggregator: Aggregator[Any], device: torch.device, settings: str) -> Exchange:
         """Return a new exchange; ranks are in sync if the segment's last one was by the same aggregator.
 
-        The text of `settings` is part of the fingerprint: it must be equal on all ranks.
+        `settings` is part of the fingerprint: it must be equal on all ranks.
         """
         in_sync = self._last.get(ctx.segment.index) is aggregator
         equal = (settings, ctx.seed, ctx.step, ctx.density, ctx.segment.index, in_sync)

@@ -27,15 +27,17 @@ pytestmark = [
 @pytest.mark.parametrize("count", [0, 1, 5, 1023, 1024, 1025, 4096, 9001])
 def test_messages_have_the_same_bytes(count, lead, use):
     parts = (torch.randint(-(2**62), 2**62, (*lead, 2)), torch.randint(0, 256, (*lead, count), dtype=torch.uint8))
+    status = torch.tensor(BROKEN)
     use("torch")
-    expected = framing.frame(parts)
+    expected = framing.seal(parts, 7, status)
     sums = framing.weighted_sum(expected.view(torch.int32))
+    assert [row[:2].tolist() for row in framing.words_on_host(expected)] == [[7, BROKEN]] * (lead[0] if lead else 1)
+    assert framing.intact(framing.words_on_host(expected)).all()
     use("triton")
-    assert torch.equal(framing.frame([part.to(DEVICE) for part in parts]).cpu(), expected)
+    assert torch.equal(framing.seal([part.to(DEVICE) for part in parts], 7, status.to(DEVICE)).cpu(), expected)
     assert torch.equal(framing.weighted_sum(expected.to(DEVICE).view(torch.int32)).cpu(), sums)
-    assert bool(framing.intact(expected.to(DEVICE)).all())
     expected.view(-1)[-9] ^= 1
-    assert not framing.intact(expected.to(DEVICE)).view(-1)[-1]
+    assert not framing.intact(framing.words_on_host(expected))[-1]
 
 
 @pytest.mark.parametrize("lead", [(), (3,)])
@@ -60,7 +62,7 @@ def test_messages_of_an_exchange_have_the_same_bytes(index_format, pinned, lead,
     first, second, *theirs = messages
     assert torch.equal(theirs[0], first)
     assert torch.equal(theirs[1], second), "what is sent twice is another message"
-    assert bool(framing.intact(first).all())
+    assert framing.intact(framing.words_on_host(first)).all()
 
 
 def received(damage, size: int = 5):

@@ -123,7 +123,8 @@ class Comm(abc.ABC):
     def to_host_async(self, x: Tensor) -> Callable[[], list[Any]]:
         """Start to copy a tensor to the host; return a function that waits for the copy and returns it as a list."""
         if not x.is_cuda:
-            return x.clone().tolist
+            values = x.tolist()
+            return lambda: values
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(x.device))

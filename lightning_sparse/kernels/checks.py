@@ -5,7 +5,7 @@
     worst_status(messages, sums, sent, senders, ...)     # the worst status in any message
     note_broken(u, indices, own, worst, ok)              # and this rank's own, if an entry of u is not finite
 
-The same in plain torch is in `framing.py` and `exchange.py`, by a dozen operations each. Statuses are explained there.
+The same by numpy is in `framing.py` and `exchange.py`. Statuses are explained there.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -28,21 +28,20 @@ ROWS, PARTS = 16, 64
 """Messages that are judged at a time, and parts of their sums."""
 
 
-def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor, sign: int) -> None:
-    """Add `sign` times Σ within[i % b]·of_block[i // b]·words[..., i] to each of `sums`, modulo 2⁶⁴, with b = 1024.
+def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor) -> None:
+    """Add Σ within[i % b]·of_block[i // b]·words[..., i] to each of `sums`, modulo 2⁶⁴, with b = 1024.
 
     Args:
         sums: int64, one for each row of `words`, evenly spaced in memory; overwritten.
         words: (..., n), whole numbers, rows evenly spaced in memory.
         within, of_block: weights, int64.
-        sign: 1 or -1.
     """
     rows, count = sums.numel(), words.shape[-1]
     if rows and count:
         tiles = -(-count // TILE)
         strides = (words.stride(-2), sums.stride(-1)) if sums.dim() else (0, 0)
         args = (words, within, of_block, sums, sums, 0, sums, 0, count, within.numel(), tiles, *strides)
-        launch(_add_weighted, rows * tiles, *args, SIGN=sign, STORE=False, HEADER=False, LOAD=False, TILE=TILE)
+        launch(_add_weighted, rows * tiles, *args, SIGN=1, STORE=False, HEADER=False, LOAD=False, TILE=TILE)
 
 
 def weigh(words: Tensor, within: Tensor, of_block: Tensor) -> Tensor:
