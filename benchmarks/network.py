@@ -39,7 +39,7 @@ IN_TRAININGS = ["ddp_accumulated", "local_sgd"]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BUSY = 0.7
 """Share of busy processors above which a paced measurement says more about them than about links: it is not valid."""
-PATIENCE = 120  # seconds after which a silent contestant counts as hung
+PATIENCE = 400  # seconds after which a silent contestant counts as hung; at 25 Mbit/s weights take 100 to be broadcast
 
 
 def parse() -> argparse.Namespace:
