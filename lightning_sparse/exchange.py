@@ -193,9 +193,9 @@ class Exchange:
         self._note_status(torch.where((total[-1] == 0) | (worst != OK), worst, self._senders[self.rank] + FAILED))
         return total[:-1]
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks of this rank's part of `x`. To be called after `agree`."""
-        return self.comm.reduce_scatter(x)
+    def reduce_scatter_mean(self, x: Tensor) -> Tensor:
+        """Return the mean over the ranks of this rank's part of `x`. To be called after `agree`."""
+        return self.comm.reduce_scatter_mean(x)
 
     def finish(self) -> None:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""

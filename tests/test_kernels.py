@@ -633,21 +633,19 @@ def wrong_on_rank_1(rank, size):
     if size % 2 == 0:
         inter_nodes = Mean(), GlobalTopK(), OkTopK(), ScaleCom()
         ways = {repr(part): Method(TopK(0.02), Residual(), TwoLevel(part, 2)) for part in inter_nodes}
-    for name, value in itertools.product(ways, ("nan", "3e38")):
-        if value == "3e38" and not isinstance(ways[name].aggregator, TwoLevel):
-            continue
-        reducer = Reducer(ways[name], comm, granularity="model")
+    for name, way in ways.items():
+        reducer = Reducer(way, comm, granularity="model")
         reducer.reduce_({"v": torch.ones(30), "w": torch.ones(40, 50)})
         grads = {"v": torch.ones(30), "w": torch.ones(40, 50)}
-        if rank == 1 or (rank == 0 and value == "3e38"):  # too much for the sum of a host
-            grads["w"][7, 7] = float(value)
+        if rank == 1:
+            grads["w"][7, 7] = math.nan
         reducer.reduce_(grads)
         try:
             reducer.state_dict()
             error = ""
         except NonFiniteGradient as raised:
             error = str(raised)
-        outcomes[name, value] = (sum(float(grad.abs().sum()) for grad in grads.values()), error)
+        outcomes[name] = (sum(float(grad.abs().sum()) for grad in grads.values()), error)
     return outcomes
 
 
@@ -657,14 +655,11 @@ def wrong_on_rank_1(rank, size):
 @pytest.mark.parametrize("size", [3])
 def test_what_is_wrong_on_one_rank_harms_nobodys_weights(size):
     ranks = run_ranks(size, wrong_on_rank_1, size, timeout=900)
-    for name, value in ranks[0]:
-        outs, errors = zip(*(rank[name, value] for rank in ranks), strict=True)
-        assert outs == (0.0,) * size, (name, value)
-        if value == "nan":
-            for error in errors:
-                assert "'w' is not finite on rank 1 at step 1." in error, name
-        else:
-            assert any("'w' is not finite on rank" in error for error in errors), errors
+    for name in ranks[0]:
+        outs, errors = zip(*(rank[name] for rank in ranks), strict=True)
+        assert outs == (0.0,) * size, name
+        for error in errors:
+            assert "'w' is not finite on rank 1 at step 1." in error, name
 
 
 class Noisy(ProcessGroupComm):

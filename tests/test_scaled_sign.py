@@ -49,6 +49,22 @@ def test_equal_magnitudes_come_back_exactly(numel):
     assert torch.equal(decoded(ScaledSign(), p), p)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_mean_whose_sum_overflows_is_finite_and_any_other_has_the_bits_of_sum_and_division(size):
+    ranks = torch.randn(size, 999, generator=torch.Generator().manual_seed(0))
+
+    def rank(comm):
+        huge, plain = {"w": torch.full((100,), 3e38)}, {"w": ranks[comm.rank].clone()}
+        Reducer("efsignsgd", comm).reduce_(huge)
+        Reducer("efsignsgd", comm).reduce_(plain)
+        return float(huge["w"].max()), plain["w"]
+
+    total = sum(decoded(ScaledSign(), own) for own in ranks)
+    for largest, mean in simulate(size, rank):
+        assert largest == pytest.approx(3e38)
+        assert torch.equal(mean, total / size)
+
+
 EPSILON = 0.5
 ROWS = torch.tensor([[1 + EPSILON, -1 + EPSILON], [-1 + EPSILON, 1 + EPSILON]])
 

@@ -141,3 +141,13 @@ def test_nan_on_one_rank_is_named_on_all_ranks():
         return True
 
     assert simulate(4, rank) == [True] * 4
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 3])
+def test_sums_of_a_node_that_overflow_are_no_error(ranks_per_node):
+    def rank(comm):
+        grads = {"w": torch.full((100,), 3e38)}
+        Reducer(two_level(ranks_per_node=ranks_per_node), comm).reduce_(grads)
+        return float(grads["w"].max())
+
+    assert simulate(2 * ranks_per_node, rank) == pytest.approx([3e38] * 2 * ranks_per_node)

@@ -25,7 +25,7 @@ from lightning_sparse.layout import Segment, cut
 class TwoLevel(Aggregator[Sparsifier]):
     """For several ranks behind one network card (Shi et al. 2021, arXiv 2010.10458, "HiTopKComm").
 
-    1. The ranks of a node sum densely, each one part of the segment (reduce-scatter).
+    1. The ranks of a node average densely, each one part of the segment (reduce-scatter).
     2. Ranks with the same part, one on each node, exchange it sparsely, by the aggregator `inter_node`.
     3. The ranks of a node gather the results of all parts.
 
@@ -81,7 +81,7 @@ class TwoLevel(Aggregator[Sparsifier]):
         inner = replace(ctx, segment=part, rank=members.index(exchange.rank), stats=None)
         inter = exchange.sub(members, ctx=inner)
 
-        mean = intra.reduce_scatter(u).div_(count)
+        mean = intra.reduce_scatter_mean(u)
         update, applied = self.inter_node(mean, compressor, inter, inner)
         assert isinstance(update, Entries)
         assert isinstance(applied, Entries)  # as sparsifiers do

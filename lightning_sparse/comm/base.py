@@ -78,8 +78,8 @@ class Comm(abc.ABC):
         sizes = [rows[0].numel()] * self.size
         return self._timed_all_to_all_v(rows.reshape(-1), sizes, sizes).view(rows.shape)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of this rank's part of `x` (1-D), which is `x.tensor_split(size)[rank]`.
+    def reduce_scatter_mean(self, x: Tensor) -> Tensor:
+        """Return the mean over all ranks of this rank's part of `x` (1-D), which is `x.tensor_split(size)[rank]`.
 
         The parts are added in rank order. Takes a buffer of about the size of `x`.
         """
@@ -88,8 +88,9 @@ class Comm(abc.ABC):
         send = [part.numel() for part in x.tensor_split(self.size)]
         receive = [send[self.rank]] * self.size
         first, *others = torch.split(self._timed_all_to_all_v(x.contiguous(), send, receive), receive)
+        first.div_(self.size)
         for part in others:
-            first.add_(part)
+            first.add_(part, alpha=1 / self.size)  # divided before the sum, which stays in range
         return first
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:

@@ -118,10 +118,12 @@ class Compressor(abc.ABC):
     def mean(self, payloads: Payload, ctx: Context) -> Update:
         """Decode the gathered payloads, one row of each part per rank, and average them in rank order."""
         size = len(payloads[0])
+        # Scaled by a power of two as they are added: sums stay in range, and the mean has the same bits.
+        scale = 0.5 ** (size - 1).bit_length()
         total = torch.zeros(ctx.segment.numel, dtype=torch.float32, device=payloads[0].device)
         for row in range(size):
-            add_(total, self.decode(tuple(part[row] for part in payloads), ctx))
-        return total.div_(size)
+            add_(total, self.decode(tuple(part[row] for part in payloads), ctx), scale)
+        return total if size * scale == 1 else total.div_(size * scale)
 
 
 @dataclass(frozen=True)

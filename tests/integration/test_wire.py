@@ -52,7 +52,7 @@ SCRIPT = """
         "all_reduce": lambda: comm.all_reduce(x),
         "all_to_all": lambda: comm.all_to_all([x] * size),
         "exchange": lambda: comm.sendrecv(x, peer),
-        "reduce_scatter": lambda: comm.reduce_scatter(x),
+        "reduce_scatter_mean": lambda: comm.reduce_scatter_mean(x),
     }.items():
         call()  # makes the connections
         pause()
