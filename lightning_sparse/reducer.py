@@ -136,7 +136,7 @@ class Reducer:
             dtypes={name: param.dtype for name, param in params.items()},
             apart=apart or {},
         )
-        self._settings = repr((self.method, self.layout.digest))
+        self._settings = repr((self.method, self.layout.digest, [param.dtype for param in params.values()]))
         self.routing = Routing(self.method, self.comm, self.layout)
         self._exchanges.forget()
         self._states.allocate(self.layout, next(iter(params.values())).device)

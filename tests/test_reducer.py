@@ -421,6 +421,18 @@ def test_a_rank_that_alone_starts_anew_is_out_of_step(how, name):
         assert re.match(r"Ranks are out of step: at step 2, .* rank [01] differs from other ranks", error), error
 
 
+def test_a_rank_whose_gradients_have_another_dtype_is_out_of_step():
+    """Their rounding would make its weights others."""
+
+    def rank(comm):
+        grads = {"v": torch.ones(30), "w": torch.ones(40, dtype=[torch.float32, torch.bfloat16][comm.rank])}
+        with pytest.raises(RankFailure, match=r"Ranks are out of step: at step 0, .* differs from other ranks"):
+            Reducer("topk", comm, granularity="layer").reduce_(grads)
+        return True
+
+    assert simulate(2, rank) == [True] * 2
+
+
 def test_a_part_of_another_kind_finds_nothing_and_says_so(caplog):
     def rank(comm: Comm) -> None:
         reducer = Reducer(method("topk", density=0.25), comm)

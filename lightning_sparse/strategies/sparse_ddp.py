@@ -181,11 +181,14 @@ class SparseDDP(UpdateOrGradientExchange):
         if what == "gradient" and self._compresses:
             check_optimizers(self.optimizers, self._method)
         ranks: list[Any] = [None] * self.world_size
-        dist.all_gather_object(ranks, what)
+        assert self.model is not None
+        # Dtypes too: where they differ, gloo aborts a process when DDP makes all weights rank 0's.
+        dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in self.model.parameters()})
+        dist.all_gather_object(ranks, f"{what} of {' and '.join(dtypes)}")
         if len(set(ranks)) > 1:
             raise ValueError(
                 f"Ranks differ in what they exchange: {', '.join(f'rank {i}: {x}' for i, x in enumerate(ranks))}. "
-                f"Give all ranks the same optimizers, and the same exchange."
+                f"Give all ranks the same optimizers, the same precision and the same exchange."
             )
         if what == "update":
             self._begin_updates()

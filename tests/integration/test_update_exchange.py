@@ -387,13 +387,20 @@ def test_a_rank_that_is_killed_is_named():
         assert seconds < SOON
 
 
-def test_ranks_that_would_exchange_different_things_are_told_so():
+@pytest.mark.parametrize(
+    ("exchanges", "precisions", "said"),
+    [
+        (("gradient", "update"), ("32-true", "32-true"), "rank 0: gradient of float32, rank 1: update of float32"),
+        (("gradient", "gradient"), ("32-true", "16-true"), "rank 0: gradient of float32, rank 1: gradient of float16"),
+    ],
+)
+def test_ranks_that_would_exchange_different_things_are_told_so(exchanges, precisions, said):
     def run(rank: int) -> tuple[str, str, float]:
-        return caught(lambda: fit(rank, AdamNet, {"exchange": ["gradient", "update"][rank]}))
+        return caught(lambda: fit(rank, AdamNet, {"exchange": exchanges[rank]}, precision=precisions[rank]))
 
     for kind, text, seconds in lightning_ranks(2, run):
         assert kind == "ValueError"
-        assert "Ranks differ in what they exchange: rank 0: gradient, rank 1: update" in text
+        assert f"Ranks differ in what they exchange: {said}" in text
         assert seconds < SOON
 
 
