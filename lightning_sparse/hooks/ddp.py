@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states
 from lightning_sparse.hooks.comm_thread import CommThread
-from lightning_sparse.hooks.session import Session
+from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.options import OnNonFinite, check_warmup
@@ -66,13 +66,18 @@ def attach(
         TypeError, ValueError: an option, a parameter or a feature of DDP that cannot be used; the message says which.
         RankFailure: other ranks use other settings, or do not attach.
     """
-    method = resolve_method(method, density)
-    if method.update_rule is not None:
-        raise ValueError(
-            f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "
-            f"optimizer, ...), or another method, such as 'topk'."
-        )
-    warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
+    with told_to_others(getattr(ddp, "process_group", None)):
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(
+                f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."
+            )
+        method = resolve_method(method, density)
+        if method.update_rule is not None:
+            raise ValueError(
+                f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "
+                f"optimizer, ...), or another method, such as 'topk'."
+            )
+        warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
     return start_comm_thread(
         ddp,
         method,
@@ -91,10 +96,6 @@ def start_comm_thread(
     ddp: DistributedDataParallel, method: Method, *, timeout: timedelta | None = None, **options: Any
 ) -> CommThread:
     """Do what `attach` does, and return the communication thread; `options` are the reducer's."""
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."
-        )
 
     def parameters() -> dict[str, Tensor]:
         check_no_hook(ddp)

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,28 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
 """Matches torch's errors for a broken collective of its own or of Lightning's, which have no class."""
+
+
+@contextlib.contextmanager
+def told_to_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Tell the other ranks of a group (None is the default one) of an error in the block.
+
+    For what comes before a `Session`, in which they would wait for this rank.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if dist.is_initialized():
+            with contextlib.suppress(dist.DistError):  # without the store's host they end anyway
+                _handshake(ProcessGroupComm(group), timedelta(0)).refuse(error)
+        raise
+
+
+def _handshake(comm: ProcessGroupComm, timeout: timedelta) -> Handshake:
+    group, ranks = comm.group, comm.ranks
+    return Handshake(
+        comm.store, group.group_name, dist.get_rank(), ranks, timeout, lambda rank: has_ended(group, ranks.index(rank))
+    )
 
 
 class Session:
@@ -81,25 +103,13 @@ class Session:
         self._closed = self._freed = False
         # High priority: otherwise each short kernel waits until all blocks of a running backward kernel are scheduled.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        timeout = check_timeout(timeout) or group_timeout(group, device)
         self.comm = ProcessGroupComm(group)
-        ranks = dist.get_process_group_ranks(group)
-        handshake = Handshake(
-            self.comm.store,
-            group.group_name,
-            dist.get_rank(),
-            ranks,
-            timeout,
-            lambda rank: has_ended(group, ranks.index(rank)),
-        )
-        try:
+        with told_to_others(group):
+            timeout = check_timeout(timeout) or group_timeout(group, device)
             params = parameters()
             self.reducer = Reducer(method, self.comm, **options)
             self.reducer.setup(params, apart())
-        except BaseException as error:
-            handshake.refuse(error)
-            raise
-        name = handshake.agree(
+        name = _handshake(self.comm, timeout).agree(
             {
                 "method": repr(method),
                 **{name: "given" if callable(value) else repr(value) for name, value in options.items()},

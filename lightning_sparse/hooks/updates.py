@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import step_hooks
 from lightning_sparse.comm.peers import Responder
-from lightning_sparse.hooks.session import Session
+from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_update_method
 from lightning_sparse.options import check_warmup, listed
@@ -80,22 +80,23 @@ def attach_updates(
         RuntimeError: there is no process group.
         RankFailure: other ranks use other settings, or do not attach.
     """
-    if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"attach_updates(model={type(model).__name__}(...)): give the model itself, and then its optimizer. "
-            f"DistributedDataParallel would send all gradients as well."
-        )
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
-        raise ValueError(
-            f"{listed(alone)} require gradients but are in no optimizer that attach_updates got, so ranks would drift "
-            f"apart in them. Pass all optimizers, attach_updates(model, [first, second], ...), or freeze them by "
-            f"requires_grad_(False)."
-        )
-    method = resolve_update_method(method, density)
-    warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
+    with told_to_others():
+        if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"attach_updates(model={type(model).__name__}(...)): give the model itself, and then its optimizer. "
+                f"DistributedDataParallel would send all gradients as well."
+            )
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
+            raise ValueError(
+                f"{listed(alone)} require gradients but are in no optimizer that attach_updates got, so ranks would "
+                f"drift apart in them. Pass all optimizers, attach_updates(model, [first, second], ...), or freeze "
+                f"them by requires_grad_(False)."
+            )
+        method = resolve_update_method(method, density)
+        warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
     exchange = UpdateExchange(
@@ -173,7 +174,8 @@ class UpdateExchange:
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        rule = (method.update_rule or UpdateRule()).with_every(every)
+        with told_to_others(group):
+            rule = (method.update_rule or UpdateRule()).with_every(every)
         method = replace(method, update_rule=rule)
         self.optimizers, self._every = optimizers, rule.every
         self._steps = [0] * len(optimizers)
@@ -196,8 +198,13 @@ class UpdateExchange:
         )
         self.reducer, self.comm = self._session.reducer, self._session.comm
         self._all = [*(param.detach() for param in model.parameters()), *model.buffers()]
-        broadcast(self.comm, self._all)
-        self._updates = Updates(self.reducer, model, optimizers)
+        try:
+            broadcast(self.comm, self._all)
+            self._updates = Updates(self.reducer, model, optimizers)
+        except BaseException as error:  # such as too little memory for a copy of the weights
+            self._session.fail(error)
+            self._session.close()
+            raise
         self.note = self._updates.note
         self._hooks = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import Reducer, attach
+from lightning_sparse import Reducer, attach, attach_updates
 from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
@@ -416,4 +417,41 @@ def with_bad_options(rank: int, options: dict[str, Any]) -> tuple[str, str, floa
 def test_an_option_that_makes_no_sense_is_an_error_on_each_rank_before_any_rank_waits(options, message):
     for kind, text, seconds in run_ranks(2, with_bad_options, options):
         assert f"{kind}: {text}".startswith(message)
+        assert seconds < SOON
+
+
+def wrong_on_one_rank(rank: int, odd: int, exchange: str, how: str) -> tuple[str, str, float]:
+    from lightning_sparse.hooks import updates
+
+    begin, step = training(exchange)
+    options: dict[str, Any] = {}
+    if rank == odd and how == "a copy of the weights":
+
+        def out_of_memory(*_: Any) -> None:
+            raise torch.OutOfMemoryError("tried to allocate a copy")
+
+        updates.Updates = out_of_memory
+    elif rank == odd and how == "without the optimizer's parameter":
+        begin = partial(attach_updates, nn.Linear(50, 50), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    elif rank == odd:
+        options = {"density": {"density": 2}, "every": {"every": 0}, "timeout": {"timeout": 5}}[how]
+    return caught(lambda: (begin(**options), step()))
+
+
+@pytest.mark.parametrize("odd", tiers([0, 1], [1]))
+@pytest.mark.parametrize(
+    ("exchange", "how", "text"),
+    [
+        ("gradient", "density", "ValueError: TopK(density=2)"),
+        ("gradient", "timeout", "ValueError: timeout=5 must be"),
+        ("update", "density", "ValueError: TopK(density=2)"),
+        ("update", "every", "ValueError: UpdateRule(every=0)"),
+        ("update", "without the optimizer's parameter", "ValueError: 'weight', 'bias' require gradients but are in no"),
+        ("update", "a copy of the weights", "OutOfMemoryError: tried to allocate a copy"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_alone_reaches_those_that_would_wait(odd, exchange, how, text):
+    for rank, (kind, said, seconds) in enumerate(run_ranks(2, wrong_on_one_rank, odd, exchange, how)):
+        assert kind == text.split(":")[0] if rank == odd else "RankFailure"
+        assert f"{kind}: {said}".startswith(text) if rank == odd else text in said
         assert seconds < SOON
