@@ -18,6 +18,7 @@ from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
 
+GOLDEN = 2654435769  # 2³² over the golden ratio
 State = dict[str, Tensor]
 """One segment's state: name of a `StateSpec` to tensor."""
 
@@ -74,6 +75,16 @@ class Context:
     def of(numel: int, **fields: Any) -> Context:
         """Return the context of a vector of `numel` elements outside of training."""
         return Context(Segment(0, ("u",), ((numel,),), 0), **fields)
+
+    def turn(self, count: int) -> int:
+        """Return whose turn it is, of `count`: each once in every `count` steps.
+
+        Each has as many turns, too, in every n-th step alone, where step % count might never change: where several
+        optimizers exchange in turn, a segment sees no other steps. For that the order begins elsewhere in each round,
+        by multiples of the golden ratio, which are spread evenly (Weyl 1916).
+        """
+        rounds, place = divmod(self.step, count)
+        return (place + self.segment.index + (rounds * GOLDEN % 2**32 * count >> 32)) % count
 
     def key(self, *, shared: bool) -> int:
         """Return 64 bits to draw random numbers by, a function of (seed, step, segment) and, unless `shared`, the rank.

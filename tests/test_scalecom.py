@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_sparse import Reducer, method, simulate
 from lightning_sparse.comm import Comm
+from lightning_sparse.context import Context
+from lightning_sparse.updates import Updates
 
 
 def test_two_steps_by_hand():
@@ -54,3 +57,36 @@ def test_a_rank_on_another_step_is_noticed():
 
     with pytest.raises(RuntimeError, match="Ranks are out of step"):
         simulate(2, rank)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 64])
+def test_turns_are_even_in_all_steps_and_in_every_nth(count):
+    turns = [Context.of(1, step=step).turn(count) for step in range(count * 1000)]
+    for start in range(0, len(turns), count):
+        assert sorted(turns[start : start + count]) == list(range(count))
+    for each in range(1, 9):
+        for first in range(each):
+            alone = turns[first::each]
+            assert [alone.count(who) * count / len(alone) for who in range(count)] == pytest.approx(
+                [1] * count, rel=0.2
+            )
+
+
+@pytest.mark.parametrize("optimizers", [2, 3, 4])
+def test_all_ranks_lead_for_each_of_several_optimizers(optimizers):
+    def rank(comm: Comm) -> list[set[int]]:
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(optimizers)))
+        all_optimizers = [torch.optim.SGD(layer.parameters(), 0.01) for layer in net]
+        updates = Updates(Reducer(method("scalecom", density=0.1), comm, exchanged="update"), net, all_optimizers)
+        leaders: list[set[int]] = [set() for _ in all_optimizers]
+        broadcast = comm.broadcast
+        for _ in range(8):
+            net(torch.ones(2, 8)).sum().backward()
+            for optimizer, led_by in zip(all_optimizers, leaders, strict=True):
+                comm.broadcast = lambda x, src, led_by=led_by: (led_by.add(src), broadcast(x, src))[1]
+                updates.begin(optimizer)
+                optimizer.step()
+                updates.exchange(optimizer)
+        return leaders
+
+    assert simulate(2, rank) == [[{0, 1}] * optimizers] * 2

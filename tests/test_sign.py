@@ -44,11 +44,11 @@ def vote(comm, rows, steps=1, name="signsgd"):
 
 def test_on_a_tie_ranks_decide_in_turn():
     rows = [[1.0, 1.0, -1.0], [1.0, -1.0, 1.0]]
-    expected = [[1.0, 1.0, -1.0], [1.0, -1.0, 1.0], [1.0, 1.0, -1.0]]
-    assert simulate(2, lambda comm: vote(comm, rows, steps=3)) == [expected] * 2
-    # Of four ranks, two and two; in step t it is rank t.
+    expected = [rows[0], rows[1], rows[1], rows[0]]
+    assert simulate(2, lambda comm: vote(comm, rows, steps=4)) == [expected] * 2
+    # Of four ranks, two and two; in step t it is rank t, and from then on in another order.
     rows = [[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]
-    assert simulate(4, lambda comm: vote(comm, rows, steps=5))[3] == [*rows, rows[0]]
+    assert simulate(4, lambda comm: vote(comm, rows, steps=5))[3] == [*rows, rows[2]]
 
 
 def test_a_rank_does_not_vote_in_a_row_of_zeros():

@@ -25,8 +25,8 @@ class MajorityVote(Aggregator[Sign]):
 
     1. Each rank sends its signs of region r of the segment to rank r, and to all ranks which of its rows are all zeros.
     2. The owner of a region counts the votes. A rank does not vote in a row of zeros. On a tie the vote of one rank
-       decides: rank (step + segment) modulo P, or the next one after it that votes. So ranks decide in turn, and every
-       element moves in a direction that a rank has asked for.
+       decides: the rank whose turn it is, or the next one after it that votes. So every element moves in a direction
+       that a rank has asked for.
     3. All gather the results. In a row where no rank votes, the result is 0.
 
     So 2d(P − 1)/P bits are sent, where an all-gather of the signs takes d(P − 1): more from three ranks on.
@@ -42,7 +42,7 @@ class MajorityVote(Aggregator[Sign]):
 
         # All bits of their bytes; rows of zeros fill these up.
         used_rows = unpack_codes(used_by.reshape(-1), 1, 8 * used_by.numel()).view(size, 8 * used_by.shape[1])
-        start, turn = rank * region_codes(segment.numel, size), (ctx.step + segment.index) % size
+        start, turn = rank * region_codes(segment.numel, size), ctx.turn(size)
         (results,) = exchange.all_gather((_won(votes, used_rows, segment, start, turn),))
 
         return signed(results.reshape(-1), used_rows.amax(0)[: row_count(segment)], segment), applied

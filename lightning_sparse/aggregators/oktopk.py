@@ -23,7 +23,7 @@ from lightning_sparse.layout import Segment
 class OkTopK(Aggregator[Sparsifier]):
     """Near-optimal sparse all-reduce (Li & Hoefler 2022, arXiv 2201.07598): about 6k(P - 1)/P words.
 
-    1. Every `refresh` steps the ranks agree on P regions with about equally many entries: the boundaries are the mean
+    1. Once in `refresh` steps the ranks agree on P regions with about equally many entries: the boundaries are the mean
        of the quantiles of all ranks' indices.
     2. Each rank sends its entries to the owners of their regions, ⌈2k/P⌉ to each at most, the largest.
     3. The owner adds up, and keeps the ⌈k/P⌉ largest sums.
@@ -34,7 +34,7 @@ class OkTopK(Aggregator[Sparsifier]):
     entries are selected exactly in each region, and nothing has to be balanced afterwards.
 
     Attributes:
-        refresh: number of steps after which the regions are drawn anew.
+        refresh: number of steps in which the regions are drawn anew once.
     """
 
     refresh: int = 64
@@ -73,7 +73,7 @@ class OkTopK(Aggregator[Sparsifier]):
         return update, Entries(*drop_empty((update.indices, applied * size), numel))
 
     def _boundaries(self, own: Entries, exchange: Exchange, ctx: Context) -> Tensor:
-        """Return the first indices of regions 1 to P - 1, int64; the ranks agree on them every `refresh` steps."""
+        """Return the first indices of regions 1 to P - 1, int64; the ranks agree on them once in `refresh` steps."""
         numel, size, device = ctx.segment.numel, exchange.size, own.indices.device
         kept = ctx.state.get("boundaries")
         digest = 0
@@ -84,7 +84,7 @@ class OkTopK(Aggregator[Sparsifier]):
                 zlib.crc32(repr(exchange.comm.to_host_async(kept)()).encode()) if kept is not None and valid else -1
             )
         (digests,) = exchange.agree((torch.full((1,), digest, device=device),), strict=True)
-        refresh = ctx.step % self.refresh == 0
+        refresh = ctx.turn(self.refresh) == 0
         if not exchange.in_sync:
             refresh = refresh or digest == -1 or bool((digests != digest).any())
         if refresh or not exchange.in_sync:

@@ -30,7 +30,7 @@ class ScaleCom(Aggregator[Sparsifier]):
     def __call__(self, u: Tensor, compressor: Sparsifier, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         exchange.check_finite(u)
         exchange.agree(strict=True)  # the leader follows from the step
-        leader = (ctx.step + ctx.segment.index) % exchange.size
+        leader = ctx.turn(exchange.size)
         capacity = compressor.capacity(u.numel(), ctx.density)
         indices = torch.full((capacity,), u.numel(), dtype=torch.int32, device=u.device)
         # In the first exchange all choose: the kernels for that must not be loaded while others wait for the leader.
