@@ -171,7 +171,7 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     For a residual, the sum over all ranks divided by their number is preserved: new rank r takes (new / old) times the
     sum of the old ranks that are r modulo the new number. State that is equal on all ranks is copied; the rest starts
     anew. Of optimizers' states, where each rank has its own, a new rank takes the mean of the same old ranks, or else
-    old rank 0's.
+    old rank 0's; what a rank has no state of counts as zeros.
 
     Args:
         states: `Reducer.state_dict` of old rank 0, and of those that are `rank` modulo `size`, in order. They are read
@@ -214,21 +214,24 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
 def _mean(states: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean of optimizers' states, as `Optimizer.state_dict` returns them; counts are the first's.
 
+    A parameter that had no gradient on a rank has no state there: that counts as zeros, with which it would begin.
+
     Raises:
-        ValueError: they hold different things.
+        ValueError: they are of different optimizers.
     """
-    first, *others = (state["state"] for state in states)
     mean: dict[Any, dict[str, Any]] = {}
-    for param, own in first.items():
-        if any(param not in other or other[param].keys() != own.keys() for other in others):
+    for param in dict.fromkeys(param for state in states for param, own in state["state"].items() if own):
+        ranks = [state["state"].get(param, {}) for state in states]
+        first, *others = filter(None, ranks)
+        if odd := next((other for other in others if other.keys() != first.keys()), None):
             raise ValueError(
-                "The optimizer states of two ranks differ in kind, so they have no mean: some parameters had gradients "
-                "on one of them only. Go on with the same number of ranks."
+                f"The optimizers of two ranks are of different kinds, so their states have no mean: one keeps "
+                f"{', '.join(first)}, another one {', '.join(odd)}. Go on with the same number of ranks."
             )
         mean[param] = {
-            key: torch.stack([value, *(other[param][key] for other in others)]).mean(0)
+            key: torch.stack([rank.get(key, torch.zeros_like(value)) for rank in ranks]).mean(0)
             if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
             else value
-            for key, value in own.items()
+            for key, value in first.items()
         }
     return {**states[0], "state": mean}

@@ -235,6 +235,26 @@ def test_ranks_of_different_models_are_not_added_up(elements):
         resized([state(0, 4), other], 0, 2)
 
 
+def of_optimizers(*kept: dict) -> list[dict]:
+    return [{**state(rank), "optimizers": {"0": {"state": own, "param_groups": []}}} for rank, own in enumerate(kept)]
+
+
+def test_a_parameter_without_gradients_on_a_rank_has_moments_of_zero_there():
+    """Then the mean of the ranks' moments stays, as that of their residuals does."""
+    both, one = {"step": torch.tensor(7.0), "m": torch.ones(3)}, {"step": torch.tensor(5.0), "m": torch.full((3,), 4.0)}
+    for ranks in ({0: both, 1: one}, {0: both}), ({0: both}, {0: both, 1: one}):
+        kept = resized(of_optimizers(*ranks), 0, 1)["optimizers"]["0"]["state"]
+        assert same(kept, {0: both, 1: {"step": torch.tensor(5.0), "m": torch.full((3,), 2.0)}})
+
+
+def test_states_of_different_optimizers_have_no_mean():
+    ranks = of_optimizers({0: {"exp_avg": torch.ones(3)}}, {0: {"momentum_buffer": torch.ones(3)}})
+    with pytest.raises(
+        ValueError, match=r"different kinds.*one keeps exp_avg, another one momentum_buffer\. Go on with"
+    ):
+        resized(ranks, 0, 1)
+
+
 def test_a_rank_without_its_file_takes_replicated_state_from_another_ranks(tmp_path):
     paths = written(tmp_path / "a.ckpt", 3)
     os.remove(paths[1])

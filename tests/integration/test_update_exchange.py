@@ -265,21 +265,17 @@ def test_moments_differ_among_ranks_and_their_mean_goes_to_fewer(tmp_path):
     assert alone[0].isfinite().all()
 
 
-def test_optimizers_whose_states_differ_in_kind_have_no_mean(tmp_path):
-    """A layer had gradients on rank 0 alone."""
-
-    def two(rank: int) -> None:
-        saving(rank, tmp_path, Unused, {}, 2)
+def test_moments_of_a_layer_that_had_gradients_on_one_rank_alone_go_to_fewer_ranks(tmp_path):
+    def two(rank: int) -> Any:
+        return saving(rank, tmp_path, Unused, {}, 2)
 
     lightning_ranks(2, two)
 
-    def one(rank: int) -> tuple[str, str, float]:
-        return caught(lambda: saving(rank, tmp_path / "one", Unused, {}, 1, ckpt_path=tmp_path / "step=15.ckpt"))
+    def one(rank: int) -> Any:
+        return saving(rank, tmp_path / "one", Unused, {}, 1, ckpt_path=tmp_path / "step=15.ckpt")
 
-    ((kind, text, _),) = lightning_ranks(1, one)
-    assert kind == "ValueError"
-    assert "The optimizer states of two ranks differ in kind, so they have no mean" in text
-    assert "Go on with the same number of ranks." in text
+    (alone,) = lightning_ranks(1, one)
+    assert alone[0].isfinite().all()
 
 
 @full
