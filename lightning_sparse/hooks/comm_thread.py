@@ -38,6 +38,7 @@ from lightning_sparse._compat import at_end_of_backward
 from lightning_sparse.comm import POLL
 from lightning_sparse.hooks.session import JOIN_SECONDS, Session
 from lightning_sparse.hooks.step import Bucket, Step
+from lightning_sparse.hooks.turns import Turns
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import error_message
 
@@ -74,7 +75,7 @@ class CommThread:
         self._device, self._stream = ddp.device, session.stream
         self._queue: queue.Queue[Bucket | None] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._step = Step(self.reducer)
+        self._step = Step(self.reducer, turns := Turns(params))
         self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
         self._device_busy = False  # whether the device may still have work of ours
         self._error: BaseException | None = None
@@ -84,7 +85,7 @@ class CommThread:
         self._tracks_use = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._used: set[str] = set()
         tracked = self._params if self._tracks_use else []
-        self._use_hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
+        self._hooks = [turns.hook, *(param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked)]
 
     # In the training thread:
 
@@ -215,7 +216,7 @@ class CommThread:
             return
         self._closed = True
         self._session.mark_done()
-        for hook in self._use_hooks:
+        for hook in self._hooks:
             hook.remove()
         if self._thread is not None:
             self._queue.put(None)

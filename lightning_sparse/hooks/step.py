@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.hooks.turns import Turns
 from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 
@@ -44,9 +45,9 @@ class Bucket:
 class Step:
     """The buckets of the current step. Reduces each segment when its last gradient has arrived."""
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, turns: Turns) -> None:
         assert reducer.layout is not None
-        self._reducer, self._layout = reducer, reducer.layout
+        self._reducer, self._layout, self._turns = reducer, reducer.layout, turns
         self._segment_of = {name: segment for segment in reducer.layout.segments for name in segment.names}
         self.buckets: list[Bucket] = []
         self.arrived: dict[str, Bucket] = {}  # by parameter
@@ -70,6 +71,8 @@ class Step:
             return
         if not self._reducer.gradient_check.needs_all_gradients or self._reduce_all():
             self._reducer.finish_step()
+            if self._reducer.method.memory.error_feedback and self._reducer.comm.rank == 0:
+                self._turns.on_exchange([name for name, each in self.arrived.items() if name not in each.unused])
         self.buckets, self.arrived, self._missing = [], {}, {}
 
     def _reduce(self, segment: Segment) -> None:

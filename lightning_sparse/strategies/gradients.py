@@ -14,7 +14,6 @@ from lightning_sparse.hooks import CommThread, start_comm_thread
 from lightning_sparse.methods import Method
 from lightning_sparse.strategies.checkpointing import Checkpointing
 from lightning_sparse.strategies.fit_checks import several_evaluations, warn_of_clipping
-from lightning_sparse.strategies.turns import Turns
 
 
 class GradientExchange(Checkpointing):
@@ -28,7 +27,6 @@ class GradientExchange(Checkpointing):
         super().__init__(**kwargs)
         self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
         self._reductions = 0  # steps reduced before the present backward
-        self._turns: Turns | None = None
 
     def _register_ddp_hooks(self) -> None:
         scaler = self._lightnings_scaler
@@ -45,8 +43,6 @@ class GradientExchange(Checkpointing):
             loss_scale=scaler and scaler.get_scale,
             **self._options,
         )
-        if len(self.optimizers) > 1 and self._method.memory.error_feedback and self.global_rank == 0:
-            self._turns = Turns(self.optimizers, self.model)  # type: ignore[arg-type]
 
     @property
     def _comm_thread(self) -> CommThread | None:
@@ -113,16 +109,7 @@ class GradientExchange(Checkpointing):
         safe: Callable[[], Any] = once
         if self._options["on_nonfinite"] == "skip" and not self._lightnings_scaler and not self._own_scaler:
             safe = functools.partial(_without_nonfinite, optimizer, once)
-        result = super().optimizer_step(optimizer, safe, model, **kwargs)
-        if self._turns is not None:
-            self._turns.on_step(optimizer)
-        return result
-
-    def teardown(self) -> None:
-        if self._turns is not None:
-            self._turns.close()
-            self._turns = None
-        super().teardown()
+        return super().optimizer_step(optimizer, safe, model, **kwargs)
 
 
 def _without_nonfinite(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:

@@ -175,7 +175,7 @@ def test_a_gan_that_does_not_toggle_its_optimizers_is_warned_once():
 
     careless, toggled, both, without_residual = lightning_ranks(1, rank)[0]
     assert len(careless) == 1
-    assert careless[0].startswith("Optimizer 0 (SGD) did not step, but another one did")
+    assert careless[0].startswith("SGD of 'discriminator.0.weight' did not step, but another optimizer did")
     assert toggled == both == without_residual == []
 
 

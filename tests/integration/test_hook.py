@@ -1,5 +1,6 @@
 """`attach` on plain DistributedDataParallel, over forked processes: equal to a simulation without DDP, bit for bit."""
 
+import contextlib
 import gc
 import random
 import threading
@@ -13,11 +14,13 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
 from lightning_sparse.hooks import CommThread
 from lightning_sparse.hooks.ddp import start_comm_thread, trainable_parameters
 from lightning_sparse.hooks.session import Session
+from tests.integration.trainers import Messages
 from tests.processes import run_ranks
 from tests.support.representatives import REPRESENTATIVES, small
 from tests.support.tiers import tiers
@@ -353,6 +356,37 @@ def one_after_the_other(rank: int) -> list[int]:
             del ddp
             gc.collect()
     return steps
+
+
+def gan_of_two_models(rank: int, how: str) -> tuple[list[str], int]:
+    messages = Messages()
+    generator, discriminator = (DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2))
+    models = generator, discriminator
+    before = len(_global_optimizer_post_hooks)
+    reducers = [attach(model, "dense" if how == "dense" else "topk", density=None) for model in models]
+    first, second = (torch.optim.SGD(model.parameters(), 0.01) for model in models)
+    for _ in range(4):
+        second.zero_grad()
+        discriminator(generator(torch.ones(2, 8)).detach()).sum().backward()
+        second.step()
+        first.zero_grad()
+        with discriminator.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            discriminator(generator(torch.ones(2, 8))).sum().backward()
+        first.step()
+    assert [reducer.step for reducer in reducers] == [4, 4 if how == "no_sync" else 8]
+    del models, generator, discriminator
+    gc.collect()
+    return messages.texts, len(_global_optimizer_post_hooks) - before
+
+
+@pytest.mark.parametrize("how", ["careless", "no_sync", "dense"])
+def test_a_model_that_a_backward_pass_only_goes_through_is_warned_of_once(how):
+    (texts, left), silent = run_ranks(2, gan_of_two_models, how)
+    assert silent == ([], 0)
+    assert left == 0
+    assert len(texts) == (how == "careless")
+    if texts:
+        assert texts[0].startswith("SGD of 'bias' did not step, but another optimizer did, between two backward passes")
 
 
 def test_attach_again_and_again():
