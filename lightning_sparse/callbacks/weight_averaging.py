@@ -36,6 +36,10 @@ class AverageAtEnd(Callback):
         if stage == "fit":
             self.average = AveragedModel(pl_module, pl_module.device, **self.options)
 
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to average, as Lightning's: after every step."""
+        return step_idx is not None
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_step > self.steps:  # with accumulation not every batch ends in a step
             self.steps = trainer.global_step

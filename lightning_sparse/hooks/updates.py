@@ -257,6 +257,11 @@ class UpdateExchange:
         """Take in parameters that optimizers were given since the last step."""
         self._updates.adopt()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are steps whose exchange is still to come, so that weights differ among ranks."""
+        return any(steps % self._every for steps in self._steps)
+
     def exchange_pending(self) -> None:
         """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it."""
         for index, optimizer in enumerate(self.optimizers):

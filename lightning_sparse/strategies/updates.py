@@ -65,7 +65,32 @@ class UpdateOrGradientExchange(GradientExchange):
             self._first_callback = import_module(self._namespace).Callback()
             self._first_callback.on_validation_start = lambda *_: self._exchange_pending()
             self._first_callback.on_train_end = lambda *_: self._exchange_pending()
+            self._first_callback.on_train_batch_end = lambda trainer, *_: self._check_averages(trainer)
+            self._first_callback.on_train_epoch_end = lambda trainer, *_: self._exchange_for_averages(trainer)
             trainer.callbacks.insert(0, self._first_callback)
+
+    def _check_averages(self, trainer: Any) -> None:
+        """Raise RuntimeError if a callback such as WeightAveraging averages weights that differ among ranks."""
+        if self._update_exchange is None or not self._update_exchange.is_pending:
+            return
+        for callback in trainer.callbacks:
+            if hasattr(callback, "should_update") and callback.should_update(step_idx=trainer.global_step - 1):
+                every = self.reducer.method.every
+                raise self._failed(
+                    f"{type(callback).__name__} averages the weights after step {trainer.global_step}, but with "
+                    f"every={every} they are each rank's own until the next exchange, so averages would differ among "
+                    f"ranks. Let its should_update take the ends of epochs, or only steps with an exchange; or set "
+                    f"every=1."
+                )
+
+    def _exchange_for_averages(self, trainer: Any) -> None:
+        """Have pending updates exchanged at the end of an epoch, if a callback averages weights then."""
+        by_epoch = import_module(self._namespace).callbacks.StochasticWeightAveraging
+        for callback in trainer.callbacks:
+            if isinstance(callback, by_epoch) or (
+                hasattr(callback, "should_update") and callback.should_update(epoch_idx=trainer.current_epoch)
+            ):
+                self._exchange_pending()
 
     def _exchange_pending(self) -> None:
         if self._update_exchange is not None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates, exchange_pending, method
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
+from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAveraging
 from tests.integration.failing import SOON, caught
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
 from tests.processes import run_ranks
@@ -568,6 +569,38 @@ def test_callbacks_that_swap_weights_find_them_exchanged():
 
     first, second = lightning_ranks(2, run)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Averaging(WeightAveraging):
+    """Averages after every n-th step, or, without a number, at the ends of epochs."""
+
+    def __init__(self, steps: int | None) -> None:
+        super().__init__()
+        self.n = steps
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if self.n is None:
+            return epoch_idx is not None
+        return step_idx is not None and (step_idx + 1) % self.n == 0
+
+
+AVERAGES = [(AverageAtEnd, True), (partial(pl.callbacks.StochasticWeightAveraging, 0.01, swa_epoch_start=1), False)]
+if hasattr(pl.callbacks, "WeightAveraging"):  # since Lightning 2.6
+    AVERAGES += [(WeightAveraging, True), *((partial(Averaging, n), n == 2) for n in (2, 4, None))]
+
+
+@pytest.mark.parametrize(("average", "fails"), AVERAGES)
+def test_averages_are_of_weights_that_are_equal_on_all_ranks(average, fails):
+    def run(rank: int) -> Any:
+        net = AdamNet()
+        net.layers[1] = nn.LayerNorm(24)  # whose averages are those of parameters alone
+        run = trainer(sparse(every=4), 2, callbacks=[average()], max_epochs=3)
+        outcome = caught(lambda: run.fit(net, Loader(rank, 2, 10)))
+        return outcome[1], net.weights
+
+    (text, first), (_, second) = lightning_ranks(2, run)
+    assert ("averages the weights after step" in text) == fails
+    assert fails or torch.equal(first, second)
 
 
 class InfiniteAtFirst(Net):
