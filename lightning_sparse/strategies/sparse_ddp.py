@@ -178,18 +178,19 @@ class SparseDDP(UpdateOrGradientExchange):
         if self._two_level:
             self._on_two_levels(self.num_processes)
         what, why = self._choice()
-        if what == "gradient" and self._compresses:
-            check_optimizers(self.optimizers, self._method)
         ranks: list[Any] = [None] * self.world_size
         assert self.model is not None
         # Dtypes too: where they differ, gloo aborts a process when DDP makes all weights rank 0's.
         dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in self.model.parameters()})
-        dist.all_gather_object(ranks, f"{what} of {' and '.join(dtypes)}")
+        steppers = [type(optimizer).__name__ for optimizer in self.optimizers]
+        dist.all_gather_object(ranks, f"{what} of {' and '.join(dtypes)} by {' and '.join(steppers)}")
         if len(set(ranks)) > 1:
             raise ValueError(
                 f"Ranks differ in what they exchange: {', '.join(f'rank {i}: {x}' for i, x in enumerate(ranks))}. "
                 f"Give all ranks the same optimizers, the same precision and the same exchange."
             )
+        if what == "gradient" and self._compresses:  # where ranks are alike, so that all of them hear of it
+            check_optimizers(self.optimizers, self._method)
         if what == "update":
             self._begin_updates()
         else:

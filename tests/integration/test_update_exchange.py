@@ -26,7 +26,7 @@ from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ran
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
 
-ADAMW = torch.optim.AdamW
+ADAMW, SGD, LBFGS = torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS
 AdamNet = partial(Net, ADAMW, lr=0.01)
 
 
@@ -385,15 +385,18 @@ def test_a_rank_that_is_killed_is_named():
 
 
 @pytest.mark.parametrize(
-    ("exchanges", "precisions", "said"),
+    ("differ", "said"),
     [
-        (("gradient", "update"), ("32-true", "32-true"), "rank 0: gradient of float32, rank 1: update of float32"),
-        (("gradient", "gradient"), ("32-true", "16-true"), "rank 0: gradient of float32, rank 1: gradient of float16"),
+        ({"exchange": "update"}, "rank 0: gradient of float32 by SGD, rank 1: update of float32 by SGD"),
+        ({"precision": "16-true"}, "rank 0: gradient of float32 by SGD, rank 1: gradient of float16 by SGD"),
+        ({"optimizer": LBFGS}, "rank 0: gradient of float32 by SGD, rank 1: gradient of float32 by LBFGS"),
     ],
 )
-def test_ranks_that_would_exchange_different_things_are_told_so(exchanges, precisions, said):
+def test_ranks_that_would_exchange_different_things_are_told_so(differ, said):
     def run(rank: int) -> tuple[str, str, float]:
-        return caught(lambda: fit(rank, AdamNet, {"exchange": exchanges[rank]}, precision=precisions[rank]))
+        own = {"exchange": "gradient", "precision": "32-true", "optimizer": SGD} | (differ if rank else {})
+        net = partial(Net, own["optimizer"], lr=0.1)
+        return caught(lambda: fit(rank, net, {"exchange": own["exchange"]}, precision=own["precision"]))
 
     for kind, text, seconds in lightning_ranks(2, run):
         assert kind == "ValueError"
