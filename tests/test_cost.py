@@ -168,6 +168,15 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
     assert "Dense training wins here: stay with ddp" in table(capsys, "--bandwidth", "400Gbit", "--backward", "0.5")
 
 
+def test_advise_recommends_nothing_that_is_worse_under_adamw(capsys, monkeypatch):
+    monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in ("powersgd", "onebit")})
+    slow = "--bandwidth", "1Mbit", "--backward", "0.01"
+    assert re.search(r"^(powersgd|onebit) takes", table(capsys, *slow, "--optimizer", "sgd"), re.MULTILINE)
+    adamw = table(capsys, *slow)
+    assert adamw.count("under AdamW needs more steps: see docs/comparison.md") == 2
+    assert "Dense training wins here: stay with ddp" in adamw
+
+
 @dataclass(frozen=True)
 class Sign(Compressor):
     """One bit per element: no sparsifier, and without a density."""

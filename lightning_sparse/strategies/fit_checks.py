@@ -102,11 +102,13 @@ def warn_of_clipping(module: Any, strategy: str) -> None:
 
 def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None:
     """Warn if a method keeps a momentum, and an optimizer another one of that."""
-    with_momentum = [x for x in optimizers if any(group.get("momentum") for group in x.param_groups)]
+    with_momentum = [
+        x for x in optimizers if any(each.get("momentum") or each.get("betas", (0,))[0] for each in x.param_groups)
+    ]
     if with_momentum and isinstance(method.memory, Momentum):
         log.warning(
-            f"{type(with_momentum[0]).__name__} has a momentum, and {method} keeps another one. Give the optimizer "
-            f"momentum=0."
+            f"{type(with_momentum[0]).__name__} has a momentum, and {method} keeps another one: a GPT ended 0.5 above dense training "
+            f"beside AdamW. Give the optimizer none, as SGD with momentum=0; see docs/comparison.md."
         )
 
 

@@ -1,6 +1,6 @@
 """A user's script: fit, validate, test, predict and a second fit with one strategy; leaves what it saw in a folder.
 
-Usage: fit.py NAMESPACE STRATEGY FOLDER
+Usage: fit.py NAMESPACE STRATEGY FOLDER OPTIMIZER
 """
 
 import importlib
@@ -16,7 +16,7 @@ import lightning_sparse
 warnings.simplefilter("ignore")  # Lightning's advice on a toy run
 
 
-NAMESPACE, STRATEGY, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+NAMESPACE, STRATEGY, FOLDER, OPTIMIZER = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4]
 pl = importlib.import_module(NAMESPACE)
 
 
@@ -37,7 +37,7 @@ class Net(pl.LightningModule):
         return self.layers(batch[0])
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return getattr(torch.optim, OPTIMIZER)(self.parameters(), 0.1)
 
     def on_train_end(self):
         strategy = self.trainer.strategy
@@ -47,6 +47,7 @@ class Net(pl.LightningModule):
             "sent": strategy.reducer.comm.sent_bytes,
             "weights": [float(p.double().sum()) for p in self.parameters()],
             "density": strategy.reducer.density,
+            "exchanged": strategy.reducer.exchanged,
         }
         (FOLDER / f"rank{strategy.global_rank}.json").write_text(json.dumps(seen))
 

@@ -1,6 +1,7 @@
 """What cannot work is refused, on all ranks, before or as soon as it would do harm."""
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,12 +181,21 @@ def test_a_gan_that_does_not_toggle_its_optimizers_is_warned_once():
 
 
 def test_a_momentum_beside_that_of_the_method_is_warned_of():
+    sgd, adam = torch.optim.SGD, torch.optim.AdamW
+    cases = (
+        ("signum", partial(Net, sgd, lr=0.1, momentum=0.9)),
+        ("signum", partial(Net, adam, lr=0.001)),
+        ("signum", partial(Net, sgd, lr=0.1)),
+        ("signum", partial(Net, adam, lr=0.001, betas=(0.0, 0.999))),
+        ("signsgd", partial(Net, sgd, lr=0.1, momentum=0.9)),
+    )
+
     def rank(rank: int) -> list[int]:
         found = []
-        for name, options in (("signum", {"momentum": 0.9}), ("signum", {}), ("signsgd", {"momentum": 0.9})):
+        for name, net in cases:
             messages = Messages()
-            trainer(strategy(name), 1).fit(Net(**options), Loader(0, 1, 2))
-            found.append(sum("SGD has a momentum, and Sign() + Momentum() + Major" in text for text in messages.texts))
+            trainer(strategy(name), 1).fit(net(), Loader(0, 1, 2))
+            found.append(sum(" has a momentum, and Sign() + Momentum() + Major" in text for text in messages.texts))
         return found
 
-    assert lightning_ranks(1, rank) == [[1, 0, 0]]
+    assert lightning_ranks(1, rank) == [[1, 1, 0, 0, 0]]

@@ -18,7 +18,15 @@ from pytorch_lightning.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lightning_sparse import NonFiniteGradient, Reducer, SparseDDPStrategy, attach_updates, exchange_pending, method
+from lightning_sparse import (
+    METHODS,
+    NonFiniteGradient,
+    Reducer,
+    SparseDDPStrategy,
+    attach_updates,
+    exchange_pending,
+    method,
+)
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAveraging
 from tests.integration.failing import SOON, caught
@@ -40,8 +48,8 @@ def fit(
 ) -> dict[str, Any]:
     torch.manual_seed(rank)
     module = net()
-    if scaled:  # by precision="16-mixed" Lightning takes bf16 on a CPU
-        options["plugins"] = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))]
+    if scaled:
+        options["plugins"] = scaler()
     messages, first_lines = Messages(), []
     run = trainer(sparse(**strategy), size, **options)
     run.strategy._inform = first_lines.append
@@ -229,26 +237,58 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks():
         assert seconds < SOON
 
 
-def saving(rank: int, folder: Path, net: Any, strategy: dict[str, Any], size: int, **options: Any) -> Any:
+def scaler() -> list[Any]:
+    """By precision="16-mixed" Lightning takes bf16 on a CPU."""
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))]
+
+
+def saving(
+    rank: int, folder: Path, net: Any, strategy: dict[str, Any], size: int, *, scaled: bool = False, **options: Any
+) -> Any:
     module = net()
     callback = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-    run = trainer(sparse(**strategy), size, callbacks=[callback], max_epochs=2)
+    plugins = scaler() if scaled else None
+    run = trainer(sparse(**strategy), size, callbacks=[callback], max_epochs=2, plugins=plugins)
     run.fit(module, Loader(rank, size), **options)
     states = [optimizer.state_dict() for optimizer in run.strategy.optimizers]
     return module.weights, run.strategy.reducer.state_dict(), states
 
 
-@pytest.mark.parametrize("method", tiers(["topk", "gtopk", "oktopk", "scalecom", "diloco"], ["topk", "diloco"]))
-def test_resume_is_bit_for_bit(tmp_path, method):
-    strategy = {"method": method} | ({"density": None, "every": 3} if method == "diloco" else {})
+AVERAGING = [name for name, spec in METHODS.items() if spec.averages]
 
+
+def of_updates(name: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"method": name, "exchange": "update"}
+    if "density" not in METHODS[name].options or METHODS[name].update_rule:
+        options["density"] = None
+    return options | ({"every": 3} if method(name).every > 1 else {})
+
+
+@pytest.mark.parametrize("name", tiers(AVERAGING, ["topk", "diloco"]))
+def test_resume_is_bit_for_bit(tmp_path, name):
     def run(rank: int) -> bool:
-        whole = saving(rank, tmp_path, AdamNet, strategy, 2)
+        whole = saving(rank, tmp_path, AdamNet, of_updates(name), 2)
         dist.barrier()
         start = tmp_path / "step=5.ckpt"  # for diloco between two exchanges
-        return same(whole, saving(rank, tmp_path / "again", AdamNet, strategy, 2, ckpt_path=start))
+        return same(whole, saving(rank, tmp_path / "again", AdamNet, of_updates(name), 2, ckpt_path=start))
 
     assert lightning_ranks(2, run) == [True, True]
+
+
+@full
+@pytest.mark.parametrize("name", AVERAGING)
+def test_every_method_goes_on_with_more_ranks_and_a_scaler(tmp_path, name):
+    def two(rank: int) -> Any:
+        return saving(rank, tmp_path, AdamNet, of_updates(name), 2, scaled=True)[0]
+
+    def three(rank: int) -> Any:
+        start = tmp_path / "step=5.ckpt"
+        return saving(rank, tmp_path / "3", AdamNet, of_updates(name), 3, scaled=True, ckpt_path=start)[0]
+
+    for ranks, run in ((2, two), (3, three)):
+        first, *others = lightning_ranks(ranks, run)
+        assert first.isfinite().all()
+        assert all(torch.equal(first, other) for other in others), f"{ranks} ranks"
 
 
 def test_moments_differ_among_ranks_and_their_mean_goes_to_fewer(tmp_path):
