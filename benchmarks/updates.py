@@ -26,7 +26,7 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
 from benchmarks.language import BATCH_SIZE, LENGTH, TARGET, VAL_SEQUENCES
 from examples.models.gpt import GPT
-from lightning_sparse import Comm, UpdateRule, method
+from lightning_sparse import METHODS, Comm, UpdateRule, method
 from lightning_sparse.aggregators import Aggregator, TwoPass
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
@@ -34,7 +34,6 @@ from lightning_sparse.moments import SegmentMoments
 from lightning_sparse.updates import Updates
 
 STEPS, EVERY = 1000, 25  # steps of the schedule, and between two evaluations
-COLORS = [*(f"C{index}" for index in range(10)), "navy", "gold", "deeppink", "teal", "lime", "sienna"]  # of variants
 
 
 class Variant(NamedTuple):
@@ -78,6 +77,7 @@ VARIANTS = {
     "4-bit values": Variant(value_format="int4"),
     "chunks, 2-bit values": Variant("chunktopk", value_format="int2"),
     "every 10": Variant(rule=UpdateRule(every=10)),
+    "int8, every 20": Variant("int8", rule=KEEP.with_every(20)),  # as many bytes as topk: local SGD, quantized
 }
 
 
@@ -92,8 +92,8 @@ class Run(NamedTuple):
     steps: int
 
 
-SHORT = ["topk", "every 10", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled", "randk"]
-SHORT += ["times root P", "masked", "gtopk", "oktopk", "scalecom", "gaussiank", "two passes"]
+SHORT = ["topk", "every 10", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled"]
+SHORT += ["times root P", "masked", "two passes", "gtopk", "oktopk", "scalecom", "gaussiank", "randk"]
 SHORT += ["decay 0.1", "decay 0.1 outside"]
 TRIED = [
     Run(variant, workers, density, lr, seed, steps)
@@ -106,8 +106,9 @@ TRIED = [
         (2, 300, 0.002, [0], 0.024, ["8-bit values"]),
         (2, 300, 0.002, [0], 0.031, ["4-bit values"]),
         (2, 300, 0.002, [0], 0.0285, ["chunks, 2-bit values"]),
-        (2, 300, 0.002, [0], 1.0, ["dense, decay 0.1"]),
-        (2, 300, 0.002, [1, 2], 1.0, ["dense"]),
+        (2, 300, 0.002, [0], 1.0, ["dense, decay 0.1", "int8, every 20"]),
+        (2, 300, 0.002, [1, 2], 1.0, ["dense", "int8, every 20"]),
+        (2, 300, 0.002, [1, 2], 0.01, SHORT[:11]),
         (4, 1000, 0.002, [0, 1, 2], 1.0, ["dense"]),
         (4, 1000, 0.002, [0, 1, 2], 0.0075, ["topk"]),
         (4, 1000, 0.002, [0], 0.01, ["two passes"]),
@@ -118,6 +119,7 @@ TRIED = [
         (8, 1000, 0.002, [0, 1, 2], 0.0075, ["two passes, the second 3 times as dense"]),
         (8, 1000, 0.002, [0], 0.01, ["two passes"]),
         (8, 1000, 0.002, [0], 0.0038, ["topk"]),
+        (8, 300, 0.002, [0], 0.01, ["topk", "not paid out", "not rescaled", "times root P", "masked"]),
     )
     for seed in seeds
     for variant in variants
@@ -165,8 +167,10 @@ class Trial(Updates):
 def train(run: Run, data: Data) -> list[Row]:
     """Train with ranks as threads; return the loss and the bytes that a rank has sent, every `EVERY` steps."""
     variant = VARIANTS[run.variant]
-    options = {"value_format": variant.value_format} if variant.value_format else {}
-    made = method(variant.method, density=None if variant.method == "dense" else run.density, **options)
+    options: dict[str, Any] = {"value_format": variant.value_format} if variant.value_format else {}
+    if "density" in METHODS[variant.method].options:
+        options["density"] = run.density
+    made = method(variant.method, **options)
     made = replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=variant.rule)
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
@@ -218,23 +222,31 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw all losses against steps, minus those of dense training with as many ranks, in a panel for each number."""
-    sizes = sorted(table.query("variant == 'dense'")["workers"].unique())
-    figure, panels = plots.panels(1, len(sizes), (5 * len(sizes), 6.5), sharey=True)
-    variants = [variant for variant in table["variant"].unique() if variant != "dense"]
-    colors = {"dense": "black"} | {variant: COLORS[index % len(COLORS)] for index, variant in enumerate(variants)}
-    for panel, size in zip(panels[0], sizes, strict=True):
-        runs = table.query("workers == @size and step > 0")
-        dense = runs.query("variant == 'dense' and lr == 0.002").groupby("step")["val_loss"].mean()
-        for (variant, density, lr), curves in runs.groupby(["variant", "density", "lr"], sort=False):
-            losses = curves.groupby("step")["val_loss"].mean()
-            label = f"{variant}, rate {lr:g}" + (f", density {density:g}" if density < 1 else "")
-            style = "-" if density in (0.01, 1.0) else "--"
-            difference = losses - dense.reindex(losses.index)
-            panel.plot(losses.index, difference, style, color=colors[variant], label=label)
-        panel.set(title=f"{size} ranks", xlabel="steps", ylim=(-0.15, 0.25))
-        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    panels[0][0].set_ylabel("validation loss minus that of dense training, nats per byte")
+    """Draw last losses minus the mean of dense training with as many ranks; bars are ranges of several seeds."""
+    runs = summary(table)
+    groups = {f"{ranks} ranks, {steps} steps": runs for (steps, ranks), runs in runs.groupby(["steps", "workers"])}
+    shares = {}
+    for name, group in groups.items():
+        dense = group.query("variant == 'dense' and lr == 0.002").val_loss.mean()
+        losses = group.groupby(["variant", "density", "lr"]).val_loss.agg(["mean", "min", "max"]) - dense
+        shares[name] = losses.sort_values("mean", ascending=False)
+    first, *others = groups
+    heights = [len(shares[name]) + 3 for name in others]
+    figure, axes = plots.plt.subplot_mosaic(
+        [[first, name] for name in others], figsize=(11, 0.22 * sum(heights) + 0.5), height_ratios=heights
+    )
+    for name, panel in axes.items():
+        labels = []
+        for variant, density, lr in shares[name].index:
+            labels.append(
+                variant.replace(", the", ",\nthe") + (f", density {density:g}" if density not in (0.01, 1) else "")
+            )
+            labels[-1] += f", rate {lr:g}" if lr != 0.002 else ""
+        panel.axvline(0, color="black", lw=1)
+        panel.hlines(labels, shares[name]["min"], shares[name]["max"], lw=4, alpha=0.4)
+        panel.plot(shares[name]["mean"], labels, "o", ms=4)
+        panel.set(title=name, ylim=(-0.7, len(labels) - 0.3))
+    figure.supxlabel("validation loss minus that of dense training, nats per byte", fontsize=10)
     plots.write(figure, path)
 
 

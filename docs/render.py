@@ -417,7 +417,7 @@ def comparison(task: str) -> str:
 
 
 def updates() -> str:
-    """Variants of the exchange of updates: the mean over seeds."""
+    """Variants of the exchange of updates: the mean over seeds, and their range."""
     rows = []
     runs = summary(read("updates"))
     for (workers, steps), group in runs.groupby(["workers", "steps"]):
@@ -430,8 +430,8 @@ def updates() -> str:
                     f"{density:g}",
                     f"{lr:g}",
                     str(len(seeds)),
-                    "" if reached.isna().any() else f"{reached.mean():.0f}",
-                    f"{seeds.val_loss.mean():.3f}",
+                    "" if reached.isna().any() else mean_and_range(reached, 0),
+                    mean_and_range(seeds.val_loss, 3),
                     digits(seeds.percent.mean()),
                 ]
             )
