@@ -107,8 +107,8 @@ def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None
     ]
     if with_momentum and isinstance(method.memory, Momentum):
         log.warning(
-            f"{type(with_momentum[0]).__name__} has a momentum, and {method} keeps another one: a GPT ended 0.5 above dense training "
-            f"beside AdamW. Give the optimizer none, as SGD with momentum=0; see docs/comparison.md."
+            f"{type(with_momentum[0]).__name__} has a momentum, and {method} keeps another one: a GPT ended 0.5 above "
+            f"dense training beside AdamW. Give the optimizer none, as SGD with momentum=0; see docs/comparison.md."
         )
 
 
