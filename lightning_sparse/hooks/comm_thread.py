@@ -38,7 +38,6 @@ from lightning_sparse._compat import at_end_of_backward
 from lightning_sparse.comm import POLL
 from lightning_sparse.hooks.session import JOIN_SECONDS, Session
 from lightning_sparse.hooks.step import Bucket, Step
-from lightning_sparse.hooks.turns import Turns
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import error_message
 
@@ -75,7 +74,7 @@ class CommThread:
         self._device, self._stream = ddp.device, session.stream
         self._queue: queue.Queue[Bucket | None] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._step = Step(self.reducer, turns := Turns(params))
+        self._step = Step(self.reducer, params)
         self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
         self._device_busy = False  # whether the device may still have work of ours
         self._error: BaseException | None = None
@@ -85,7 +84,8 @@ class CommThread:
         self._tracks_use = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._used: set[str] = set()
         tracked = self._params if self._tracks_use else []
-        self._hooks = [turns.hook, *(param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked)]
+        used = (param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked)
+        self._hooks = [*self._step.hooks, *used]
 
     # In the training thread:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,19 @@ class Bucket:
 
 
 class Step:
-    """The buckets of the current step. Reduces each segment when its last gradient has arrived."""
+    """The buckets of the current step. Reduces each segment when its last gradient has arrived.
 
-    def __init__(self, reducer: Reducer, turns: Turns) -> None:
+    Attributes:
+        hooks: of optimizers' steps; to be removed in the end.
+    """
+
+    def __init__(self, reducer: Reducer, params: Mapping[str, Tensor]) -> None:
         assert reducer.layout is not None
-        self._reducer, self._layout, self._turns = reducer, reducer.layout, turns
+        self._reducer, self._layout = reducer, reducer.layout
+        # One rank warns, and only where there are residuals: the hook looks at all parameters in each step.
+        warns = reducer.comm.rank == 0 and reducer.method.memory.error_feedback
+        self._turns = Turns(params) if warns else None
+        self.hooks = [self._turns.hook] if self._turns else []
         self._segment_of = {name: segment for segment in reducer.layout.segments for name in segment.names}
         self.buckets: list[Bucket] = []
         self.arrived: dict[str, Bucket] = {}  # by parameter
@@ -71,7 +80,7 @@ class Step:
             return
         if not self._reducer.gradient_check.needs_all_gradients or self._reduce_all():
             self._reducer.finish_step()
-            if self._reducer.method.memory.error_feedback and self._reducer.comm.rank == 0:
+            if self._turns is not None:
                 self._turns.on_exchange([name for name, each in self.arrived.items() if name not in each.unused])
         self.buckets, self.arrived, self._missing = [], {}, {}
 

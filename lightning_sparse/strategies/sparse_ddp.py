@@ -182,8 +182,8 @@ class SparseDDP(UpdateOrGradientExchange):
         assert self.model is not None
         # Dtypes too: where they differ, gloo aborts a process when DDP makes all weights rank 0's.
         dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in self.model.parameters()})
-        steppers = [type(optimizer).__name__ for optimizer in self.optimizers]
-        dist.all_gather_object(ranks, f"{what} of {' and '.join(dtypes)} by {' and '.join(steppers)}")
+        optimizers = [type(optimizer).__name__ for optimizer in self.optimizers]
+        dist.all_gather_object(ranks, f"{what} of {' and '.join(dtypes)} by {' and '.join(optimizers)}")
         if len(set(ranks)) > 1:
             raise ValueError(
                 f"Ranks differ in what they exchange: {', '.join(f'rank {i}: {x}' for i, x in enumerate(ranks))}. "
