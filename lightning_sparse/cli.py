@@ -13,6 +13,7 @@ In YAML the strategy is a name, a class with options, or a class with own parts:
     strategy:
       class_path: SparseDDPStrategy
       init_args: {method: topk, density: 0.01}
+      dict_kwargs: {value_format: bfloat16}  # the method's own options
 
     strategy:
       class_path: SparseDDPStrategy
@@ -57,10 +58,14 @@ class Parser(LightningArgumentParser):
         """Report an error in the command line or a file, and exit with status 2."""
         unknown = re.search(r"option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
         # The options of a nested class are parsed by a parser of their own, whose message the outer one quotes.
-        if unknown and "Did you mean" not in message:
+        if unknown and "Did you mean" not in message and "dict_kwargs" not in message:
             subparsers = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
             known = {key for parser in (self, *subparsers) for key in parser.get_defaults().keys()}  # noqa: SIM118
-            message += did_you_mean(unknown[1] or unknown[2], {*known, "init_args"})
+            name = unknown[1] or unknown[2]
+            if any(name.rpartition(".")[2] in spec.options for spec in METHODS.values()):
+                message += f"\n{name!r} is an option of a method: put it under `dict_kwargs:`, beside `init_args:`."
+            else:
+                message += did_you_mean(name, {*known, "init_args"})
         super().error(message, ex)
 
 

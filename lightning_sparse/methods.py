@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -162,8 +162,9 @@ class MethodSpec(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """Names of the options of its compressor."""
-        return list(inspect.signature(self.make).parameters)
+        """Names of the options of its parts, in which parts do not overlap."""
+        parts: list[Any] = [part for part in (self.memory, self.aggregator, self.update_rule) if part is not None]
+        return [*inspect.signature(self.make).parameters, *(field.name for part in parts for field in fields(part))]
 
 
 METHODS: Mapping[str, MethodSpec] = MappingProxyType(
@@ -267,7 +268,7 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
     Args:
         name: a key of `METHODS`.
         density: fraction of entries to send, in (0, 1]; None keeps the method's default, 0.001.
-        **options: further options of the method's compressor.
+        **options: further options of the method's parts: compressor, memory, aggregator and update rule.
 
     Raises:
         ValueError: an unknown name, or a value out of range.
@@ -281,7 +282,14 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
     known = spec.options
     if unknown := [option for option in options if option not in known]:
         raise TypeError(f"Method {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}.")
-    return Method(spec.make(**options), spec.memory, spec.aggregator, spec.update_rule)
+    memory, aggregator = _taking(options, spec.memory), _taking(options, spec.aggregator)
+    rule = spec.update_rule and _taking(options, spec.update_rule)
+    return Method(spec.make(**options), memory, aggregator, rule)
+
+
+def _taking(options: dict[str, Any], part: Any) -> Any:
+    """Return a part with those of the options that are its own, which are taken out."""
+    return replace(part, **{field.name: options.pop(field.name) for field in fields(part) if field.name in options})
 
 
 UPDATE_DENSITY = 0.01
@@ -289,18 +297,18 @@ UPDATE_DENSITY = 0.01
 compression, see docs/optimizers.md. Methods with a rule of their own keep what their papers have."""
 
 
-def resolve_update_method(given: str | Method, density: float | None) -> Method:
-    """Return the method that a user's pair of options means where updates are exchanged."""
-    chosen = resolve_method(given, density)
+def resolve_update_method(given: str | Method, density: float | None, **options: Any) -> Method:
+    """Return the method that a user's options mean where updates are exchanged."""
+    chosen = resolve_method(given, density, **options)
     if isinstance(given, str) and density is None and chosen.update_rule is None and chosen.is_sparse:
-        return method(given, density=UPDATE_DENSITY)
+        return method(given, density=UPDATE_DENSITY, **options)
     return chosen
 
 
-def resolve_method(given: str | Method, density: float | None) -> Method:
-    """Return the method that a user's pair of options means."""
+def resolve_method(given: str | Method, density: float | None, **options: Any) -> Method:
+    """Return the method that a user's options mean; `options`, beside a name, are further ones of its parts."""
     if isinstance(given, str):
-        return method(given, density=density)
+        return method(given, density=density, **options)
     if not isinstance(given, Method):
         raise TypeError(f"method={given!r}: give a method's name, or a Method.")
     if density is not None:

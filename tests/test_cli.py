@@ -63,6 +63,11 @@ STRATEGIES = {
     "name": "gaussiank_ddp_spawn",
     "class": {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"method": "topk", "density": 0.02}},
     "short class": {"class_path": "SparseDDPStrategy", "init_args": {"bucket_cap_mb": 3, "static_graph": True}},
+    "a method's own option": {
+        "class_path": "lightning_sparse.SparseDDPStrategy",
+        "init_args": {"method": "qsgd"},
+        "dict_kwargs": {"levels": 7},
+    },
     "own parts": {
         "class_path": "lightning_sparse.SparseDDPStrategy",
         "init_args": {
@@ -89,7 +94,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("form", tiers(STRATEGIES, ["class", "own parts"]))
+@pytest.mark.parametrize("form", tiers(STRATEGIES, ["class", "a method's own option", "own parts"]))
 def test_strategy_in_every_form_survives_printing(form, tmp_path, capsys):
     strategy = STRATEGIES[form]
     # A file given later adds to a class of an earlier one, so the form before it has to be a name.
@@ -100,6 +105,7 @@ def test_strategy_in_every_form_survives_printing(form, tmp_path, capsys):
     else:
         init_args = printed["trainer"]["strategy"]["init_args"]
         assert printed["trainer"]["strategy"]["class_path"] == "lightning_sparse.SparseDDPStrategy"
+        assert printed["trainer"]["strategy"].get("dict_kwargs") == strategy.get("dict_kwargs")
         for name, value in strategy["init_args"].items():
             if name == "method" and not isinstance(value, str):
                 for part in ("compressor", "aggregator"):
@@ -176,6 +182,12 @@ def test_a_typo_names_the_nearest_known_option(text, nearest, tmp_path, capsys):
 
 def test_a_typo_on_the_command_line_names_the_nearest_known_option(capsys):
     assert "Did you mean 'trainer.max_epochs'?" in error_of(capsys, "--trainer.max_epoks=3")
+
+
+def test_an_option_of_a_method_in_the_wrong_place_is_told_the_right_one(tmp_path, capsys):
+    message = error_of(capsys, "--trainer.strategy=ddp", "--config", written(tmp_path, STRATEGY % "levels: 7"))
+    assert "'levels' is an option of a method: put it under `dict_kwargs:`, beside `init_args:`." in message
+    assert "Did you mean" not in message
 
 
 def test_nothing_is_said_to_be_near_what_is_far(capsys):

@@ -1,12 +1,16 @@
 """What every method in the table must do. A new row joins by itself."""
 
+import inspect
 import math
+from dataclasses import fields
 
 import pytest
 import torch
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method, simulate
+from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, SparseDDPStrategy, method, simulate
 from lightning_sparse.aggregators import AllReduceMean, Mean
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, Sparsifier, TopK
@@ -171,6 +175,40 @@ def test_rows_are_complete(name):
     if isinstance(made.compressor, Sparsifier):
         assert made.density == 0.05
         assert method(name).density == {"sparseloco": 1 / 64}.get(name, 0.001)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_of_every_part_is_reached_by_its_name(name):
+    """By the values that its parts have by default, given by name, a method is made as without."""
+    made, spec = method(name), METHODS[name]
+    parts = [made.compressor, made.memory, made.aggregator, made.update_rule]
+    values = {f.name: getattr(part, f.name) for part in parts if part for f in fields(part) if f.name in spec.options}
+    assert set(spec.options) - {"density"} <= set(values)
+    assert method(name, **values) == made
+    assert len(spec.options) == len(set(spec.options)), "no two parts share a name"
+    # Beside a method's options a strategy takes these; `density` and `every` mean the same in both.
+    others = {*inspect.signature(SparseDDPStrategy.__init__).parameters}
+    others |= {*inspect.signature(DDPStrategy.__init__).parameters}
+    others |= {*inspect.signature(DistributedDataParallel.__init__).parameters}
+    assert {*spec.options} & others <= {"density", "every"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "found"),
+    [
+        ("qsgd", {"levels": 7}, lambda made: made.compressor.levels == 7),
+        ("signum", {"beta": 0.5}, lambda made: made.memory.beta == 0.5),
+        ("trimmed_mean", {"trim": 0.25}, lambda made: made.aggregator.trim == 0.25),
+        ("doublesqueeze", {"second": 3, "value_format": "int8"}, lambda made: made.aggregator.second == 3),
+        ("diloco", {"outer_lr": 0.5}, lambda made: made.update_rule.outer_lr == 0.5 and made.every == 500),
+        ("sparseloco", {"decay": 0.5, "density": 0.1}, lambda made: made.memory.decay == 0.5),
+    ],
+)
+def test_options_reach_their_part(name, options, found):
+    assert found(method(name, **options))
+    strategy = SparseDDPStrategy(name, **options)
+    assert found(strategy._method)
+    assert found(strategy._update_method)
 
 
 def test_randk_is_worse_than_topk():

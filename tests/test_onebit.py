@@ -131,5 +131,5 @@ def test_bytes_do_not_grow_with_the_number_of_ranks():
 
 def test_the_row_has_no_options():
     assert str(method("onebit")) == "OneBit() + Residual() + TwoPass()"
-    with pytest.raises(TypeError, match="'onebit' has no option 'levels'; it has none"):
+    with pytest.raises(TypeError, match="'onebit' has no option 'levels'; it has second"):
         method("onebit", levels=2)

@@ -28,21 +28,23 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, ADAPTIVE)
 
 
-def check_names(strategy: type, method: str | Method, options: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option that neither Lightning's DDPStrategy nor DistributedDataParallel has.
+def method_options(strategy: type, method: str | Method, options: Mapping[str, Any]) -> list[str]:
+    """Return the names of those options that a method, given by name, has itself.
 
-    They look at options when the model is wrapped, or never: where updates are exchanged it is not wrapped.
+    Lightning's DDPStrategy and DistributedDataParallel look at theirs when the model is wrapped, or never: where
+    updates are exchanged it is not wrapped.
+
+    Raises:
+        TypeError: an option that neither the method nor they have.
     """
     makers = [DistributedDataParallel, *(cls for cls in strategy.__mro__ if "__init__" in vars(cls))]
     known = {name for cls in makers for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
-    for option, value in options.items():
-        if option in known:
-            continue
-        if isinstance(method, str) and method in METHODS and option in METHODS[method].options:
-            hint = f" It is one of the method's: method=lightning_sparse.method({method!r}, {option}={value!r})."
-        else:
-            hint = suggestion(option, known)
-        raise TypeError(f"{strategy.__name__} has no option {option!r}.{hint}")
+    own = METHODS[method].options if isinstance(method, str) and method in METHODS else []
+    for option in options:
+        if option not in known and option not in own:
+            nor = f", nor has method {method!r}" if isinstance(method, str) else ""
+            raise TypeError(f"{strategy.__name__} has no option {option!r}{nor}.{suggestion(option, [*known, *own])}")
+    return [option for option in options if option in own]
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:

@@ -30,10 +30,10 @@ from lightning_sparse.options import (
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies import loss_scale
 from lightning_sparse.strategies.fit_checks import (
-    check_names,
     check_optimizers,
     check_placement,
     is_adaptive,
+    method_options,
     warn_of_adaptive_optimizers,
     warn_of_two_momenta,
 )
@@ -95,8 +95,9 @@ class SparseDDP(UpdateOrGradientExchange):
             gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,
             such as AdamW.
         every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
-        **kwargs: for Lightning's DDPStrategy and torch's DistributedDataParallel; `gradient_as_bucket_view` is on
-            unless you say otherwise.
+        **kwargs: further options of a method given by name, such as `levels=7` of "qsgd"; and those of Lightning's
+            DDPStrategy and torch's DistributedDataParallel, where `gradient_as_bucket_view` is on unless you say
+            otherwise.
 
     Attributes:
         reducer: the algorithm and its state; there from the start of `fit`.
@@ -123,7 +124,7 @@ class SparseDDP(UpdateOrGradientExchange):
                     f"{type(self).__name__}({option}=...): DDP takes one communication hook, and compression is it. "
                     f"Leave {option} out, or use strategy='ddp'."
                 )
-        check_names(type(self), method, kwargs)
+        own = {name: kwargs.pop(name) for name in method_options(type(self), method, kwargs)}
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
@@ -132,7 +133,8 @@ class SparseDDP(UpdateOrGradientExchange):
         super().__init__(**kwargs)
         ours = ddp_options(self)
         ours["bucket_cap_mb"] = check_partition(granularity, ours["bucket_cap_mb"])
-        self._method, self._update_method = resolve_method(method, density), resolve_update_method(method, density)
+        self._method = resolve_method(method, density, **own)
+        self._update_method = resolve_update_method(method, density, **own)
         self._compresses = not isinstance(self._method.compressor, Identity)
         self._two_level = check("two_level", two_level)
         if two_level:

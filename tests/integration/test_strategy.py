@@ -133,14 +133,13 @@ def test_teardown_before_setup():
         ({"warmup_steps": 10}, ValueError, "warmup_steps=10 is the number of steps for each density of warmup"),
         ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=...\): DDP takes one communication hook"),
         ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
-        ({"findunused_parameters": True}, TypeError, "no option 'findunused_parameters'. Did you mean 'find_unused"),
-        ({"densty": 0.01}, TypeError, "SparseDDPStrategy has no option 'densty'. Did you mean 'density'"),
-        ({"k": 100}, TypeError, r"has no option 'k'\.$"),
-        (
-            {"method": "powersgd", "rank": 2},
-            TypeError,
-            r"no option 'rank'\. It is one of the method's: method=lightning_sparse\.method\('powersgd', rank=2\)",
-        ),
+        ({"findunused_parameters": True}, TypeError, "'findunused_parameters', nor .* Did you mean 'find_unused"),
+        ({"densty": 0.01}, TypeError, "no option 'densty', nor has method 'topk'. Did you mean 'density'"),
+        ({"k": 100}, TypeError, r"has no option 'k', nor has method 'topk'\.$"),
+        ({"method": "qsgd", "levls": 7}, TypeError, "no option 'levls', nor has method 'qsgd'. Did you mean 'levels'"),
+        ({"method": "qsgd", "rank": 2}, TypeError, r"no option 'rank', nor has method 'qsgd'\."),
+        ({"method": "powersgd", "rank": 0}, ValueError, r"LowRank\(rank=0\): rank must be"),
+        ({"method": Method(TopK()), "value_format": "int8"}, TypeError, r"has no option 'value_format'\.$"),
     ],
 )
 def test_bad_options(options, error, message):
