@@ -6,6 +6,7 @@ the oldest and the newest versions that are supported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gathers every rank's tensor into one. New in torch 2.13, where `all_gather_into_tensor` became deprecated."""
@@ -104,6 +106,36 @@ def hook_name(ddp: DistributedDataParallel) -> str | None:
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Return what is called after an optimizer's steps. Private in torch 2.8 to 2.15."""
     return list(optimizer._optimizer_step_post_hooks.values())  # type: ignore[attr-defined]
+
+
+def register_first(optimizer: Optimizer, hook: Callable[..., Any]) -> RemovableHandle:
+    """Have a hook called after an optimizer's steps, before those registered so far. Private in torch 2.8 to 2.15."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer calls hooks; one that only looks like an optimizer has none."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def in_ddp_forward() -> bool:
+    """Return whether a DistributedDataParallel is in its forward pass. Private in torch 2.8 to 2.15, and may go."""
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
+    return active is not None and active() is not None
+
+
+def step_depth(optimizer: Optimizer) -> int:
+    """Return how many steps of an optimizer with hooks are under way: its own, and that of a class it derives from.
+
+    Torch calls hooks around `step` of each class of which there is an instance. Private in torch 2.8 to 2.15.
+    """
+    depth, frame = 0, sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        hooked = frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
+        depth += hooked and frame.f_locals.get("self") is optimizer
+    return depth
 
 
 def delayed_parameters(ddp: DistributedDataParallel) -> Any:

@@ -26,6 +26,7 @@ from lightning_sparse.compressors.base import Entries
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
+from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
 
@@ -46,6 +47,7 @@ class Updates:
         self._reducer, self._rule = reducer, reducer.method.update_rule or UpdateRule()
         self._model, self._optimizers = weakref.ref(model), optimizers
         self._params, self._optimizer_of, numbers = exchanged_parameters(model, optimizers)
+        self._ids = {id(param) for param in self._params.values()}
         if reducer.layout is None:
             reducer.setup(self._params, numbers)
         self._weights = {name: param.detach().clone() for name, param in self._params.items()}
@@ -75,9 +77,17 @@ class Updates:
     def adopt(self) -> None:
         """Take in parameters that optimizers were given since the last step; to be called before each step."""
         model = self._model()
-        if model is None or sum(len(group["params"]) for group in self._groups) == len(self._params):
+        present = {id(param) for group in self._groups for param in group["params"]}
+        if model is None or present == self._ids:
             return
+        if lost := [name for name, param in self._params.items() if id(param) not in present]:
+            raise ValueError(
+                f"{type(self._optimizer_of[lost[0]]).__name__} no longer steps {listed([*map(repr, lost)])}, which it "
+                f"stepped when exchanging began. Make a new optimizer of the model's parameters and exchange its "
+                f"updates, by attach_updates or by a new fit; or freeze them by requires_grad_(False)."
+            )
         self._params, self._optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
+        self._ids = {id(param) for param in self._params.values()}
         new = {name: param.detach() for name, param in self._params.items() if name not in self._weights}
         state = self._reducer.state_dict()
         for kept in state["elements"].values():
@@ -86,6 +96,10 @@ class Updates:
         self._reducer.load_state_dict(state)
         self._new += new
         self._weights.update({name: param.clone() for name, param in new.items()})
+
+    def has(self, param: Tensor) -> bool:
+        """Return whether a parameter is among those exchanged."""
+        return id(param) in self._ids
 
     @property
     def _groups(self) -> Iterator[dict[str, Any]]:

@@ -40,6 +40,54 @@ def test_step_hooks():
     assert _compat.step_hooks(optimizer) == []
 
 
+def test_register_first():
+    optimizer, called = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), []
+    optimizer.register_step_post_hook(lambda *_: called.append("early"))
+    handle = _compat.register_first(optimizer, lambda *_: called.append("first"))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert called == ["first", "early", "early"]
+
+
+def test_has_step_hooks():
+    assert _compat.has_step_hooks(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
+    assert not _compat.has_step_hooks(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+class Deeper(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_step_depth():
+    torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)  # from now on its class calls hooks
+    optimizer, found = Deeper(nn.Linear(2, 2).parameters(), 0.1), []
+    optimizer.register_step_pre_hook(lambda *_: found.append(_compat.step_depth(optimizer)))
+    optimizer.register_step_post_hook(lambda *_: found.append(_compat.step_depth(optimizer)))
+    optimizer.step()
+    assert found == [1, 2, 2, 1]
+    assert _compat.step_depth(optimizer) == 0
+
+
+class Asked(nn.Linear):
+    def forward(self, x):
+        self.found = _compat.in_ddp_forward()
+        return super().forward(x)
+
+
+def asked(_: int) -> list[bool]:
+    model = Asked(2, 2)
+    model(torch.zeros(1, 2))
+    alone = model.found
+    DistributedDataParallel(model)(torch.zeros(1, 2))
+    return [alone, model.found, _compat.in_ddp_forward()]
+
+
+def test_in_ddp_forward():
+    assert run_ranks(1, asked) == [[False, True, False]]
+
+
 def gathered(rank: int) -> list[float]:
     rows = torch.empty(4)
     _compat.all_gather_single(rows, torch.full((2,), float(rank)), group=dist.group.WORLD, async_op=True).wait()

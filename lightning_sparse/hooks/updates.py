@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import step_hooks
+from lightning_sparse._compat import register_first, step_depth, step_hooks
 from lightning_sparse.comm.peers import Responder
+from lightning_sparse.hooks import closure
+from lightning_sparse.hooks.misuse import OtherSteps, abandon, check_optimizers, refuse_ddp
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_update_method
@@ -86,7 +88,8 @@ def attach_updates(
                 f"attach_updates(model={type(model).__name__}(...)): give the model itself, and then its optimizer. "
                 f"DistributedDataParallel would send all gradients as well."
             )
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        model = getattr(model, "_orig_mod", model)  # of torch.compile, whose result nobody may keep
+        optimizers = check_optimizers(optimizer)
         stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
@@ -113,7 +116,8 @@ def attach_updates(
     )
     if exchange.comm.rank == 0:
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")
-    weakref.finalize(model, exchange.close)
+    refuse_ddp(model)
+    weakref.finalize(model, abandon, exchange.close, optimizers)
     return exchange.reducer
 
 
@@ -208,10 +212,10 @@ class UpdateExchange:
         self.note = self._updates.note
         self._hooks = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
-            *(optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers),
+            *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights
         ]
-        self._in_step = self._stepped = False
-        self.is_consistent = True
+        self._others = OtherSteps(optimizers, self._updates.has)
+        self._stepped, self.is_consistent = False, True
         self._responder = Responder(self.comm.respond)
 
     def begin(self) -> None:
@@ -220,7 +224,15 @@ class UpdateExchange:
         for optimizer in self.optimizers:
             self._updates.begin(optimizer)
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if step_depth(optimizer) > 1:  # `step` of a class from which the optimizer's derives
+            return None
+        self._begin_step(optimizer)
+        # What a closure changes of the weights, on all ranks alike, is no update of the optimizer's.
+        return closure.then(args, kwargs, lambda: self._begin_step(optimizer))
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
         if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
             self._updates.begin(optimizer)
         else:
@@ -228,24 +240,22 @@ class UpdateExchange:
 
     @contextlib.contextmanager
     def one_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Exchange at the end of the block, whether the optimizer has stepped in it or not.
+        """Exchange at the end of the block if the optimizer has not stepped in it.
 
         A gradient scaler may leave a step out on one rank, and the others exchange.
         """
-        self._in_step, self._stepped = True, False
-        try:
-            yield
-        finally:
-            self._in_step = False
+        self._stepped = False
+        yield
         if not self._stepped:
-            self._before_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
-        self._count(optimizer)
-
-    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self.is_consistent = False  # until the exchange, weights differ among ranks
-        self._stepped = True
-        if not self._in_step:
+            self._begin_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
             self._count(optimizer)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if step_depth(optimizer) > 1:
+            return
+        self._stepped, self.is_consistent = True, False  # until the exchange, weights differ among ranks
+        self._count(optimizer)
 
     def _count(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
@@ -294,6 +304,7 @@ class UpdateExchange:
         """Leave the group. May be called twice, and after a failure."""
         for hook in self._hooks:
             hook.remove()
+        self._others.close()
         self._responder.end()
         self._session.mark_done()
         self._session.close()
@@ -303,8 +314,8 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError unless the updates of these optimizers can be exchanged by a method."""
     if not method.aggregator.averages:
         raise ValueError(
-            f"{method} makes no mean of what ranks send, so it cannot exchange updates. Use exchange='gradient', or "
-            f"another method, such as 'topk'."
+            f"{method} makes no mean of what ranks send, so it cannot exchange updates. Exchange gradients, by "
+            f"exchange='gradient' of the strategy or by attach; or take another method, such as 'topk'."
         )
     for optimizer in optimizers:
         if _exchange_of(optimizer) is not None:

@@ -341,6 +341,60 @@ def test_resume_from_another_way(tmp_path, before, after):
     assert any("for which" in text for text in said) == ("ddp" not in (before, after))
 
 
+class Normalized(Net):
+    """Changes weights itself: some in the training step or before it, and some by a hook of the optimizer's."""
+
+    def __init__(self, where: str, **options: Any) -> None:
+        super().__init__(ADAMW, lr=0.05, **options)
+        self.where, self.momentum = where, nn.Linear(8, 24).requires_grad_(False)
+        self.clamped: list[Tensor] = []
+
+    @torch.no_grad()
+    def normalize(self) -> None:
+        self.layers[3].weight.copy_(nn.functional.normalize(self.layers[3].weight, dim=1))
+        self.momentum.weight.lerp_(self.layers[0].weight, 0.5)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self.where == "before":
+            self.normalize()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if self.where == "within":
+            self.normalize()
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.clamp)
+        return optimizer
+
+    @torch.no_grad()
+    def clamp(self, *_: Any) -> None:
+        self.layers[0].weight.clamp_(-0.2, 0.2)
+        self.clamped.append(self.weights)
+
+
+def normalized(rank: int, where: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    torch.manual_seed(rank)
+    module = Normalized(where)
+    trainer(sparse(density=0.1), 2).fit(module, Loader(rank, 2))
+    return (
+        module.weights,
+        torch.stack([x.weight.detach().abs().max() for x in (module.layers[0], module.momentum)]),
+        module.clamped,
+    )
+
+
+def test_what_a_module_does_to_weights_itself_is_no_update():
+    before, within = run_ranks(2, normalized, "before"), run_ranks(2, normalized, "within")
+    for (weights, (largest, _), clamped), (others, _, _) in zip(before, within, strict=True):
+        assert torch.equal(weights, before[0][0])
+        assert torch.equal(weights, others), "a training step is a closure of the optimizer's step"
+        assert largest <= 0.2, "the optimizer's other hooks come after the exchange"
+        assert all(map(torch.equal, clamped, before[0][2]))
+    assert Normalized("").momentum.weight.abs().max() > 0.3 > within[0][1][1], "a momentum encoder follows"
+
+
 def test_plain_torch():
     def run(rank: int, density: float) -> tuple[Tensor, int]:
         torch.manual_seed(rank)

@@ -1,0 +1,182 @@
+"""What would let ranks drift apart unseen after `attach_updates` is an error, and what only looks like it is none."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import attach_updates
+from tests.integration.failing import caught
+from tests.processes import run_ranks
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def gradients(net: nn.Module, step: int) -> None:
+    net.zero_grad()
+    torch.manual_seed(10 * step + dist.get_rank())
+    net(torch.randn(4, 8)).square().mean().backward()
+
+
+def weights(net: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in net.parameters()])
+
+
+def temporary_container(net: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(net.parameters())
+    attach_updates(nn.ModuleList([net]), optimizer)
+    gradients(net, 0)
+    return caught(optimizer.step)
+
+
+def second_optimizer(net: nn.Module) -> Any:
+    first = torch.optim.AdamW(net.parameters())
+    attach_updates(net, first)
+    gradients(net, 0)
+    first.step()
+    return caught(torch.optim.SGD(net[2].parameters(), 0.1).step)
+
+
+def within_ddp(net: nn.Module) -> Any:
+    ddp = DistributedDataParallel(net)
+    attach_updates(ddp.module, torch.optim.AdamW(net.parameters()))
+    return caught(lambda: ddp(torch.zeros(1, 8)))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: it does not call torch's constructor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+def wrapped(net: nn.Module) -> Any:
+    return caught(lambda: attach_updates(net, Wrapper(torch.optim.AdamW(net.parameters()))))
+
+
+def no_optimizer(net: nn.Module) -> Any:
+    return caught(lambda: attach_updates(net, net.parameters()))  # type: ignore[arg-type]
+
+
+def replaced_parameters(net: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(net.parameters())
+    attach_updates(net, optimizer)
+    net[2] = nn.Linear(16, 4)
+    optimizer.param_groups[0]["params"][2:] = net[2].parameters()
+    gradients(net, 0)
+    return caught(optimizer.step)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind", "said"),
+    [
+        (temporary_container, "RuntimeError", "the module that attach_updates got is gone"),
+        (second_optimizer, "RuntimeError", "A SGD that attach_updates did not get has stepped parameters"),
+        (within_ddp, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
+        (wrapped, "TypeError", "attach_updates got a Wrapper, which only wraps an optimizer"),
+        (no_optimizer, "TypeError", "attach_updates(optimizer=generator(...)): give an optimizer, or a list"),
+        (replaced_parameters, "ValueError", "AdamW no longer steps '2.weight', '2.bias', which it stepped when"),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_a_mistake_is_an_error_on_all_ranks(mistake, kind, said):
+    for found in run_ranks(2, lambda _: mistake(network())):
+        assert found[0] == kind, found
+        assert said in found[1]
+
+
+class Derived(torch.optim.AdamW):
+    """Torch calls its hooks around this `step`, and around that of AdamW if there has been an AdamW."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(0.9)  # a change before and one after that step
+            super().step()
+            self.param_groups[0]["params"][1].add_(0.01 * (1 + dist.get_rank()))
+
+
+def derived(net: nn.Module) -> Any:
+    torch.optim.AdamW(nn.Linear(1, 1).parameters())
+    return net, Derived(net.parameters(), 0.01)
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by way of another optimizer, as SAM does, and holds its parameters."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        super().__init__([param for group in base.param_groups for param in group["params"]], {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step()
+
+
+def around(net: nn.Module) -> Any:
+    return net, Around(torch.optim.AdamW(net.parameters(), 0.01))
+
+
+def with_closure(by_name: bool) -> tuple[Tensor, int]:
+    net = network()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    reducer = attach_updates(net, optimizer, density=0.1)
+    for number in range(4):
+
+        def closure(number: int = number) -> Tensor:
+            with torch.no_grad():
+                net[0].weight.mul_(0.5)
+            gradients(net, number)
+            return torch.tensor(float(number))
+
+        found = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert found == number
+    assert net[0].weight.abs().max() < network()[0].weight.abs().max() / 8, "halved four times, and not put back"
+    return weights(net), reducer.step
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_a_closure_does_to_weights_is_no_update(by_name):
+    (first, steps), (second, _) = run_ranks(2, lambda _: with_closure(by_name))
+    assert torch.equal(first, second)
+    assert steps == 4
+
+
+def compiled(net: nn.Module) -> Any:
+    return torch.compile(net, backend="eager"), torch.optim.AdamW(net.parameters(), 0.01)
+
+
+def compiled_step(net: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    return net, optimizer, torch.compile(lambda: optimizer.step(), backend="eager")
+
+
+def trained(made: Any, inside: bool) -> tuple[Tensor, Any]:
+    net = network()
+    model, optimizer, *step = made(net)
+    reducer = attach_updates(model, optimizer.base if inside else optimizer, density=0.5)
+    del model
+    for number in range(3):
+        gradients(net, number)
+        (step[0] if step else optimizer.step)()
+    return weights(net), reducer.step
+
+
+@pytest.mark.parametrize(
+    ("made", "inside"),
+    [(derived, False), (around, False), (around, True), (compiled, False), (compiled_step, False)],
+    ids=lambda case: getattr(case, "__name__", str(case)),
+)
+def test_what_is_right_goes_on(made, inside):
+    (first, steps), (second, _) = run_ranks(2, lambda _: trained(made, inside))
+    assert torch.equal(first, second)
+    assert steps == 3, "one exchange a step"
+    assert (first - weights(network())).abs().max() > 0.01
