@@ -162,7 +162,8 @@ def draw(folder: Path) -> None:
     present = [task for task in TASKS if (folder / f"comparison_{task}.csv").exists()]
     figure, panels = plots.panels(len(present), 1, (11, 6.5 * len(present)))
     for (panel,), task in zip(panels, present, strict=True):
-        table = finals(results.load(folder / f"comparison_{task}.csv")).query("loss < inf").sort_values("sent_bytes")
+        table = finals(results.load(folder / f"comparison_{task}.csv"))
+        table = table.query("loss < inf").sort_values(["sent_bytes", "loss"])
         best = table[table["loss"] == table["loss"].cummin()]
         top = table["loss"].min() * TOP[task]
         lowest = best["sent_bytes"] / 1e6, best["loss"].clip(upper=top)
@@ -182,7 +183,7 @@ def draw(folder: Path) -> None:
         panel.set_title(task.replace("_", ", "), loc="left", pad=32)  # above the labels of triangles
         panel.set_ylim(table["low"].min() / TOP[task] ** 0.05, top)
         label(figure, panel, labels)
-    xlabel = "MB that a worker sent in 300 steps; bold, on the broad line: none is lower with fewer bytes"
+    xlabel = "MB that a worker sent in 300 steps; bold, on the broad line: none is lower with as few bytes"
     panels[-1][0].set_xlabel(xlabel)
     plots.write(figure, folder / "comparison.png")
 

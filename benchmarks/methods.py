@@ -79,6 +79,7 @@ def parts_of(chosen: Method, segment: Segment) -> dict[str, Callable[[], object]
 
     step()
     u, ctx = compensated()
+    u = u.clone()  # steps change the residual, and its statistics belong to it
     payload, update = compressor.compress(u, ctx)
     decoded = compressor.decode(payload, ctx)
     if not torch.equal(*(add_(torch.zeros_like(u), x) for x in (update, decoded))):

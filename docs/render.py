@@ -354,10 +354,11 @@ def language_seeds() -> str:
         runs = [run.sort_values("step") for _, run in chosen.groupby("seed")]
         ends = [run.val_loss.iloc[-1] for run in runs]
         sent = runs[0].sent_bytes_per_worker.iloc[-1]
-        dense = sent if method == "ddp" else dense
+        dense = (sent or dense) if method == "ddp" else dense  # one worker sends nothing
         to = [[steps_to(run, target) for run in runs] for target in (2.6, 2.0)]
         cells = [mean_and_range(found, places) for found, places in zip((ends, *to), (3, 0, 0), strict=True)]
         workers = str(chosen["workers"].iloc[0])
+        method = {"thin": f"{method}, density 0.001", "alone": "nobody else"}.get(part, method)
         rows.append([workers, method, f"{lr:g}", digits(100 * sent / dense), str(len(runs)), *cells])
     heads = ["workers", "", "rate", "% of bytes", "seeds", "loss after 1,000 steps", "steps to 2.6", "steps to 2.0"]
     return table(heads, rows)

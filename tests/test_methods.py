@@ -193,6 +193,17 @@ def test_every_option_of_every_part_is_reached_by_its_name(name):
     assert {*spec.options} & others <= {"density", "every"}
 
 
+def test_constants_are_those_of_the_papers():
+    """Lin et al. 2018, momentum factor masking; Douillard et al. 2023, table 5; Sarfi et al. 2025, algorithm 1."""
+    assert method("dgc").update_rule.momentum == "mask"
+    assert method("memsgd").update_rule.momentum == "keep"
+    diloco, sparseloco = method("diloco"), method("sparseloco")
+    assert (diloco.every, diloco.update_rule.outer_lr, diloco.update_rule.outer_momentum) == (500, 0.7, 0.9)
+    assert (sparseloco.every, sparseloco.memory.decay, sparseloco.density) == (30, 0.95, 64 / 4096)
+    assert method("signum").memory.beta == 0.9
+    assert method("terngrad").compressor.clip == 2.5
+
+
 @pytest.mark.parametrize(
     ("name", "options", "found"),
     [

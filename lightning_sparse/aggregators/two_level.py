@@ -50,8 +50,8 @@ class TwoLevel(Aggregator[Sparsifier]):
             raise ValueError("TwoLevel(inter_node=TwoLevel(...)): there are two levels, nodes and their ranks.")
         if isinstance(self.inter_node, TwoPass):
             raise ValueError(
-                "TwoLevel(inter_node=TwoPass()) is not supported. Between nodes use OkTopK(), whose bytes do not grow "
-                "with their number either; or TwoPass() alone, without two levels."
+                "TwoLevel(inter_node=TwoPass()) is not supported. Use TwoPass() alone, without two levels; or between "
+                "nodes OkTopK(), whose bytes do not grow with their number either, if the compressor sends entries."
             )
 
     @property
