@@ -57,11 +57,12 @@ class Updates:
         self._new: list[str] = []
 
     @torch.no_grad()
-    def begin(self, optimizer: Optimizer) -> None:
+    def begin(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
         """Take an optimizer's present weights for those that all ranks agree on; to be called before it steps.
 
         Weights are equal on all ranks after an exchange, and stay equal if every rank then makes the same change, by
         clipping them or by loading a checkpoint. Parameters that the optimizer was given since then are taken in.
+        With the flag `unless`, on the device, those of the last call stay.
         """
         self.adopt()
         self._begun.add(optimizer)
@@ -72,7 +73,17 @@ class Updates:
         self._frozen.update(name for name in names if not self._params[name].requires_grad)
         if names:
             params = [self._params[name].detach() for name in names]
-            torch._foreach_copy_([self._weights[name] for name in names], params)
+            weights = [self._weights[name] for name in names]
+            if unless is not None:
+                params = [torch.where(unless, w, param) for w, param in zip(weights, params, strict=True)]
+            torch._foreach_copy_(weights, params)
+
+    @torch.no_grad()
+    def changed(self, optimizer: Optimizer) -> Tensor | None:
+        """Return, on the device, whether an optimizer's weights are others than at `begin`; None: it has no weights."""
+        names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
+        different = [(self._weights[name] != self._params[name]).any() for name in names]
+        return torch.stack(different).any() if different else None
 
     def adopt(self) -> None:
         """Take in parameters that optimizers were given since the last step; to be called before each step."""

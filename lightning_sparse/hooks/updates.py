@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import register_first, step_depth, step_hooks
 from lightning_sparse.comm.peers import Responder
-from lightning_sparse.hooks import closure
+from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.misuse import OtherSteps, abandon, check_optimizers, refuse_ddp
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
@@ -228,13 +229,12 @@ class UpdateExchange:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if step_depth(optimizer) > 1:  # `step` of a class from which the optimizer's derives
             return None
-        self._begin_step(optimizer)
-        # What a closure changes of the weights, on all ranks alike, is no update of the optimizer's.
-        return closure.then(args, kwargs, lambda: self._begin_step(optimizer))
+        begin, changed = partial(self._begin_step, optimizer), partial(self._updates.changed, optimizer)
+        return begin_step(optimizer, args, kwargs, begin, changed)
 
-    def _begin_step(self, optimizer: Optimizer) -> None:
+    def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
         if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
-            self._updates.begin(optimizer)
+            self._updates.begin(optimizer, unless)
         else:
             self._updates.adopt()
 
