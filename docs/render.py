@@ -347,9 +347,8 @@ def pair(*numbers: float) -> str:
 def language_seeds() -> str:
     """Byte-level GPT at dense training's best rate: loss at the end, steps to 2.6 and to 2.0, their mean and range."""
     trained = read("language").query("optimizer == 'adamw'")
-    eight = {("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates")}
     rows, dense = [], 1.0
-    for (part, _, method), lr in sorted((REPEATED | eight).items(), key=lambda item: PARTS[item[0][0]].workers):
+    for (part, _, method), lr in sorted(REPEATED.items(), key=lambda item: PARTS[item[0][0]].workers):
         chosen = trained[(trained["part"] == part) & (trained["method"] == method) & (trained["lr"] == lr)]
         runs = [run.sort_values("step") for _, run in chosen.groupby("seed")]
         ends = [run.val_loss.iloc[-1] for run in runs]

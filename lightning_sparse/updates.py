@@ -62,11 +62,11 @@ class Updates:
 
         Weights are equal on all ranks after an exchange, and stay equal if every rank then makes the same change, by
         clipping them or by loading a checkpoint. Parameters that the optimizer was given since then are taken in.
-        With the flag `unless`, on the device, those of the last call stay.
+        Where the flag `unless`, on the device, is set, those of the last call stay.
         """
         self.adopt()
         self._begun.add(optimizer)
-        names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
+        names = self._names_of(optimizer)
         steps = steps_of([optimizer.state.get(self._params[name], {}) for name in names])
         self._steps_before.update(zip(names, steps, strict=True))
         self._frozen.difference_update(names)
@@ -80,10 +80,12 @@ class Updates:
 
     @torch.no_grad()
     def changed(self, optimizer: Optimizer) -> Tensor | None:
-        """Return, on the device, whether an optimizer's weights are others than at `begin`; None: it has no weights."""
-        names = [name for name in self._weights if self._optimizer_of[name] is optimizer]
-        different = [(self._weights[name] != self._params[name]).any() for name in names]
+        """Return a flag on the device: whether an optimizer's weights have changed since `begin`; None without any."""
+        different = [(self._weights[name] != self._params[name]).any() for name in self._names_of(optimizer)]
         return torch.stack(different).any() if different else None
+
+    def _names_of(self, optimizer: Optimizer) -> list[str]:
+        return [name for name in self._weights if self._optimizer_of[name] is optimizer]
 
     def adopt(self) -> None:
         """Take in parameters that optimizers were given since the last step; to be called before each step."""

@@ -129,7 +129,9 @@ def test_bytes_do_not_grow_with_the_number_of_ranks():
             assert 0 <= sent - exact <= 2 * (size - 1) * 40
 
 
-def test_the_row_has_no_options():
+def test_the_row_has_no_options_but_its_aggregators():
     assert str(method("onebit")) == "OneBit() + Residual() + TwoPass()"
     with pytest.raises(TypeError, match="'onebit' has no option 'levels'; it has second"):
         method("onebit", levels=2)
+    with pytest.raises(ValueError, match=r"TwoPass\(second=2.*\) cannot aggregate what OneBit\(\) sends"):
+        method("onebit", second=2)

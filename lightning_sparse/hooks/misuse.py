@@ -67,7 +67,8 @@ class OtherSteps:
             raise RuntimeError(
                 f"A {type(optimizer).__name__} that attach_updates did not get has stepped parameters whose updates "
                 f"are exchanged for other optimizers: ranks would drift apart. Call attach_updates again, with all "
-                f"optimizers that step the model now; or give the parameters to an attached one, by add_param_group."
+                f"optimizers that step the model now; or give the parameters to an attached one, by add_param_group. "
+                f"In Lightning return it from configure_optimizers."
             )
 
 
