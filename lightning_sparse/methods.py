@@ -79,7 +79,9 @@ class Method:
         if not self.aggregator.supports(self.compressor):
             instead = "Use Mean(), which gathers all payloads and takes any."
             if isinstance(self.aggregator, TwoLevel):
-                instead = "Leave two_level out, or take a method that sends entries of each rank's own choice."
+                instead = (
+                    "Leave two_level out, or take another method: a node's ranks divide a segment, and cut matrices."
+                )
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
         if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(

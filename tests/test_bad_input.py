@@ -39,6 +39,7 @@ AGGREGATORS = {
     "two passes": TwoPass(),
     "two levels": TwoLevel(Mean(), ranks_per_node=2),
     "two levels, oktopk": TwoLevel(OkTopK(), ranks_per_node=2),
+    "two levels, two passes": TwoLevel(TwoPass(), ranks_per_node=2),
 }
 every_aggregator = pytest.mark.parametrize("name", AGGREGATORS)
 NUMEL, K = 400, 20

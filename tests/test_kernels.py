@@ -28,6 +28,7 @@ from lightning_sparse.aggregators import (
     OkTopK,
     ScaleCom,
     TwoLevel,
+    TwoPass,
     majority_vote,
     shared_scale,
 )
@@ -570,6 +571,8 @@ def every_method(rank, size):
         ways["two levels, gaussiank"] = Method(GaussianK(0.02), Residual(), TwoLevel(Mean(), 2))
         ways["two levels, oktopk"] = Method(TopK(0.02), Residual(), TwoLevel(OkTopK(refresh=2), 2))
         ways["two levels, scalecom"] = Method(TopK(0.02), Residual(), TwoLevel(ScaleCom(), 2))
+        ways["two levels, doublesqueeze"] = Method(TopK(0.02), Residual(), TwoLevel(TwoPass(), 2))
+        ways["two levels, int4"] = Method(Blocks(4, 64), Residual(), TwoLevel(TwoPass(), 2))
     else:
         ways["gtopk, rounded"] = Method(TopK(0.02, value_format="int4"), Residual(), GlobalTopK())
         ways["gtopk, gaussiank"] = Method(GaussianK(0.02, index_format="int32"), Residual(), GlobalTopK())

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from lightning_sparse import Method, NonFiniteGradient, Reducer, simulate
-from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel
+from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, simulate
+from lightning_sparse.aggregators import AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, TwoPass
 from lightning_sparse.comm import ProcessGroupComm
-from lightning_sparse.compressors import GaussianK, RandK, TopK
+from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.compressors.scaled_sign import ScaledSign
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
+from tests.support.representatives import DISTINCT
 from tests.support.tiers import tiers
-from tests.support.training import KINDS, flat, gradients, kept, train
+from tests.support.training import KINDS, flat, gradients, kept, make, train
 
 
 def two_level(between=None, ranks_per_node=2, compressor=None):
@@ -34,7 +36,23 @@ def test_by_hand():
     assert simulate(4, rank) == [([1.0, 2.0, 1.0, 1.0], kept[rank]) for rank in range(4)]
 
 
-BETWEEN = [Mean(), GlobalTopK(), OkTopK(), ScaleCom()]
+def test_dense_results_by_hand():
+    us = [[3.0, 1.0, -1.0, 5.0], [1.0, 0.0, 0.0, -1.0], [0.0, 9.0, 3.0, 0.0], [-2.0, -1.0, 1.0, 2.0]]
+    # Means of the hosts: [2, .5, -.5, 2] and [-1, 4, 2, 1]. Of each half is sent the mean magnitude, with the signs:
+    # [1.25, 1.25, -1.25, 1.25] and [-2.5, 2.5, 1.5, 1.5].
+
+    def rank(comm):
+        reducer = Reducer(two_level(compressor=ScaledSign()), comm, granularity="model")
+        grads = {"w": torch.tensor(us[comm.rank])}
+        reducer.reduce_(grads)
+        return grads["w"].tolist(), reducer.state_dict()["elements"]["residual"]["w"].tolist()
+
+    # Twice what is left of its half of the host's mean.
+    kept = [[1.5, -1.5, 0.0, 0.0], [0.0, 0.0, 1.5, 1.5], [3.0, 3.0, 0.0, 0.0], [0.0, 0.0, 1.0, -1.0]]
+    assert simulate(4, rank) == [([-0.625, 1.875, 0.125, 1.375], kept[rank]) for rank in range(4)]
+
+
+BETWEEN = [Mean(), GlobalTopK(), OkTopK(), ScaleCom(), TwoPass(second=3)]
 # What the ranks of a host do among themselves does not depend on what goes between hosts.
 PLACES = [(1, 1), (3, 1), (2, 2), (3, 2)]
 CASES = [(part, *place) for part in BETWEEN for place in PLACES] + [(Mean(), 1, 3), (OkTopK(), 2, 4)]
@@ -53,6 +71,63 @@ def test_equal_on_all_ranks_and_nothing_lost(between, hosts, ranks_per_node):
         assert (given - found).abs().max() <= largest * 2**-22 + 64 * 2**-149, kind
 
 
+@pytest.mark.parametrize(
+    ("name", "hosts", "ranks_per_node"),
+    tiers(
+        [(name, *place) for name in DISTINCT if name != "powersgd" for place in [(2, 2), (3, 2), (1, 3), (2, 1)]],
+        [("int4", 2, 2), ("randk", 3, 2), ("terngrad", 2, 2)],
+    ),
+)
+def test_every_method_between_nodes(name, hosts, ranks_per_node):
+    """As among all ranks, see test_methods; but powersgd, whose matrices would be cut."""
+    size, alone = hosts * ranks_per_node, make(name)
+    method = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, ranks_per_node))
+    for kind in KINDS:
+        ranks = simulate(size, lambda comm, kind=kind: train(comm, method, kind, "bucket"))
+        assert all(torch.equal(rank[1], ranks[0][1]) for rank in ranks), kind
+        if METHODS[name].traits.conserves and not (kind in ("bf16", "mixed") and not alone.memory.error_feedback):
+            given = sum(rank[0] for rank in ranks)
+            found = size * ranks[0][1] + sum(rank[2] for rank in ranks)
+            largest = max(flat(gradients(kind, r, s)).abs().max() for r in range(size) for s in range(4)) * 4 * size
+            assert (given - found).abs().max() <= largest * 2**-22 + 64 * 2**-149, kind
+
+
+@pytest.mark.parametrize("name", ["signsgd", "median", "trimmed_mean", "dense"])
+def test_a_node_is_one_worker(name):
+    """Where elements do not depend on each other, the result is that of as many ranks with the nodes' means."""
+    alone, us = make(name), torch.randint(-4, 5, (6, 50), generator=torch.Generator().manual_seed(1)).float()
+    between = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, 2))
+
+    def reduced(comm, method, rows):
+        grads = {"w": rows[comm.rank].clone()}
+        Reducer(method, comm, granularity="model").reduce_(grads)
+        return grads["w"]
+
+    expected = simulate(3, lambda comm: reduced(comm, alone, us.view(3, 2, 50).mean(1)))[0]
+    assert torch.equal(simulate(6, lambda comm: reduced(comm, between, us))[5], expected)
+
+
+@pytest.mark.parametrize("name", ["qsgd", "terngrad"])
+def test_unbiased_methods_stay_so(name):
+    alone, steps = make(name), 400
+    method = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, 2))
+    us = torch.randn(4, 40, generator=torch.Generator().manual_seed(2)).clamp(-2, 2)  # TernGrad clips at 2.5 deviations
+
+    def rank(comm):
+        reducer, results = Reducer(method, comm, granularity="model"), []
+        for _ in range(steps):
+            grads = {"w": us[comm.rank].clone()}
+            reducer.reduce_(grads)
+            results.append(grads["w"])
+        return torch.stack(results)
+
+    results = simulate(4, rank)[0]
+    error = (results.mean(0) - us.mean(0)).abs()
+    # Six standard errors of the mean for each of 40 elements: 1e-7 that one is beyond; and rounding.
+    assert (error <= 6 * results.std(0) / steps**0.5 + 1e-6).all()
+    assert results.std(0).max() > 0
+
+
 def test_rounded_values_stay_with_the_rank_that_sent_them():
     method = two_level(compressor=GaussianK(density=0.05, value_format="int8"))
     ranks = simulate(4, lambda comm: train(comm, method, "heavy", "model"))
@@ -68,9 +143,11 @@ def test_one_rank_per_host_is_the_aggregator_alone():
         torch.testing.assert_close(a[1], b[1], rtol=0, atol=0)
 
 
-def test_same_numbers_over_processes():
-    threads = simulate(4, lambda comm: train(comm, two_level(OkTopK()), "heavy", "bucket"))
-    processes = run_ranks(4, lambda rank: train(ProcessGroupComm(), two_level(OkTopK()), "heavy", "bucket"))
+@pytest.mark.parametrize("between", [OkTopK(), make("int4")], ids=["oktopk", "int4"])
+def test_same_numbers_over_processes(between):
+    method = two_level(between) if isinstance(between, OkTopK) else two_level(between.aggregator, 2, between.compressor)
+    threads = simulate(4, lambda comm: train(comm, method, "heavy", "bucket"))
+    processes = run_ranks(4, lambda rank: train(ProcessGroupComm(), method, "heavy", "bucket"))
     for a, b in zip(threads, processes, strict=True):
         assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True))
 
@@ -125,19 +202,20 @@ def test_bad_input():
         TwoLevel(ranks_per_node=0)
     with pytest.raises(ValueError, match=r"two levels"):
         TwoLevel(TwoLevel())
-    with pytest.raises(ValueError, match=r"cannot aggregate what RandK"):
-        two_level(compressor=RandK())
+    with pytest.raises(ValueError, match=r"AllReduceMean.* cannot aggregate what TopK.*Leave two_level out"):
+        two_level(AllReduceMean())
     with pytest.raises(ValueError, match=r"ranks_per_node=2\) among 3 ranks: .* multiple"):
         simulate(3, lambda comm: Reducer(two_level(), comm))
 
 
-def test_nan_on_one_rank_is_named_on_all_ranks():
+@pytest.mark.parametrize("method", [two_level(), two_level(TwoPass(), 2, make("int4").compressor)], ids=str)
+def test_nan_on_one_rank_is_named_on_all_ranks(method):
     def rank(comm):
         grads = gradients("normal", comm.rank, 0)
         if comm.rank == 2:
             grads["wide"][3, 3] = torch.nan
         with pytest.raises(NonFiniteGradient, match=r"'wide' is not finite on rank 2"):
-            Reducer(two_level(), comm).reduce_(grads)
+            Reducer(method, comm).reduce_(grads)
         return True
 
     assert simulate(4, rank) == [True] * 4

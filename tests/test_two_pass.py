@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, simulate
-from lightning_sparse.aggregators import Mean, TwoLevel, TwoPass
+from lightning_sparse.aggregators import Mean, TwoPass
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.compressors.qsgd import QSGD
@@ -320,8 +320,6 @@ def test_bad_input():
         Method(QSGD(bucket=64), NoMemory(), TwoPass(second=3))
     with pytest.raises(ValueError, match=r"TwoPass\(second=1.0\) cannot aggregate what Sign\(\) sends"):
         Method(Sign(), NoMemory(), TwoPass())
-    with pytest.raises(ValueError, match=r"TwoLevel\(inter_node=TwoPass\(\)\).*OkTopK\(\)"):
-        TwoLevel(TwoPass())
 
 
 def test_a_region_of_a_segment_draws_numbers_of_its_own():

@@ -53,6 +53,11 @@ class Aggregator(abc.ABC, Generic[C]):
     def messages(self, size: int) -> int:
         """Return how many messages of a segment's exchange follow one another, among `size` ranks."""
 
+    def capacity(self, compressor: C, numel: int, density: float | None, size: int) -> int:
+        """Return how many entries the result of `numel` elements has at most among `size` ranks, if it is entries."""
+        assert isinstance(compressor, Sparsifier)
+        return size * compressor.capacity(numel, density)
+
     def supports(self, compressor: Compressor) -> bool:
         """Return whether the payloads of `compressor` can be aggregated this way."""
         return True

@@ -13,6 +13,7 @@ from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update, add_
 from lightning_sparse.compressors.lowrank import LowRank
 from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.framing import join, joined_bytes, unframe
@@ -94,6 +95,13 @@ class TwoPass(Aggregator[Compressor]):
 
     def messages(self, size: int) -> int:
         return 2 * (size - 1)
+
+    def capacity(self, compressor: Compressor, numel: int, density: float | None, size: int) -> int:
+        assert isinstance(compressor, Sparsifier)
+        longest = -(-numel // size)
+        # Of other regions what was sent, of the own one what was received; and C(M), of all or of the own one.
+        first, second = (compressor.capacity(longest, each) for each in (density, self._second(density)))
+        return size * (2 * first + second)
 
     def supports(self, compressor: Compressor) -> bool:
         # Signs do not approximate u, so there is no sum to compress; and regions cut matrices. Owners keep residuals.

@@ -260,10 +260,10 @@ def lookup(positions: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
 def drop_empty(entries: tuple[Tensor, Tensor], numel: int) -> tuple[Tensor, Tensor]:
     """Drop padding, wherever it is, and entries of value 0; by Triton they become padding at the end.
 
-    The indices of the others ascend.
+    The indices of the others ascend; those above `numel`, which are corrupt, are among them.
     """
     indices, values = entries
-    valid = (indices < numel) & (values != 0)
+    valid = (indices != numel) & (values != 0)
     if not uses_triton(indices):
         return indices[valid], values[valid]
     indices, order = torch.where(valid, indices, numel).sort()

@@ -89,7 +89,7 @@ class SparseDDP(UpdateOrGradientExchange):
             exchanged; on this rank alone, which then sends of its residual, where updates are.
         clip_norm: largest 2-norm of a worker's own gradient, before compression; use it in place of Trainer's
             gradient_clip_val, which destroys what has already left the residuals.
-        two_level: add up densely inside each node, and exchange sparsely between nodes: for several devices behind one
+        two_level: add up densely inside each node, and compress only between nodes: for several devices behind one
             network card. Nodes must have equal numbers of devices.
         exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
             gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,

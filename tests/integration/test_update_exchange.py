@@ -175,6 +175,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "channels last": (ChannelsLast, {}, {}),
     "manual optimization": (Manual, {}, {}),
     "two levels": (AdamNet, {"two_level": True}, {}),
+    "two levels, two passes": (AdamNet, {"method": "doublesqueeze", "two_level": True}, {}),
     "RMSprop": (partial(Net, torch.optim.RMSprop, lr=0.001), {}, {}),
     "dgc": (partial(Net, partial(torch.optim.SGD, momentum=0.9), lr=0.01), {"method": "dgc"}, {}),
 }
