@@ -106,6 +106,25 @@ def test_a_rank_that_refuses_is_named_on_all_ranks(odd, late):
     ] * 3
 
 
+def test_a_late_refusal_does_not_end_the_next_attempt():
+    """All ranks refuse and try again, and the leader calls anew before another one has told of its first refusal."""
+    store, outcomes = dist.HashStore(), []
+
+    def shaking(rank):
+        return Handshake(store, "0", rank, range(2), timedelta(seconds=20))
+
+    shaking(0).refuse(ValueError("not so"))
+    leader = threading.Thread(target=lambda: outcomes.append(shaking(0).agree({"method": "topk"})))
+    leader.start()
+    while not store.check(["lightning_sparse/0/handshake/call"]):
+        time.sleep(0.01)
+    shaking(1).refuse(ValueError("not so"))
+    outcomes.append(shaking(1).agree({"method": "topk"}))
+    leader.join()
+    assert len(outcomes) == 2
+    assert outcomes[0] == outcomes[1]
+
+
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_come_is_named_on_all_ranks(absent):
     settings = [None if rank == absent else {"method": "topk"} for rank in range(3)]

@@ -3,7 +3,7 @@
 Ranks with different settings would call collectives that do not match, so collectives cannot be used to find out. The
 first rank of the group leads:
 
-1. The leader writes its settings, then a call: a new nonce and a digest of the settings.
+1. The leader writes its settings, then a call: a new nonce, a digest of the settings, and how often it has failed.
 2. Every other rank answers the call with a nonce of its own, under a key that contains the leader's. Only if its digest
    differs does it read the leader's settings and object, naming the setting.
 3. The leader writes a verdict: the nonces of all answers, and the first objection.
@@ -71,8 +71,11 @@ class Handshake:
         """Tell the other ranks that this one cannot attach."""
         reason = f"Rank {self._rank} cannot attach: {type(error).__name__}: {error}"
         self._set("refused", json.dumps([self._rank, self._nonce, reason]))
-        if self._rank != self._leader and (call := self._get("call")):
-            self._object(call.split()[0], reason)
+        session, _, failures = (self._get("call") or "  ").split(" ")
+        # If the leader has failed as well and tries again already, that call is not for this attempt.
+        if self._rank != self._leader and failures == str(self._failures):
+            self._object(session, reason)
+        self._count_failure()
 
     def agree(self, settings: Mapping[str, Any]) -> str:
         """Compare settings (name to value, or to a list of which an error shows what differs) with all ranks.
@@ -84,9 +87,21 @@ class Handshake:
             RankFailure: the settings differ, or a rank cannot attach, has ended, or does not come.
         """
         try:
-            return self._agree(settings)
+            try:
+                return self._agree(settings)
+            except RankFailure:
+                self._count_failure()
+                raise
         except dist.DistError as error:
             raise RankFailure(lost_store(self._rank, error)) from error
+
+    @property
+    def _failures(self) -> int:
+        """How many attempts of this rank have failed; after a failure of all, equal on all ranks."""
+        return int(self._get(f"failures/{self._rank}") or 0)
+
+    def _count_failure(self) -> None:
+        self._set(f"failures/{self._rank}", str(self._failures + 1))
 
     def _agree(self, settings: Mapping[str, Any]) -> str:
         text = json.dumps(settings, sort_keys=True)
@@ -99,7 +114,7 @@ class Handshake:
     def _lead(self, text: str, digest: str) -> str:
         session = self._nonce
         self._set(f"{session}/settings", text)
-        self._set("call", f"{session} {digest}")
+        self._set("call", f"{session} {digest} {self._failures}")
         try:
             self._await_answers(session)
             error = self._get(f"{session}/objection")
@@ -135,7 +150,7 @@ class Handshake:
         while True:
             call = self._get("call")
             if call and call.split()[0] != session:
-                session, leaders_digest = call.split()
+                session, leaders_digest, _ = call.split()
                 start = time.monotonic()
                 if digest != leaders_digest:
                     self._compare(session, settings)

@@ -15,6 +15,9 @@ from lightning_sparse.comm.base import POLL, RankFailure
 
 ANSWER_SECONDS = 1.5
 """Seconds a failed rank waits for replies; its peers check for the request every POLL."""
+JOIN_SECONDS = 5.0
+"""Seconds to wait for a thread of ours to end. One that comes back from the store while the interpreter is being torn
+down aborts the process; but the process that hosts the store may be frozen."""
 ENDING_SECONDS = 3.0
 """Seconds a rank waits in a collective for one that was told to end. If all were, each hears of it within that time."""
 
@@ -154,7 +157,7 @@ class Responder:
         if os.getpid() == self._pid:  # a forked child has no thread
             self._ended.set()
             if threading.current_thread() is not self._thread:
-                self._thread.join(ANSWER_SECONDS)  # not for ever: the process that hosts the store may be frozen
+                self._thread.join(JOIN_SECONDS)
 
 
 def lost_store(rank: int, error: BaseException) -> str:

@@ -36,7 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse._compat import at_end_of_backward
 from lightning_sparse.comm import POLL
-from lightning_sparse.hooks.session import JOIN_SECONDS, Session
+from lightning_sparse.comm.peers import JOIN_SECONDS
+from lightning_sparse.hooks.session import Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import error_message

@@ -26,14 +26,13 @@ from torch import Tensor
 from lightning_sparse._compat import backend_name, group_timeout, is_open, new_named_group
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.handshake import Handshake
-from lightning_sparse.comm.peers import Peers, first_line
+from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
 from lightning_sparse.comm.process_group import call_in_thread, has_ended
 from lightning_sparse.methods import Method
 from lightning_sparse.options import check_timeout
 from lightning_sparse.reducer import Reducer, error_message
 
 log = logging.getLogger(__name__)
-JOIN_SECONDS = 5.0
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
 """Matches torch's errors for a broken collective of its own or of Lightning's, which have no class."""
 
