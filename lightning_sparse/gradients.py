@@ -48,6 +48,17 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_one_device(params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if parameters are on several devices: a segment and its residual are on one."""
+    first, device = next(((name, param.device) for name, param in params.items()), ("", None))
+    for name, param in params.items():
+        if param.device != device:
+            raise ValueError(
+                f"{first!r} is on {device}, and {name!r} on {param.device}: the parameters that a rank trains must be "
+                f"on one device. Move the model, by model.to(device); for a model in parts use strategy='ddp'."
+            )
+
+
 def check_fits(layout: Layout, grads: Mapping[str, Tensor]) -> None:
     """Raise ValueError or TypeError unless these are gradients of a layout's parameters, by name."""
     if set(grads) != set(layout.names):

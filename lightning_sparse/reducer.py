@@ -24,7 +24,7 @@ from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchanged
-from lightning_sparse.gradients import check_fits, check_tensor, write_
+from lightning_sparse.gradients import check_fits, check_one_device, check_tensor, write_
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
@@ -124,11 +124,12 @@ class Reducer:
         """Lay out the state for these parameters (or gradients), given in registration order; see `Layout.of`.
 
         Raises:
-            ValueError: there are none, or a segment is too long.
+            ValueError: there are none, a segment is too long, or they are on several devices.
             TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor.
         """
         for name, param in params.items():
             check_tensor(name, param)
+        check_one_device(params)
         self.layout = Layout.of(
             {name: tuple(param.shape) for name, param in params.items()},
             self.granularity,

@@ -74,9 +74,11 @@ class Updates:
         if names:
             params = [self._params[name].detach() for name in names]
             weights = [self._weights[name] for name in names]
-            if unless is not None:
-                params = [torch.where(unless, w, param) for w, param in zip(weights, params, strict=True)]
-            torch._foreach_copy_(weights, params)
+            if unless is None:
+                torch._foreach_copy_(weights, params)
+            else:
+                for w, param in zip(weights, params, strict=True):
+                    torch.where(unless, w, param, out=w)
 
     @torch.no_grad()
     def changed(self, optimizer: Optimizer) -> Tensor | None:
@@ -160,7 +162,9 @@ class Updates:
             # A layer that was made during training may have started from other numbers on each rank. After the first
             # exchange: that is where ranks whose parameters differ are told so.
             new = [name for name in self._new if self._optimizer_of[name] is optimizer]
-            broadcast(self._reducer.comm, [self._params[name].detach() for name in new])
+            if new:
+                tensors = [self._params[name].detach() for name in new]
+                broadcast(self._reducer.comm, tensors, tensors[0].device)
             self._new = [name for name in self._new if name not in new]
         except BaseException:  # some weights are updates, some are those of this rank, and some of all
             for name in (name for segment in segments for name in segment.names):
@@ -246,14 +250,15 @@ def _names(optimizers: Collection[Optimizer]) -> str:
 
 
 @torch.no_grad()
-def broadcast(comm: Comm, tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors with rank 0's, by one message for each dtype."""
+def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Overwrite tensors with rank 0's, by one message for each dtype, from `device`, where `comm` can send from."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in same])
         comm.broadcast(flat.view(torch.uint8), 0)  # as bytes: gloo does not know all dtypes
-        for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        if comm.rank != 0:
+            parts = flat.split([tensor.numel() for tensor in same])
+            torch._foreach_copy_(same, [part.view(tensor.shape) for tensor, part in zip(same, parts, strict=True)])
 
 
 def exchanged_parameters(

@@ -262,3 +262,51 @@ def test_a_rank_that_was_told_to_end_is_waited_for_only_for_a_while(monkeypatch)
     second.raise_if_failed(calls=1)
     with pytest.raises(RankFailure, match=r"Rank 1 was told to end \(SIGTERM\)"):
         first.raise_if_failed(calls=6)
+
+
+class Frozen:
+    """A store whose host is frozen until `thaw` is set."""
+
+    def __init__(self) -> None:
+        store = dist.HashStore()
+        self.get, self.set, self._check = store.get, store.set, store.check
+        self.thaw, self.calls = threading.Event(), 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls += 1
+        self.thaw.wait(30)
+        return self._check(keys)
+
+
+def test_a_store_that_is_frozen_is_waited_for_only_for_a_while(monkeypatch):
+    monkeypatch.setattr("lightning_sparse.comm.peers.ANSWER_SECONDS", 0.1)
+    store = Frozen()
+    peers = Peers(store, "group", 1, range(2))
+    for _ in range(3):
+        peers.raise_if_failed(calls=1)  # the collective itself times out
+        peers.respond()
+    assert "Rank 1 gets no answer from the store" in peers.diagnose(1)
+    assert store.calls == 1, "one thread waits for it, not one for each call"
+    store.thaw.set()
+    deadline = time.monotonic() + 20
+    while "No answer from rank 0" not in peers.diagnose(1):
+        assert time.monotonic() < deadline
+
+
+class Gone:
+    """A store whose host has ended."""
+
+    calls = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls += 1
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_is_asked_for_failed_ranks_no_more():
+    """torch prints a screen of its calls each time."""
+    store = Gone()
+    peers = Peers(store, "group", 1, range(2))
+    for _ in range(3):
+        peers.respond()
+    assert store.calls == 1

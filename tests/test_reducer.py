@@ -450,3 +450,9 @@ def test_a_part_of_another_kind_finds_nothing_and_says_so(caplog):
     with caplog.at_level(logging.WARNING):
         simulate(1, rank)
     assert "holds residual, for which Method" in caplog.records[0].message
+
+
+def test_parameters_on_several_devices_are_refused_by_name():
+    params = {"a": torch.zeros(3), "b": torch.zeros(3, device="meta")}
+    with pytest.raises(ValueError, match=r"'a' is on cpu, and 'b' on meta: .* must be on one device"):
+        simulate(1, lambda comm: Reducer("topk", comm).setup(params))

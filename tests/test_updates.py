@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoLevel
@@ -16,7 +17,7 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
 from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.moments import moments_of
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates import Updates, broadcast
 from tests.support.tiers import tiers
 from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, flat, residual, still_to_come, train, weights
 
@@ -433,3 +434,46 @@ def test_u_with_a_payout_is_freed_without_the_garbage_collector(monkeypatch):
         assert all(reference() is None for reference in paid)
     finally:
         gc.enable()
+
+
+class New(TorchDispatchMode):
+    """Counts elements that `where` makes anew."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::where" and "out" not in (kwargs or {}):
+            self.count += out.numel()
+        return out
+
+
+def test_beginning_after_the_closure_makes_no_copy_of_the_model():
+    net = Net()
+    optimizer = ADAMW(net.parameters(), 0.01)
+
+    def rank(comm: Comm) -> tuple[int, bool]:
+        updates = Updates(Reducer("topk", comm, exchanged="update"), net, [optimizer])
+        updates.begin(optimizer)
+        before = weights(net).clone()
+        with torch.no_grad():
+            for param in net.parameters():
+                param.add_(1)
+        with New() as new:
+            updates.begin(optimizer, updates.changed(optimizer))
+        kept = torch.cat([w.flatten() for w in updates._weights.values()])
+        return new.count, torch.equal(kept.sort().values, before.flatten().sort().values)
+
+    assert simulate(1, rank) == [(0, True)]
+
+
+def test_rank_0_copies_no_buffers():
+    def rank(comm: Comm) -> tuple[list[int], list[Tensor]]:
+        tensors = [torch.full((2,), comm.rank), torch.tensor(comm.rank), torch.full((3,), float(comm.rank))]
+        before = [tensor._version for tensor in tensors]
+        broadcast(comm, tensors, torch.device("cpu"))
+        return [tensor._version - since for tensor, since in zip(tensors, before, strict=True)], tensors
+
+    (written, _), (_, received) = simulate(2, rank)
+    assert written == [0, 0, 0]
+    assert all(not tensor.any() for tensor in received)

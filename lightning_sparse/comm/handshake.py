@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.base import POLL, RankFailure
-from lightning_sparse.comm.peers import lost_store, rank_list
+from lightning_sparse.comm.peers import lost_store, rank_list, silent_store
+from lightning_sparse.comm.store import BoundedStore, StoreSilent
 
 log = logging.getLogger(__name__)
 WARN_AFTER_SECONDS = 5.0
@@ -59,9 +60,11 @@ class Handshake:
         timeout: timedelta,
         has_ended: Callable[[int], bool | None] = lambda rank: None,
     ) -> None:
-        self._store, self._rank, self._leader = store, rank, ranks[0]
+        self._rank, self._leader = rank, ranks[0]
         self._others = [other for other in ranks if other != rank]
         self._timeout, self._has_ended = timeout.total_seconds(), has_ended
+        self._store = BoundedStore(store, max(self._timeout, STALE_AFTER_SECONDS))
+        self._reason = ""  # the last one that is known
         self._prefix = f"lightning_sparse/{group}/handshake"
         self._nonce = secrets.token_hex(8)
         self._method = ""
@@ -93,7 +96,14 @@ class Handshake:
                 self._count_failure()
                 raise
         except dist.DistError as error:
-            raise RankFailure(lost_store(self._rank, error)) from error
+            raise RankFailure(self._reason or lost_store(self._rank, error)) from error
+        except StoreSilent as error:
+            raise RankFailure(self._reason or silent_store(self._rank)) from error
+
+    def refusal(self) -> str:
+        """Return why another rank cannot attach, "" if none has said so."""
+        rank, _, reason = json.loads(self._get("refused") or "[null, null, null]")
+        return reason or "" if rank != self._rank else ""
 
     @property
     def _failures(self) -> int:
@@ -195,12 +205,13 @@ class Handshake:
                 return
 
     def _object(self, session: str, reason: str) -> None:
+        self._reason = reason
         self._store.compare_set(f"{self._prefix}/{session}/objection", "", _encodable(reason))
 
     def _raise_if_refused(self) -> None:
         entry = self._get("refused")
         if entry != self._refusal[0]:
-            self._refusal = entry, time.monotonic()
+            self._refusal, self._reason = (entry, time.monotonic()), json.loads(entry)[2] if entry else ""
         if entry and time.monotonic() > self._refusal[1] + STALE_AFTER_SECONDS:
             raise RankFailure(json.loads(entry)[2])
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.base import POLL, RankFailure
+from lightning_sparse.comm.store import BoundedStore, StoreSilent
 
 ANSWER_SECONDS = 1.5
 """Seconds a failed rank waits for replies; its peers check for the request every POLL."""
@@ -36,8 +37,9 @@ class Peers:
     """
 
     def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
+        self._store, self._rank, self._ranks = BoundedStore(store, ANSWER_SECONDS), rank, ranks
         self._pid = os.getpid()
+        self._store_is_gone = False
         self._told_to_end = False
         self._waits: tuple[int, float] | None = None  # in which call for a rank that was told to end, and since when
         self._failed, self._done, self._terminating, self._request = (
@@ -81,6 +83,8 @@ class Peers:
                     raise RankFailure(self._store.get(self._terminating).decode())
         except dist.DistError as error:
             raise RankFailure(lost_store(self._ranks[self._rank], error)) from error
+        except StoreSilent:
+            return  # the collective itself times out
 
     def diagnose(self, calls: int) -> str:
         """Return why a collective broke off: the reason a rank has recorded, or which ranks do not respond."""
@@ -93,6 +97,8 @@ class Peers:
             return str(failure)
         except dist.DistError:
             return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
+        except StoreSilent:
+            return silent_store(self._ranks[self._rank])
         if silent:
             return (
                 f"No answer from {rank_list(silent)}: killed, ended, or frozen, or still before the first backward "
@@ -106,9 +112,15 @@ class Peers:
 
     def respond(self) -> None:
         """Respond if a failed rank polls its peers."""
-        with contextlib.suppress(Exception):
-            if os.getpid() == self._pid and self._store.check([self._request]):
+        if os.getpid() != self._pid or self._store_is_gone:
+            return
+        try:
+            if self._store.check([self._request]):
                 self._put(f"{self._request}/{self._rank}", "running")
+        except dist.DistError:
+            self._store_is_gone = True  # torch prints a trace of its calls for each try
+        except Exception:  # nothing may go wrong here
+            return
 
     def _poll_peers(self) -> tuple[list[int], list[int]]:
         """Poll all ranks. Returns those that do not respond, and those that respond but are not in this collective."""
@@ -165,6 +177,14 @@ def lost_store(rank: int, error: BaseException) -> str:
     return (
         f"Rank {rank} lost the store of the process group: the process that hosts it, usually rank 0, has ended. "
         f"({first_line(error)})"
+    )
+
+
+def silent_store(rank: int) -> str:
+    """Return the error message for a store that does not answer."""
+    return (
+        f"Rank {rank} gets no answer from the store of the process group: the process that hosts it, usually rank 0, "
+        f"is frozen, or the network between them is interrupted."
     )
 
 

@@ -2,6 +2,16 @@
 
 from lightning_sparse.hooks.comm_thread import CommThread
 from lightning_sparse.hooks.ddp import attach, start_comm_thread
-from lightning_sparse.hooks.updates import UpdateExchange, attach_updates, exchange_pending
+from lightning_sparse.hooks.session import tell_or_ask
+from lightning_sparse.hooks.update_exchange import UpdateExchange
+from lightning_sparse.hooks.updates import attach_updates, exchange_pending
 
-__all__ = ["CommThread", "UpdateExchange", "attach", "attach_updates", "exchange_pending", "start_comm_thread"]
+__all__ = [
+    "CommThread",
+    "UpdateExchange",
+    "attach",
+    "attach_updates",
+    "exchange_pending",
+    "start_comm_thread",
+    "tell_or_ask",
+]

@@ -228,14 +228,9 @@ class CommThread:
         self._close_session(alive=self._thread is not None and self._thread.is_alive())
 
     def _close_session(self, *, alive: bool) -> None:
-        alive = alive or not self._session.device_done()
-        if self._error is None and not alive:
-            try:
-                self.reducer.raise_deferred()
-            except Exception as error:  # of the last step: no backward follows that would raise it
-                self._error = error
-                log.error(f"{error}")
-        self._session.close(pending=self._error is not None or alive)
+        done = self._stream.query if self._stream is not None else lambda: True
+        error = self._session.finish(done, failed=self._error is not None or alive)
+        self._error = self._error or error
 
     # In the communication thread:
 

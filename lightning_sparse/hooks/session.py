@@ -28,6 +28,7 @@ from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
 from lightning_sparse.comm.process_group import call_in_thread, has_ended
+from lightning_sparse.comm.store import StoreSilent
 from lightning_sparse.methods import Method
 from lightning_sparse.options import check_timeout
 from lightning_sparse.reducer import Reducer, error_message
@@ -47,9 +48,27 @@ def told_to_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except BaseException as error:
         if dist.is_initialized():
-            with contextlib.suppress(dist.DistError):  # without the store's host they end anyway
+            with contextlib.suppress(dist.DistError, StoreSilent):  # without the store's host they end anyway
                 _handshake(ProcessGroupComm(group), timedelta(0)).refuse(error)
         raise
+
+
+def tell_or_ask(error: BaseException) -> None:
+    """Tell the other ranks of an error that comes before a `Session`.
+
+    If it says that a connection broke, put what another rank has told before its text instead.
+    """
+    handshake = _handshake(ProcessGroupComm(None), timedelta(0))
+    with contextlib.suppress(dist.DistError, StoreSilent):
+        if not _is_broken(error):
+            handshake.refuse(error)
+        elif reason := handshake.refusal():
+            error.args = (f"{reason} ({first_line(error)})",)
+
+
+def _is_broken(error: BaseException) -> bool:
+    """Return whether an error says that a collective broke off, without saying why."""
+    return isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and bool(_BROKEN.search(str(error)))
 
 
 def _handshake(comm: ProcessGroupComm, timeout: timedelta) -> Handshake:
@@ -73,6 +92,7 @@ class Session:
         device: where the parameters are.
         timeout: time to wait for other ranks; None takes the group's.
         apart: returns numbers of parameters by name; see `Layout.of`.
+        settings: returns what else has to be equal on all ranks, see `Handshake.agree`.
         options: of the `Reducer`.
 
     Attributes:
@@ -94,6 +114,7 @@ class Session:
         device: torch.device,
         timeout: timedelta | None = None,
         apart: Callable[[], Mapping[str, int]] = dict,
+        settings: Callable[[], Mapping[str, Any]] = dict,
         **options: Any,
     ) -> None:
         self._pid = os.getpid()
@@ -108,6 +129,7 @@ class Session:
             params = parameters()
             self.reducer = Reducer(method, self.comm, **options)
             self.reducer.setup(params, apart())
+            others = settings()
         name = _handshake(self.comm, timeout).agree(
             {
                 "method": repr(method),
@@ -116,6 +138,7 @@ class Session:
                     f"{name}{list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
                     for name, param in params.items()
                 ],
+                **others,
             }
         )
         self.comm.use(self._open_group(f"lightning_sparse_{name}", timeout))
@@ -199,7 +222,7 @@ class Session:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        if isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and _BROKEN.search(str(error)):
+        if _is_broken(error):
             # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
             with contextlib.suppress(Exception):
                 error.args = (f"{self.comm.diagnose()} ({first_line(error)})",)
@@ -234,17 +257,23 @@ class Session:
             with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
                 dist.destroy_process_group(group)
 
-    def device_done(self) -> bool:
-        """Wait for the device, but not for ever: it may be waiting for a rank that is no more."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        try:
-            while self.stream is not None and not self.stream.query():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(1e-3)
-        except RuntimeError:  # an error on the device
-            return False
-        return True
+    def finish(self, done: Callable[[], bool], *, failed: bool) -> BaseException | None:
+        """Leave the process group once the device is done, and return what it has found in the last step, if an error.
+
+        Args:
+            done: whether the device has done what was launched. It may be waiting for a rank that is no more, so it
+                gets `JOIN_SECONDS`.
+            failed: whether training has failed here.
+        """
+        error = None
+        if not failed and not (failed := not _done_in_time(done)):
+            try:
+                self.reducer.raise_deferred()
+            except Exception as found:  # no step follows that would raise it
+                log.error(f"{found}")
+                error = found
+        self.close(pending=failed or error is not None)
+        return error
 
     @property
     def over_nccl(self) -> bool:
@@ -257,3 +286,15 @@ class Session:
             self._freed = True
             with contextlib.suppress(Exception):
                 self.comm.group.abort()
+
+
+def _done_in_time(done: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + JOIN_SECONDS
+    try:
+        while not done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+    except RuntimeError:  # an error on the device
+        return False
+    return True

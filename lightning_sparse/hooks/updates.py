@@ -6,38 +6,28 @@
         loss(model, batch).backward()           # the rank's own gradient: no DistributedDataParallel
         optimizer.step()                        # and the exchange: afterwards weights are equal on all ranks
 
-What is exchanged is in `lightning_sparse.updates`; this is the process group, the hooks and the failures around it.
+What is exchanged is in `lightning_sparse.updates`, and `update_exchange.py` does it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import register_first, step_depth, step_hooks
-from lightning_sparse.comm.peers import Responder
-from lightning_sparse.hooks.closure import begin_step
-from lightning_sparse.hooks.misuse import OtherSteps, abandon, check_optimizers, refuse_ddp
-from lightning_sparse.hooks.session import Session, told_to_others
+from lightning_sparse.hooks.misuse import abandon, check_optimizers, refuse_ddp
+from lightning_sparse.hooks.session import told_to_others
+from lightning_sparse.hooks.update_exchange import UpdateExchange, exchange_of
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_update_method
 from lightning_sparse.options import check_warmup, listed
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates, broadcast, exchanged_parameters
 
 log = logging.getLogger(__name__)
 
@@ -132,199 +122,10 @@ def exchange_pending(optimizer: Optimizer) -> None:
         ValueError: its updates are not exchanged.
         NonFiniteGradient, RankFailure: as in a step.
     """
-    exchange = _exchange_of(optimizer)
+    exchange = exchange_of(optimizer)
     if exchange is None:
         raise ValueError(
             f"exchange_pending got a {type(optimizer).__name__} whose updates are not exchanged: call attach_updates "
             f"with it before."
         )
     exchange.exchange_pending()
-
-
-def _exchange_of(optimizer: Optimizer) -> UpdateExchange | None:
-    """Return what exchanges an optimizer's updates, if anything does."""
-    owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
-    return next((owner for owner in owners if isinstance(owner, UpdateExchange)), None)
-
-
-class UpdateExchange:
-    """The exchange of what all optimizers of a model change, on one rank.
-
-    Args:
-        model: the model; its weights and buffers become rank 0's.
-        optimizers: the optimizers; each parameter belongs to one of them at most.
-        method: the compression method.
-        every: number of steps of an optimizer before each exchange; None keeps the method's own.
-        broadcast_buffers: whether buffers become rank 0's after each exchange, as DistributedDataParallel does it.
-        group: the process group whose ranks take part; None is the default one.
-        timeout: time to wait for other ranks; None takes the group's.
-        options: of the `Reducer`.
-
-    Attributes:
-        reducer: compresses and exchanges.
-        comm: the reducer's wire.
-        is_consistent: whether no step is under way, so that residuals and weights belong together.
-        note: what the summary of a run says about it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        method: Method,
-        *,
-        every: int | None = None,
-        broadcast_buffers: bool = True,
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-        **options: Any,
-    ) -> None:
-        with told_to_others(group):
-            rule = (method.update_rule or UpdateRule()).with_every(every)
-        method = replace(method, update_rule=rule)
-        self.optimizers, self._every = optimizers, rule.every
-        self._steps = [0] * len(optimizers)
-        # Looked up each time: a module may put another tensor in a buffer's place.
-        self._model = weakref.ref(model) if broadcast_buffers else lambda: None
-
-        def parameters() -> Mapping[str, Tensor]:
-            check_updates(method, optimizers)
-            return exchanged_parameters(model, optimizers)[0]
-
-        self._session = Session(
-            parameters,
-            method,
-            group=dist.group.WORLD if group is None else group,  # type: ignore[arg-type]
-            device=next(model.parameters()).device,
-            timeout=timeout,
-            apart=lambda: exchanged_parameters(model, optimizers)[2],
-            exchanged="update",
-            **options,
-        )
-        self.reducer, self.comm = self._session.reducer, self._session.comm
-        self._all = [*(param.detach() for param in model.parameters()), *model.buffers()]
-        try:
-            broadcast(self.comm, self._all)
-            self._updates = Updates(self.reducer, model, optimizers)
-        except BaseException as error:  # such as too little memory for a copy of the weights
-            self._session.fail(error)
-            self._session.close()
-            raise
-        self.note = self._updates.note
-        self._hooks = [
-            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
-            *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights
-        ]
-        self._others = OtherSteps(optimizers, self._updates.has)
-        self._stepped, self.is_consistent = False, True
-        self._responder = Responder(self.comm.respond)
-
-    def begin(self) -> None:
-        """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
-        broadcast(self.comm, self._all)
-        for optimizer in self.optimizers:
-            self._updates.begin(optimizer)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if step_depth(optimizer) > 1:  # `step` of a class from which the optimizer's derives
-            return None
-        begin, changed = partial(self._begin_step, optimizer), partial(self._updates.changed, optimizer)
-        return begin_step(optimizer, args, kwargs, begin, changed)
-
-    def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
-        if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
-            self._updates.begin(optimizer, unless)
-        else:
-            self._updates.adopt()
-
-    @contextlib.contextmanager
-    def one_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Exchange at the end of the block if the optimizer has not stepped in it.
-
-        A gradient scaler may leave a step out on one rank, and the others exchange.
-        """
-        self._stepped = False
-        yield
-        if not self._stepped:
-            self._begin_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
-            self._count(optimizer)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if step_depth(optimizer) > 1:
-            return
-        self._stepped, self.is_consistent = True, False  # until the exchange, weights differ among ranks
-        self._count(optimizer)
-
-    def _count(self, optimizer: Optimizer) -> None:
-        index = self.optimizers.index(optimizer)
-        self._steps[index] += 1
-        if self._steps[index] % self._every == 0:
-            self._exchange(optimizer)
-
-    def adopt(self) -> None:
-        """Take in parameters that optimizers were given since the last step."""
-        self._updates.adopt()
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there are steps whose exchange is still to come, so that weights differ among ranks."""
-        return any(steps % self._every for steps in self._steps)
-
-    def exchange_pending(self) -> None:
-        """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it."""
-        for index, optimizer in enumerate(self.optimizers):
-            if self._steps[index] % self._every:
-                self._steps[index] = 0
-                self._exchange(optimizer)
-
-    def _exchange(self, optimizer: Optimizer) -> None:
-        self.is_consistent = False
-        started = time.perf_counter()
-        try:
-            self._updates.exchange(optimizer)
-            if (model := self._model()) is not None:
-                broadcast(self.comm, list(model.buffers()))
-        except Exception as error:
-            self._session.fail(error)
-            raise
-        self.reducer.seconds["exposed"] += time.perf_counter() - started  # nothing hides behind backward
-        self.is_consistent = True
-
-    def drain(self) -> bool:
-        """Return whether the residuals belong to the weights."""
-        return self.is_consistent
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that training has failed on this one."""
-        self._session.fail(error)
-
-    def close(self) -> None:
-        """Leave the group. May be called twice, and after a failure."""
-        for hook in self._hooks:
-            hook.remove()
-        self._others.close()
-        self._responder.end()
-        self._session.mark_done()
-        self._session.close()
-
-
-def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError unless the updates of these optimizers can be exchanged by a method."""
-    if not method.aggregator.averages:
-        raise ValueError(
-            f"{method} makes no mean of what ranks send, so it cannot exchange updates. Exchange gradients, by "
-            f"exchange='gradient' of the strategy or by attach; or take another method, such as 'topk'."
-        )
-    for optimizer in optimizers:
-        if _exchange_of(optimizer) is not None:
-            raise ValueError(
-                f"The updates of this {type(optimizer).__name__} are exchanged already: attach_updates was called with "
-                f"it before. Once is enough; for other settings make a new optimizer."
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS keeps differences of gradients from step to step, and weights that other ranks change as well "
-                "make them wrong. Use an optimizer that needs one gradient a step, or train with strategy='ddp'."
-            )

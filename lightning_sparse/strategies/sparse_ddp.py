@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
-from lightning_sparse.hooks import CommThread, UpdateExchange
+from lightning_sparse.hooks import CommThread, UpdateExchange, tell_or_ask
 from lightning_sparse.methods import METHODS, Method, resolve_method, resolve_update_method
 from lightning_sparse.options import (
     Granularity,
@@ -58,14 +58,18 @@ def _before_lightnings_sigterm_handler(announce: Callable[[], None]) -> None:
     """Call `announce` on SIGTERM, then Lightning's handler, until Lightning restores the handlers at the end of fit.
 
     Lightning's handler, set when training starts, starts a collective. If ranks get the signal at different places,
-    that collective is out of order and gloo aborts the process. So the store tells the other ranks first.
+    that collective is out of order and gloo aborts the process. So the store tells the other ranks first. And it runs
+    once: where a whole process group is told to end, rank 0's launcher tells the other ranks once more.
     """
-    lightnings = signal.getsignal(signal.SIGTERM)
+    lightnings, told = signal.getsignal(signal.SIGTERM), False
     if threading.current_thread() is threading.main_thread() and callable(lightnings):
 
         def on_sigterm(number: int, frame: Any) -> None:
+            nonlocal told
             announce()
-            lightnings(number, frame)
+            if not told:
+                told = True
+                lightnings(number, frame)
 
         signal.signal(signal.SIGTERM, on_sigterm)
 
@@ -260,6 +264,8 @@ class SparseDDP(UpdateOrGradientExchange):
         atexit.unregister(_destroy_process_group)  # would wait for collectives that may never complete
         if self._exchange is not None:
             self._exchange.fail(exception)
+        elif dist.is_initialized():
+            tell_or_ask(exception)
 
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.

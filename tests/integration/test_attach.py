@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import Reducer, attach, attach_updates
+from lightning_sparse import RankFailure, Reducer, attach, attach_updates, method
+from lightning_sparse.comm import POLL
+from lightning_sparse.hooks import UpdateExchange
+from lightning_sparse.hooks.session import Session
 from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
@@ -27,7 +31,8 @@ def groups() -> int:
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    return [thread.name for thread in others if thread.name != "lightning_sparse store"]  # those last for one call
 
 
 def on_part_of_the_world(rank: int) -> tuple[str, str, float]:
@@ -421,7 +426,7 @@ def test_an_option_that_makes_no_sense_is_an_error_on_each_rank_before_any_rank_
 
 
 def wrong_on_one_rank(rank: int, odd: int, exchange: str, how: str) -> tuple[str, str, float]:
-    from lightning_sparse.hooks import updates
+    from lightning_sparse.hooks import update_exchange
 
     begin, step = training(exchange)
     options: dict[str, Any] = {}
@@ -430,7 +435,7 @@ def wrong_on_one_rank(rank: int, odd: int, exchange: str, how: str) -> tuple[str
         def out_of_memory(*_: Any) -> None:
             raise torch.OutOfMemoryError("tried to allocate a copy")
 
-        updates.Updates = out_of_memory
+        update_exchange.Updates = out_of_memory
     elif rank == odd and how == "without the optimizer's parameter":
         begin = partial(attach_updates, nn.Linear(50, 50), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     elif rank == odd:
@@ -455,3 +460,84 @@ def test_what_is_wrong_on_one_rank_alone_reaches_those_that_would_wait(odd, exch
         assert kind == text.split(":")[0] if rank == odd else "RankFailure"
         assert f"{kind}: {said}".startswith(text) if rank == odd else text in said
         assert seconds < SOON
+
+
+def settings_of_one_rank(rank: int, how: str) -> tuple[str, str, float]:
+    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 5))
+    params, kind = list(net.parameters()), torch.optim.AdamW
+    if how == "kind" and rank == 1:
+        kind = torch.optim.Adam
+    if how == "buffer" and rank == 1:
+        net[1].register_buffer("mean", torch.zeros(3))
+    if how == "frozen":
+        net[0].requires_grad_(False).to(torch.bfloat16 if rank == 1 else torch.float32)
+        params = params[2:]
+    parts = (params[:1], params[1:]) if how == "split" and rank == 1 else (params,)
+    return caught(lambda: attach_updates(net, [kind(part) for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("kind", "optimizers: rank 0 has optimizer 0, AdamW, of 0.weight, rank 1 has optimizer 0, Adam, of 0.weight"),
+        ("split", "optimizers: rank 0 has optimizer 0, AdamW, of 0.bias, rank 1 has optimizer 1, AdamW, of 0.bias"),
+        ("buffer", "frozen parameters and buffers: rank 0 has no more, rank 1 has 1.mean[3] float32"),
+        (
+            "frozen",
+            "frozen parameters and buffers: rank 0 has 0.weight[20, 20] float32, rank 1 has 0.weight[20, 20] bfloat16",
+        ),
+    ],
+)
+def test_ranks_whose_optimizers_or_other_tensors_differ(how, message):
+    for kind, text, seconds in run_ranks(2, settings_of_one_rank, how):
+        assert (kind, text) == ("RankFailure", f"Ranks differ in {message}. Give all ranks the same settings.")
+        assert seconds < SOON
+
+
+def waits_on_the_device(rank: int, how: str) -> tuple[list[str], str, dict[str, bool], bool]:
+    """What an exchange of updates does over NCCL, imitated, when rank 1 fails and the device waits for it."""
+    freed: list[str] = []
+    closed: dict[str, bool] = {}
+    net = nn.Linear(50, 50)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "over_nccl", property(lambda self: True))
+        patched.setattr(Session, "free_device", lambda self: freed.append("freed"))
+        patched.setattr(Session, "close", lambda self, **options: closed.update(options))
+        exchange = UpdateExchange(net, [optimizer], method("topk", density=0.1))
+        exchange.comm.mark_failed("Rank 1 failed at step 3: the abacus is missing a bead")
+        device = threading.Event()
+
+        def exchanged(optimizer: Any) -> None:
+            assert device.wait(10) == (how == "host waits")
+            raise RuntimeError("NCCL communicator was aborted")
+
+        if how == "host waits":
+            patched.setattr(Session, "free_device", lambda self: (freed.append("freed"), device.set()))
+            patched.setattr(exchange._updates, "exchange", exchanged)
+        else:  # the host has launched all, and goes on
+            patched.setattr(exchange._updates, "exchange", lambda optimizer: None)
+            event = SimpleNamespace(query=lambda: False)
+            patched.setattr(
+                torch.cuda, "current_stream", lambda device=None: SimpleNamespace(record_event=lambda: event)
+            )
+        net(torch.ones(1, 50)).sum().backward()
+        text = ""
+        for _ in range(1 if how == "host waits" else 2):
+            try:
+                optimizer.step()
+                time.sleep(3 * POLL.total_seconds())
+            except RankFailure as failure:
+                text = str(failure)
+        consistent = exchange.drain()
+        exchange.close()
+    return freed, text, closed, consistent
+
+
+@pytest.mark.parametrize("how", ["host waits", "host goes on"])
+def test_a_device_that_waits_for_a_failed_rank_is_freed(how):
+    ((freed, text, closed, consistent),) = run_ranks(1, waits_on_the_device, how)
+    assert freed
+    assert "the abacus is missing a bead" in text
+    assert closed == {"pending": True}
+    assert not consistent

@@ -192,6 +192,7 @@ CAUSES = {
     ("SIGTERM", 1): r"Rank 1 was told to end \(SIGTERM\)",
     ("Ctrl-C", 1): "Rank 1 failed at step 6: KeyboardInterrupt",
     ("freezes", 1): NO_ANSWER,
+    ("freezes", 0): NO_ANSWER,
     ("hangs", 1): "Still running, but not taking part: rank 1",
     ("model raises", 1): BEAD,
     ("loader raises", 1): BEAD,

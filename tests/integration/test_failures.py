@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, attach_updates, simulate
 from lightning_sparse.comm import ProcessGroupComm
-from lightning_sparse.hooks import comm_thread
+from lightning_sparse.hooks import session
 from lightning_sparse.kernels import launch
 from lightning_sparse.observer import Observer
 from tests.integration.failing import SOON, caught, of_both, step, training
@@ -75,7 +75,7 @@ def attach_after_another_attempt(rank: int) -> tuple[str, str, float]:
     store, group = dist.distributed_c10d._get_default_store(), dist.group.WORLD.group_name
     prefix = f"lightning_sparse/{group}/handshake"
     if rank == 0:
-        store.set(f"{prefix}/call", "0123 4567")
+        store.set(f"{prefix}/call", "0123 4567 0")
         store.set(f"{prefix}/0123/settings", "{}")
         store.set(f"{prefix}/0123/1", "89ab")
         store.set(f"{prefix}/0123/verdict", json.dumps({"nonces": ["89ab"], "error": "stale"}))
@@ -276,7 +276,7 @@ def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str
     late = caught(lambda: step(ddp))
     # In the last step nothing comes after it.
     errors: list[str] = []
-    comm_thread.log.error = errors.append
+    session.log.error = errors.append
     last = DistributedDataParallel(nn.Linear(50, 50))
     attach(last, "topk")
     step(last, float("nan") if rank == 1 else 1.0)

@@ -1,0 +1,68 @@
+"""The process group's store, with calls that end although the process that hosts it may be frozen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+class StoreSilent(Exception):
+    """The store does not answer."""
+
+
+class BoundedStore:
+    """A client of a store that waits for an answer for some seconds only; torch's waits for ever.
+
+    Args:
+        store: torch's client.
+        seconds: to wait. After a call without an answer all further ones fail at once, until it comes.
+
+    Raises:
+        StoreSilent: no answer in time.
+        torch.distributed.DistError: there is no store any more.
+    """
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self._late: Future[Any] | None = None
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
+        return bool(self._in_time(lambda: self._store.check(keys)))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is set."""
+        value: bytes = self._in_time(lambda: self._store.get(key))
+        return value
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._in_time(lambda: self._store.set(key, value))
+
+    def compare_set(self, key: str, expected: str, value: str) -> None:
+        """Set a key if it has the expected value, or "" is expected and it is not set."""
+        self._in_time(lambda: self._store.compare_set(key, expected, value))
+
+    def _in_time(self, call: Callable[[], Any]) -> Any:
+        if self._late is not None and not self._late.done():
+            raise StoreSilent
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="lightning_sparse store", daemon=True).start()
+        try:
+            return answer.result(self._seconds)
+        except TimeoutError as error:
+            if answer.done():  # the store's own
+                raise
+            self._late = answer
+            raise StoreSilent from error
