@@ -126,6 +126,12 @@ def in_ddp_forward() -> bool:
     return active is not None and active() is not None
 
 
+def version(tensor: Tensor) -> int:
+    """Return a number that grows whenever a tensor is changed in place."""
+    number: int = tensor._version
+    return number
+
+
 def step_depth(optimizer: Optimizer) -> int:
     """Return how many steps of an optimizer with hooks are under way: its own, and that of a class it derives from.
 

@@ -34,6 +34,10 @@ def write_(
     return None if entries is None else Entries(entries[0], entries[1] / scale)
 
 
+REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of gradients that can be reduced."""
+
+
 def check_tensor(name: str, tensor: Tensor) -> None:
     """Raise TypeError unless a parameter or gradient can be reduced."""
     if tensor.layout != torch.strided:
@@ -41,7 +45,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
             f"The gradient of {name!r} is sparse ({tensor.layout}). Set sparse=False on its embedding layer, or train "
             f"with strategy='ddp'."
         )
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if tensor.dtype not in REDUCIBLE:
         raise TypeError(
             f"{name!r} is {tensor.dtype}; gradients of torch.float32, torch.float16 and torch.bfloat16 can be reduced. "
             f"Convert the parameter, or freeze it with requires_grad_(False)."

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries
+from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
@@ -92,7 +95,7 @@ class Updates:
     def adopt(self) -> None:
         """Take in parameters that optimizers were given since the last step; to be called before each step."""
         model = self._model()
-        present = {id(param) for group in self._groups for param in group["params"]}
+        present = {id(param) for group in self._groups for param in group["params"] if not _rests(param)}
         if model is None or present == self._ids:
             return
         if lost := [name for name, param in self._params.items() if id(param) not in present]:
@@ -270,13 +273,15 @@ def exchanged_parameters(
         The parameters, the optimizer of each, and the optimizer's number.
 
     Raises:
-        ValueError: a parameter belongs to two optimizers, or is not the model's.
+        ValueError: a parameter belongs to two optimizers, is not the model's, or shares memory with another one.
     """
     names = {id(param): name.replace("_orig_mod.", "") for name, param in model.named_parameters()}  # of torch.compile
     found: dict[str, Optimizer] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
+                if _rests(param):
+                    continue
                 name = names.get(id(param))
                 if name is None:
                     raise ValueError(
@@ -290,4 +295,27 @@ def exchanged_parameters(
                     )
                 found[name] = optimizer
     params: dict[str, Tensor] = {names[id(param)]: param for param in model.parameters() if names[id(param)] in found}
+    check_no_overlap(params)
     return params, found, {name: optimizers.index(optimizer) for name, optimizer in found.items()}
+
+
+def _rests(param: Tensor) -> bool:
+    """Return whether a parameter is frozen and of a dtype that cannot be exchanged, as quantized weights are."""
+    return not param.requires_grad and param.dtype not in REDUCIBLE
+
+
+def check_no_overlap(params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if two parameters have elements in common: each would send the same change."""
+    places = sorted(
+        (StorageWeakRef(param.untyped_storage()).cdata, param.storage_offset(), name)
+        for name, param in params.items()
+        if param.numel()
+    )
+    for (storage, start, first), (other, begin, second) in pairwise(places):
+        shape, strides = params[first].shape, params[first].stride()
+        stop = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if storage == other and begin < stop:
+            raise ValueError(
+                f"{first!r} and {second!r} are two parameters that share memory, so each would send what both have "
+                f"changed. Tie weights by using one parameter twice: second.weight = first.weight."
+            )

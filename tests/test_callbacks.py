@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import lightning.pytorch
 import numpy as np
+import pandas as pd
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -421,7 +422,7 @@ def test_resume_goes_on_counting(tmp_path):
             options = {"callbacks": [monitor], "logger": logger, "log_every_n_steps": 1, "max_epochs": 1}
             trained = trainer("topk_ddp", 2, **options, default_root_dir=tmp_path)
             trained.fit(Stops(), Loader(rank, 2, 6), ckpt_path=path)
-            results.append(monitor._sent_total)
+            results.append(monitor.state_dict()["sent_total"])
         return results
 
     (straight, resumed), _ = lightning_ranks(2, rank)
@@ -611,3 +612,29 @@ def test_drift_by_hand():
         return math.sqrt(seen.difference / seen.mean)
 
     assert simulate(2, rank) == [0.5, 0.5]
+
+
+def test_bytes_where_validation_and_the_end_ask_for_the_exchange(tmp_path):
+    """Every second step instead of every fourth, and in the end after one."""
+    monitor = CommunicationMonitor()
+
+    class Validates(Net):
+        def validation_step(self, batch, index):
+            self.training_step(batch, index)
+
+    def rank(rank):
+        logger = CSVLogger(tmp_path, name="", version="0")
+        options = {"callbacks": [monitor], "logger": logger, "log_every_n_steps": 1, "max_epochs": 1}
+        strategy = SparseDDPStrategy("topk", density=0.05, exchange="update", every=4)
+        trained = trainer(strategy, 2, **options, default_root_dir=tmp_path, val_check_interval=2)
+        trained.fit(Validates(), Loader(rank, 2, 5), Loader(rank, 2, 1))
+        reducer = trained.strategy.reducer
+        return reducer.step, reducer.layout.numel
+
+    (exchanges, elements), _ = lightning_ranks(2, rank)
+    assert exchanges == 3
+    found = pd.read_csv(tmp_path / "0" / "metrics.csv").dropna(subset="communication/bytes_total")
+    each = found["communication/bytes_total"].iloc[0]
+    assert 4 * 0.05 * elements < each < 1000  # entries, their indices and the buffers
+    assert found["communication/bytes_total"].tolist() == [each, 2 * each, 3 * each]
+    assert found["communication/bytes_per_step"].tolist() == [each / 2, each / 2, each]

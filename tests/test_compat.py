@@ -50,6 +50,13 @@ def test_register_first():
     assert called == ["first", "early", "early"]
 
 
+def test_version_grows():
+    x = torch.zeros(3)
+    before = _compat.version(x)
+    x.add_(1)
+    assert _compat.version(x) > before
+
+
 def test_has_step_hooks():
     assert _compat.has_step_hooks(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
     assert not _compat.has_step_hooks(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -36,7 +36,17 @@ ALLOWED = {
         *("exchange", "gradients", "kernels", "methods", "overflow", "routing", "state"),
     },
     "moments": {"compressors", "kernels", "layout"},
-    "updates": {"comm", "compressors", "kernels", "layout", "moments", "options", "reducer", "update_rule"},
+    "updates": {
+        "comm",
+        "compressors",
+        "gradients",
+        "kernels",
+        "layout",
+        "moments",
+        "options",
+        "reducer",
+        "update_rule",
+    },
     "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer", "update_rule", "updates"},
     "checkpoint": {"state"},
     "strategies": {

@@ -54,6 +54,9 @@ class StepCallback(Callback, abc.ABC):
     category = "lightning_sparse"
     """The heading of its charts under TensorBoard's custom scalars."""
 
+    has_bar = True
+    """Whether `pl_module.log` may be called, as it may not when training has ended."""
+
     _timed_observer: _TimedObserver | None = None
 
     @abc.abstractmethod
@@ -85,7 +88,7 @@ class StepCallback(Callback, abc.ABC):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
-        self._timed_observer = None
+        self._timed_observer, self.has_bar = None, True
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         if message := self._why_nothing_logs(trainer):
@@ -141,6 +144,7 @@ class StepCallback(Callback, abc.ABC):
             self._report_observed(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        self.has_bar = False
         if self._timed_observer is not None:
             self._report_observed(trainer, pl_module)  # the last exchange, after the last batch
 

@@ -61,8 +61,7 @@ class CommunicationMonitor(StepCallback):
     category = "Communication"
 
     def __init__(self) -> None:
-        self._sent_total = 0
-        self._sent_before = 0  # in the runs that this one resumes
+        self._sent_before = 0  # in earlier fits, and in the runs that this one resumes
         self._first: _Totals | None = None
         self._last: _Totals | None = None
         self._step_began: _Totals | None = None
@@ -87,14 +86,20 @@ class CommunicationMonitor(StepCallback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sent_total": self._sent_total}
+        return {"sent_total": self._total()}
+
+    def _total(self) -> int:
+        """Return the bytes sent since training began, over resumes."""
+        return (
+            self._sent_before if self._first is None else self._sent_before + self._comm.sent_bytes - self._first.sent
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._sent_total = state_dict["sent_total"]
+        self._sent_before, self._first = state_dict["sent_total"], None
 
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._sent_before, self._first = self._sent_total, None
+        self._sent_before, self._first = self._total(), None
         self._norms.clear()
         self._largest, self._warned = 0.0, False
 
@@ -103,17 +108,10 @@ class CommunicationMonitor(StepCallback):
         reducer: Reducer = trainer.strategy.reducer
         if self._first is None:
             # Not in on_train_start: the strategy's on_train_start runs later and resets the counts.
-            self._first = self._last = _Totals.of(reducer)
+            self._first, self._comm = _Totals.of(trainer), reducer.comm
+            self._last = self._first
         if self._timed_observer is not None:
-            self._step_began = _Totals.of(reducer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._first is not None:
-            sent_bytes: int = trainer.strategy.reducer.comm.sent_bytes
-            self._sent_total = self._sent_before + sent_bytes - self._first.sent
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self._step_began = _Totals.of(trainer)
 
     def observer(self, reducer: Reducer) -> Observer:
         return _Norms(drifts=reducer.method.every > 1)
@@ -122,14 +120,14 @@ class CommunicationMonitor(StepCallback):
         self, seen: _Norms, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
     ) -> dict[str, float]:
         reducer: Reducer = trainer.strategy.reducer
-        last, began, now = self._last, self._step_began, _Totals.of(reducer)
+        last, began, now = self._last, self._step_began, _Totals.of(trainer)
         assert last is not None
         assert began is not None
         self._last = now
         per_step = (now.sent - last.sent) / (now.steps - last.steps)
         scalars = {
             "communication/bytes_per_step": per_step,
-            "communication/bytes_total": self._sent_total,
+            "communication/bytes_total": self._total(),
             "communication/density": seen.sent / seen.numel,
             "residual/gradient_norm": math.sqrt(seen.gradient),
         }
@@ -147,7 +145,7 @@ class CommunicationMonitor(StepCallback):
         # Observing slows down the steps that log, so they are left out of the means if there are others.
         scalars |= began.seconds_since(last) if began.steps > last.steps else now.seconds_since(last)
         for name, tag in BAR.items():
-            if math.isfinite(value := scalars.get(tag, math.nan)):
+            if self.has_bar and math.isfinite(value := scalars.get(tag, math.nan)):
                 pl_module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True)
         return scalars
 
@@ -177,8 +175,10 @@ class _Totals:
     seconds: dict[str, float]
 
     @staticmethod
-    def of(reducer: Reducer) -> _Totals:
-        steps = reducer.step * reducer.method.every
+    def of(trainer: Trainer) -> _Totals:
+        reducer: Reducer = trainer.strategy.reducer
+        # An exchange may come before `every` steps are complete: validation or a checkpoint asks for it.
+        steps = trainer.global_step if reducer.method.every > 1 else reducer.step
         return _Totals(steps, reducer.comm.sent_bytes, {**reducer.seconds, "exchange": reducer.comm.seconds})
 
     def seconds_since(self, before: _Totals) -> dict[str, float]:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states
 from lightning_sparse.hooks.comm_thread import CommThread
+from lightning_sparse.hooks.misuse import detach
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_method
@@ -120,6 +121,7 @@ def start_comm_thread(
         thread.fail(error)
         thread.close()
         raise
+    detach(ddp.module)
     weakref.finalize(ddp, thread.close)  # when the model is collected, or the interpreter exits
     return thread
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_sparse._compat import has_step_hooks, in_ddp_forward
+from lightning_sparse._compat import has_step_hooks, in_ddp_forward, version
+
+log = logging.getLogger(__name__)
 
 
 def check_optimizers(given: Any) -> Sequence[Optimizer]:
@@ -28,17 +32,17 @@ def check_optimizers(given: Any) -> Sequence[Optimizer]:
 
 
 class OtherSteps:
-    """Raises where an optimizer whose updates are not exchanged has stepped a parameter that others exchange.
+    """Raises where an optimizer whose updates are not exchanged has stepped a parameter of the model.
 
     A wrapper that steps by way of one of `optimizers`, or is called by one, is no such optimizer.
 
     Args:
         optimizers: whose updates are exchanged.
-        exchanged: returns whether a parameter is among those exchanged.
+        model: the model, which is not kept alive.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], exchanged: Callable[[Tensor], bool]) -> None:
-        self._own, self._exchanged = optimizers, exchanged
+    def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+        self._own, self._model = optimizers, weakref.ref(model)
         self._steps, self._inside = 0, False  # steps of `optimizers` so far, and whether one is under way
         self._steps_before: dict[int, int] = {}  # what it was when a step of another optimizer began
         self._hooks = (
@@ -62,44 +66,97 @@ class OtherSteps:
             self._inside = False
             return
         unchanged = self._steps_before.pop(id(optimizer), None) == self._steps and not self._inside
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if unchanged and any(map(self._exchanged, params)):
+        model = self._model()
+        if not unchanged or model is None:
+            return
+        name_of = {id(param): name for name, param in model.named_parameters()}
+        stepped = (name_of.get(id(param)) for group in optimizer.param_groups for param in group["params"])
+        if name := next(filter(None, stepped), None):
             raise RuntimeError(
-                f"A {type(optimizer).__name__} that attach_updates did not get has stepped parameters whose updates "
-                f"are exchanged for other optimizers: ranks would drift apart. Call attach_updates again, with all "
-                f"optimizers that step the model now; or give the parameters to an attached one, by add_param_group. "
-                f"In Lightning return it from configure_optimizers."
+                f"A {type(optimizer).__name__} that attach_updates did not get has stepped {name!r} of the "
+                f"{type(model).__name__} whose updates are exchanged for other optimizers: ranks would drift apart. "
+                f"Call attach_updates again, with all optimizers that step the model now; or give the parameters to "
+                f"an attached one, by add_param_group. In Lightning return it from configure_optimizers."
             )
 
 
-def refuse_ddp(model: nn.Module) -> None:
-    """Have the first forward pass of a model raise if DistributedDataParallel is around it."""
-    name = type(model).__name__  # the hook must not keep the model alive
+class ChangesByHand:
+    """Warns where parameters that have gradients, but are in no optimizer whose updates are exchanged, have changed.
 
-    def look(*_: Any) -> None:
+    Args:
+        params: by name.
+        exchanged: returns whether a parameter is among those exchanged, which others may become.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], exchanged: Callable[[Tensor], bool]) -> None:
+        self._params, self._exchanged = params, exchanged
+        self._versions: dict[str, int] = {}
+
+    def look(self) -> None:
+        """Compare with the last call; to be called at each exchange."""
+        for name, param in self._params.items():
+            # Without gradients it may be a momentum encoder, which all ranks change alike.
+            if (param.grad is None and name not in self._versions) or self._exchanged(param):
+                continue
+            if self._versions.setdefault(name, version(param)) != version(param):
+                self._params = {}  # once
+                log.warning(
+                    f"{name!r} has gradients and has changed, but it is in no optimizer whose updates are exchanged: "
+                    f"ranks drift apart in it, unless you average its gradients yourself. Give it to an optimizer of "
+                    f"configure_optimizers or attach_updates; or freeze it by requires_grad_(False)."
+                )
+                return
+
+
+class RefuseDDP:
+    """Has the first forward pass of a model raise if DistributedDataParallel is around it. May be pickled with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hook = model.register_forward_pre_hook(self)
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        """Look, once."""
         if torch.compiler.is_compiling():
             return
-        hook.remove()
+        self._hook.remove()
         if in_ddp_forward():
             raise RuntimeError(
-                f"DistributedDataParallel is around the {name} that attach_updates got: all gradients "
+                f"DistributedDataParallel is around the {type(model).__name__} that attach_updates got: all gradients "
                 f"would be sent as well, and updates be rescaled as if they had not been averaged. Train with the "
                 f"model itself; or call attach with the wrapped model, to exchange gradients."
             )
 
-    hook = model.register_forward_pre_hook(look)
+
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 
 
-def abandon(close: Callable[[], None], optimizers: Sequence[Optimizer]) -> None:
-    """End the exchange of optimizers' updates, as the model is gone. Further steps of theirs are refused."""
+def keep_attached(model: nn.Module, close: Callable[[], None], optimizers: Sequence[Optimizer]) -> None:
+    """Close the exchange of a model's updates when the model is gone, or attached anew. An earlier one is closed now.
+
+    Further steps of its optimizers are refused then.
+    """
+    detach(model)
+    _attached[model] = weakref.finalize(model, _abandon, close, optimizers, GONE)
+
+
+def detach(model: nn.Module) -> None:
+    """End the exchange of a model's updates, if there is one, for another one."""
+    if (finalizer := _attached.pop(model, None)) and (found := finalizer.detach()):
+        _, _, (close, optimizers, _), _ = found
+        _abandon(close, optimizers, "the model was attached anew, with other optimizers")
+
+
+GONE = (
+    "the module that attach_updates got is gone, so its updates are exchanged no more. Keep a reference to it as long "
+    "as you train: modules = nn.ModuleList([first, second]); attach_updates(modules, ...)"
+)
+
+
+def _abandon(close: Callable[[], None], optimizers: Sequence[Optimizer], why: str) -> None:
     close()
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} steps, but the module that attach_updates got is gone, so its updates are "
-            f"exchanged no more. Keep a reference to it as long as you train: modules = nn.ModuleList([first, "
-            f"second]); attach_updates(modules, ...)."
-        )
+        raise RuntimeError(f"{type(optimizer).__name__} steps, but {why}.")
 
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(refuse)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_sparse._compat import register_first, step_depth, step_hooks
 from lightning_sparse.comm.peers import Responder
 from lightning_sparse.hooks.closure import begin_step
-from lightning_sparse.hooks.misuse import OtherSteps
+from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import error_message
@@ -37,11 +37,12 @@ class UpdateExchange:
     """The exchange of what all optimizers of a model change, on one rank.
 
     Args:
-        model: the model; its weights and buffers become rank 0's.
+        model: the model; its weights become rank 0's.
         optimizers: the optimizers; each parameter belongs to one of them at most.
         method: the compression method.
         every: number of steps of an optimizer before each exchange; None keeps the method's own.
-        broadcast_buffers: whether buffers become rank 0's after each exchange, as DistributedDataParallel does it.
+        broadcast_buffers: whether buffers become rank 0's, now and after each exchange, as DistributedDataParallel
+            does it.
         group: the process group whose ranks take part; None is the default one.
         timeout: time to wait for other ranks; None takes the group's.
         options: of the `Reducer`.
@@ -86,12 +87,13 @@ class UpdateExchange:
             device=self._device,
             timeout=timeout,
             apart=lambda: exchanged_parameters(model, optimizers)[2],
-            settings=lambda: others_settings(model, optimizers),
+            settings=lambda: others_settings(model, optimizers, model.named_buffers() if broadcast_buffers else ()),
             exchanged="update",
             **options,
         )
         self.reducer, self.comm = self._session.reducer, self._session.comm
-        self._all = [*(param.detach() for param in model.parameters()), *model.buffers()]
+        self._all = [param.detach() for param in model.parameters()]
+        self._all += model.buffers() if broadcast_buffers else []
         try:
             self._become_rank_0s(self._all)
             self._updates = Updates(self.reducer, model, optimizers)
@@ -104,7 +106,9 @@ class UpdateExchange:
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
             *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights
         ]
-        self._others = OtherSteps(optimizers, self._updates.has)
+        self._others = OtherSteps(optimizers, model)
+        others = {name: param for name, param in model.named_parameters() if not self._updates.has(param)}
+        self._by_hand = ChangesByHand(others, self._updates.has)
         self._stepped, self.is_consistent = False, True
         self._error: BaseException | None = None
         self._done: Callable[[], bool] = nothing_to_wait_for  # whether the device waits for no other rank any more
@@ -178,6 +182,7 @@ class UpdateExchange:
         if self._error is not None:
             raise self._error
         self.is_consistent = False
+        self._by_hand.look()
         if self._session.over_nccl:
             self._done = launching
         started = time.perf_counter()
@@ -238,13 +243,15 @@ class UpdateExchange:
         self._error = self._error or error
 
 
-def others_settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, list[str]]:
+def others_settings(
+    model: nn.Module, optimizers: Sequence[Optimizer], buffers: Iterable[tuple[str, Tensor]]
+) -> Mapping[str, list[str]]:
     """Return what has to be equal on all ranks, beside the parameters that are exchanged."""
     params, optimizer_of, numbers = exchanged_parameters(model, optimizers)
     rest: dict[str, Tensor] = {
         name: param for name, param in model.named_parameters() if id(param) not in {*map(id, params.values())}
     }
-    rest.update(model.named_buffers())
+    rest.update(buffers)
     return {
         "optimizers": [f"optimizer {numbers[name]}, {type(optimizer_of[name]).__name__}, of {name}" for name in params],
         "frozen parameters and buffers": [

@@ -12,7 +12,6 @@ What is exchanged is in `lightning_sparse.updates`, and `update_exchange.py` doe
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -21,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.misuse import abandon, check_optimizers, refuse_ddp
+from lightning_sparse.hooks.misuse import RefuseDDP, check_optimizers, keep_attached
 from lightning_sparse.hooks.session import told_to_others
 from lightning_sparse.hooks.update_exchange import UpdateExchange, exchange_of
 from lightning_sparse.layout import Granularity
@@ -48,7 +47,8 @@ def attach_updates(
 ) -> Reducer:
     """Exchange optimizers' updates of `model` after their steps. All ranks call it, before the first step.
 
-    The model is not wrapped: each rank steps on its own gradient. Weights and buffers become rank 0's at once.
+    The model is not wrapped: each rank steps on its own gradient. Weights and buffers become rank 0's at once. Called
+    again, with other optimizers of the same model, it takes the place of the earlier one.
 
     Args:
         model: the model, on its device.
@@ -107,8 +107,8 @@ def attach_updates(
     )
     if exchange.comm.rank == 0:
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")
-    refuse_ddp(model)
-    weakref.finalize(model, abandon, exchange.close, optimizers)
+    RefuseDDP(model)
+    keep_attached(model, exchange.close, optimizers)
     return exchange.reducer
 
 

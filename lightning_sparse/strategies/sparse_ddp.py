@@ -99,9 +99,10 @@ class SparseDDP(UpdateOrGradientExchange):
             gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,
             such as AdamW.
         every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
+        gradient_as_bucket_view: of torch's DistributedDataParallel. Without it DDP copies every bucket into the
+            gradients after backward, where nothing overlaps with the copy.
         **kwargs: further options of a method given by name, such as `levels=7` of "qsgd"; and those of Lightning's
-            DDPStrategy and torch's DistributedDataParallel, where `gradient_as_bucket_view` is on unless you say
-            otherwise.
+            DDPStrategy and torch's DistributedDataParallel.
 
     Attributes:
         reducer: the algorithm and its state; there from the start of `fit`.
@@ -120,6 +121,7 @@ class SparseDDP(UpdateOrGradientExchange):
         two_level: bool = False,
         exchange: Literal["auto", "gradient", "update"] = "auto",
         every: int | None = None,
+        gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
         for option in UNSUPPORTED:
@@ -132,9 +134,7 @@ class SparseDDP(UpdateOrGradientExchange):
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
-        # Otherwise DDP copies every bucket into the gradients after backward, where nothing overlaps with the copy.
-        kwargs.setdefault("gradient_as_bucket_view", True)
-        super().__init__(**kwargs)
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         ours = ddp_options(self)
         ours["bucket_cap_mb"] = check_partition(granularity, ours["bucket_cap_mb"])
         self._method = resolve_method(method, density, **own)

@@ -39,7 +39,8 @@ class UpdateOrGradientExchange(GradientExchange):
             self.optimizers,
             self._update_method,
             every=self._every,
-            broadcast_buffers=ddp_options(self).get("broadcast_buffers", True),
+            # None, torch's own default, is True; from a configuration file all defaults come by name.
+            broadcast_buffers=ddp_options(self).get("broadcast_buffers") is not False,
             timeout=self._timeout,
             bucket_cap_mb=ddp_options(self)["bucket_cap_mb"],
             **options,
@@ -74,7 +75,7 @@ class UpdateOrGradientExchange(GradientExchange):
         if self._update_exchange is None or not self._update_exchange.is_pending:
             return
         for callback in trainer.callbacks:
-            if hasattr(callback, "should_update") and callback.should_update(step_idx=trainer.global_step - 1):
+            if _averages(callback, step_idx=trainer.global_step - 1):
                 every = self.reducer.method.every
                 raise self._failed(
                     f"{type(callback).__name__} averages the weights after step {trainer.global_step}, but with "
@@ -87,9 +88,7 @@ class UpdateOrGradientExchange(GradientExchange):
         """Have pending updates exchanged at the end of an epoch, if a callback averages weights then."""
         by_epoch = import_module(self._namespace).callbacks.StochasticWeightAveraging
         for callback in trainer.callbacks:
-            if isinstance(callback, by_epoch) or (
-                hasattr(callback, "should_update") and callback.should_update(epoch_idx=trainer.current_epoch)
-            ):
+            if isinstance(callback, by_epoch) or _averages(callback, epoch_idx=trainer.current_epoch):
                 self._exchange_pending()
 
     def _exchange_pending(self) -> None:
@@ -133,7 +132,8 @@ class UpdateOrGradientExchange(GradientExchange):
             params = (param for group in optimizer.param_groups for param in group["params"])
             grads = [param.grad for param in params if param.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
-            if skips and not norm.isfinite():
+            # The norm of large finite numbers may be out of range.
+            if skips and not norm.isfinite() and not all(grad.isfinite().all() for grad in grads):
                 # This rank sends what is in its residual, and the others go on.
                 log.warning(f"A gradient is not finite on rank {self.global_rank}: its optimizer leaves the step out.")
                 optimizer.zero_grad()
@@ -142,3 +142,11 @@ class UpdateOrGradientExchange(GradientExchange):
             return result
 
         return checked
+
+
+def _averages(callback: Any, **when: int) -> bool:
+    """Return whether a callback such as WeightAveraging averages weights then; others may mean something else by it."""
+    try:
+        return bool(callback.should_update(**when))
+    except (AttributeError, TypeError):
+        return False

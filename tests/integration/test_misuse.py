@@ -1,5 +1,6 @@
 """What would let ranks drift apart unseen after `attach_updates` is an error, and what only looks like it is none."""
 
+import io
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import attach_updates
+from lightning_sparse import attach, attach_updates, method
+from lightning_sparse.hooks import UpdateExchange, misuse
 from tests.integration.failing import caught
 from tests.processes import run_ranks
 
@@ -41,6 +43,30 @@ def second_optimizer(net: nn.Module) -> Any:
     gradients(net, 0)
     first.step()
     return caught(torch.optim.SGD(net[2].parameters(), 0.1).step)
+
+
+def late_backbone(net: nn.Module) -> Any:
+    net[0].requires_grad_(False)
+    attach_updates(net, torch.optim.AdamW(net[2].parameters()))
+    net[0].requires_grad_(True)
+    gradients(net, 0)
+    return caught(torch.optim.AdamW(net[0].parameters()).step)
+
+
+def shared_memory(net: nn.Module) -> Any:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net[1].weight.data = net[0].weight.data
+    return caught(lambda: attach_updates(net, torch.optim.AdamW(net.parameters())))
+
+
+def earlier_optimizer(net: nn.Module) -> Any:
+    first, second = torch.optim.AdamW(net.parameters()), torch.optim.SGD(net.parameters(), 0.1)
+    for optimizer in (first, second):
+        attach_updates(net, optimizer)
+        gradients(net, 0)
+        optimizer.step()
+    gradients(net, 1)
+    return caught(first.step)
 
 
 def within_ddp(net: nn.Module) -> Any:
@@ -81,7 +107,10 @@ def replaced_parameters(net: nn.Module) -> Any:
     ("mistake", "kind", "said"),
     [
         (temporary_container, "RuntimeError", "the module that attach_updates got is gone"),
-        (second_optimizer, "RuntimeError", "A SGD that attach_updates did not get has stepped parameters"),
+        (second_optimizer, "RuntimeError", "A SGD that attach_updates did not get has stepped '2.weight'"),
+        (late_backbone, "RuntimeError", "A AdamW that attach_updates did not get has stepped '0.weight' of the Seq"),
+        (shared_memory, "ValueError", "'0.weight' and '1.weight' are two parameters that share memory"),
+        (earlier_optimizer, "RuntimeError", "AdamW steps, but the model was attached anew, with other optimizers"),
         (within_ddp, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
         (wrapped, "TypeError", "attach_updates got a Wrapper, which only wraps an optimizer"),
         (no_optimizer, "TypeError", "attach_updates(optimizer=generator(...)): give an optimizer, or a list"),
@@ -224,3 +253,79 @@ def test_what_is_right_goes_on(made, inside):
     assert torch.equal(first, second)
     assert steps == 3, "one exchange a step"
     assert (first - weights(network())).abs().max() > 0.01
+
+
+def attached_anew(_: int, how: str) -> Tensor:
+    net = network()
+    first = torch.optim.AdamW(net.parameters())
+    attach_updates(net, first)
+    gradients(net, 0)
+    first.step()
+    second = torch.optim.SGD(net.parameters(), 0.1)
+    trained = net
+    if how == "updates":
+        attach_updates(net, second)
+    else:
+        trained = DistributedDataParallel(net)
+        attach(trained, "topk")
+    for step in (1, 2):
+        torch.manual_seed(10 * step + dist.get_rank())
+        second.zero_grad()
+        trained(torch.randn(4, 8)).square().mean().backward()
+        second.step()
+    return weights(net)
+
+
+@pytest.mark.parametrize("how", ["updates", "gradients"])
+def test_a_model_can_be_attached_anew(how):
+    first, second = run_ranks(2, attached_anew, how)
+    assert torch.equal(first, second)
+
+
+def by_hand(_: int, how: str) -> list[str]:
+    net = network()
+    net.extra = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([*net[0].parameters(), *net[2].parameters()])
+    if how == "left alone":
+        net.extra.requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patched:
+        said: list[str] = []
+        patched.setattr(misuse.log, "warning", said.append)
+        if how == "in no optimizer":  # attach_updates refuses it, a strategy does not
+            UpdateExchange(net, [optimizer], method("topk", density=0.1))
+        else:
+            attach_updates(net, optimizer)
+        for step in range(3):
+            net.zero_grad()
+            torch.manual_seed(10 * step + dist.get_rank())
+            (net(torch.randn(4, 8)) * net.extra).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                net.extra -= 0.01 * (1 if net.extra.grad is None else net.extra.grad)
+    return said
+
+
+@pytest.mark.parametrize("how", ["in no optimizer", "left alone"])
+def test_parameters_with_gradients_that_are_changed_by_hand_are_warned_of_once(how):
+    for said in run_ranks(2, by_hand, how):
+        assert len(said) == (how == "in no optimizer")
+        assert all(text.startswith("'extra' has gradients and has changed") for text in said)
+
+
+def quantized(_: int) -> tuple[Tensor, Tensor]:
+    net = network()
+    net.base = nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+    optimizer = torch.optim.AdamW(net.parameters())
+    attach_updates(net, optimizer)
+    for step in range(2):
+        gradients(net, step)
+        optimizer.step()
+    saved = io.BytesIO()
+    torch.save(net, saved)  # with the hook that looks for DistributedDataParallel, before and after it has
+    return torch.cat([net[0].weight.detach().flatten(), net[2].weight.detach().flatten()]), net.base.detach()
+
+
+def test_frozen_parameters_of_other_dtypes_rest():
+    first, second = run_ranks(2, quantized)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], torch.arange(6, dtype=torch.uint8))

@@ -166,6 +166,8 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "powersgd": (AdamNet, {"method": method("powersgd", rank=2), "density": None, "exchange": "update"}, {}),
     "warm-up": (AdamNet, {"warmup": [0.5, 0.1], "warmup_steps": 2}, {}),
     "every third step": (AdamNet, {"every": 3}, {}),
+    # As a configuration file gives what torch has by default.
+    "defaults of a file": (AdamNet, {"broadcast_buffers": None, "gradient_as_bucket_view": True}, {}),
     "diloco": (AdamNet, {"method": "diloco", "density": None, "every": 3}, {}),
     "sparseloco": (AdamNet, {"method": "sparseloco", "density": None, "every": 3}, {}),
     "tied weights": (Tied, {}, {}),
@@ -181,7 +183,9 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", tiers(FORMS, ["accumulation", "16-mixed", "gan", "every third step"]))
+@pytest.mark.parametrize(
+    "form", tiers(FORMS, ["accumulation", "16-mixed", "gan", "every third step", "defaults of a file"])
+)
 def test_weights_and_buffers_are_equal_in_every_form(form):
     net, strategy, options = FORMS[form]
     first, second = lightning_ranks(2, partial(fit, max_epochs=2, **options), net, strategy)
