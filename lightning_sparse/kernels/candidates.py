@@ -45,7 +45,7 @@ def kth_magnitude(magnitudes: Tensor, k: int) -> Tensor:
     """Return the k-th largest of int32 magnitudes, 0 < k <= len(magnitudes), as one int32 on their device."""
     if uses_triton(magnitudes):
         return kth_largest(Blocks(magnitudes), k)
-    return torch.tensor([kth_largest_cpu(magnitudes, k)], dtype=torch.int32)
+    return torch.tensor([kth_largest_cpu(magnitudes, k)], dtype=torch.int32, device=magnitudes.device)
 
 
 def indices_reaching(bits: Tensor, k: int, thresholds: Tensor, fewest: int, most: int, stats: BlockStats) -> Tensor:
@@ -118,4 +118,4 @@ def blocks_reaching(bits: Tensor, threshold: Tensor, stats: BlockStats) -> Tenso
     maxima = bits if stats.maxima is None else stats.maxima
     if uses_triton(bits):
         return (maxima & MAGNITUDE >= threshold).sum()
-    return torch.tensor(count_reaching(maxima, int(threshold)))
+    return torch.tensor(count_reaching(maxima, int(threshold)), device=bits.device)

@@ -77,9 +77,9 @@ def _by_maxima(blocks: Tensor, maxima: Tensor, k: int) -> Tensor:
     # A table with a row of them for each chunk, filled up with what is never chosen.
     row, cuts = _cuts(hits, k * block, len(least))
     widest = int(cuts.diff().max())
-    table = torch.full((len(least), widest), -1, dtype=torch.int32)
-    shift = torch.arange(len(least)) * widest - cuts[:-1]
-    places = torch.arange(hits.numel()) + shift.index_select(0, row)
+    table = torch.full((len(least), widest), -1, dtype=torch.int32, device=least.device)
+    shift = torch.arange(len(least), device=least.device) * widest - cuts[:-1]
+    places = torch.arange(hits.numel(), device=hits.device) + shift.index_select(0, row)
     table.view(-1).index_copy_(0, places, found.view(-1).index_select(0, hits))
     hits = hits.index_select(0, _largest_of_rows(table, k) - shift.repeat_interleave(k))
     return chosen.index_select(0, hits // block).mul_(block).add_(hits % block)
@@ -104,7 +104,7 @@ def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
 def _cuts(hits: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
     """Return the row of each of some ascending positions, and where each row begins among them, and their number."""
     row = hits // width
-    return row, torch.searchsorted(row, torch.arange(rows + 1))
+    return row, torch.searchsorted(row, torch.arange(rows + 1, device=row.device))
 
 
 @kernel("numel", "k", "k_last")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 AT_A_TIME = 1 << 23
-"""Most elements that plain torch works on at a time on CUDA: temporaries have 32 MB."""
+"""Most elements that plain torch works on at a time on CUDA, a multiple of 64: temporaries have 32 MB."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ def add_with_payout_(
                 term.add_(grad, alpha=scale)
             payout.add(index, part, term, u[left:right])
 
-    if stats is not None and not uses_triton(u):
-        stats.over(u, form, at_a_time(u))
-        return u
     each = min(at_a_time(u), AT_A_TIME)
+    if stats is not None and not uses_triton(u):
+        stats.over(u, form, each)
+        return u
     for start in range(0, u.numel(), each):
         form(start, min(start + each, u.numel()))
     if stats is not None:

@@ -1,0 +1,94 @@
+"""Tensors that say they are on CUDA, and are computed with on the CPU: what plain torch does there, without a GPU.
+
+    simulate_on_cuda(2, lambda comm: comm.all_reduce(torch.ones(3, device=CUDA)))
+
+Unlike torch's fake tensors they have values: the host may look at them, and results can be compared.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_sparse import simulate
+from lightning_sparse.comm import Comm
+from lightning_sparse.kernels import launch
+
+T = TypeVar("T")
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+COPIES = (Tensor.copy_, torch._foreach_copy_)
+HOST_ONLY = (Tensor.numpy, Tensor.__array__)
+
+
+class WrongDevice(AssertionError):
+    """An operation on what is on two devices, or one that there is on the host only."""
+
+
+class OnCuda(Tensor):
+    """A tensor that says it is on CUDA."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = CUDA
+    is_cuda = True
+
+
+class CudaLike(TorchFunctionMode):
+    """Of tensors on CUDA, or where CUDA is asked for, results are on CUDA; nothing but copies may have both devices.
+
+    Stricter than CUDA, which takes scalars and indices of the host.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__iter__:
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        given = tree_leaves((args, kwargs))
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        asked = [x for x in given if isinstance(x, torch.device)] or [CPU] * (func is Tensor.cpu)
+        devices = {x.device for x in given if isinstance(x, (Tensor, torch.Generator))}
+        devices.update(() if tensors else asked)
+        if (len(devices) > 1 and func not in COPIES) or (CUDA in devices and func in HOST_ONLY):
+            raise WrongDevice(f"{func.__name__} of {[(x.device.type, tuple(x.shape)) for x in tensors] or devices}")
+        device = next(iter(asked or [x.device for x in tensors]), CPU)
+        result = func(*tree_map(to_host, args), **tree_map(to_host, kwargs))
+
+        def placed(x: Any) -> Any:
+            if not isinstance(x, Tensor) or isinstance(x, OnCuda) == (device == CUDA):
+                return x
+            own = x.clone() if any(x is tensor for tensor in tensors) else x
+            return own.as_subclass(OnCuda if device == CUDA else Tensor)
+
+        return tree_map(placed, result) if any(isinstance(x, Tensor) for x in tree_leaves(result)) else result
+
+
+def to_host(x: Any) -> Any:
+    """Return the CPU for a device, and anything else as it is."""
+    return CPU if isinstance(x, torch.device) else x
+
+
+def simulate_on_cuda(size: int, fn: Callable[[Comm], T]) -> list[T]:
+    """Run `fn` once per rank, as `simulate` does, where tensors on CUDA can be made, but without Triton."""
+
+    def rank(comm: Comm) -> T:
+        with CudaLike():
+            return fn(comm)
+
+    stream = SimpleNamespace(cuda_stream=0)
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "current_stream", lambda device: stream),
+            (torch.cuda, "Event", lambda: event),
+            (launch, "KEEPS", (Tensor, OnCuda)),
+            (launch, "_kept", {}),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(mock.patch.dict(os.environ, {launch.KERNELS: "torch"}))
+        return simulate(size, rank)
