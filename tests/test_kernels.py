@@ -817,7 +817,7 @@ def test_the_choice_can_be_forced(monkeypatch):
 )
 def test_on_cuda_one_line_says_what_was_chosen(spec, chosen, line, monkeypatch, caplog):
     class OnCuda:
-        is_cuda = True
+        is_cuda, device = True, torch.device("cuda", 0)
 
     monkeypatch.delenv(launch.KERNELS, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
@@ -827,6 +827,24 @@ def test_on_cuda_one_line_says_what_was_chosen(spec, chosen, line, monkeypatch, 
     launch._has_triton.cache_clear()
     assert len(caplog.records) == 1
     assert line in caplog.text
+
+
+@pytest.mark.parametrize(("capability", "able"), [((6, 1), False), ((7, 0), True), ((10, 0), True)])
+def test_devices_that_are_too_old_for_triton_take_torch(capability, able, monkeypatch, caplog):
+    class OnCuda:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+    monkeypatch.delenv(launch.KERNELS, raising=False)
+    monkeypatch.setattr(launch, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    launch._is_able.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert [launch.uses_triton(OnCuda()) for _ in range(3)] == [able] * 3
+    launch._is_able.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "Selection on CUDA by plain torch, which is slower: the device is too old for Triton's kernels."
+    ] * (not able)
 
 
 @full

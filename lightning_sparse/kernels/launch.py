@@ -31,12 +31,14 @@ _loading = threading.Lock()
 def uses_triton(x: Tensor) -> bool:
     """Return whether Triton kernels work on `x`: on CUDA where Triton is installed, unless the environment says else.
 
+    Triton needs compute capability 7.0.
+
     Raises:
         ValueError: the environment variable `LIGHTNING_SPARSE_KERNELS` holds something else than "torch" or "triton".
     """
     forced = os.environ.get(KERNELS)
     if forced is None:
-        return x.is_cuda and _has_triton()
+        return x.is_cuda and _has_triton() and _is_able(x.device.index or 0)
     if forced not in ("torch", "triton"):
         raise ValueError(f"{KERNELS}={forced!r}: choose torch or triton, or leave it unset.")
     return forced == "triton"
@@ -50,6 +52,16 @@ def _has_triton() -> bool:
     else:
         log.warning("Selection on CUDA by plain torch, which is slower: Triton is missing (the extra `cuda`).")
     return found
+
+
+@functools.cache
+def _is_able(device: int) -> bool:
+    if not torch.cuda.is_available():
+        return True  # a tensor that only says that it is there
+    able = torch.cuda.get_device_capability(device) >= (7, 0)
+    if not able:
+        log.warning("Selection on CUDA by plain torch, which is slower: the device is too old for Triton's kernels.")
+    return able
 
 
 def at_a_time(x: Tensor) -> int:
