@@ -77,13 +77,14 @@ TRIED = [
     ("final", "adamw", ["gaussiank", "scalecom"], [0.0005, 0.001, 0.002]),
     ("final", "adamw", ["gtopk", "oktopk"], [0.0002, 0.0005, 0.001]),
     ("four", "adamw", ["ddp"], [0.002, 0.004, 0.008]),
-    ("four", "adamw", ["powersgd"], [0.002, 0.004]),
-    ("four", "adamw", ["bf16", "int4", "topk updates", "gaussiank updates", *LOCAL], [0.004]),
+    ("four", "adamw", ["powersgd", "int4", "topk updates", *LOCAL], [0.002, 0.004, 0.008]),
+    ("four", "adamw", ["bf16", "gaussiank updates"], [0.004]),
     ("eight", "adamw", ["ddp"], [0.004, 0.008]),
     ("eight", "adamw", ["two_pass updates"], [0.004]),
     ("thin", "adamw", ["topk updates"], [0.002]),
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
     ("large", "adamw", ["ddp", "topk updates"], [0.002]),
+    ("large", "adamw", ["topk"], [0.001]),
     ("tune", "sgd", ["ddp"], [0.05, 0.1, 0.2, 0.5]),
     ("tune", "sgd", ["topk", "gaussiank"], [0.02, 0.05, 0.1, 0.2, 0.5]),
     ("retune", "sgd", ["ddp"], [0.05, 0.1, 0.2]),
@@ -92,8 +93,8 @@ TRIED = [
     ("final", "sgd", ["topk", "gaussiank"], [0.02]),
 ]
 """Part, optimizer, methods and rates. With AdamW and sparse gradients 250 and 500 steps prefer a rate that 1,000 do
-not, so after topk and gaussiank the other sparse methods were not tried in short runs. bf16, gaussiank updates and,
-with more workers, all but powersgd take the rate of ddp; gaussiank with SGD takes that of topk."""
+not, so after topk and gaussiank the other sparse methods were not tried in short runs. bf16 and gaussiank updates take
+the rate of ddp; gaussiank with SGD takes that of topk."""
 REPEATED = {
     **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", "topk updates", "gaussiank updates")},
     **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates")},

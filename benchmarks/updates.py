@@ -53,6 +53,7 @@ class Variant(NamedTuple):
 
 
 DENSE, KEEP = Variant("dense", rule=None), UpdateRule(momentum="keep", rescale=False)
+DENSER = "two passes, the second 3 times as dense"
 VARIANTS = {
     "dense": DENSE,
     "alone": DENSE._replace(alone=True),
@@ -67,7 +68,7 @@ VARIANTS = {
     "payout rescaled too": Variant(payout=None),
     "half paid out": Variant(payout=0.5),
     "two passes": Variant(aggregator=TwoPass()),
-    "two passes, the second 3 times as dense": Variant(aggregator=TwoPass(second=3)),
+    DENSER: Variant(aggregator=TwoPass(second=3)),
     **{name: Variant(name) for name in ("gaussiank", "gtopk", "oktopk", "scalecom", "randk")},
     "decay 0.1": Variant(weight_decay=0.1),
     "decay 0.1 outside": Variant(weight_decay=0.1, decay_outside=True),
@@ -75,6 +76,7 @@ VARIANTS = {
     "bf16 values": Variant(value_format="bfloat16"),
     "8-bit values": Variant(value_format="int8"),
     "4-bit values": Variant(value_format="int4"),
+    "2-bit values": Variant(value_format="int2"),
     "chunks, 2-bit values": Variant("chunktopk", value_format="int2"),
     "every 10": Variant(rule=UpdateRule(every=10)),
     "int8, every 20": Variant("int8", rule=KEEP.with_every(20)),  # as many bytes as topk: local SGD, quantized
@@ -95,6 +97,8 @@ class Run(NamedTuple):
 SHORT = ["topk", "every 10", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled"]
 SHORT += ["times root P", "masked", "two passes", "gtopk", "oktopk", "scalecom", "gaussiank", "randk"]
 SHORT += ["decay 0.1", "decay 0.1 outside"]
+ROUNDED = [(0.0165, ["bf16 values"]), (0.024, ["8-bit values"]), (0.031, ["4-bit values"]), (0.045, ["2-bit values"])]
+ROUNDED += [(0.0285, ["chunks, 2-bit values"])]  # of about as many bytes
 TRIED = [
     Run(variant, workers, density, lr, seed, steps)
     for workers, steps, lr, seeds, density, variants in (
@@ -102,24 +106,20 @@ TRIED = [
         (2, 1000, 0.002, [0, 1, 2], 0.001, ["topk"]),
         (2, 1000, 0.002, [0, 1, 2], 1.0, ["alone"]),
         (2, 300, 0.002, [0], 0.01, SHORT),
-        (2, 300, 0.002, [0], 0.0165, ["bf16 values"]),
-        (2, 300, 0.002, [0], 0.024, ["8-bit values"]),
-        (2, 300, 0.002, [0], 0.031, ["4-bit values"]),
-        (2, 300, 0.002, [0], 0.0285, ["chunks, 2-bit values"]),
+        *((2, 300, 0.002, [0], *values) for values in ROUNDED),
         (2, 300, 0.002, [0], 1.0, ["dense, decay 0.1", "int8, every 20"]),
         (2, 300, 0.002, [1, 2], 1.0, ["dense", "int8, every 20"]),
         (2, 300, 0.002, [1, 2], 0.01, SHORT[:11]),
-        (4, 1000, 0.002, [0, 1, 2], 1.0, ["dense"]),
-        (4, 1000, 0.002, [0, 1, 2], 0.0075, ["topk"]),
+        *((4, 1000, 0.002, [0, 1, 2], *variant) for variant in ((1.0, ["dense"]), (0.0075, ["topk"]))),
         (4, 1000, 0.002, [0], 0.01, ["two passes"]),
         (4, 300, 0.002, [0], 0.01, ["not rescaled", "topk", "payout rescaled too"]),
-        (4, 300, 0.004, [0], 1.0, ["dense"]),
-        (4, 300, 0.004, [0], 0.0075, ["topk"]),
-        (8, 1000, 0.002, [0, 1, 2], 1.0, ["dense"]),
-        (8, 1000, 0.002, [0, 1, 2], 0.0075, ["two passes, the second 3 times as dense"]),
+        *((4, 300, 0.004, [0], *variant) for variant in ((1.0, ["dense"]), (0.0075, ["topk"]))),
+        *((8, 1000, 0.002, [0, 1, 2], *variant) for variant in ((1.0, ["dense"]), (0.0075, [DENSER]))),
         (8, 1000, 0.002, [0], 0.01, ["two passes"]),
         (8, 1000, 0.002, [0], 0.0038, ["topk"]),
         (8, 300, 0.002, [0], 0.01, ["topk", "not paid out", "not rescaled", "times root P", "masked"]),
+        *((16, 300, 0.002, [0, 1, 2], *variant) for variant in ((1.0, ["dense"]), (0.0075, [DENSER]))),
+        (16, 300, 0.002, [0], 0.0019, ["topk"]),
     )
     for seed in seeds
     for variant in variants
