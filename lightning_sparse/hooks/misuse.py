@@ -119,7 +119,7 @@ class RefuseDDP:
         if torch.compiler.is_compiling():
             return
         self._hook.remove()
-        if in_ddp_forward():
+        if in_ddp_forward() and model in _attached:
             raise RuntimeError(
                 f"DistributedDataParallel is around the {type(model).__name__} that attach_updates got: all gradients "
                 f"would be sent as well, and updates be rescaled as if they had not been averaged. Train with the "
