@@ -90,9 +90,10 @@ class CommunicationMonitor(StepCallback):
 
     def _total(self) -> int:
         """Return the bytes sent since training began, over resumes."""
-        return (
-            self._sent_before if self._first is None else self._sent_before + self._comm.sent_bytes - self._first.sent
-        )
+        sent: int = self._sent_before
+        if self._first is not None:
+            sent += self._comm.sent_bytes - self._first.sent
+        return sent
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sent_before, self._first = state_dict["sent_total"], None

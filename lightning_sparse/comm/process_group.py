@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from lightning_sparse import _compat
 from lightning_sparse._compat import all_gather_single, backend_name
 from lightning_sparse.comm.base import POLL, Comm, Op, RankFailure
 from lightning_sparse.comm.peers import Peers, first_line, lost_store
+from lightning_sparse.comm.store import in_thread
 
 T = TypeVar("T")
 CONNECT_SECONDS = 20.0
@@ -207,15 +207,7 @@ def call_in_thread(fn: Callable[[], T], poll: Callable[[], None], discard: Calla
         poll: called every POLL in the meantime; it may raise to give up.
         discard: called with a result that comes after that.
     """
-    result: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            result.set_result(fn())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=call, name="lightning_sparse connecting", daemon=True).start()
+    result = in_thread(fn, "lightning_sparse connecting")
     try:
         while not wait([result], POLL.total_seconds()).done:
             poll()

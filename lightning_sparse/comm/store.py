@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+T = TypeVar("T")
 
 
 class StoreSilent(Exception):
@@ -50,15 +52,7 @@ class BoundedStore:
     def _in_time(self, call: Callable[[], Any]) -> Any:
         if self._late is not None and not self._late.done():
             raise StoreSilent
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(call())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="lightning_sparse store", daemon=True).start()
+        answer = in_thread(call, "lightning_sparse store")
         try:
             return answer.result(self._seconds)
         except TimeoutError as error:
@@ -66,3 +60,17 @@ class BoundedStore:
                 raise
             self._late = answer
             raise StoreSilent from error
+
+
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Return a future of what `call` returns or raises in a daemon thread of this name."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
