@@ -18,6 +18,7 @@ from tests.support.tiers import in_diagonals
 from tests.support.updates import decoded
 
 LARGEST = torch.finfo(torch.float32).max
+LAST_NAN = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # as integers, all others are less
 
 
 def context(*shapes: tuple[int, ...]) -> Context:
@@ -130,7 +131,7 @@ def test_pieces_that_stay_in_cache_change_nothing(bits, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LAST_NAN], ids=str)
 @pytest.mark.parametrize("place", [3, 99, 105])
 def test_what_is_not_finite_is_named(bits, bad, place):
     """In a full block, in one that is not, and in a vector."""

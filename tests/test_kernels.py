@@ -416,9 +416,9 @@ def test_signs_and_what_they_stand_for_are_those_of_plain_torch(compressor, shap
     check_means(numbers, u, rows_of(ctx.segment, whole=compressor.whole), compressor.numbers)
     # Each element has the value that its sign stands for.
     upper, lower = (part.view(-1) for part in compressor.pair(numbers.view(compressor.numbers, -1)))
-    bits = (u + 0.0).view(torch.int32)
+    below_zero = ~(u >= 0)
     for rows in rows_of(ctx.segment, whole=compressor.whole):
-        negative, own = (part[rows.start : rows.stop].view(-1, rows.length) for part in (bits < 0, update.cpu()))
+        negative, own = (part[rows.start : rows.stop].view(-1, rows.length) for part in (below_zero, update.cpu()))
         above, below = (part[rows.first : rows.last, None] for part in (upper, lower))
         assert same_bits(own, torch.where(negative, below, above))
     assert torch.equal(update.cpu().isfinite(), expected.isfinite())

@@ -19,6 +19,9 @@ from lightning_sparse.kernels.launch import at_a_time, uses_triton
 from lightning_sparse.kernels.quantize import dequantize_, quantize_
 from lightning_sparse.layout import Segment
 
+LARGE = 1e37
+"""Of a block whose values are below it, the scale times any number of steps is finite."""
+
 
 @dataclass(frozen=True)
 class Blocks(Compressor):
@@ -53,24 +56,33 @@ class Blocks(Compressor):
         if uses_triton(u):
             quantize_(u, pieces.parameters, self.bits, self.block, scales, codes, update)
         else:
-            self._quantize(u, pieces, scales, codes, update)
+            # On the CPU first for values that are not too large, in fewer operations; but then the host has to look.
+            for careful in (False, True) if u.device.type == "cpu" else (True,):
+                largest = self._quantize(u, pieces, careful, scales, codes, update)
+                if not careful and bool((largest < LARGE).all()):  # NaN is not
+                    break
         exact = exact_values(u, pieces.vectors)
         write_exact_(update, pieces.vectors, exact)
         return (scales.view(-1), codes.view(-1), exact), update
 
-    def _quantize(self, u: Tensor, pieces: _Pieces, scales: Tensor, codes: Tensor, update: Tensor) -> None:
+    def _quantize(
+        self, u: Tensor, pieces: _Pieces, careful: bool, scales: Tensor, codes: Tensor, update: Tensor
+    ) -> Tensor:
+        """Write scales, codes and the update of all pieces; return the largest magnitude of each block, (blocks, 1)."""
+        maxima = torch.empty(pieces.rows, 1, dtype=torch.float32, device=u.device)
         # A fresh temporary for each piece would cost as much as the arithmetic: its pages have to be mapped first.
         scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=u.device)
         for start, stop, first, last in pieces.matrices:
             x, steps, whole = u[start:stop], scratch[: last - first], stop - start == (last - first) * self.block
             rows = (x if whole else torch.nn.functional.pad(x, (0, self.block - len(x)))).view(-1, self.block)
-            largest = torch.abs(rows, out=steps).amax(1, keepdim=True)
-            scale = scale_of(largest, self.bits)
+            largest = torch.amax(torch.abs(rows, out=steps), 1, keepdim=True, out=maxima[first:last])
+            scale = (scale_of if careful else _scale_of_usual)(largest, self.bits)
             scales[first:last].copy_(scale)
             # A block of zeros has the scale 0, no other one is below the least number above 0.
             torch.div(rows, scale.clamp(min=2.0**-149), out=steps).round_()
             pack_steps(steps, self.bits, codes[first:last])
             write_scaled_(update[start:stop], steps, scale)
+        return maxima
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         scales, codes, exact = payload
@@ -101,14 +113,17 @@ def scale_of(largest: Tensor, bits: int) -> Tensor:
     """Return the scale of blocks with these largest magnitudes, fp32, as a number of bf16; NaN and infinity stay."""
     levels = (1 << bits - 1) - 1
     exact = largest / levels
-    if largest.device.type == "cpu" and largest.numel() and bool(largest.amax() < 1e37):
-        # Up to the next number of bf16, in two operations, for what is neither too large nor NaN.
-        return exact.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
     nearest = exact.bfloat16()
     scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
     # L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value.
     too_large = (scale.float() * levels == math.inf) & (exact < math.inf)
     return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16).float()
+
+
+def _scale_of_usual(largest: Tensor, bits: int) -> Tensor:
+    """Return the same in two operations for magnitudes below `LARGE`, and anything for others."""
+    # Up to the next number of bf16.
+    return (largest / ((1 << bits - 1) - 1)).view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
 
 
 def pack_steps(steps: Tensor, bits: int, out: Tensor) -> Tensor:

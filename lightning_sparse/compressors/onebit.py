@@ -34,17 +34,17 @@ class OneBit(TwoValues):
     whole = False
     numbers = 2
 
-    def sums(self, x: Tensor, masks: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
+    def sums(self, x: Tensor, positive: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
         return [
-            masks.sum(1, dtype=torch.int32).to(torch.float32),
+            positive.sum(1, dtype=torch.int32).to(torch.float32),
             row_sums(torch.clamp(x, min=0, out=scratch), scale),
             row_sums(torch.clamp(x, max=0, out=scratch), scale),
         ]
 
     def sent(self, sums: Tensor, length: int) -> Tensor:
-        negative = -sums[0]
+        positive = sums[0]
         # Where there is none, the sum is 0 as well.
-        return torch.stack([sums[1] / (length - negative).clamp(min=1), sums[2] / negative.clamp(min=1)])
+        return torch.stack([sums[1] / positive.clamp(min=1), sums[2] / (length - positive).clamp(min=1)])
 
     def sent_at_once(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
         return signed_means(u, rows)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import at_a_time
+from lightning_sparse.kernels.codes import look_up_
+from lightning_sparse.kernels.launch import at_a_time, kept
 from lightning_sparse.layout import Segment
 
 
@@ -109,24 +111,48 @@ def write_scaled_(out: Tensor, rows: Tensor, factors: Tensor) -> None:
         out.copy_((rows * factors).view(-1)[: out.numel()])
 
 
-def negative_masks_(out: Tensor, x: Tensor) -> Tensor:
-    """Write -1 (all bits set) where `x` is negative and 0 elsewhere to `out`'s memory, and return it as int32.
-
-    By the sign bit, which is several times as fast on the CPU as to compare; -0 becomes 0 first.
-
-    Args:
-        out: fp32, of x's shape; overwritten by whole numbers.
-        x: fp32; left as it is.
-    """
-    return torch.add(x, 0.0, out=out).view(torch.int32).bitwise_right_shift_(31)
+def nonnegative(x: Tensor) -> Tensor:
+    """Return 1 where `x` is 0 or above, and 0 elsewhere, also for NaN; uint8."""
+    found = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    if x.device.type == "cpu":  # there several times as fast as torch
+        np.greater_equal(x.numpy(), 0, out=found.numpy())
+    else:
+        torch.ge(x, 0, out=found)
+    return found.view(torch.uint8)
 
 
-def choose_(masks: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """Overwrite masks by `upper` where they are 0 and by `lower` where they are -1, bit by bit.
+def values_of_signs(packed: Tensor, rows: Sequence[Rows], upper: Tensor, lower: Tensor) -> Tensor:
+    """Return what packed signs stand for, fp32: `upper` of the row for 1, and `lower` for 0.
 
     Args:
-        masks: int32, (rows, n), of `negative_masks_`; the memory of an fp32 tensor, which has the values afterwards.
-        upper, lower: fp32, (rows, 1).
+        packed: uint8, codes of 1 bit for all elements.
+        rows: of the segment, as `rows_of` returns them.
+        upper, lower: fp32, 1-D, a value for each row.
     """
-    upper, lower = upper.view(torch.int32), lower.view(torch.int32)
-    masks.bitwise_and_(upper ^ lower).bitwise_xor_(upper)
+    update = torch.empty(rows[-1].stop if rows else 0, dtype=torch.float32, device=packed.device)
+    # By bits, so that each value comes out as it is, NaN and infinity too.
+    bits, lower = update.view(torch.int32), lower.view(torch.int32).unsqueeze(1)
+    changed, masks = upper.view(torch.int32).unsqueeze(1) ^ lower, _masks_of_bytes(packed)
+    scratch = torch.empty(min(at_a_time(update), len(update)) + 16, dtype=torch.int32, device=packed.device)
+    for each in rows:
+        # Of one row a table has the values themselves.
+        values = masks & changed[each.first] ^ lower[each.first] if each.last - each.first == 1 else None
+        for tile in tiles(each, update):
+            out, own = tile.of(bits), slice(tile.first, tile.last)
+            first, last = tile.start // 8, -(-tile.stop // 8)
+            if values is not None and 8 * (last - first) == out.numel():  # the tile begins and ends with a byte
+                look_up_(values, packed[first:last], out)
+                continue
+            found = look_up_(masks, packed[first:last], scratch[: 8 * (last - first)])
+            found = found[tile.start - 8 * first :][: out.numel()].view(out.shape)
+            torch.bitwise_and(found, changed[own], out=out).bitwise_xor_(lower[own])
+    return update
+
+
+def _masks_of_bytes(like: Tensor) -> Tensor:
+    """Return for each byte -1 (all bits set) for the bits that are 1, and 0 for the others, int32 (256, 8)."""
+
+    def make() -> Tensor:
+        return (-(torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1)).to(torch.int32).to(like.device)
+
+    return kept(_masks_of_bytes, like, make)

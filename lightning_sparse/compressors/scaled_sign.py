@@ -32,7 +32,7 @@ class ScaledSign(TwoValues):
     whole = True
     numbers = 1
 
-    def sums(self, x: Tensor, masks: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
+    def sums(self, x: Tensor, positive: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
         return [row_sums(torch.abs(x, out=scratch), scale)]
 
     def sent(self, sums: Tensor, length: int) -> Tensor:

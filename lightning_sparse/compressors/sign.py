@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update
-from lightning_sparse.compressors.rows import choose_, negative_masks_, row_count, rows_of, tiles
+from lightning_sparse.compressors.rows import Rows, nonnegative, row_count, rows_of, values_of_signs
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.launch import uses_triton
@@ -19,7 +19,7 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class Sign(Compressor):
-    """Sends the signs of `u`, one bit each, 0 as positive; but a row of zeros has no signs.
+    """Sends the signs of `u`, one bit each, 0 as positive, NaN as negative; but a row of zeros has no signs.
 
     Bernstein et al. 2018, arXiv 1802.04434. The update is +1 or -1, and 0 in a row whose elements are all 0: in one bit
     0 has no code, and rows of an embedding that no example of this rank has used would be counted as positive. So
@@ -35,18 +35,11 @@ class Sign(Compressor):
             used = used_rows(u, rows_of(ctx.segment))
             packed, update = write_signs(u, rows_of(ctx.segment), *_values(used))
             return (pack_codes(used, 1), packed), update
-        update = torch.empty_like(u)
-        codes = torch.empty(u.numel(), dtype=torch.int8, device=u.device)
         used = torch.empty(row_count(ctx.segment), dtype=torch.uint8, device=u.device)
         for rows in rows_of(ctx.segment):
             used[rows.first : rows.last] = _used(u[rows.start : rows.stop].view(-1, rows.length))
-        upper, lower = (values.unsqueeze(1) for values in _values(used))
-        for rows in rows_of(ctx.segment):
-            for tile in tiles(rows, u):
-                masks = negative_masks_(tile.of(update), tile.of(u))
-                tile.of(codes).copy_(masks).add_(1)
-                choose_(masks, upper[tile.first : tile.last], lower[tile.first : tile.last])
-        return (pack_codes(used, 1), pack_codes(codes.view(torch.uint8), 1)), update
+        packed = pack_codes(nonnegative(u), 1)
+        return (pack_codes(used, 1), packed), signed(packed, used, ctx.segment)
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         used, packed = payload
@@ -60,13 +53,12 @@ def signed(packed: Tensor, used: Tensor, segment: Segment) -> Tensor:
     """Return +1 and -1 (fp32) for packed codes 1 and 0, one for each element, and 0 in rows whose `used` is 0."""
     if uses_triton(packed):
         return read_signs(packed, rows_of(segment), *_values(used))
-    codes = unpack_codes(packed, 1, segment.numel)
-    update = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    upper, lower = (values.unsqueeze(1) for values in _values(used))
-    for rows in rows_of(segment):
-        for tile in tiles(rows, update):
-            masks = tile.of(update).view(torch.int32).copy_(tile.of(codes)).sub_(1)
-            choose_(masks, upper[tile.first : tile.last], lower[tile.first : tile.last])
+    one = torch.ones(1, dtype=torch.float32, device=packed.device)
+    numel = segment.numel
+    update = values_of_signs(packed, [Rows(0, numel, 0, 1, numel)] if numel else [], one, -one)
+    if used.device.type != "cpu" or not bool(used.all()):
+        for rows in rows_of(segment):
+            update[rows.start : rows.stop].view(-1, rows.length).mul_(used[rows.first : rows.last].unsqueeze(1))
     return update
 
 

@@ -6,8 +6,8 @@
 Codes of 1, 2, 4 or 8 bits fill bytes: the first code of a byte is in its lowest bits. Codes of other widths are sent as
 several planes of such widths, one behind the other, the lower bits first: 5 bits are a plane of 4 and a plane of 1.
 
-On the CPU 8 codes are worked on as one 64-bit word, which is several times as fast as comparing and shifting bytes.
-With Triton each direction is one launch.
+On the CPU 8 codes are packed as one 64-bit word, and bytes are unpacked by a table, both several times as fast as
+comparing and shifting bytes. With Triton each direction is one launch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import at_a_time, kernel, launch, uses_triton
+from lightning_sparse.kernels.launch import at_a_time, kept, kernel, launch, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -80,22 +80,34 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
             launch(_unpack_codes, -(-numel // TILE), packed, codes, numel, groups, BITS=bits, TILE=TILE)
         return codes[:numel]
     most = at_a_time(packed)
-    scratch = torch.empty(2, min(most, codes.numel()) // 8, dtype=torch.int64, device=packed.device)
+    scratch = torch.empty(min(most, codes.numel()), dtype=torch.uint8, device=packed.device)
     for start in range(0, codes.numel(), most):
         place = codes[start : start + most]
         for shift, width, plane in _planes(packed, bits):
             part = plane[start * width // 8 : (start + place.numel()) * width // 8]
             if width < 8:
-                word, moved = (row[: place.numel() // 8].view(WORD[width]) for row in scratch)
-                word.copy_(part)
-                for distance, mask in _spreading(width):
-                    word.bitwise_or_(torch.bitwise_left_shift(word, distance, out=moved)).bitwise_and_(mask)
-                part = word.view(torch.uint8)
+                part = look_up_(_codes_of_bytes(width, packed), part, scratch[: place.numel()])
             if shift:
                 place.bitwise_or_(part.to(place.dtype) << shift)
             else:
                 place.copy_(part)
     return codes[:numel]
+
+
+def look_up_(table: Tensor, packed: Tensor, out: Tensor) -> Tensor:
+    """Write what a table has for each byte, one behind the other, to `out` (1-D), and return it.
+
+    Args:
+        table: (256, n).
+        packed: uint8, 1-D.
+        out: of the table's dtype, n times as long as `packed`; overwritten.
+    """
+    rows = out.view(-1, table.shape[1])
+    if packed.device.type == "cpu":  # there several times as fast as torch; "wrap" as it would check each byte else
+        np.take(table.numpy(), packed.numpy(), axis=0, out=rows.numpy(), mode="wrap")
+    else:
+        torch.index_select(table, 0, packed.int(), out=rows)
+    return out
 
 
 @kernel("count", "groups")
@@ -172,13 +184,11 @@ def _gathering(width: int) -> int:
     return sum(1 << (8 * last - (8 - width) * i) for i in range(last + 1))
 
 
-@functools.cache
-def _spreading(width: int) -> tuple[tuple[int, int], ...]:
-    """Return shifts and masks that spread the codes of a byte over a word: half as many to each place every time."""
-    steps, field = [], 4
-    while field >= width:
-        distance = 8 * field // width
-        mask = sum((1 << field) - 1 << place for place in range(0, 64 // width, distance))
-        steps.append((distance - field, mask))
-        field //= 2
-    return tuple(steps)
+def _codes_of_bytes(width: int, like: Tensor) -> Tensor:
+    """Return the codes of 1, 2 or 4 bits that each byte holds, uint8 (256, 8 / width)."""
+
+    def make() -> Tensor:
+        shifts = torch.arange(0, 8, width)
+        return (torch.arange(256).unsqueeze(1) >> shifts & (1 << width) - 1).to(torch.uint8).to(like.device)
+
+    return kept((_codes_of_bytes, width), like, make)

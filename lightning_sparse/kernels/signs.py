@@ -27,7 +27,7 @@ TILE = 1024
 
 
 def write_signs(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
-    """Return signs as packed codes, 0 as positive, and the values that they stand for, fp32.
+    """Return signs as packed codes, 0 as positive and NaN as negative, and the values that they stand for, fp32.
 
     Args:
         u: 1-D, fp32; left as it is.
@@ -81,7 +81,7 @@ def _write_signs(u, table, upper, lower, packed, update, numel, many, STEPS: tl.
     end = tl.minimum(start + TILE, numel) - 1
     row = _row_of(table, tl.minimum(index, end), start, end, many, STEPS)
     bits = x.to(tl.int32, bitcast=True)
-    positive = (bits >= 0) | (bits << 1 == 0)
+    positive = ((bits >= 0) | (bits << 1 == 0)) & (x == x)
     byte = tl.sum(positive.to(tl.int32) << lane, 1)
     place = start // 8 + tl.arange(0, TILE // 8)
     tl.store(packed + place, byte.to(tl.uint8), mask=place * 8 < numel)
