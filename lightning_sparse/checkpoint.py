@@ -195,7 +195,10 @@ def checksum(content: Any, so_far: int = 0) -> int:
         return so_far
     if isinstance(content, Tensor):
         so_far = zlib.crc32(repr((content.dtype, tuple(content.shape))).encode(), so_far)
-        return zlib.crc32(content.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, so_far)
+        flat = content.detach().cpu().reshape(-1)
+        if flat.stride(0) != 1:  # an expanded tensor, or one of one element, is not viewed as bytes
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        return zlib.crc32(flat.view(torch.uint8).numpy().data, so_far)
     return zlib.crc32(repr(content).encode(), so_far)
 
 

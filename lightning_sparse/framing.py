@@ -150,6 +150,8 @@ def _weights(count: int, start: int, device: torch.device) -> Tensor:
 def _pieces(parts: Sequence[Tensor], blank: Tensor) -> list[Tensor]:
     pieces = []
     for part in parts:
+        if part.stride(-1) != 1:  # also of one element, which torch calls contiguous, but does not view as bytes
+            part = part.clone(memory_format=torch.contiguous_format)
         pieces.append(part.contiguous().view(torch.uint8))
         if padding := -pieces[-1].shape[-1] % 8:
             pieces.append(blank[..., :padding])

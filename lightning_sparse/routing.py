@@ -36,12 +36,13 @@ class Routing:
 
     def log_dense(self, density: float | None) -> None:
         """Log once for each density, on rank 0, which segments go dense."""
-        if self._comm.rank or density is None or density in self._logged:
+        if self._comm.rank or density in self._logged or isinstance(self._method.compressor, Identity):
             return
         self._logged.add(density)
         if dense := self.dense_segments(density):
+            at = "" if density is None else f" at density {density:g}"
             log.info(
-                f"{self._method.compressor!r} at density {density:g} would send no less than dense gradients do among "
+                f"{self._method.compressor!r}{at} would send no less than dense gradients do among "
                 f"{self._comm.size} ranks: {sum(s.numel for s in dense):,} of {sum(s.numel for s in self._segments):,} "
                 f"elements go dense ({len(dense)} of {len(self._segments)} segments)."
             )

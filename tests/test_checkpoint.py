@@ -74,6 +74,11 @@ def test_sidecar_files_are_read_as_written_and_pruned(checkpoint):
     sidecars.prune(checkpoint)  # without a folder
 
 
+@pytest.mark.parametrize("x", [torch.tensor(2.0).expand(5), torch.arange(8.0).as_strided((1,), (8,))], ids=str)
+def test_the_checksum_of_a_tensor_with_strides_is_that_of_its_values(x):
+    assert sidecars.checksum(x) == sidecars.checksum(x.clone(memory_format=torch.contiguous_format))
+
+
 def test_names_are_literal_and_no_patterns(checkpoint):
     """Removing the sidecar files of `[ab]*?.ckpt` leaves those of checkpoints that match it as a pattern."""
     place = checkpoint.rpartition("/")[0]

@@ -87,6 +87,18 @@ def test_dense_above_the_methods_own_point(name, size, density, dense, caplog):
         assert "1,000 of 1,000 elements go dense (1 of 1 segments)" in said[0]
 
 
+@pytest.mark.parametrize(("name", "said"), [("qsgd", 1), ("dense", 0), ("median", 0)])
+def test_a_method_without_a_density_says_where_it_goes_dense(name, said, caplog):
+    def rank(comm: Comm) -> None:
+        Reducer(method(name), comm).reduce_({"w": torch.ones(40_000)})
+
+    with caplog.at_level(logging.INFO):
+        simulate(13, rank)
+    found = [record.message for record in caplog.records]
+    assert len(found) == said
+    assert all("would send no less than dense gradients do among 13 ranks: 40,000 of 40,000" in text for text in found)
+
+
 def test_what_was_kept_is_sent_when_a_warm_up_ends_dense():
     def rank(comm: Comm) -> tuple[float, float]:
         reducer = Reducer(method("topk", density=0.01), comm, warmup=[0.01, 1.0], granularity="model")

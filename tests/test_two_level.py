@@ -1,9 +1,11 @@
 """TwoLevel: nothing is lost, every rank has the same, and only parts of a segment leave a host."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, simulate
+from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.aggregators import AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, TwoPass
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
@@ -229,3 +231,18 @@ def test_sums_of_a_node_that_overflow_are_no_error(ranks_per_node):
         return float(grads["w"].max())
 
     assert simulate(2 * ranks_per_node, rank) == pytest.approx([3e38] * 2 * ranks_per_node)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["median", "trimmed_mean"])
+def test_order_statistics_of_segments_with_fewer_elements_than_ranks(name, numel):
+    def rank(comm):
+        whole = method(name)
+        grads = {"b": torch.arange(1.0, numel + 1) + comm.rank}
+        reducer = Reducer(dataclasses.replace(whole, aggregator=TwoLevel(whole.aggregator, 2)), comm)
+        reducer.reduce_(grads)
+        return grads["b"]
+
+    # The means of two nodes' two ranks: 0.5 and 2.5 above the first rank's.
+    for found in simulate(4, rank):
+        assert torch.equal(found, torch.arange(1.0, numel + 1) + 1.5)

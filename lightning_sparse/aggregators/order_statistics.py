@@ -92,8 +92,8 @@ class TrimmedMean(OrderStatistic):
 
 
 def share_of(share: float, size: int) -> int:
-    """Return ⌊share · size⌋ of the decimal number that the user wrote: as a binary one 0.29 · 100 is below 29."""
-    return int(Fraction(str(share)) * size)
+    """Return ⌊share · size⌋ of the number that the user wrote, be it 0.29 or 1/3: a binary one is up to 2⁻⁵³ less."""
+    return int(Fraction(share) * size * (1 + Fraction(1, 1 << 52)))
 
 
 def mean_of_middle(values: Tensor, dropped: int) -> Tensor:

@@ -106,9 +106,13 @@ class Peers:
             )
         if absent:
             return (
-                f"Still running, but not taking part: {rank_list(absent)}. It hangs, or needs longer than the timeout."
+                f"Still running, but not taking part: {rank_list(absent)}. It hangs, or needs longer than the timeout; "
+                f"or ranks have different numbers of batches, or save checkpoints at different steps."
             )
-        return "All ranks have come to this error: look for an interruption of the network."
+        return (
+            "All ranks have come to this error: look for an interruption of the network, or for ranks that wait for "
+            "each other in different places, such as one that resumes and one that does not."
+        )
 
     def respond(self) -> None:
         """Respond if a failed rank polls its peers."""

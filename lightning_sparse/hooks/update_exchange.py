@@ -43,6 +43,7 @@ class UpdateExchange:
         every: number of steps of an optimizer before each exchange; None keeps the method's own.
         broadcast_buffers: whether buffers become rank 0's, now and after each exchange, as DistributedDataParallel
             does it.
+        forward_sync_buffers: unless None, buffers become rank 0's now, and this says whether after each exchange too.
         group: the process group whose ranks take part; None is the default one.
         timeout: time to wait for other ranks; None takes the group's.
         options: of the `Reducer`.
@@ -62,6 +63,7 @@ class UpdateExchange:
         *,
         every: int | None = None,
         broadcast_buffers: bool = True,
+        forward_sync_buffers: bool | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         **options: Any,
@@ -71,9 +73,10 @@ class UpdateExchange:
         method = replace(method, update_rule=rule)
         self.optimizers, self._every = optimizers, rule.every
         self._steps = [0] * len(optimizers)
+        equal_at_start = broadcast_buffers or forward_sync_buffers is not None
         # Looked up each time: a module may put another tensor in a buffer's place.
-        self._model = weakref.ref(model) if broadcast_buffers else lambda: None
-
+        synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self._model = weakref.ref(model) if synced else lambda: None
         self._device = next(model.parameters()).device
 
         def parameters() -> Mapping[str, Tensor]:
@@ -87,13 +90,13 @@ class UpdateExchange:
             device=self._device,
             timeout=timeout,
             apart=lambda: exchanged_parameters(model, optimizers)[2],
-            settings=lambda: others_settings(model, optimizers, model.named_buffers() if broadcast_buffers else ()),
+            settings=lambda: others_settings(model, optimizers, model.named_buffers() if equal_at_start else ()),
             exchanged="update",
             **options,
         )
         self.reducer, self.comm = self._session.reducer, self._session.comm
         self._all = [param.detach() for param in model.parameters()]
-        self._all += model.buffers() if broadcast_buffers else []
+        self._all += model.buffers() if equal_at_start else []
         try:
             self._become_rank_0s(self._all)
             self._updates = Updates(self.reducer, model, optimizers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -33,6 +34,7 @@ class UpdateOrGradientExchange(GradientExchange):
                 f"instead, which clips each rank's own gradient after it was unscaled."
             )
         assert isinstance(self.model, torch.nn.Module)
+        ddp = ddp_options(self)
         options = {key: value for key, value in self._options.items() if key not in ("on_nonfinite", "clip_norm")}
         self._exchange = UpdateExchange(
             self.model,
@@ -40,9 +42,10 @@ class UpdateOrGradientExchange(GradientExchange):
             self._update_method,
             every=self._every,
             # None, torch's own default, is True; from a configuration file all defaults come by name.
-            broadcast_buffers=ddp_options(self).get("broadcast_buffers") is not False,
+            broadcast_buffers=ddp.get("broadcast_buffers") is not False,
+            forward_sync_buffers=ddp.get("forward_sync_buffers"),
             timeout=self._timeout,
-            bucket_cap_mb=ddp_options(self)["bucket_cap_mb"],
+            bucket_cap_mb=ddp["bucket_cap_mb"],
             **options,
         )
 
@@ -129,19 +132,40 @@ class UpdateOrGradientExchange(GradientExchange):
 
         def checked() -> Any:
             result = closure()
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            grads = [param.grad for param in params if param.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
-            # The norm of large finite numbers may be out of range.
-            if skips and not norm.isfinite() and not all(grad.isfinite().all() for grad in grads):
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            grads = [_values(param) for param in params if param.grad is not None]
+            norm = _total_norm(grads)
+            if skips and not math.isfinite(norm) and not all(grad.isfinite().all() for grad in grads):
                 # This rank sends what is in its residual, and the others go on.
                 log.warning(f"A gradient is not finite on rank {self.global_rank}: its optimizer leaves the step out.")
                 optimizer.zero_grad()
-            elif clip_norm is not None and norm > clip_norm:
+            elif clip_norm is not None and clip_norm < norm < math.inf:
                 torch._foreach_mul_(grads, clip_norm / norm)
             return result
 
         return checked
+
+
+def _values(param: torch.nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient; of a sparse one, such as an embedding's, the values, one for each place."""
+    assert param.grad is not None
+    if not param.grad.is_sparse:
+        return param.grad
+    param.grad = param.grad.coalesce()
+    return param.grad.values()
+
+
+def _total_norm(grads: list[torch.Tensor]) -> float:
+    """Return the 2-norm of all gradients together, in fp32 at least, and in fp64 where that is out of range."""
+    halves, others = [[grad for grad in grads if (grad.dtype.itemsize == 2) is half] for half in (True, False)]
+    norms = [*torch._foreach_norm(halves, 2, torch.float32)] if halves else []
+    norms += torch._foreach_norm(others, 2) if others else []
+    norm = math.hypot(*torch.stack([norm.double() for norm in norms]).tolist()) if norms else 0.0
+    if math.isfinite(norm):
+        return norm
+    return math.hypot(
+        *(float(torch.linalg.vector_norm(grad.to(torch.promote_types(grad.dtype, torch.double)))) for grad in grads)
+    )
 
 
 def _averages(callback: Any, **when: int) -> bool:

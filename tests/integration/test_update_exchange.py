@@ -183,6 +183,64 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
+def test_buffers_stay_each_ranks_own_where_that_is_asked_for(option):
+    first, second = lightning_ranks(2, partial(fit, max_epochs=1), AdamNet, {option: False})
+    assert first["exchanged"] == "update"
+    assert torch.equal(first["weights"], second["weights"])
+    assert len(first["buffers"])
+    assert not torch.equal(first["buffers"], second["buffers"])
+
+
+class Wide(pl.LightningModule):
+    """Each of its 180,000 gradients is 8 times a factor, on all ranks."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.factor = torch.nn.Linear(8, 20_000), factor
+
+    def training_step(self, batch, index):
+        return (self.layer(torch.ones(8, 8, dtype=self.layer.weight.dtype)) * self.factor).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=100.0)
+
+    @property
+    def weights(self):
+        return torch.nn.utils.parameters_to_vector(self.parameters()).detach().float()
+
+
+# Squares summed in fp16, or in fp32, are out of range. In fp16 a step of 100 / √180000 = 0.236 is rounded twice
+# by 2⁻¹¹ of itself, and weights below 1 by 2⁻¹², 0.1 % of the step, up to four times.
+@pytest.mark.parametrize(("precision", "factor", "rel"), [("16-true", 60.0, 0.006), ("32-true", 1e24, 1e-5)])
+def test_a_norm_out_of_range_clips_to_what_was_asked_for(precision, factor, rel):
+    def rank(rank):
+        model = Wide(factor)
+        before = (model.half() if precision == "16-true" else model).weights
+        strategy = SparseDDPStrategy("dense", exchange="update", clip_norm=1.0)
+        trainer(strategy, 2, precision=precision, max_steps=1).fit(model, Loader(rank, 2))
+        return float((model.weights - before).double().norm())
+
+    assert lightning_ranks(2, rank) == pytest.approx([100.0] * 2, rel=rel)
+
+
+class Embedded(Net):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__(torch.optim.SGD, lr=0.1)
+        self.embedding.sparse = sparse
+
+
+@pytest.mark.parametrize("option", [{"clip_norm": 0.1}, {"on_nonfinite": "skip"}], ids=str)
+def test_sparse_gradients_of_torch_are_checked_like_others(option):
+    run = partial(fit, max_epochs=1)
+    found, expected = (
+        lightning_ranks(2, run, partial(Embedded, sparse=sparse), {"exchange": "update", **option})[0]
+        for sparse in (True, False)
+    )
+    assert torch.allclose(found["weights"], expected["weights"], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     "form", tiers(FORMS, ["accumulation", "16-mixed", "gan", "every third step", "defaults of a file"])
 )
