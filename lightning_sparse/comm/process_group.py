@@ -15,12 +15,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_sparse import _compat
 from lightning_sparse._compat import all_gather_single, backend_name
 from lightning_sparse.comm.base import POLL, Comm, Op, RankFailure
-from lightning_sparse.comm.peers import Peers, first_line, lost_store
+from lightning_sparse.comm.peers import Peers, first_line, lost_store, silent_store
 from lightning_sparse.comm.store import in_thread
 
 T = TypeVar("T")
 CONNECT_SECONDS = 20.0
-"""Seconds to wait for a connection to the store, which is there unless its host has ended."""
+"""Seconds to wait for the store and for a connection to it, which is there unless its host has ended or is frozen."""
 _NEVER_SENT = 0x6C737061
 """Tag of the receive operations by which `has_ended` tests a connection."""
 
@@ -182,18 +182,21 @@ def default_store() -> Store:
     """Return the default process group's store, over a connection of its own: no client waits while another does.
 
     Raises:
-        RankFailure: the process that hosts the store has ended.
+        RankFailure: the process that hosts the store has ended, or does not answer within `CONNECT_SECONDS`.
     """
     store = _compat.default_store()
     deadline = time.monotonic() + CONNECT_SECONDS
 
     def give_up() -> None:
         world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        if (dist.get_rank() != 0 and has_ended(world, 0)) or time.monotonic() > deadline:
+        if dist.get_rank() != 0 and has_ended(world, 0):
             raise dist.DistNetworkError("cannot connect")
+        if time.monotonic() > deadline:
+            raise RankFailure(silent_store(dist.get_rank()))
 
     try:
-        store.check([""])  # fails at once if the host has ended, whereas a clone tries to connect until the timeout
+        # Fails at once if the host has ended, whereas a clone tries to connect until the timeout.
+        call_in_thread(lambda: store.check([""]), give_up)
         return call_in_thread(store.clone, give_up)  # type: ignore[no-any-return]
     except dist.DistError as error:
         raise RankFailure(lost_store(dist.get_rank(), error)) from error

@@ -36,6 +36,8 @@ from lightning_sparse.reducer import Reducer, error_message
 log = logging.getLogger(__name__)
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
 """Matches torch's errors for a broken collective of its own or of Lightning's, which have no class."""
+_WITHOUT_STORE = dist.DistError, StoreSilent, RankFailure
+"""Errors of calls to the store whose host has ended or is frozen."""
 
 
 @contextlib.contextmanager
@@ -48,7 +50,7 @@ def told_to_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except BaseException as error:
         if dist.is_initialized():
-            with contextlib.suppress(dist.DistError, StoreSilent):  # without the store's host they end anyway
+            with contextlib.suppress(*_WITHOUT_STORE):  # they end anyway
                 _handshake(ProcessGroupComm(group), timedelta(0)).refuse(error)
         raise
 
@@ -58,8 +60,8 @@ def tell_or_ask(error: BaseException) -> None:
 
     If it says that a connection broke, put what another rank has told before its text instead.
     """
-    handshake = _handshake(ProcessGroupComm(None), timedelta(0))
-    with contextlib.suppress(dist.DistError, StoreSilent):
+    with contextlib.suppress(*_WITHOUT_STORE):
+        handshake = _handshake(ProcessGroupComm(None), timedelta(0))
         if not _is_broken(error):
             handshake.refuse(error)
         elif reason := handshake.refusal():
