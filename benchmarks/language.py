@@ -52,6 +52,7 @@ class Part(NamedTuple):
     workers: int = 2
     density: float = 0.01
     width: int = 128
+    until: int = 0  # the step at which it ends, if not after all
 
 
 PARTS = {
@@ -64,6 +65,9 @@ PARTS = {
     "alone": Part(1000, 50, workers=1),
     "large": Part(3000, 150, width=256),  # 3.3 M parameters
 }
+# Steps to a loss are interpolated; a loss that falls as fast as in the beginning is above its chords.
+EARLY = {part: f"{part}, early" for part in ("final", "four", "eight", "thin", "alone")}
+PARTS |= {early: PARTS[part]._replace(every=10, until=200) for part, early in EARLY.items()}
 GRID = [0.001, 0.002, 0.005, 0.01]
 TRIED = [
     ("tune", "adamw", ["ddp"], [0.0005, *GRID]),
@@ -102,7 +106,7 @@ REPEATED = {
     ("thin", "adamw", "topk updates"): 0.002,
     ("alone", "adamw", "ddp"): 0.002,
 }
-MORE_SEEDS = [1, 2]  # with which these are repeated, at these rates
+MORE_SEEDS = [1, 2]  # with which these are repeated, at these rates; with all seeds their beginnings are, as `EARLY`
 TARGET = 2.6  # nats per byte: the lowest tenth that every contestant reaches, at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # of the links, where step times are measured
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
@@ -141,7 +145,8 @@ def work(job: Row) -> None:
         return
     trained = trainee(runs[0], data)
     density = (trained.wrapped.reducer and trained.wrapped.reducer.density) or 1.0
-    for point in trained.curve(trained.steps, PARTS[runs[0].part].every):
+    part = PARTS[runs[0].part]
+    for point in trained.curve(part.until or part.steps, part.every):
         write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"])), "density": density})
     check_weights(trained.model)
 
@@ -177,7 +182,8 @@ def missing_runs(path: Path) -> list[Run]:
         for part, optimizer, methods, rates in TRIED
         for name, lr in itertools.product(methods, rates)
     ]
-    runs += [Run(*what, lr, seed) for seed in MORE_SEEDS for what, lr in REPEATED.items()]
+    repeated = [Run(*what, lr, seed) for seed in [0, *MORE_SEEDS] for what, lr in REPEATED.items()]
+    runs += [run for run in repeated if run.seed] + [run._replace(part=EARLY[run.part]) for run in repeated]
     return results.missing(results.load(path), runs)
 
 

@@ -115,6 +115,11 @@ def register_first(optimizer: Optimizer, hook: Callable[..., Any]) -> RemovableH
     return handle
 
 
+def gradient_hooks(param: Tensor) -> list[Callable[..., Any]]:
+    """Return what is called when a parameter's gradient has been accumulated. Private in torch 2.8 to 2.15."""
+    return list((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether an optimizer calls hooks; one that only looks like an optimizer has none."""
     return hasattr(optimizer, "_optimizer_step_post_hooks")

@@ -82,6 +82,7 @@ OPTIONS = {
     "steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
     "processes": Option(Integral, lambda x: x >= 1, "must be a whole number of processes, 1 or more."),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
+    "overlap": Option(bool, lambda x: True, "must be True or False."),
 }
 
 

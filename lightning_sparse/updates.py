@@ -14,7 +14,7 @@ gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +42,9 @@ class Updates:
         model: the model; its weights are equal on all ranks.
         optimizers: its optimizers.
 
+    Attributes:
+        parameters: those that are exchanged, by name, in registration order.
+
     Raises:
         ValueError: a parameter belongs to two optimizers, or is not the model's; or see `Reducer.setup`.
     """
@@ -49,11 +52,11 @@ class Updates:
     def __init__(self, reducer: Reducer, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._reducer, self._rule = reducer, reducer.method.update_rule or UpdateRule()
         self._model, self._optimizers = weakref.ref(model), optimizers
-        self._params, self._optimizer_of, numbers = exchanged_parameters(model, optimizers)
-        self._ids = {id(param) for param in self._params.values()}
+        self.parameters, self._optimizer_of, numbers = exchanged_parameters(model, optimizers)
+        self._ids = {id(param) for param in self.parameters.values()}
         if reducer.layout is None:
-            reducer.setup(self._params, numbers)
-        self._weights = {name: param.detach().clone() for name, param in self._params.items()}
+            reducer.setup(self.parameters, numbers)
+        self._weights = {name: param.detach().clone() for name, param in self.parameters.items()}
         self._steps_before: dict[str, Any] = {}
         self._begun: set[Optimizer] = set()
         self._frozen: set[str] = set()
@@ -70,12 +73,12 @@ class Updates:
         self.adopt()
         self._begun.add(optimizer)
         names = self._names_of(optimizer)
-        steps = steps_of([optimizer.state.get(self._params[name], {}) for name in names])
+        steps = steps_of([optimizer.state.get(self.parameters[name], {}) for name in names])
         self._steps_before.update(zip(names, steps, strict=True))
         self._frozen.difference_update(names)
-        self._frozen.update(name for name in names if not self._params[name].requires_grad)
+        self._frozen.update(name for name in names if not self.parameters[name].requires_grad)
         if names:
-            params = [self._params[name].detach() for name in names]
+            params = [self.parameters[name].detach() for name in names]
             weights = [self._weights[name] for name in names]
             if unless is None:
                 torch._foreach_copy_(weights, params)
@@ -86,7 +89,7 @@ class Updates:
     @torch.no_grad()
     def changed(self, optimizer: Optimizer) -> Tensor | None:
         """Return a flag on the device: whether an optimizer's weights have changed since `begin`; None without any."""
-        different = [(self._weights[name] != self._params[name]).any() for name in self._names_of(optimizer)]
+        different = [(self._weights[name] != self.parameters[name]).any() for name in self._names_of(optimizer)]
         return torch.stack(different).any() if different else None
 
     def _names_of(self, optimizer: Optimizer) -> list[str]:
@@ -98,19 +101,19 @@ class Updates:
         present = {id(param) for group in self._groups for param in group["params"] if not _rests(param)}
         if model is None or present == self._ids:
             return
-        if lost := [name for name, param in self._params.items() if id(param) not in present]:
+        if lost := [name for name, param in self.parameters.items() if id(param) not in present]:
             raise ValueError(
                 f"{type(self._optimizer_of[lost[0]]).__name__} no longer steps {listed([*map(repr, lost)])}, which it "
                 f"stepped when exchanging began. Make a new optimizer of the model's parameters and exchange its "
                 f"updates, by attach_updates or by a new fit; or freeze them by requires_grad_(False)."
             )
-        self._params, self._optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
-        self._ids = {id(param) for param in self._params.values()}
-        new = {name: param.detach() for name, param in self._params.items() if name not in self._weights}
+        self.parameters, self._optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
+        self._ids = {id(param) for param in self.parameters.values()}
+        new = {name: param.detach() for name, param in self.parameters.items() if name not in self._weights}
         state = self._reducer.state_dict()
         for kept in state["elements"].values():
             kept.update({name: torch.zeros(param.shape) for name, param in new.items()})
-        self._reducer.setup(self._params, numbers)
+        self._reducer.setup(self.parameters, numbers)
         self._reducer.load_state_dict(state)
         self._new += new
         self._weights.update({name: param.clone() for name, param in new.items()})
@@ -143,10 +146,14 @@ class Updates:
         return f"{text}."
 
     @torch.no_grad()
-    def exchange(self, optimizer: Optimizer) -> None:
+    def exchange(self, optimizer: Optimizer, ready: Callable[[Segment], None] = lambda _: None) -> None:
         """Exchange what an optimizer has changed since `begin`. Then its weights are equal on all ranks.
 
         If it fails, they are again those before the step.
+
+        Args:
+            optimizer: whose changes.
+            ready: called with each segment, in the layout's order; returns when its parameters have been stepped.
 
         Raises:
             NonFiniteGradient: an update is not finite on some rank.
@@ -161,22 +168,23 @@ class Updates:
         segments = [x for x in self._reducer.layout.segments if self._optimizer_of[x.names[0]] is optimizer]
         try:
             for segment in segments:
+                ready(segment)
                 self._exchange_segment(segment, optimizer, group_of)
             # A layer that was made during training may have started from other numbers on each rank. After the first
             # exchange: that is where ranks whose parameters differ are told so.
             new = [name for name in self._new if self._optimizer_of[name] is optimizer]
             if new:
-                tensors = [self._params[name].detach() for name in new]
+                tensors = [self.parameters[name].detach() for name in new]
                 broadcast(self._reducer.comm, tensors, tensors[0].device)
             self._new = [name for name in self._new if name not in new]
         except BaseException:  # some weights are updates, some are those of this rank, and some of all
             for name in (name for segment in segments for name in segment.names):
-                self._params[name].detach().copy_(self._weights[name])
+                self.parameters[name].detach().copy_(self._weights[name])
             raise
         self._reducer.finish_step()
 
     def _exchange_segment(self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]) -> None:
-        stepped = [self._params[name].detach() for name in segment.names]
+        stepped = [self.parameters[name].detach() for name in segment.names]
         weights = [self._weights[name] for name in segment.names]
         reducer = self._reducer
         residual = reducer.states[segment.index].get("residual")
@@ -186,7 +194,7 @@ class Updates:
             alone and reducer.method.compressor.is_exact(reducer.density) and (residual is None or not residual.any())
         )
         rescales, empties = self._rescales(optimizer), self._empties_momentum(optimizer, reducer.density)
-        frozen = {name for name in self._frozen.intersection(segment.names) if not self._params[name].requires_grad}
+        frozen = {name for name in self._frozen.intersection(segment.names) if not self.parameters[name].requires_grad}
         moments = self._moments(segment, optimizer, group_of, frozen) if rescales or empties else None
         rescaling = None
         if moments and rescales:
@@ -218,7 +226,7 @@ class Updates:
     def _moments(
         self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any], frozen: Collection[str]
     ) -> SegmentMoments:
-        params = [self._params[name] for name in segment.names]
+        params = [self.parameters[name] for name in segment.names]
         groups = [group_of[id(param)] for param in params]
         # The momentum of a frozen parameter is neither paid out nor emptied.
         states = [

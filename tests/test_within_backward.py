@@ -1,15 +1,19 @@
 """Segments stepped within backward: what an exchange after backward makes, bit for bit."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.within_backward import StepsWithinBackward
 from lightning_sparse import Reducer, method, simulate
+from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.updates import Updates
 from tests.support.update_training import ADAMW
+
+STEPS = 6
 
 
 class Net(nn.Module):
@@ -18,47 +22,252 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.reentrant = self.detached = False
 
     def forward(self, x):
+        early = nn.functional.linear(torch.tanh(self.layers[2](x)), self.layers[5].weight.detach())
         for index in (1, 0, 2, 1, 4, 5):
-            x = torch.tanh(self.layers[index](x))
-        return x
+            layer = self.layers[index]
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x))
+        return x + early if self.detached else x
 
 
-def train(comm, start, within):
-    net, random = copy.deepcopy(start), torch.Generator().manual_seed(comm.rank)
-    decayed = [param for param in net.parameters() if param.dim() > 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [p for p in net.parameters() if p.dim() == 1]}]
-    optimizer = ADAMW(groups, 0.01)
-    reducer = Reducer(method("topk", density=0.01), comm, bucket_cap_mb=0.008, exchanged="update")
-    steps = StepsWithinBackward(reducer, net, optimizer) if within else None
-    updates = None if within else Updates(reducer, net, [optimizer])
-    assert len(reducer.layout.segments) == 3
-    for step in range(6):
-        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)  # as a schedule does
-        optimizer.zero_grad()
-        net(torch.randn(8, 32, generator=random)).square().mean().backward()
-        steps_of_last = optimizer.state[net.layers[5].weight].get("step", 0)
-        assert steps_of_last == step + within  # within backward: stepped before it has ended
-        if within:
-            steps.finish()
-        else:
-            updates.begin(optimizer)
-            optimizer.step()
-            updates.exchange(optimizer)
-    assert reducer.step == 6
-    state = optimizer.state_dict()["state"]
-    moments = {f"{number} {key}": x for number, kept in state.items() for key, x in kept.items()}
-    return {**net.state_dict(), **reducer.state_dict()["elements"]["residual"], **moments}, comm.sent_bytes
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_weights_residuals_and_moments_are_the_same_to_the_last_bit(size, monkeypatch):
+@pytest.fixture(autouse=True)
+def _sparse(monkeypatch):
     monkeypatch.setattr("lightning_sparse.routing.Routing._pays", lambda *_: True)  # few elements would go dense
-    start = Net()
-    after = simulate(size, lambda comm: train(comm, start, within=False))
-    within = simulate(size, lambda comm: train(comm, start, within=True))
-    for (found, sent), (expected, as_many) in zip(within, after, strict=True):
+
+
+class Training:
+    """A rank's training; `begun` says of each step whether segments were stepped before backward had ended."""
+
+    def __init__(self, comm, start, within, accumulate=1):
+        self.net, self.random = copy.deepcopy(start), torch.Generator().manual_seed(comm.rank)
+        self.comm, self.accumulate, self.begun, self.gradients = comm, accumulate, [], []
+        decayed = [param for param in self.net.parameters() if param.dim() > 1]
+        rest = [param for param in self.net.parameters() if param.dim() == 1]
+        self.optimizer = ADAMW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], 0.01)
+        self.reducer = Reducer(method("topk", density=0.01), comm, bucket_cap_mb=0.008, exchanged="update")
+        self.updates = Updates(self.reducer, self.net, [self.optimizer])
+        self.errors = []
+        failed = self.errors.append
+        begin = self.updates.begin
+        parts = self.updates, self.reducer, self.optimizer
+        self.within = WithinBackward(*parts, begin=begin, failed=failed) if within else None
+        assert len(self.reducer.layout.segments) == 3
+
+    def backward(self):
+        x = torch.randn(8, 32, generator=self.random, requires_grad=True)
+        self.net(x).square().mean().backward()
+
+    def step(self):
+        self.optimizer.param_groups[0]["lr"] = 0.01 / (1 + len(self.begun))  # as a schedule does
+        self.optimizer.zero_grad()
+        for _ in range(self.accumulate - 1):
+            self.backward()
+        (self.within.watched(self.backward) if self.within else self.backward)()
+        self.begun.append(self.within is not None and self.within.begun)
+        if self.begun[-1]:
+            self.optimizer.step()  # does nothing
+            self.within.finish()
+        else:
+            self.updates.begin(self.optimizer)
+            self.optimizer.step()
+            self.updates.exchange(self.optimizer)
+        self.gradients += [param.grad for param in self.net.parameters() if param.grad is not None]
+
+    def found(self):
+        """Everything that training has made."""
+        if self.within:
+            assert self.within.close()
+        state = self.optimizer.state_dict()["state"]
+        moments = {f"{number} {key}": x for number, kept in state.items() for key, x in kept.items()}
+        gradients = {f"gradient {number}": x for number, x in enumerate(self.gradients)}
+        residual = self.reducer.state_dict()["elements"]["residual"]
+        return {**self.net.state_dict(), **residual, **moments, **gradients}, self.comm.sent_bytes
+
+
+def both(size, start, change=lambda *_: None, **options):
+    """Train after backward and within it; return when segments were stepped within, by rank.
+
+    `change` is called with a training and the step before each.
+    """
+
+    def train(within, comm):
+        training = Training(comm, start, within, **options)
+        for step in range(STEPS):
+            change(training, step)
+            training.step()
+        assert training.reducer.step == STEPS
+        return training.found(), training.begun
+
+    after, during = (simulate(size, partial(train, within)) for within in (False, True))
+    for ((found, sent), _), ((expected, as_many), begun) in zip(during, after, strict=True):
         assert sent == as_many > 0
+        assert not any(begun)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+    return [begun for _, begun in during]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_residuals_and_moments_are_the_same_to_the_last_bit(size, accumulate):
+    assert both(size, Net(), accumulate=accumulate) == [[False, *[True] * (STEPS - 1)]] * size
+
+
+def test_a_segment_is_stepped_before_backward_has_ended():
+    def rank(comm):
+        training = Training(comm, Net(), within=True)
+        training.step()
+        seen = []
+        # Of the first layer that the forward pass uses, so its gradient is the last.
+        training.net.layers[1].weight.register_hook(
+            lambda _: seen.append(training.optimizer.state[training.net.layers[5].weight]["step"].item())
+        )
+        training.step()
+        return seen[-1]
+
+    assert simulate(2, rank) == [2, 2]
+
+
+def test_parameters_may_be_frozen():
+    def change(training, step):
+        for layer in (0, 5):  # one of a segment, and all of another one
+            training.net.layers[layer].requires_grad_(step < 2)
+
+    assert both(2, Net(), change) == [[False, True, False, True, True, True]] * 2
+
+
+def halve(param):
+    param.grad.mul_(0.5)
+
+
+def test_ranks_decide_for_themselves():
+    def change(training, step):
+        if step == 2 and training.comm.rank == 1:
+            training.net.layers[0].weight.register_post_accumulate_grad_hook(halve)
+
+    assert both(2, Net(), change) == [[False, *[True] * 5], [False, True, *[False] * 4]]
+
+
+def test_a_gradient_that_comes_in_parts_waits_for_the_end_of_backward():
+    start = Net()
+    start.reentrant = True  # layer 1 is used twice
+    assert both(2, start) == [[False] * STEPS] * 2
+
+
+def test_a_gradient_that_comes_in_parts_later_on_is_an_error():
+    def rank(comm):
+        training = Training(comm, Net(), within=True)
+        training.step()
+        training.net.reentrant = True
+        with pytest.raises(RuntimeError, match=r"The gradient of 'layers.1.bias' came in two parts.*use_reentrant=F"):
+            training.step()
+        assert training.within.close()
+        return [str(error)[:39] for error in training.errors]
+
+    assert simulate(2, rank) == [["The gradient of 'layers.1.bias' came in"]] * 2
+
+
+def test_a_weight_that_is_needed_again_is_an_error_with_a_remedy():
+    def rank(comm):
+        training = Training(comm, Net(), within=True)
+        training.step()
+        training.net.detached = True
+        with pytest.raises(RuntimeError, match=r"(?s)A weight was needed .* overlap=False .*inplace operation"):
+            training.step()
+        assert training.within.close()
+
+    simulate(2, rank)
+
+
+def test_a_segment_with_a_frozen_weight_waits_as_backward_may_need_it():
+    def rank(comm):
+        training = Training(comm, Net(), within=True)
+        training.net.layers[5].weight.requires_grad_(False)
+        training.step()
+        seen = []
+        training.net.layers[1].weight.register_hook(
+            lambda _: seen.append(training.optimizer.state[training.net.layers[5].bias]["step"].item())
+        )
+        training.step()
+        return seen[-1], training.begun[-1]
+
+    assert simulate(2, rank) == [(1, True)] * 2
+
+
+def test_an_error_in_backward_ends_the_thread_and_is_told():
+    def fail(_):
+        raise ArithmeticError("no gradient")
+
+    def rank(comm):
+        training = Training(comm, Net(), within=True)
+        training.step()
+        training.net.layers[1].weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            training.step()
+        assert training.within.close()
+        return [type(error) for error in training.errors]
+
+    assert simulate(2, rank) == [[ArithmeticError]] * 2
+
+
+def test_an_error_before_any_gradient_harms_nothing():
+    def change(training, step):
+        if step == 3 and training.within:
+            with pytest.raises(ZeroDivisionError):
+                training.within.watched(lambda: 1 / 0)()
+
+    assert both(2, Net(), change)[0] == [False, *[True] * (STEPS - 1)]
+
+
+def test_on_cuda_streams_wait_for_each_other(monkeypatch):
+    """Seen without a GPU, by stand-ins that keep a log."""
+    log = []
+
+    class Event:
+        def __init__(self, number):
+            self.number = number
+
+        def wait(self):
+            log.append(f"wait for step {self.number}")
+
+    class Stream:
+        def __init__(self, name):
+            self.name, self.device, self.events = name, "cuda:0", 0
+
+        def record_event(self):
+            self.events += 1
+            return Event(self.events)
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    callers, ours = Stream("caller"), Stream("ours")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: callers)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: log.append(f"use {device}"))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(f"launch on {stream.name}"))
+    exchange_segment = Updates._exchange_segment
+
+    def logged(updates, segment, *rest):
+        log.append(f"exchange segment {segment.index}")
+        exchange_segment(updates, segment, *rest)
+
+    monkeypatch.setattr(Updates, "_exchange_segment", logged)
+
+    def rank(comm):
+        training = Training(comm, Net(), within=True)
+        training.within._stream = ours
+        training.step()
+        log.clear()
+        training.step()
+
+    simulate(1, rank)
+    # The second segment has the layer that is not used: it is stepped last, and exchanged in its turn.
+    assert log == [
+        *("use cuda:0", "launch on ours"),
+        *("wait for step 1", "exchange segment 0"),
+        *("wait for step 3", "exchange segment 1"),
+        *("wait for step 2", "exchange segment 2"),
+        "caller waits for ours",
+    ]

@@ -4,6 +4,7 @@
 process group.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,9 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from benchmarks.harness.within_backward import StepsWithinBackward
 from lightning_sparse import Method, ProcessGroupComm, Reducer, UpdateRule, attach, attach_updates, method
 from lightning_sparse.aggregators import TwoLevel, TwoPass
+from lightning_sparse.hooks.within_backward import WithinBackward
+from lightning_sparse.updates import Updates
 
 RANK = 4  # rank of the factors that PowerSGD sends
 AS_OURS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
@@ -146,7 +148,23 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
 
 def _within_backward(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     reducer = Reducer(method("topk", density=options.density), ProcessGroupComm(), exchanged="update")
-    optimizer.step = StepsWithinBackward(reducer, model, optimizer).finish  # type: ignore[method-assign]
+    updates, step_all = Updates(reducer, model, [optimizer]), optimizer.step
+    within = WithinBackward(updates, reducer, optimizer, begin=updates.begin)
+
+    def step() -> None:
+        within.end()
+        started = time.perf_counter()
+        if within.begun:
+            within.finish()
+        else:
+            updates.begin(optimizer)
+            step_all()
+            updates.exchange(optimizer)
+        reducer.seconds["exposed"] += time.perf_counter() - started
+        within.watch()
+
+    within.watch()
+    optimizer.step = step  # type: ignore[assignment,method-assign]
     return Wrapped(model, reducer=reducer)
 
 

@@ -295,13 +295,19 @@ class CommThread:
 def exchanges_after_backward(ddp: DistributedDataParallel) -> bool:
     """Return whether backward has collectives beside the thread's, or may have, so that the thread has to wait.
 
-    DDP agrees on unused parameters by one, SyncBatchNorm on sums of gradients; and a user who sets
-    NCCL_LAUNCH_ORDER_IMPLICIT=1 asks for collectives in one order from one thread.
+    DDP agrees on unused parameters by one.
     """
-    return (
-        (ddp.find_unused_parameters and not ddp.static_graph)
-        or any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules())
-        or os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
+    return (ddp.find_unused_parameters and not ddp.static_graph) or has_collectives(ddp.module)
+
+
+def has_collectives(model: torch.nn.Module) -> bool:
+    """Return whether a model's backward has collectives of its own, or may have.
+
+    SyncBatchNorm agrees on sums of gradients; and a user who sets NCCL_LAUNCH_ORDER_IMPLICIT=1 asks for collectives in
+    one order from one thread.
+    """
+    return any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()) or (
+        os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
     )
 
 

@@ -25,6 +25,7 @@ from lightning_sparse.comm.peers import Responder
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
 from lightning_sparse.hooks.session import Session, told_to_others
+from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import error_message
 from lightning_sparse.update_rule import UpdateRule
@@ -112,6 +113,7 @@ class UpdateExchange:
         self._others = OtherSteps(optimizers, model)
         others = {name: param for name, param in model.named_parameters() if not self._updates.has(param)}
         self._by_hand = ChangesByHand(others, self._updates.has)
+        self._within: WithinBackward | None = None
         self._stepped, self.is_consistent = False, True
         self._error: BaseException | None = None
         self._done: Callable[[], bool] = nothing_to_wait_for  # whether the device waits for no other rank any more
@@ -132,10 +134,28 @@ class UpdateExchange:
         return begin_step(optimizer, args, kwargs, begin, changed)
 
     def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
+        if self._within is not None and self._within.begun:
+            return
         if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
             self._updates.begin(optimizer, unless)
         else:
             self._updates.adopt()
+
+    def within_backward(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure of a step; the exchange goes on while backward does, as far as `WithinBackward` can.
+
+        Args:
+            optimizer: of torch, the only one, with an exchange after each step; its step gets the closure.
+            closure: forward and backward; after it nobody looks at the gradients before the step or changes them.
+        """
+        if self._within is None:
+            own, stream = (self._updates, self.reducer, optimizer), self._session.stream
+            self._within = WithinBackward(*own, begin=self._begin_within, failed=self._fail, stream=stream)
+        return self._within.watched(closure)
+
+    def _begin_within(self, optimizer: Optimizer) -> None:
+        self._prepare_exchange()
+        self._updates.begin(optimizer)
 
     @contextlib.contextmanager
     def one_step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -181,16 +201,22 @@ class UpdateExchange:
     def _become_rank_0s(self, tensors: Sequence[Tensor]) -> None:
         broadcast(self.comm, tensors, self._device)
 
-    def _exchange(self, optimizer: Optimizer) -> None:
+    def _prepare_exchange(self) -> None:
         if self._error is not None:
             raise self._error
         self.is_consistent = False
-        self._by_hand.look()
         if self._session.over_nccl:
             self._done = launching
+
+    def _exchange(self, optimizer: Optimizer) -> None:
+        self._prepare_exchange()
+        self._by_hand.look()
         started = time.perf_counter()
         try:
-            self._updates.exchange(optimizer)
+            if self._within is not None and self._within.begun:
+                self._within.finish()
+            else:
+                self._updates.exchange(optimizer)
             if (model := self._model()) is not None:
                 self._become_rank_0s(list(model.buffers()))
         except Exception as error:
@@ -200,7 +226,7 @@ class UpdateExchange:
             raise
         if self._session.over_nccl:
             self._done = torch.cuda.current_stream(self._device).record_event().query
-        self.reducer.seconds["exposed"] += time.perf_counter() - started  # nothing hides behind backward
+        self.reducer.seconds["exposed"] += time.perf_counter() - started  # what does not hide behind backward
         self.is_consistent = self._error is None
 
     def _watch(self) -> None:
@@ -242,7 +268,8 @@ class UpdateExchange:
         self._others.close()
         self._responder.end()
         self._session.mark_done()
-        error = self._session.finish(self._done, failed=self._error is not None)
+        ended = self._within is None or self._within.close()
+        error = self._session.finish(self._done, failed=self._error is not None or not ended)
         self._error = self._error or error
 
 

@@ -99,6 +99,7 @@ class SparseDDP(UpdateOrGradientExchange):
             gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,
             such as AdamW.
         every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
+        overlap: whether updates are exchanged while backward goes on, where nothing needs all gradients before a step.
         gradient_as_bucket_view: of torch's DistributedDataParallel. Without it DDP copies every bucket into the
             gradients after backward, where nothing overlaps with the copy.
         **kwargs: further options of a method given by name, such as `levels=7` of "qsgd"; and those of Lightning's
@@ -121,6 +122,7 @@ class SparseDDP(UpdateOrGradientExchange):
         two_level: bool = False,
         exchange: Literal["auto", "gradient", "update"] = "auto",
         every: int | None = None,
+        overlap: bool = True,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -153,6 +155,7 @@ class SparseDDP(UpdateOrGradientExchange):
             "clip_norm": check_overflow_options(on_nonfinite, clip_norm),
         }
         self._exchanged, self._every = check("exchange", exchange), None if every is None else check("every", every)
+        self._overlaps = check("overlap", overlap)
         if exchange == "gradient" and self._method.update_rule is not None:
             raise ValueError(
                 f"exchange='gradient' with {self._method}: it is made to exchange updates. Leave exchange out, or take "

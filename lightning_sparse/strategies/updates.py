@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from lightning_utilities.core.overrides import is_overridden
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_options
-from lightning_sparse.hooks import UpdateExchange
+from lightning_sparse.hooks import UpdateExchange, has_collectives
 from lightning_sparse.methods import Method
 from lightning_sparse.strategies.gradients import GradientExchange
 
@@ -25,6 +26,8 @@ class UpdateOrGradientExchange(GradientExchange):
     _every: int | None
     _update_method: Method
     _first_callback: Any = None
+    _overlaps: bool
+    _obstacle = ""
 
     def _begin_updates(self) -> None:
         clip_norm = self._options["clip_norm"]
@@ -48,6 +51,37 @@ class UpdateOrGradientExchange(GradientExchange):
             bucket_cap_mb=ddp["bucket_cap_mb"],
             **options,
         )
+        self._obstacle = self._find_obstacle(self._exchange.reducer.method.every)
+        when = f"after backward: {self._obstacle}" if self._obstacle else "within backward"
+        self._exchange.note += f" They are exchanged {when}."
+
+    def _find_obstacle(self, every: int) -> str:
+        """Return why an exchange waits for the end of backward; "" where segments may be stepped before."""
+        pl, module = import_module(self._namespace), self.lightning_module
+        assert module is not None
+        trainer: Any = module.trainer
+        hooks = ["on_after_backward", "on_before_optimizer_step"]
+        own = [*hooks, "configure_gradient_clipping", "optimizer_step", "backward"]
+        owners = [(module, pl.LightningModule, own)]
+        owners += [(callback, pl.Callback, hooks) for callback in trainer.callbacks]
+        obstacles = [
+            (not self._overlaps, "overlap=False"),
+            (every > 1, "there are several steps before"),
+            (not module.automatic_optimization, "optimization is manual"),
+            (self._lightnings_scaler is not None, "the gradient scaler looks at all gradients"),
+            (trainer.gradient_clip_val, "gradient_clip_val needs all gradients"),
+            (self._options["clip_norm"] is not None, "clip_norm needs all gradients"),
+            (self._options["on_nonfinite"] == "skip", "on_nonfinite='skip' needs all gradients"),
+            (self.root_device.type == "cuda" and has_collectives(module), "backward has collectives of its own"),
+        ]
+        for owner, base, names in owners:
+            obstacles += [
+                (is_overridden(name, owner, base), f"{type(owner).__name__}.{name} comes first") for name in names
+            ]
+        for optimizer in self.optimizers:
+            of_torch = type(optimizer).__module__.startswith("torch.optim")
+            obstacles.append((not of_torch, f"{type(optimizer).__name__} may look at all gradients"))
+        return next((text for applies, text in obstacles if applies), "")
 
     @property
     def _update_exchange(self) -> UpdateExchange | None:
@@ -121,6 +155,8 @@ class UpdateOrGradientExchange(GradientExchange):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._update_exchange is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not self._obstacle:
+            closure = self._update_exchange.within_backward(optimizer, closure)
         with self._update_exchange.one_step(optimizer):
             return super().optimizer_step(optimizer, self._checked(optimizer, closure), model, **kwargs)
 

@@ -29,6 +29,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAveraging
+from lightning_sparse.updates import Updates
 from tests.integration.failing import SOON, caught
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
 from tests.processes import run_ranks
@@ -256,6 +257,78 @@ def test_weights_and_buffers_are_equal_in_every_form(form):
         "gan": 32,
         **dict.fromkeys(["every third step", "diloco", "sparseloco"], 6),
     }.get(form, 16)
+    # Whether an exchange waits for the end of backward makes no difference, to the last bit.
+    after, _ = lightning_ranks(2, partial(fit, max_epochs=2, **options), net, {**strategy, "overlap": False})
+    assert "exchanged after backward: overlap=False." in after["first line"]
+    assert all(same(first[key], after[key]) for key in ("weights", "buffers", "residual"))
+
+
+class Looks(pl.Callback):
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Look at gradients, perhaps."""
+
+
+class Own(Net):
+    """Looks at gradients, or would."""
+
+    def on_after_backward(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("net", "strategy", "options", "obstacle"),
+    [
+        (AdamNet, {}, {}, None),
+        (AdamNet, {}, {"callbacks": [pl.callbacks.Timer()], "accumulate_grad_batches": 2}, None),
+        (AdamNet, {}, {"gradient_clip_val": 1.0}, "gradient_clip_val needs all gradients"),
+        (AdamNet, {"clip_norm": 1.0}, {}, "clip_norm needs all gradients"),
+        (AdamNet, {"on_nonfinite": "skip"}, {}, "on_nonfinite='skip' needs all gradients"),
+        (AdamNet, {}, {"scaled": True}, "the gradient scaler looks at all gradients"),
+        (AdamNet, {"every": 2}, {}, "there are several steps before"),
+        (AdamNet, {}, {"callbacks": [Looks()]}, "Looks.on_before_optimizer_step comes first"),
+        (partial(Own, ADAMW, lr=0.01), {}, {}, "Own.on_after_backward comes first"),
+        (Gan, {"exchange": "update"}, {}, "optimization is manual"),
+        (lambda: Net(Unknown, lr=0.01), {"exchange": "update"}, {}, "Unknown may look at all gradients"),
+    ],
+)
+def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradients(net, strategy, options, obstacle):
+    def run(rank: int) -> Any:
+        found, begin = [], Updates.begin
+
+        def noted(updates: Any, optimizer: Any, *rest: Any) -> None:
+            found.append(torch._C._current_graph_task_id() >= 0)  # whether a backward pass is running
+            begin(updates, optimizer, *rest)
+
+        Updates.begin = noted
+        return fit(rank, net, strategy, **options), found
+
+    (first, within), _ = lightning_ranks(2, run)
+    said = f"They are exchanged {'after backward: ' + obstacle if obstacle else 'within backward'}."
+    assert said in first["first line"]
+    # Once as training starts, and the first pass is only watched.
+    assert within == [False] * len(within) if obstacle else [False, False, *[True] * (len(within) - 2)]
+    assert len(within) > 3
+
+
+class FailsInBackward(Net):
+    """Rank 1 fails in its fourth backward pass, when a gradient has come already."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        hidden = self.embedding(batch[0])
+        if self.global_rank == 1 and index == 3:
+            hidden.register_hook(lambda _: 1 / 0)
+        return nn.functional.cross_entropy(self.layers(hidden), batch[1])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_within_backward_is_told_to_the_others(overlap):
+    def run(rank: int) -> tuple[str, str, float]:
+        return caught(lambda: fit(rank, partial(FailsInBackward, ADAMW, lr=0.01), {"overlap": overlap}))
+
+    first, second = lightning_ranks(2, run)
+    assert first[:2] == ("RankFailure", "Rank 1 failed at step 3: ZeroDivisionError: division by zero")
+    assert second[0] == "ZeroDivisionError"
+    assert all(seconds < SOON for _, _, seconds in (first, second))
 
 
 class Overflowing(Net):
@@ -655,7 +728,11 @@ class TwoKinds(Gan):
     [
         (AdamNet, {}, ["momentum of AdamW is paid out where entries are sent", "updates of AdamW are made up to √2"]),
         (AdamNet, {}, ["Chosen by AdamW, which divides by past gradients."]),
-        (Net, {"exchange": "update"}, ["Each rank steps its own SGD, and", "exchanged. Chosen by exchange='update'."]),
+        (
+            Net,
+            {"exchange": "update"},
+            ["Each rank steps its own SGD, and the updates are exchanged.", "Chosen by exchange='update'."],
+        ),
         (Net, {}, ["Gradients are exchanged. Chosen by the optimizer, which is not known to divide"]),
         (AdamNet, {"method": "int4", "density": None}, ["Gradients are exchanged. Chosen by the method."]),
         (partial(Net, torch.optim.RMSprop), {}, ["RMSprop is left alone, as where it keeps momentum is not known"]),
