@@ -4,8 +4,8 @@
 
 Selection is timed here and now, on the GPU where there is one. So run it on a machine like those that train. The rest
 is computed, see `lightning_sparse.cost`; it says nothing about accuracy: compare that yourself, at a tuned learning
-rate. With AdamW and its kin, methods that keep a residual exchange updates, after backward; with SGD gradients, beside
-it.
+rate. With AdamW and its kin, methods that keep a residual exchange updates; with SGD gradients. Both go beside backward
+here; where gradients are clipped by their norm, or scaled, updates wait for its end.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
 
 The model: backward delivers the segments one after the other. Each is selected, sent and added up; the link carries one
 at a time and does so beside backward, while selecting and adding up take their time from backward where one device does
-both (`Costs.shared`). A message takes the link's latency, and its bytes over the bandwidth. Updates of optimizers come
-after backward, and nothing hides their exchange; the optimizer's own step is left out. Not in the model: slow workers,
-other traffic, and the collectives' own weaknesses. `benchmarks/scaling.py` fits it to measured steps, and says how far
-off it is.
+both (`Costs.shared`). A message takes the link's latency, and its bytes over the bandwidth. Updates of optimizers go
+beside backward, too, but one segment after the other; those of several steps go after it. The optimizer's own step is
+left out. Not in the model: slow workers, other traffic, the collectives' own weaknesses, and what keeps updates until
+backward has ended, such as clipping by norm. `benchmarks/scaling.py` fits it to measured steps, and says how far off it
+is.
 """
 
 from __future__ import annotations
@@ -138,14 +139,14 @@ def step(
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
-    after_backward = exchanged == "update" or method.update_rule is not None
+    in_turn = exchanged == "update" or method.update_rule is not None
     dense_messages = 2 * (workers - 1)
     device = work.forward  # when the device is free again
     arrival, wire, sent = 0.0, 0.0, 0.0
     done: list[
         tuple[float, float]
     ] = []  # per segment: when its exchange ends, and the time to add up the received entries
-    arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
+    arrivals = work.arrivals if method.every == 1 else (1.0,) * len(work.segments)
     for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
         shapes = matrices(numel)
         segment = Segment(index, ("",) * len(shapes), shapes, 0)
@@ -169,9 +170,11 @@ def step(
         else:
             device = max(device, arrives) + before
         arrival = fraction
-        wire = max(wire, device) + messages * link.latency + nbytes / link.bandwidth
-        if after_backward:  # one segment after the other, in the training thread
-            device = wire = wire + after
+        # In turn, a thread works on a segment when the one before has been written back.
+        wire = max(wire + before * in_turn, device) + messages * link.latency + nbytes / link.bandwidth
+        if in_turn:
+            wire += after
+            device += after * costs.shared
             after = 0.0
         done.append((wire, after))
         sent += nbytes

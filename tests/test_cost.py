@@ -75,17 +75,25 @@ def test_dense_is_sent_where_that_is_less():
     assert step(method("topk", density=0.5), work, 64, Link(1e6), Costs()) == step(DENSE, work, 64, Link(1e6), Costs())
 
 
-def test_updates_come_after_backward():
-    """Two segments of 0.1 s on the wire: gradients hide one behind backward, updates none; four steps share them."""
+def test_updates_of_several_steps_come_after_backward():
+    """Two segments of 0.1 s on the wire: one hides behind backward, but of four steps none, and these share them."""
     work = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0)
     link = Link(4000 / 0.1, latency=0.0)
     local = replace(DENSE, update_rule=UpdateRule(every=4))
     assert step(DENSE, work, 2, link, Costs()).exposed == pytest.approx(0.1)
-    assert step(DENSE, work, 2, link, Costs(), exchanged="update").exposed == pytest.approx(0.2)
+    assert step(DENSE, work, 2, link, Costs(), exchanged="update").exposed == pytest.approx(0.1)
     found = step(local, work, 2, link, Costs())
     assert found.exposed == pytest.approx(0.05)
     assert found.seconds == pytest.approx(2.05)
     assert found.sent_bytes == 2000
+
+
+def test_updates_go_segment_by_segment():
+    """Two segments of 0.5 s on the wire, 0.05 s of work before: the second one's work waits until the first is there."""
+    work, link = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0), Link(4000 / 0.5, latency=0.0)
+    costs = Costs(dense_byte=0.05 / 4000, shared=False)
+    assert step(DENSE, work, 2, link, costs).exposed == pytest.approx(0.55)  # 1.5 + 0.05 + 2 · 0.5 - 2
+    assert step(DENSE, work, 2, link, costs, exchanged="update").exposed == pytest.approx(0.6)  # 0.05 more
 
 
 def test_messages_of_each_way():
