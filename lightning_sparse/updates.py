@@ -13,23 +13,22 @@ gradient.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries
-from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
 from lightning_sparse.options import listed
+from lightning_sparse.parameters import exchanged_parameters, rests
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
 
@@ -98,7 +97,7 @@ class Updates:
     def adopt(self) -> None:
         """Take in parameters that optimizers were given since the last step; to be called before each step."""
         model = self._model()
-        present = {id(param) for group in self._groups for param in group["params"] if not _rests(param)}
+        present = {id(param) for group in self._groups for param in group["params"] if not rests(param)}
         if model is None or present == self._ids:
             return
         if lost := [name for name, param in self.parameters.items() if id(param) not in present]:
@@ -166,8 +165,9 @@ class Updates:
         self._begun.remove(optimizer)
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         segments = [x for x in self._reducer.layout.segments if self._optimizer_of[x.names[0]] is optimizer]
+        to_come = iter(segments)
         try:
-            for segment in segments:
+            for segment in to_come:
                 ready(segment)
                 self._exchange_segment(segment, optimizer, group_of)
             # A layer that was made during training may have started from other numbers on each rank. After the first
@@ -178,6 +178,9 @@ class Updates:
                 broadcast(self._reducer.comm, tensors, tensors[0].device)
             self._new = [name for name in self._new if name not in new]
         except BaseException:  # some weights are updates, some are those of this rank, and some of all
+            with contextlib.suppress(Exception):  # backward may have failed, too
+                for segment in to_come:
+                    ready(segment)  # backward needs its weights as they are
             for name in (name for segment in segments for name in segment.names):
                 self.parameters[name].detach().copy_(self._weights[name])
             raise
@@ -270,60 +273,3 @@ def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> No
         if comm.rank != 0:
             parts = flat.split([tensor.numel() for tensor in same])
             torch._foreach_copy_(same, [part.view(tensor.shape) for tensor, part in zip(same, parts, strict=True)])
-
-
-def exchanged_parameters(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[dict[str, Tensor], dict[str, Optimizer], dict[str, int]]:
-    """Return the parameters of a model that optimizers step, by name, in registration order.
-
-    Returns:
-        The parameters, the optimizer of each, and the optimizer's number.
-
-    Raises:
-        ValueError: a parameter belongs to two optimizers, is not the model's, or shares memory with another one.
-    """
-    names = {id(param): name.replace("_orig_mod.", "") for name, param in model.named_parameters()}  # of torch.compile
-    found: dict[str, Optimizer] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if _rests(param):
-                    continue
-                name = names.get(id(param))
-                if name is None:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that the model does "
-                        f"not have: give the model whose parameters it steps."
-                    )
-                if name in found:
-                    raise ValueError(
-                        f"{name!r} belongs to two optimizers: each exchanges what its own step has changed, so the "
-                        f"same change would be sent twice. Give each parameter to one optimizer."
-                    )
-                found[name] = optimizer
-    params: dict[str, Tensor] = {names[id(param)]: param for param in model.parameters() if names[id(param)] in found}
-    check_no_overlap(params)
-    return params, found, {name: optimizers.index(optimizer) for name, optimizer in found.items()}
-
-
-def _rests(param: Tensor) -> bool:
-    """Return whether a parameter is frozen and of a dtype that cannot be exchanged, as quantized weights are."""
-    return not param.requires_grad and param.dtype not in REDUCIBLE
-
-
-def check_no_overlap(params: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if two parameters have elements in common: each would send the same change."""
-    places = sorted(
-        (StorageWeakRef(param.untyped_storage()).cdata, param.storage_offset(), name)
-        for name, param in params.items()
-        if param.numel()
-    )
-    for (storage, start, first), (other, begin, second) in pairwise(places):
-        shape, strides = params[first].shape, params[first].stride()
-        stop = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if storage == other and begin < stop:
-            raise ValueError(
-                f"{first!r} and {second!r} are two parameters that share memory, so each would send what both have "
-                f"changed. Tie weights by using one parameter twice: second.weight = first.weight."
-            )

@@ -89,7 +89,7 @@ def test_updates_of_several_steps_come_after_backward():
 
 
 def test_updates_go_segment_by_segment():
-    """Two segments of 0.5 s on the wire, 0.05 s of work before: the second one's work waits until the first is there."""
+    """Two segments of 0.5 s on the wire, 0.05 s of work before: the second one's waits until the first is there."""
     work, link = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0), Link(4000 / 0.5, latency=0.0)
     costs = Costs(dense_byte=0.05 / 4000, shared=False)
     assert step(DENSE, work, 2, link, costs).exposed == pytest.approx(0.55)  # 1.5 + 0.05 + 2 · 0.5 - 2

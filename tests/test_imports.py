@@ -36,6 +36,7 @@ ALLOWED = {
         *("exchange", "gradients", "kernels", "methods", "overflow", "routing", "state"),
     },
     "moments": {"compressors", "kernels", "layout"},
+    "parameters": {"gradients"},
     "updates": {
         "comm",
         "compressors",
@@ -44,10 +45,11 @@ ALLOWED = {
         "layout",
         "moments",
         "options",
+        "parameters",
         "reducer",
         "update_rule",
     },
-    "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer", "update_rule", "updates"},
+    "hooks": {"_compat", "layout", "comm", "methods", "options", "parameters", "reducer", "update_rule", "updates"},
     "checkpoint": {"state"},
     "strategies": {
         "_compat",

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,9 +27,10 @@ from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.methods import Method
+from lightning_sparse.parameters import exchanged_parameters, others_settings
 from lightning_sparse.reducer import error_message
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates, broadcast, exchanged_parameters
+from lightning_sparse.updates import Updates, broadcast
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class UpdateExchange:
         others = {name: param for name, param in model.named_parameters() if not self._updates.has(param)}
         self._by_hand = ChangesByHand(others, self._updates.has)
         self._within: WithinBackward | None = None
+        self._in_step = False  # whether the closure of `within_backward` is being evaluated
         self._stepped, self.is_consistent = False, True
         self._error: BaseException | None = None
         self._done: Callable[[], bool] = nothing_to_wait_for  # whether the device waits for no other rank any more
@@ -148,14 +150,29 @@ class UpdateExchange:
             optimizer: of torch, the only one, with an exchange after each step; its step gets the closure.
             closure: forward and backward; after it nobody looks at the gradients before the step or changes them.
         """
-        if self._within is None:
-            own, stream = (self._updates, self.reducer, optimizer), self._session.stream
-            self._within = WithinBackward(*own, begin=self._begin_within, failed=self._fail, stream=stream)
-        return self._within.watched(closure)
+        parts = self._updates, self.reducer, optimizer, self._begin_within, self._session.stream
+        self._within = within = self._within or WithinBackward(*parts)
 
-    def _begin_within(self, optimizer: Optimizer) -> None:
-        self._prepare_exchange()
-        self._updates.begin(optimizer)
+        def watched() -> Any:
+            self._in_step = True
+            try:
+                result = closure()
+                within.end()
+            except BaseException as error:
+                within.abandon(error)
+                if within.begun:
+                    self._fail(error)
+                raise
+            finally:
+                self._in_step = False
+            return result
+
+        return watched
+
+    def before_backward(self) -> None:
+        """Called right before backward: a training step may have backward passes of its own before."""
+        if self._in_step and self._within is not None:
+            self._within.watch()
 
     @contextlib.contextmanager
     def one_step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -200,6 +217,10 @@ class UpdateExchange:
 
     def _become_rank_0s(self, tensors: Sequence[Tensor]) -> None:
         broadcast(self.comm, tensors, self._device)
+
+    def _begin_within(self, optimizer: Optimizer) -> None:
+        self._prepare_exchange()
+        self._updates.begin(optimizer)
 
     def _prepare_exchange(self) -> None:
         if self._error is not None:
@@ -271,24 +292,6 @@ class UpdateExchange:
         ended = self._within is None or self._within.close()
         error = self._session.finish(self._done, failed=self._error is not None or not ended)
         self._error = self._error or error
-
-
-def others_settings(
-    model: nn.Module, optimizers: Sequence[Optimizer], buffers: Iterable[tuple[str, Tensor]]
-) -> Mapping[str, list[str]]:
-    """Return what has to be equal on all ranks, beside the parameters that are exchanged."""
-    params, optimizer_of, numbers = exchanged_parameters(model, optimizers)
-    rest: dict[str, Tensor] = {
-        name: param for name, param in model.named_parameters() if id(param) not in {*map(id, params.values())}
-    }
-    rest.update(buffers)
-    return {
-        "optimizers": [f"optimizer {numbers[name]}, {type(optimizer_of[name]).__name__}, of {name}" for name in params],
-        "frozen parameters and buffers": [
-            f"{name.replace('_orig_mod.', '')}{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-            for name, x in rest.items()
-        ],
-    }
 
 
 def nothing_to_wait_for() -> bool:

@@ -1,10 +1,12 @@
 """The exchange of updates while backward goes on: each segment is stepped as soon as its gradients are there.
 
-    steps = WithinBackward(updates, reducer, optimizer, begin=updates.begin)
-    steps.watched(closure)()    # a backward pass whose gradients are those of the optimizer's next step
-    if steps.begun:             # the optimizer has no gradients any more, and so its own step does nothing
-        steps.finish()          # weights are equal on all ranks
-    else:                       # nothing was stepped: the exchange comes after the step
+    steps = WithinBackward(updates, reducer, optimizer, updates.begin)
+    steps.watch()
+    ...                     # a backward pass whose gradients are those of the optimizer's next step
+    steps.end()
+    if steps.begun:         # the optimizer has no gradients any more, and so its own step does nothing
+        steps.finish()      # weights are equal on all ranks
+    else:                   # nothing was stepped: the exchange comes after the step
 
 Weights, residuals, moments and messages are those of an exchange after the step, bit for bit, and segments come in the
 same order. So each rank decides for itself, in each step.
@@ -49,7 +51,6 @@ class WithinBackward:
         reducer: of `updates`.
         optimizer: changes each parameter by that parameter's gradient and state alone, as those of torch but LBFGS do.
         begin: called with the optimizer before its first segment is stepped; it begins its step.
-        failed: called with the error of a backward pass in which segments have been stepped.
         stream: on CUDA the stream to exchange in.
 
     Attributes:
@@ -61,13 +62,11 @@ class WithinBackward:
         updates: Updates,
         reducer: Reducer,
         optimizer: Optimizer,
-        *,
         begin: Callable[[Optimizer], None],
-        failed: Callable[[BaseException], None] = lambda _: None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._updates, self._reducer, self._optimizer = updates, reducer, optimizer
-        self._begin_step, self._failed, self._stream = begin, failed, stream
+        self._begin_step, self._stream = begin, stream
         self.begun = self._watching = self._abandoned = False
         self._trained: list[tuple[Tensor, bool]] = []
         self._params: list[list[Tensor]] = []  # of each segment
@@ -82,39 +81,14 @@ class WithinBackward:
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._exchange: Future[None] | None = None
 
-    def watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure with a backward pass, in which segments are stepped if it is as the one before.
-
-        Then all segments have been stepped after it, and gradients are put aside until `finish`.
-        """
-
-        def evaluate() -> Any:
-            self.watch()
-            try:
-                result = closure()
-                self.end()
-            except BaseException as error:
-                self._watching = False
-                if self.begun:
-                    if "modified by an inplace operation" in str(error):
-                        error.args = (f"{_NEEDED_AGAIN} ({error})",)
-                    self._abandon()
-                    self._failed(error)
-                raise
-            return result
-
-        return evaluate
-
     def watch(self) -> None:
-        """Begin what `watched` does before its closure, in loops without closures."""
+        """Step segments in the backward pass that comes now, if it is as the one before."""
         self._updates.adopt()
         if not self._are_same():
             layout, params = self._reducer.layout, self._updates.parameters
             assert layout is not None
-            self._params, self._at_once = (
-                [[params[name] for name in segment.names] for segment in layout.segments],
-                None,
-            )
+            self._params = [[params[name] for name in segment.names] for segment in layout.segments]
+            self._at_once = None
             self._parts = [copy.copy(self._optimizer) for _ in self._params]  # without hooks
             self._index = {param: index for index, each in enumerate(self._params) for param in each}
             self._trained = [(param, param.requires_grad) for param in self._index]
@@ -126,7 +100,7 @@ class WithinBackward:
         self._watching = True
 
     def end(self) -> None:
-        """Do what `watched` does after its closure."""
+        """Step what has not been stepped, if the pass has begun to, and put gradients aside until `finish`."""
         self._watching = False
         if self.begun:
             for index in sorted(self._missing):
@@ -152,17 +126,20 @@ class WithinBackward:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
+    def abandon(self, error: BaseException) -> None:
+        """Step nothing more of the backward pass, which has failed, and end the thread where it waits for it."""
+        self._watching = False
+        if self.begun:
+            if "modified by an inplace operation" in str(error):
+                error.args = (f"{_NEEDED_AGAIN} ({error})",)
+            self._abandoned = True
+            for stepped in self._stepped:
+                stepped.release()
+
     def close(self) -> bool:
         """Watch no more; return whether nothing is being exchanged any more."""
         self._remove_hooks()
-        self._abandon()
         return self._exchange is None or not wait([self._exchange], JOIN_SECONDS).not_done
-
-    def _abandon(self) -> None:
-        """End the thread where it waits for backward."""
-        self._abandoned = True
-        for stepped in self._stepped:
-            stepped.release()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -220,13 +197,11 @@ class WithinBackward:
 
     def _step(self, index: int) -> None:
         part, members = self._parts[index], set(self._params[index])
-        part.state, part.param_groups = (
-            self._optimizer.state,
-            [
-                {**group, "params": [param for param in group["params"] if param in members]}
-                for group in self._optimizer.param_groups
-            ],
-        )
+        part.state = self._optimizer.state
+        part.param_groups = [
+            {**group, "params": [param for param in group["params"] if param in members]}
+            for group in self._optimizer.param_groups
+        ]
         part.step()
         if self._stream is not None:
             self._ready[index] = torch.cuda.current_stream(self._stream.device).record_event()

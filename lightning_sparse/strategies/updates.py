@@ -152,6 +152,11 @@ class UpdateOrGradientExchange(GradientExchange):
             self._update_exchange.exchange_pending()
         return super().lightning_module_state_dict()
 
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._update_exchange is not None:
+            self._update_exchange.before_backward()
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._update_exchange is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)

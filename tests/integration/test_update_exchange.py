@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse import (
     METHODS,
@@ -150,6 +151,21 @@ class Manual(Net):
         optimizer.step()
 
 
+class Twice(Net):
+    """A backward pass of the training step's own, before the one that Lightning does, over the same layers."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if index % 2:
+            self.layers(self.embedding(batch[0])).square().mean().backward()
+        return super().training_step(batch, index)
+
+
+class Checkpointed(Net):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        hidden = checkpoint(self.layers[:3], self.embedding(batch[0]), use_reentrant=bool(index > 3))
+        return nn.functional.cross_entropy(self.layers[3](hidden), batch[1])
+
+
 FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "accumulation": (AdamNet, {}, {"accumulate_grad_batches": 2}),
     "bf16-mixed": (AdamNet, {}, {"precision": "bf16-mixed"}),
@@ -177,6 +193,8 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "compiled module": (lambda: torch.compile(AdamNet(), backend="aot_eager"), {}, {}),
     "channels last": (ChannelsLast, {}, {}),
     "manual optimization": (Manual, {}, {}),
+    "backward in the training step": (partial(Twice, ADAMW, lr=0.01), {}, {}),
+    "checkpointing": (partial(Checkpointed, ADAMW, lr=0.01), {}, {}),
     "two levels": (AdamNet, {"two_level": True}, {}),
     "two levels, two passes": (AdamNet, {"method": "doublesqueeze", "two_level": True}, {}),
     "RMSprop": (partial(Net, torch.optim.RMSprop, lr=0.001), {}, {}),

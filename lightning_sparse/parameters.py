@@ -1,0 +1,87 @@
+"""The parameters of a model that optimizers step, and what ranks that exchange their updates compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+from lightning_sparse.gradients import REDUCIBLE
+
+
+def exchanged_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[dict[str, Tensor], dict[str, Optimizer], dict[str, int]]:
+    """Return the parameters of a model that optimizers step, by name, in registration order.
+
+    Returns:
+        The parameters, the optimizer of each, and the optimizer's number.
+
+    Raises:
+        ValueError: a parameter belongs to two optimizers, is not the model's, or shares memory with another one.
+    """
+    names = {id(param): name.replace("_orig_mod.", "") for name, param in model.named_parameters()}  # of torch.compile
+    found: dict[str, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if rests(param):
+                    continue
+                name = names.get(id(param))
+                if name is None:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that the model does "
+                        f"not have: give the model whose parameters it steps."
+                    )
+                if name in found:
+                    raise ValueError(
+                        f"{name!r} belongs to two optimizers: each exchanges what its own step has changed, so the "
+                        f"same change would be sent twice. Give each parameter to one optimizer."
+                    )
+                found[name] = optimizer
+    params: dict[str, Tensor] = {names[id(param)]: param for param in model.parameters() if names[id(param)] in found}
+    check_no_overlap(params)
+    return params, found, {name: optimizers.index(optimizer) for name, optimizer in found.items()}
+
+
+def rests(param: Tensor) -> bool:
+    """Return whether a parameter is frozen and of a dtype that cannot be exchanged, as quantized weights are."""
+    return not param.requires_grad and param.dtype not in REDUCIBLE
+
+
+def check_no_overlap(params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if two parameters have elements in common: each would send the same change."""
+    places = sorted(
+        (StorageWeakRef(param.untyped_storage()).cdata, param.storage_offset(), name)
+        for name, param in params.items()
+        if param.numel()
+    )
+    for (storage, start, first), (other, begin, second) in pairwise(places):
+        shape, strides = params[first].shape, params[first].stride()
+        stop = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if storage == other and begin < stop:
+            raise ValueError(
+                f"{first!r} and {second!r} are two parameters that share memory, so each would send what both have "
+                f"changed. Tie weights by using one parameter twice: second.weight = first.weight."
+            )
+
+
+def others_settings(
+    model: nn.Module, optimizers: Sequence[Optimizer], buffers: Iterable[tuple[str, Tensor]]
+) -> Mapping[str, list[str]]:
+    """Return what has to be equal on all ranks, beside the parameters that are exchanged."""
+    params, optimizer_of, numbers = exchanged_parameters(model, optimizers)
+    rest: dict[str, Tensor] = {
+        name: param for name, param in model.named_parameters() if id(param) not in {*map(id, params.values())}
+    }
+    rest.update(buffers)
+    return {
+        "optimizers": [f"optimizer {numbers[name]}, {type(optimizer_of[name]).__name__}, of {name}" for name in params],
+        "frozen parameters and buffers": [
+            f"{name.replace('_orig_mod.', '')}{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            for name, x in rest.items()
+        ],
+    }
