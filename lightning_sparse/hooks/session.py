@@ -36,8 +36,6 @@ from lightning_sparse.reducer import Reducer, error_message
 log = logging.getLogger(__name__)
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
 """Matches torch's errors for a broken collective of its own or of Lightning's, which have no class."""
-_WITHOUT_STORE = dist.DistError, StoreSilent, RankFailure
-"""Errors of calls to the store whose host has ended or is frozen."""
 
 
 @contextlib.contextmanager
@@ -50,7 +48,8 @@ def told_to_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except BaseException as error:
         if dist.is_initialized():
-            with contextlib.suppress(*_WITHOUT_STORE):  # they end anyway
+            # Without the store's host they end anyway; RankFailure where there is no first answer from it.
+            with contextlib.suppress(dist.DistError, StoreSilent, RankFailure):
                 _handshake(ProcessGroupComm(group), timedelta(0)).refuse(error)
         raise
 
@@ -58,14 +57,21 @@ def told_to_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def tell_or_ask(error: BaseException) -> None:
     """Tell the other ranks of an error that comes before a `Session`.
 
-    If it says that a connection broke, put what another rank has told before its text instead.
+    If it says that a connection broke, put before its text what another rank has told, or that the store is gone, too.
     """
-    with contextlib.suppress(*_WITHOUT_STORE):
+    broken, reason = _is_broken(error), ""
+    try:
         handshake = _handshake(ProcessGroupComm(None), timedelta(0))
-        if not _is_broken(error):
+        if broken:
+            reason = handshake.refusal()
+        else:
             handshake.refuse(error)
-        elif reason := handshake.refusal():
-            error.args = (f"{reason} ({first_line(error)})",)
+    except RankFailure as failure:  # no first answer from the store: its host has ended or is frozen
+        reason = str(failure)
+    except (dist.DistError, StoreSilent):
+        pass
+    if broken and reason:
+        error.args = (f"{reason} ({first_line(error)})",)
 
 
 def _is_broken(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import RankFailure, Reducer, attach, attach_updates, method
 from lightning_sparse.comm import POLL
-from lightning_sparse.hooks import UpdateExchange
+from lightning_sparse.hooks import UpdateExchange, tell_or_ask
 from lightning_sparse.hooks.session import Session
 from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import run_ranks
@@ -190,6 +190,23 @@ def test_a_killed_rank_that_hosted_the_store_is_named_within_seconds(exchange):
         assert kind == "RankFailure"
         assert "the process that hosts it, usually rank 0, has ended" in text or "Rank 0 has ended before" in text
         assert seconds < SOON
+
+
+def broken_by_the_end_of_the_store(rank: int) -> str:
+    """What rank 1 makes of a connection that breaks before there is a session."""
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as broken:
+        dist.all_reduce(torch.ones(1))
+    tell_or_ask(broken.value)
+    return str(broken.value)
+
+
+def test_a_broken_connection_is_explained_by_the_end_of_the_store_as_well():
+    _, text = run_ranks(2, broken_by_the_end_of_the_store)
+    assert text.startswith("Rank 1 lost the store of the process group: the process that hosts it, usually rank 0, has")
+    assert "gloo" in text  # and what was seen first
 
 
 def frozen_before_attach(rank: int, wakes: bool) -> tuple[tuple[str, str, float], str]:
