@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import RankFailure, Reducer, attach, attach_updates, method
-from lightning_sparse.comm import POLL
+from lightning_sparse.comm import POLL, process_group
 from lightning_sparse.hooks import UpdateExchange, tell_or_ask
 from lightning_sparse.hooks.session import Session
 from tests.integration.failing import SOON, caught, of_both, step, training
@@ -207,6 +207,29 @@ def test_a_broken_connection_is_explained_by_the_end_of_the_store_as_well():
     _, text = run_ranks(2, broken_by_the_end_of_the_store)
     assert text.startswith("Rank 1 lost the store of the process group: the process that hosts it, usually rank 0, has")
     assert "gloo" in text  # and what was seen first
+
+
+def frozen_store(rank: int) -> tuple[str, str, float]:
+    """A sibling process continues rank 0, which hosts the store, after a while."""
+    process_group.CONNECT_SECONDS = 2.0
+    dist.barrier()
+    if rank == 0:
+        parent = os.getpid()
+        if os.fork() == 0:
+            time.sleep(8)
+            os.kill(parent, signal.SIGCONT)
+            os._exit(0)
+        os.kill(parent, signal.SIGSTOP)
+        return "", "", 0.0
+    time.sleep(0.5)
+    return caught(process_group.default_store)
+
+
+def test_the_first_call_of_a_store_whose_host_is_frozen_ends():
+    _, (kind, text, seconds) = run_ranks(2, frozen_store)
+    assert kind == "RankFailure"
+    assert text.startswith("Rank 1 gets no answer from the store of the process group: the process that hosts it")
+    assert seconds < 7
 
 
 def frozen_before_attach(rank: int, wakes: bool) -> tuple[tuple[str, str, float], str]:
