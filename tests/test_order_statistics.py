@@ -126,9 +126,11 @@ def test_bytes_are_those_of_dense_gradients_and_no_dense_mean_takes_its_place(na
 def test_the_share_is_the_decimal_number_that_was_written():
     assert share_of(0.29, 100) == 29  # 28 of the binary one
     assert share_of(0.49999999999, 2) == 0
-    assert all(share_of(b / size, size) == b for size in range(1, 200) for b in range(size))
+    assert all(share_of(b / size, size) == b for size in range(1, 200) for b in range((size + 1) // 2))
     assert [share_of(0.45, size) for size in (1, 2, 3, 5, 9, 20)] == [0, 0, 1, 2, 4, 9]
     assert share_of(1e-7, 10) == 0
+    # Next to a half, which is not allowed: some value remains.
+    assert [share_of(math.nextafter(0.5, 0.0), size) for size in (1, 2, 3, 4, 100)] == [0, 0, 1, 1, 49]
 
 
 @pytest.mark.parametrize("trim", [0.5, -0.1, math.nan, "0.1", True, None])

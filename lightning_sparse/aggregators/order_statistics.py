@@ -92,8 +92,11 @@ class TrimmedMean(OrderStatistic):
 
 
 def share_of(share: float, size: int) -> int:
-    """Return ⌊share · size⌋ of the number that the user wrote, be it 0.29 or 1/3: a binary one is up to 2⁻⁵³ less."""
-    return int(Fraction(share) * size * (1 + Fraction(1, 1 << 52)))
+    """Return ⌊share · size⌋ of the number below 1/2 that the user wrote, be it 0.29 or 1/3.
+
+    A binary one is less by up to 2⁻⁵³ of it. What is added for that may not make a half of the last one below 1/2.
+    """
+    return min(int(Fraction(share) * size * (1 + Fraction(1, 1 << 52))), (size - 1) // 2)
 
 
 def mean_of_middle(values: Tensor, dropped: int) -> Tensor:
