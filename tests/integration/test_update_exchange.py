@@ -202,13 +202,25 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
-def test_buffers_stay_each_ranks_own_where_that_is_asked_for(option):
-    first, second = lightning_ranks(2, partial(fit, max_epochs=1), AdamNet, {option: False})
-    assert first["exchanged"] == "update"
-    assert torch.equal(first["weights"], second["weights"])
-    assert len(first["buffers"])
-    assert not torch.equal(first["buffers"], second["buffers"])
+class Numbered(Net):
+    """With a buffer that is the rank's number at first, and that nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW, lr=0.01)
+        self.register_buffer("number", torch.zeros(1))
+
+    def setup(self, stage: str) -> None:
+        self.number.fill_(self.global_rank)
+
+
+@pytest.mark.parametrize(("option", "numbers"), [("broadcast_buffers", [0, 1]), ("forward_sync_buffers", [0, 0])])
+def test_buffers_stay_each_ranks_own_where_that_is_asked_for(option, numbers):
+    """By the second option from rank 0's on."""
+    ranks = lightning_ranks(2, partial(fit, max_epochs=1), Numbered, {option: False})
+    assert [rank["exchanged"] for rank in ranks] == ["update"] * 2
+    assert same(*(rank["weights"] for rank in ranks))
+    assert [float(rank["buffers"][0]) for rank in ranks] == numbers
+    assert not same(*(rank["buffers"][1:] for rank in ranks))
 
 
 class Wide(pl.LightningModule):
