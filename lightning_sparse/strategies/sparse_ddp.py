@@ -25,6 +25,7 @@ from lightning_sparse.options import (
     check_overflow_options,
     check_partition,
     check_seed,
+    check_timeout,
     check_warmup,
 )
 from lightning_sparse.reducer import Reducer
@@ -133,6 +134,7 @@ class SparseDDP(UpdateOrGradientExchange):
                     f"Leave {option} out, or use strategy='ddp'."
                 )
         own = {name: kwargs.pop(name) for name in method_options(type(self), method, kwargs)}
+        check_timeout(kwargs.get("timeout"))
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25

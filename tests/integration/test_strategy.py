@@ -133,6 +133,7 @@ def test_teardown_before_setup():
         ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb=-1 must be a positive number"),
         ({"warmup": [0.25, 7]}, ValueError, r"warmup\(density=7\)"),
         ({"warmup_steps": 10}, ValueError, "warmup_steps=10 is the number of steps for each density of warmup"),
+        ({"timeout": 5}, ValueError, r"timeout=5 must be a datetime.timedelta above 0, such as timedelta\(minutes=5\)"),
         ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=...\): DDP takes one communication hook"),
         ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
         (
