@@ -43,6 +43,7 @@ def method_options(strategy: type, method: str | Method, options: Mapping[str, A
     for option in options:
         if option not in known and option not in own:
             nor = f", nor has method {method!r}" if isinstance(method, str) else ""
+            nor += f", which has {', '.join(own)}" if own else ""
             raise TypeError(f"{strategy.__name__} has no option {option!r}{nor}.{suggestion(option, [*known, *own])}")
     return [option for option in options if option in own]
 
