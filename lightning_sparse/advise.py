@@ -14,6 +14,7 @@ import argparse
 import math
 import re
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
@@ -208,9 +209,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     adaptive = args.optimizer == "adamw"
     cautions = CAUTIONS | UNDER_ADAMW if adaptive else CAUTIONS
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine's CPU"
+    print(f"Timing every method on {where}; for a large model that takes minutes.", file=sys.stderr, flush=True)
     rows, failed = estimates(work, args.workers, link, args.density, adaptive)
     ddp = next(found for name, found, _ in rows if name == "ddp").seconds
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine's CPU"
     print(
         f"{args.params:,.0f} parameters, {args.workers} workers, {gbit(args.bandwidth)}, forward and "
         f"backward {1e3 * (work.forward + work.backward):g} ms; selection timed on {where}.\n"

@@ -176,6 +176,18 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
     assert "Dense training wins here: stay with ddp" in table(capsys, "--bandwidth", "400Gbit", "--backward", "0.5")
 
 
+def test_advise_says_that_it_takes_its_time_before_it_does(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(advise, "estimates", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        table(capsys, "--bandwidth", "1Mbit", "--backward", "0.01")
+    captured = capsys.readouterr()
+    assert captured.err.startswith("Timing every method on ")
+    assert captured.out == ""  # which may go to a file
+
+
 def test_advise_recommends_nothing_that_is_worse_under_adamw(capsys, monkeypatch):
     monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in ("powersgd", "onebit")})
     slow = "--bandwidth", "1Mbit", "--backward", "0.01"
