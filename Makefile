@@ -49,7 +49,7 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.venv/installed: setup.cfg pyproject.toml requirements/ci.txt
+.venv/installed: setup.cfg setup.py pyproject.toml requirements/ci.txt $(wildcard lightning_sparse/kernels/cpu/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/ci.txt --editable '.[dev]'
 	touch $@

@@ -48,5 +48,12 @@ def _seed():
 
 @pytest.fixture
 def use(monkeypatch):
-    """Choose the kernels: "torch" or "triton"."""
-    return lambda kernels: monkeypatch.setenv("LIGHTNING_SPARSE_KERNELS", kernels)
+    """Choose the kernels: "torch", "triton", or "native", the loops in C that the CPU takes where nothing is forced."""
+
+    def choose(kernels):
+        if kernels == "native":
+            monkeypatch.delenv("LIGHTNING_SPARSE_KERNELS", raising=False)
+        else:
+            monkeypatch.setenv("LIGHTNING_SPARSE_KERNELS", kernels)
+
+    return choose

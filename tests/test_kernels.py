@@ -1,4 +1,4 @@
-"""Triton kernels against plain torch: on a GPU where there is one, and by Triton's interpreter on the CPU elsewhere.
+"""Kernels against plain torch: those in C, and Triton's, on a GPU or else by its interpreter on the CPU.
 
 That they also compile for GPUs is tested without one. What remains for a GPU is skipped with a reason.
 """
@@ -33,9 +33,10 @@ from lightning_sparse.aggregators import (
     shared_scale,
 )
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
-from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.compressors import GaussianK, TopK, qsgd
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.onebit import OneBit
+from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.rows import row_count, rows_of
 from lightning_sparse.compressors.scaled_sign import ScaledSign
 from lightning_sparse.compressors.sign import Sign
@@ -45,6 +46,7 @@ from lightning_sparse.kernels import (
     block_stats,
     codes,
     launch,
+    native,
     row_numbers,
     select,
     select_triton,
@@ -59,13 +61,16 @@ from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.support.kernels import (
     DEVICE,
+    EITHER,
     HOSTILE,
     KERNELS,
     SOME,
     Echo,
+    device_of,
     interpreted,
     is_kernel,
     needs_gpu,
+    needs_native,
     needs_triton,
 )
 from tests.support.representatives import DISTINCT
@@ -345,21 +350,20 @@ def test_a_dense_result_is_written_as_by_plain_torch(lengths, dtype, use):
 MATRICES = [[(64, 64)], [(3,), (5, 13), (0, 4), (7,), (1, 1), (90, 91), (2,)], [(1, 1000)], [(9,)]]
 
 
-@needs_triton
+@pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize(
     ("compressor", "name"),
     in_diagonals([Blocks(4), Blocks(4, 6), Blocks(8), Blocks(8, 2), Blocks(8, 130)], HOSTILE, 7),
     ids=repr,
 )
-def test_blocks_are_those_of_plain_torch(compressor, name, use):
+def test_blocks_are_those_of_plain_torch(compressor, name, kernels, use):
     """But for what is not finite, of which the scale says so and the rest does not matter."""
     for shapes in MATRICES:
-        segment = Segment(0, tuple(map(str, range(len(shapes)))), tuple(shapes), 0)
-        u, ctx = HOSTILE[name](segment.numel), Context(segment)
+        ctx, u, x = of_rows(shapes, name, kernels)
         use("torch")
         payload, update = compressor.compress(u, ctx)
-        use("triton")
-        found, applied = compressor.compress(u.to(DEVICE), ctx)
+        use(kernels)
+        found, applied = compressor.compress(x, ctx)
         for mine, theirs in zip(found, payload, strict=True):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
         scales, codes, exact = (part.cpu() for part in found)
@@ -372,8 +376,9 @@ def test_blocks_are_those_of_plain_torch(compressor, name, use):
         here = applied.cpu().isfinite()
         assert torch.equal(here, update.isfinite())
         assert torch.equal(applied.cpu()[here], update[here])
-        again = compressor.decode(found, ctx).cpu()
-        assert torch.equal(again[update.isfinite()], update[update.isfinite()])
+        again = compressor.decode(tuple(map(shifted, found)), ctx).cpu()
+        assert same_bits(again[here] + 0.0, applied.cpu()[here] + 0.0)
+        assert kernels == "triton" or same_bits(again[here], applied[here]), "not even a zero has another sign"
 
 
 # Whole tiles, rows of one element and of several pieces, of no elements, vectors and scalars, and parameters of a few
@@ -387,28 +392,38 @@ ROWS = [
 ]
 
 
-def of_rows(shapes, name):
-    """Return a context, its u, and the same u on the device, from where memory is not aligned."""
+def of_rows(shapes, name, kernels):
+    """Return a context, its u, and the same u where the kernels work, from where memory is not aligned."""
     ctx = Context(Segment(0, tuple(map(str, range(len(shapes)))), tuple(shapes), 0))
     u = HOSTILE[name](ctx.segment.numel)
-    x = torch.empty(len(u) + 1, device=DEVICE)[1:]
-    return ctx, u, x.copy_(u)
+    return ctx, u, shifted(u.to(device_of(kernels)))
 
 
-@needs_triton
+def shifted(x):
+    """Return a copy (1-D) whose memory starts an element later than it could."""
+    return torch.empty(len(x) + 1, dtype=x.dtype, device=x.device)[1:].copy_(x)
+
+
+def of_a_column(x):
+    """Return a copy whose elements have others between them, as those of gathered messages of one element each."""
+    return x.unsqueeze(1).repeat(1, 2)[:, 0]
+
+
+@pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize(("shapes", "name"), in_diagonals(ROWS, HOSTILE, 8), ids=str)
 @pytest.mark.parametrize("compressor", [Sign(), ScaledSign(), OneBit()], ids=repr)
-def test_signs_and_what_they_stand_for_are_those_of_plain_torch(compressor, shapes, name, use):
-    ctx, u, x = of_rows(shapes, name)
+def test_signs_and_what_they_stand_for_are_those_of_plain_torch(compressor, shapes, name, kernels, use):
+    ctx, u, x = of_rows(shapes, name, kernels)
     use("torch")
     payload, expected = compressor.compress(u, ctx)
-    use("triton")
+    use(kernels)
     found, update = compressor.compress(x, ctx)
     assert [(part.dtype, part.shape) for part in found] == [(part.dtype, part.shape) for part in payload]
     numbers, packed = (part.cpu() for part in found)
     assert torch.equal(packed, payload[1])
     assert torch.equal(x.cpu().view(torch.int32), u.view(torch.int32)), "u is left as it is"
-    assert same_bits(compressor.decode(found, ctx), update)
+    assert same_bits(compressor.decode(tuple(map(shifted, found)), ctx), update)
+    assert same_bits(compressor.decode((found[0], of_a_column(found[1])), ctx), update)
     if isinstance(compressor, Sign):
         assert torch.equal(numbers, payload[0])
         assert torch.equal(update.cpu(), expected)
@@ -441,12 +456,12 @@ def check_means(numbers, u, rows, count):
             assert bool(((found - exact).abs() <= 2**-13 * magnitudes + 2**-138)[fine].all())
 
 
-@needs_triton
+@pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize("name", ["student", "largest", "denormal", "nan and inf"])
-def test_a_row_of_many_pieces_is_added_up_in_several_turns(name, use, monkeypatch):
+def test_a_row_of_many_pieces_is_added_up_in_several_turns(name, kernels, use, monkeypatch):
     monkeypatch.setattr(row_numbers, "AT_A_TIME", 4)
-    ctx, u, x = of_rows([(2, 2100), (5,), (1, 9000), (3, 1)], name)
-    use("triton")
+    ctx, u, x = of_rows([(2, 2100), (5,), (1, 9000), (3, 1)], name, kernels)
+    use(kernels)
     rows, wholes = rows_of(ctx.segment), rows_of(ctx.segment, whole=True)
     check_means(row_numbers.mean_magnitudes(x, rows).cpu(), u, rows, 1)
     check_means(row_numbers.signed_means(x, rows).cpu(), u, rows, 2)
@@ -455,26 +470,27 @@ def test_a_row_of_many_pieces_is_added_up_in_several_turns(name, use, monkeypatc
     assert row_numbers.used_rows(x, rows).tolist() == [0, 0, 0, 1, 0, 0, 0]
 
 
-@needs_triton
+@pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize(("shapes", "name"), in_diagonals(ROWS, HOSTILE, 8), ids=str)
 @pytest.mark.parametrize("clip", [2.5, math.inf])
-def test_ternary_values_are_those_of_plain_torch(clip, shapes, name, use):
-    ctx, u, x = of_rows(shapes, name)
+def test_ternary_values_are_those_of_plain_torch(clip, shapes, name, kernels, use):
+    ctx, u, x = of_rows(shapes, name, kernels)
     compressor = TernGrad(clip)
-    use("triton")
+    use(kernels)
     own = compressor.scales(x, ctx).cpu()
     check_scales(own, u, rows_of(ctx.segment, whole=True), clip)
     # Of the same scales, this rank's own and larger ones that ranks share, all is equal, but for what is not finite.
     for scales in (own, own * 1.7):
         use("torch")
         packed, expected = compressor.quantize(u, own, scales, ctx)
-        use("triton")
-        theirs = [part.to(DEVICE) for part in (own, scales)]
+        use(kernels)
+        theirs = [part.to(device_of(kernels)) for part in (own, scales)]
         found, update = compressor.quantize(x, *theirs, ctx)
         finite = expected.isfinite()
         assert torch.equal(update.cpu().isfinite(), finite)
         unlike = (update.cpu() != expected) & finite
         if unlike.any():
+            assert kernels == "triton"
             # On a GPU the product is not rounded before the noise is added: three roundings of 2⁻²⁴ differ at most.
             limits, shared = (torch.cat([part.expand(n) for part, n in sizes(each, ctx)]) for each in (own, scales))
             at = (u.double() / limits).clamp(-1, 1) * (limits / shared)
@@ -482,7 +498,7 @@ def test_ternary_values_are_those_of_plain_torch(clip, shapes, name, use):
             assert bool(((at[unlike].abs() - 0.5).abs() <= 3 * 2**-24).all())
         elif finite.all():
             assert torch.equal(found.cpu(), packed)
-        assert same_bits(compressor.decode((theirs[1], found), ctx)[finite], update[finite])
+        assert same_bits(compressor.decode((theirs[1], shifted(found)), ctx)[finite], update[finite])
 
 
 def sizes(scales, ctx):
@@ -500,17 +516,53 @@ def check_scales(found, u, rows, clip):
         assert clip < math.inf or not exact.isfinite() or scale == exact
 
 
-@needs_triton
+@needs_native
+@pytest.mark.parametrize(
+    ("compressor", "name"),
+    in_diagonals([QSGD(), QSGD(1, 3), QSGD(7, 1), QSGD(127, 6000), QSGD(63, 1000)], HOSTILE, 7),
+    ids=repr,
+)
+def test_levels_are_those_of_plain_torch(compressor, name, use, monkeypatch):
+    """Of the same norms, but for what is not finite."""
+    for numel in (0, 1, 9, 1024, 5003):
+        ctx, u, x = of_rows([(numel,)], name, "native")
+        use("native")
+        (norms, packed), update = compressor.compress(x, ctx)
+        check_norms(norms, u, compressor.bucket)
+        use("torch")
+        left = iter(norms.view(-1, 1))
+        with monkeypatch.context() as patched:
+            patched.setattr(qsgd, "_norms", lambda rows, _, left=left: torch.stack([next(left) for _ in rows]))
+            (_, theirs), expected = compressor.compress(u, ctx)
+        use("native")
+        finite = expected.isfinite()
+        assert torch.equal(update.isfinite(), finite)
+        assert torch.equal(update[finite], expected[finite])
+        if finite.all():
+            assert torch.equal(packed, theirs)
+        again = compressor.decode((shifted(norms), shifted(packed)), ctx)
+        assert same_bits(again[finite], update[finite])
+
+
+def check_norms(norms, u, bucket):
+    """A sum of 1024 squares is off by 1024·2⁻²⁴ of it, and half as much its root, which is rounded once more."""
+    exact = torch.stack([part.double().norm() for part in u.split(bucket)]) if len(u) else torch.empty(0)
+    fine = exact.float().isfinite()
+    assert torch.equal(norms.isfinite(), fine)
+    assert bool(((norms - exact).abs() <= 2**-14 * exact + 2**-149)[fine].all())
+
+
+@pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize("size", [1, 2, 7, 129])
-def test_sums_of_ternary_codes_are_exact(size, use):
-    ctx, _, _ = of_rows(ROWS[1], "zeros")
+def test_sums_of_ternary_codes_are_exact(size, kernels, use):
+    ctx, _, _ = of_rows(ROWS[1], "zeros", kernels)
     scales = torch.rand(7)
     width = codes.region_codes(ctx.segment.numel, 1)
     drawn = torch.randint(0, 3, (size, width), dtype=torch.uint8)
     packed = torch.stack([torch.nn.functional.pad(codes.pack_codes(row, 2), (0, 8)) for row in drawn])[:, :-8]
     outcomes = []
-    for kernels, device in (("torch", "cpu"), ("triton", DEVICE)):
-        use(kernels)
+    for choice, device in (("torch", "cpu"), (kernels, device_of(kernels))):
+        use(choice)
         total = shared_scale._sum_of_codes(packed.to(device), width)
         assert torch.equal(total.cpu(), drawn.sum(0, dtype=torch.int16))
         given = total[: ctx.segment.numel]
@@ -783,20 +835,22 @@ def test_what_is_wrong_is_raised_a_step_later_and_harms_no_weights(name, dtype, 
                 reducer.state_dict()  # no checkpoint of what is broken
 
 
-@needs_triton
+@pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize("bits", range(1, 16))
-def test_codes_have_the_same_bytes(bits, use):
+def test_codes_have_the_same_bytes(bits, kernels, use):
+    device = device_of(kernels)
     for numel in (0, 1, 7, 8, 1001, 1024, 3001):
         drawn = torch.randint(0, 1 << bits, (numel,), generator=torch.Generator().manual_seed(bits))
         for dtype in [torch.int16] if bits > 8 else [torch.uint8, torch.int16]:
             given = drawn.to(dtype)
             use("torch")
             packed = codes.pack_codes(given, bits)
-            use("triton")
-            assert torch.equal(codes.pack_codes(given.to(DEVICE), bits).cpu(), packed)
-            again = codes.unpack_codes(packed.to(DEVICE), bits, numel).cpu()
-            assert again.dtype == (torch.int16 if bits > 8 else torch.uint8)
-            assert torch.equal(again, drawn.to(again.dtype))
+            use(kernels)
+            assert torch.equal(codes.pack_codes(shifted(given.to(device)), bits).cpu(), packed)
+            for theirs in (shifted(packed.to(device)), of_a_column(packed.to(device))):
+                again = codes.unpack_codes(theirs, bits, numel).cpu()
+                assert again.dtype == (torch.int16 if bits > 8 else torch.uint8)
+                assert torch.equal(again, drawn.to(again.dtype))
 
 
 def test_the_choice_can_be_forced(monkeypatch):
@@ -810,6 +864,38 @@ def test_the_choice_can_be_forced(monkeypatch):
     monkeypatch.setenv(launch.KERNELS, "cuda")
     with pytest.raises(ValueError, match="LIGHTNING_SPARSE_KERNELS='cuda': choose torch or triton"):
         launch.uses_triton(x)
+
+
+@needs_native
+def test_the_cpu_takes_the_compiled_loops_where_nothing_is_forced(use):
+    x = torch.zeros(1)
+    for kernels, chosen in (("native", (True, True)), ("torch", (False, False)), ("triton", (False, True))):
+        use(kernels)
+        assert (native.uses_native(x), native.uses_kernels(x)) == chosen
+    use("native")
+    with torch._subclasses.FakeTensorMode():
+        assert not native.uses_kernels(torch.zeros(1)), "it has no memory"
+    assert not native.uses_native(torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_without_the_compiled_loops_the_cpu_takes_torch(damaged, use, monkeypatch, tmp_path, caplog):
+    file = tmp_path / "library.so"
+    file.write_text("of another machine")
+    spec = importlib.util.spec_from_file_location("library", file, loader=object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if damaged else None)
+    native.library.cache_clear()
+    u, ctx, outcomes = torch.randn(3001), Context.of(3001), []
+    with caplog.at_level(logging.INFO):
+        for kernels in ("native", "torch"):
+            use(kernels)
+            assert not native.uses_kernels(u)
+            for compressor in (Blocks(8), OneBit(), QSGD(), ScaledSign(), Sign(), TernGrad()):
+                payload, update = compressor.compress(u, ctx)
+                outcomes.append(torch.cat([update, compressor.decode(payload, ctx)]))
+    native.library.cache_clear()
+    assert all(map(torch.equal, outcomes[:6], outcomes[6:]))
+    assert ["plain torch, which is slower" in record.message for record in caplog.records] == [True] * damaged
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ QUICK += [(name, 0.001, torch.float32) for name in ("gaussiank", "chunktopk", "s
 
 
 @pytest.mark.parametrize(("name", "density", "dtype"), tiers(CASES, QUICK))
-def test_results_are_those_of_the_cpu(name, density, dtype):
+def test_results_are_those_of_the_cpu(name, density, dtype, use):
+    use("torch")  # which the kernels of the CPU are compared with elsewhere
     on_cpu = simulate(2, lambda comm: reduced(comm, CPU, name, density, dtype))
     on_cuda = simulate_on_cuda(2, lambda comm: reduced(comm, CUDA, name, density, dtype))
     for expected, found in zip(on_cpu, on_cuda, strict=True):

@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
 from lightning_sparse.compressors.rows import write_scaled_
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.launch import at_a_time, uses_triton
+from lightning_sparse.kernels.launch import at_a_time
+from lightning_sparse.kernels.native import uses_kernels
 from lightning_sparse.kernels.quantize import dequantize_, quantize_
 from lightning_sparse.layout import Segment
 
@@ -53,7 +54,7 @@ class Blocks(Compressor):
         scales = torch.empty(pieces.rows, 1, dtype=torch.bfloat16, device=u.device)
         codes = torch.empty(pieces.rows, self._row_bytes, dtype=torch.uint8, device=u.device)
         update = torch.empty_like(u)
-        if uses_triton(u):
+        if uses_kernels(u):
             quantize_(u, pieces.parameters, self.bits, self.block, scales, codes, update)
         else:
             # On the CPU first for values that are not too large, in fewer operations; but then the host has to look.
@@ -89,7 +90,7 @@ class Blocks(Compressor):
         pieces = _pieces(ctx.segment, self.block, at_a_time(codes))
         rows, scales = codes.view(-1, self._row_bytes), scales.view(-1, 1)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=codes.device)
-        if uses_triton(codes):
+        if uses_kernels(codes):
             dequantize_(scales, rows, pieces.parameters, self.bits, self.block, update)
         else:
             scratch = torch.empty(pieces.longest, self.block, dtype=torch.float32, device=codes.device)

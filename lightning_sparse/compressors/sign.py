@@ -11,7 +11,7 @@ from lightning_sparse.compressors.base import Compressor, Payload, Update
 from lightning_sparse.compressors.rows import Rows, nonnegative, row_count, rows_of, values_of_signs
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
-from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.native import uses_kernels
 from lightning_sparse.kernels.row_numbers import used_rows
 from lightning_sparse.kernels.signs import read_signs, write_signs
 from lightning_sparse.layout import Segment
@@ -31,7 +31,7 @@ class Sign(Compressor):
     """
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        if uses_triton(u):
+        if uses_kernels(u):
             used = used_rows(u, rows_of(ctx.segment))
             packed, update = write_signs(u, rows_of(ctx.segment), *_values(used))
             return (pack_codes(used, 1), packed), update
@@ -51,7 +51,7 @@ class Sign(Compressor):
 
 def signed(packed: Tensor, used: Tensor, segment: Segment) -> Tensor:
     """Return +1 and -1 (fp32) for packed codes 1 and 0, one for each element, and 0 in rows whose `used` is 0."""
-    if uses_triton(packed):
+    if uses_kernels(packed):
         return read_signs(packed, rows_of(segment), *_values(used))
     one = torch.ones(1, dtype=torch.float32, device=packed.device)
     numel = segment.numel

@@ -13,7 +13,7 @@ from lightning_sparse.compressors.base import Compressor, Payload, Update
 from lightning_sparse.compressors.rows import row_count, rows_of, scratch_for, tiles
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
-from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.native import uses_kernels
 from lightning_sparse.kernels.row_numbers import clipped_maxima
 from lightning_sparse.kernels.ternary import round_to_ternary, ternary_values
 from lightning_sparse.kernels.uniform import Uniform
@@ -61,7 +61,7 @@ class TernGrad(Compressor):
 
     def scales(self, u: Tensor, ctx: Context) -> Tensor:
         """Return the largest magnitude of each parameter that has elements, once it is clipped; fp32."""
-        if uses_triton(u):
+        if uses_kernels(u):
             return clipped_maxima(u, rows_of(ctx.segment, whole=True), self.clip)
         scales = torch.empty(row_count(ctx.segment, whole=True), dtype=torch.float32, device=u.device)
         scratch = scratch_for(u)
@@ -85,7 +85,7 @@ class TernGrad(Compressor):
             scales: the scale of each parameter, no less than `own`.
             ctx: of the segment.
         """
-        if uses_triton(u):
+        if uses_kernels(u):
             return round_to_ternary(u, rows_of(ctx.segment, whole=True), own, scales, ctx.key(shared=False))
         codes, update = torch.empty(u.numel(), dtype=torch.int8, device=u.device), torch.empty_like(u)
         scratch = scratch_for(u)
@@ -103,7 +103,7 @@ class TernGrad(Compressor):
 
     def values(self, codes: Tensor, scales: Tensor, ctx: Context, size: int = 1) -> Tensor:
         """Return what codes stand for, or the mean that the sums of the codes of `size` ranks stand for."""
-        if uses_triton(codes):
+        if uses_kernels(codes):
             return ternary_values(codes, rows_of(ctx.segment, whole=True), scales, size)
         update = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
         for rows in rows_of(ctx.segment, whole=True):

@@ -21,7 +21,7 @@ from lightning_sparse.compressors.rows import (
 )
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes
-from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.native import uses_kernels
 from lightning_sparse.kernels.signs import read_signs, write_signs
 from lightning_sparse.layout import Segment
 
@@ -61,10 +61,10 @@ class TwoValues(Compressor):
 
     @abc.abstractmethod
     def sent_at_once(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
-        """Return the numbers to send, (numbers, rows), where Triton works."""
+        """Return the numbers to send, (numbers, rows), where kernels work."""
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        if uses_triton(u):
+        if uses_kernels(u):
             found = rows_of(ctx.segment, whole=self.whole)
             sent = self.sent_at_once(u, found)
             packed, update = write_signs(u, found, *self.pair(sent))
@@ -80,7 +80,7 @@ class TwoValues(Compressor):
         sent, packed = payload
         rows = rows_of(ctx.segment, whole=self.whole)
         upper, lower = self.pair(sent.view(self.numbers, row_count(ctx.segment, whole=self.whole)))
-        return (read_signs if uses_triton(packed) else values_of_signs)(packed, rows, upper, lower)
+        return (read_signs if uses_kernels(packed) else values_of_signs)(packed, rows, upper, lower)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return 4 * self.numbers * row_count(segment, whole=self.whole) + code_bytes(segment.numel, 1)

@@ -7,7 +7,7 @@ Codes of 1, 2, 4 or 8 bits fill bytes: the first code of a byte is in its lowest
 several planes of such widths, one behind the other, the lower bits first: 5 bits are a plane of 4 and a plane of 1.
 
 On the CPU 8 codes are packed as one 64-bit word, and bytes are unpacked by a table, both several times as fast as
-comparing and shifting bytes. With Triton each direction is one launch.
+comparing and shifting bytes. Kernels, where there are any, do either at once.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels import native
 from lightning_sparse.kernels.launch import at_a_time, kept, kernel, launch, uses_triton
 
 if TYPE_CHECKING:
@@ -39,11 +40,15 @@ def code_bytes(numel: int, bits: int) -> int:
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes (1-D, integers from 0 to 2^bits - 1, bits up to 15) as bytes, uint8 of `code_bytes`."""
-    count = codes.numel()
+    codes, count = codes.contiguous(), codes.numel()
     packed = torch.empty(code_bytes(count, bits), dtype=torch.uint8, device=codes.device)
     if uses_triton(codes):
         if count:
             launch(_pack_codes, -(-count // TILE), codes, packed, count, packed.numel() // bits, BITS=bits, TILE=TILE)
+        return packed
+    if native.uses_native(codes):
+        codes = codes if codes.itemsize == 1 else codes.to(torch.int16)
+        native.run("pack_codes", codes, packed, count, packed.numel() // bits, bits, codes.itemsize)
         return packed
     if bits == 1 and codes.device.type == "cpu":
         packed.copy_(torch.from_numpy(np.packbits(codes.numpy(), bitorder="little")))
@@ -73,11 +78,16 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Return the codes that `pack_codes` was given (1-D, of `numel`): uint8, or int16 if they have more than 8 bits."""
+    packed = packed.contiguous()  # a column of gathered messages is not
     codes = torch.empty(-(-numel // 8) * 8, dtype=torch.int16 if bits > 8 else torch.uint8, device=packed.device)
     if uses_triton(packed):
         if numel:
             groups = packed.numel() // bits
             launch(_unpack_codes, -(-numel // TILE), packed, codes, numel, groups, BITS=bits, TILE=TILE)
+        return codes[:numel]
+    if native.uses_native(packed):
+        assert packed.numel() >= code_bytes(numel, bits)
+        native.run("unpack_codes", packed, codes, numel, packed.numel() // bits, bits)
         return codes[:numel]
     most = at_a_time(packed)
     scratch = torch.empty(min(most, codes.numel()), dtype=torch.uint8, device=packed.device)

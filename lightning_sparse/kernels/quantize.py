@@ -1,9 +1,9 @@
-"""Blocks of some parameters in 4 or 8 bits, all of them in one launch; `compressors/blocks.py` says what they are.
+"""Blocks of some parameters in 4 or 8 bits, all of them in one call; `compressors/blocks.py` says what they are.
 
     quantize_(u, places, bits, block, scales, codes, update)   # u to scales and codes, and the dequantized values
     dequantize_(scales, codes, places, bits, block, update)    # scales and codes to the dequantized values
 
-Only for where `uses_triton`; the CPU works on a piece at a time, which stays in its cache.
+Only for where `uses_kernels`; plain torch works on a piece at a time, which stays in the cache.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels import native
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
-from lightning_sparse.kernels.launch import kept, kernel, launch, to_device
+from lightning_sparse.kernels.launch import kept, kernel, launch, to_device, uses_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -45,18 +46,19 @@ def quantize_(
         codes: uint8 (blocks, block * bits / 8). Overwritten.
         update: 1-D, fp32, as long as `u`, of the dequantized values. Overwritten at the places.
     """
-    _launch(_quantize, u, places, bits, block, scales, codes, update)
+    _call(_quantize, "quantize", u, places, bits, block, scales, codes, update)
 
 
 def dequantize_(
     scales: Tensor, codes: Tensor, places: Sequence[tuple[int, int]], bits: int, block: int, update: Tensor
 ) -> None:
     """Write the dequantized values to the places in `update`; arguments as for `quantize_`."""
-    _launch(_dequantize, update, places, bits, block, scales, codes)
+    _call(_dequantize, "dequantize", update, places, bits, block, scales, codes)
 
 
-def _launch(
+def _call(
     kernel,
+    name: str,
     x: Tensor,
     places: Sequence[tuple[int, int]],
     bits: int,
@@ -65,13 +67,17 @@ def _launch(
     codes: Tensor,
     *out: Tensor,
 ):
+    if not places:
+        return
+    # The interpreter's numpy does not know bf16's bits; 16 bits are 16 bits.
+    arguments = (x, _table(places, block, x), scales.view(torch.int16), codes, *out)
+    if not uses_triton(x):
+        native.run(name, *arguments, len(places), bits, block)
+        return
     half = 1 << (block // 2 - 1).bit_length()
     rows = max(1, TILE // (2 * half))
-    # The interpreter's numpy does not know bf16's bits; 16 bits are 16 bits.
-    arguments = (scales.view(torch.int16), codes, *out, len(scales), len(places))
     constants = {"STEPS": bisections(len(places)), "BITS": bits, "BLOCK": block, "HALF": half, "ROWS": rows}
-    if programs := -(-len(scales) // rows):
-        launch(kernel, programs, x, _table(places, block, x), *arguments, **constants)
+    launch(kernel, -(-len(scales) // rows), *arguments, len(scales), len(places), **constants)
 
 
 def _table(places: Sequence[tuple[int, int]], block: int, like: Tensor) -> Tensor:

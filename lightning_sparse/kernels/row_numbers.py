@@ -1,8 +1,8 @@
-"""A few numbers of each row of a segment's parameters, all rows in two launches.
+"""A few numbers of each row of a segment's parameters, all rows in one call, which with Triton is two launches.
 
     upper, lower = signed_means(u, rows)    # of the non-negatives of each row, and of its negatives
 
-Only for where `uses_triton`; `rows` is as in row_table.py. A row is added up in pieces, in fp32, and then its pieces
+Only for where `uses_kernels`; `rows` is as in row_table.py. A row is added up in pieces, in fp32, and then its pieces
 are, in fp64: always in the same order, so that the same u gives the same bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels import native
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
-from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 from lightning_sparse.kernels.row_table import Rows, first_pieces, longest_row, piece_length, row_table
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ TILE = 1024
 AT_A_TIME = 512
 """Pieces whose sums a program adds up at a time, of one row or of several."""
 SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2}
-"""What is known of a row: how many sums there are of each of its pieces."""
+"""What is known of a row: how many sums there are of each of its pieces. cpu.c has numbers for these, in this order."""
 
 
 def used_rows(u: Tensor, rows: Rows) -> Tensor:
@@ -55,7 +56,9 @@ def _numbers(
     """Return so many numbers of each row, (many, rows)."""
     count = rows[-1][3] if rows else 0
     out = torch.empty(many, count, dtype=dtype, device=u.device)
-    if rows:
+    if rows and not uses_triton(u):
+        native.run("row_numbers", u, row_table(rows, u), out, [*SUMS].index(kind), clip, count, len(u), len(rows))
+    elif rows:
         table, piece, pieces = row_table(rows, u), piece_length(rows), first_pieces(rows)[-1]
         partial = torch.empty(pieces, SUMS[kind], dtype=torch.float64, device=u.device)
         constants = {"KIND": kind, "SUMS": SUMS[kind], "STEPS": bisections(len(rows)), "PIECE": piece}

@@ -1,9 +1,9 @@
-"""Signs of a segment's rows as bits, what they stand for, and votes by them: all parameters in one launch.
+"""Signs of a segment's rows as bits, what they stand for, and votes by them: all parameters in one call.
 
     packed, update = write_signs(u, rows, upper, lower)    # a bit for each sign, and the value that it stands for
     read_signs(packed, rows, upper, lower)                 # the same update
 
-Only for where `uses_triton`; `rows` is as in row_table.py.
+Only for where `uses_kernels`; `rows` is as in row_table.py.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels import native
 from lightning_sparse.kernels.codes import code_bytes
 from lightning_sparse.kernels.gradient_table import bisections
-from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 from lightning_sparse.kernels.row_table import Rows, _row_of, row_table
 
 if TYPE_CHECKING:
@@ -36,9 +37,11 @@ def write_signs(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Te
     """
     packed, update = torch.empty(code_bytes(len(u), 1), dtype=torch.uint8, device=u.device), torch.empty_like(u)
     if rows:
-        table, constants = row_table(rows, u), {"STEPS": bisections(len(rows)), "TILE": TILE}
-        programs = -(-len(u) // TILE)
-        launch(_write_signs, programs, u, table, upper, lower, packed, update, len(u), len(rows), **constants)
+        args = (u, row_table(rows, u), upper, lower, packed, update, len(u), len(rows))
+        if uses_triton(u):
+            launch(_write_signs, -(-len(u) // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
+        else:
+            native.run("write_signs", *args)
     return packed, update
 
 
@@ -47,8 +50,13 @@ def read_signs(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tens
     numel = rows[-1][1] if rows else 0
     update = torch.empty(numel, dtype=torch.float32, device=packed.device)
     if rows:
-        table, constants = row_table(rows, packed), {"STEPS": bisections(len(rows)), "TILE": TILE}
-        launch(_read_signs, -(-numel // TILE), packed, table, upper, lower, update, numel, len(rows), **constants)
+        packed = packed.contiguous()  # a column of gathered messages is not
+        assert len(packed) >= code_bytes(numel, 1)
+        args = (packed, row_table(rows, packed), upper, lower, update, numel, len(rows))
+        if uses_triton(packed):
+            launch(_read_signs, -(-numel // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
+        else:
+            native.run("read_signs", *args)
     return update
 
 

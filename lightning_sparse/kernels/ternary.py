@@ -1,6 +1,6 @@
-"""Values of some parameters as -1, 0 or 1 times a scale of each, all parameters in one launch: TernGrad's rounding.
+"""Values of some parameters as -1, 0 or 1 times a scale of each, all parameters in one call: TernGrad's rounding.
 
-Only for where `uses_triton`; `rows` is as in row_table.py, with one row for each parameter.
+Only for where `uses_kernels`; `rows` is as in row_table.py, with one row for each parameter.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels import native
 from lightning_sparse.kernels.codes import code_bytes
 from lightning_sparse.kernels.gradient_table import bisections
-from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
 from lightning_sparse.kernels.row_table import Rows, _parameter_of, row_table
 from lightning_sparse.kernels.uniform import FACTORS, _noise, key_and_step
 
@@ -36,10 +37,12 @@ def round_to_ternary(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: in
     """
     packed, update = torch.empty(code_bytes(len(u), 2), dtype=torch.uint8, device=u.device), torch.empty_like(u)
     if rows:
-        numbers = *key_and_step(key), len(u), len(rows)
-        constants = {"STEPS": bisections(len(rows)), "FIRST": FACTORS[0], "SECOND": FACTORS[1], "TILE": TILE}
-        table, programs = row_table(rows, u), -(-len(u) // TILE)
-        launch(_round, programs, u, table, own, scales, packed, update, *numbers, **constants)
+        args = (u, row_table(rows, u), own, scales, packed, update, *key_and_step(key), len(u), len(rows))
+        if uses_triton(u):
+            constants = {"STEPS": bisections(len(rows)), "FIRST": FACTORS[0], "SECOND": FACTORS[1], "TILE": TILE}
+            launch(_round, -(-len(u) // TILE), *args, **constants)
+        else:
+            native.run("round_to_ternary", *args)
     return packed, update
 
 
@@ -47,8 +50,11 @@ def ternary_values(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tens
     """Return the means, fp32, that the sums of the codes of `size` ranks stand for: 1-D, uint8 or int16."""
     update = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
     if rows:
-        numbers, constants = (size, len(codes), len(rows)), {"STEPS": bisections(len(rows)), "TILE": TILE}
-        launch(_values, -(-len(codes) // TILE), codes, row_table(rows, codes), scales, update, *numbers, **constants)
+        args = (codes, row_table(rows, codes), scales, update, size, len(codes), len(rows))
+        if uses_triton(codes):
+            launch(_values, -(-len(codes) // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
+        else:
+            native.run("ternary_values", *args, codes.itemsize)
     return update
 
 

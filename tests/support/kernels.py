@@ -9,11 +9,13 @@ import torch
 
 from lightning_sparse import kernels
 from lightning_sparse.comm import Comm
-from lightning_sparse.kernels import launch
+from lightning_sparse.kernels import launch, native
 from tests.support.vectors import INPUTS, SMOOTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_native = pytest.mark.skipif(native.library() is None, reason="kernels/cpu was not compiled")
+EITHER = [pytest.param("triton", marks=needs_triton), pytest.param("native", marks=needs_native)]
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="where there is a GPU kernels do not run on the CPU")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 HOSTILE = {
@@ -33,7 +35,13 @@ def is_kernel(value):
 def with_kernels():
     """Return the modules that have kernels, their own or imported ones."""
     names = (f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__))
-    return tuple(x for x in map(importlib.import_module, names) if any(map(is_kernel, vars(x).values())))
+    modules = (importlib.import_module(name) for name in names if name != native.LIBRARY)  # no module
+    return tuple(x for x in modules if any(map(is_kernel, vars(x).values())))
+
+
+def device_of(kernels):
+    """Where these kernels work."""
+    return DEVICE if kernels == "triton" else "cpu"
 
 
 KERNELS = with_kernels()

@@ -1,0 +1,68 @@
+"""The loops in C of cpu/, compiled when the package is installed, and the choice between kernels and plain torch.
+
+    if uses_kernels(u):                  # Triton's or those of cpu/, behind the same functions
+        packed, update = write_signs(u, rows, upper, lower)
+
+The loops work in one thread, as ranks on CPUs do, without Python's lock. Where they were not compiled, plain torch does
+the same in a dozen operations or more, and takes two to six times as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import os
+
+from torch import Tensor
+
+from lightning_sparse.kernels.launch import KERNELS, uses_triton
+
+log = logging.getLogger(__name__)
+
+LIBRARY = "lightning_sparse.kernels._cpu"
+"""What setup.py builds: its file is named like a module, but it is a library for `ctypes`."""
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Return whether kernels for quantizers work on `x`, Triton's or those of cpu/."""
+    return uses_triton(x) or uses_native(x)
+
+
+def uses_native(x: Tensor) -> bool:
+    """Return whether the loops of cpu/ work on `x`: on the CPU where they were compiled, unless the environment forces.
+
+    Tensors of other types, such as torch's fake ones, may have no memory.
+    """
+    return x.device.type == "cpu" and type(x) is Tensor and KERNELS not in os.environ and library() is not None
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled loops, or None."""
+    spec = importlib.util.find_spec(LIBRARY)
+    if spec is None:
+        return None
+    try:
+        return ctypes.CDLL(str(spec.origin))
+    except OSError as error:  # of another machine
+        log.info(f"Quantizers on the CPU by plain torch, which is slower: {error}.")
+        return None
+
+
+def run(name: str, *args: Tensor | float) -> None:
+    """Call a function of cpu/.
+
+    Args:
+        name: of the function, which returns nothing.
+        args: tensors on the CPU, contiguous, as pointers; whole numbers as int64_t, others as double.
+    """
+    assert all(x.device.type == "cpu" and x.is_contiguous() for x in args if isinstance(x, Tensor))
+    getattr(library(), name)(*map(_argument, args))
+
+
+def _argument(x: Tensor | float) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    return ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_double(x)
