@@ -13,7 +13,7 @@ setup(
             sorted(map(str, FOLDER.glob("*.c"))),
             depends=[str(FOLDER / "tiles.h")],
             # None by which the compiler may change results.
-            extra_compile_args=["-std=c99", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+            extra_compile_args=["-std=c99", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
             optional=True,
         )
     ]
