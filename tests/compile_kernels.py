@@ -27,6 +27,7 @@ from lightning_sparse.kernels import (
     codes,
     gradient_table,
     launch,
+    levels,
     pack,
     payout,
     quantize,
@@ -110,10 +111,10 @@ BLOCKS = {
 CODES = {"codes": "*i16", "packed": "*u8", "count": "i32", "groups": "i32"}
 OF_64 = {"STEPS": 4, "BLOCK": 64, "HALF": 32, "ROWS": quantize.TILE // 64}
 ROWS = {"u": "*fp32", "partial": "*fp64", "out": "*fp32", "clip": "fp32", "table": "*i64", "codes": "*i16"}
-ROWS |= dict.fromkeys(("upper", "lower", "own", "scales", "update"), "*fp32")
+ROWS |= dict.fromkeys(("upper", "lower", "own", "scales", "norms", "update"), "*fp32")
 ROWS |= dict.fromkeys(("packed", "votes", "used", "won"), "*u8")
 ROWS |= dict.fromkeys(("pieces", "rows", "many", "numel", "begin", "size", "turn"), "i32")
-ROWS |= dict.fromkeys(("votes_each", "used_each", "width", "key", "step"), "i32")
+ROWS |= dict.fromkeys(("votes_each", "used_each", "width", "key", "step", "levels", "bucket"), "i32")
 SIGNS = {"STEPS": 4, "TILE": signs.TILE}
 TERNARY = {"STEPS": 4, "TILE": ternary.TILE}
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
@@ -257,6 +258,12 @@ KERNELS = {
     "write signs": (signs._write_signs, ROWS, SIGNS),
     "read signs": (signs._read_signs, ROWS, SIGNS),
     "votes": (signs._count_votes, ROWS, SIGNS),
+    "round to levels": (
+        levels._round_to_levels,
+        ROWS,
+        {"FIRST": uniform.FACTORS[0], "SECOND": uniform.FACTORS[1], "TILE": levels.TILE},
+    ),
+    "level values": (levels._level_values, {**ROWS, "codes": "*u8"}, {"TILE": levels.TILE}),
     "round to ternary": (ternary._round, ROWS, {**TERNARY, "FIRST": uniform.FACTORS[0], "SECOND": uniform.FACTORS[1]}),
     "ternary values": (ternary._values, ROWS, TERNARY),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),

@@ -15,7 +15,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.launch import at_a_time
 from lightning_sparse.kernels.levels import level_values, round_to_levels
-from lightning_sparse.kernels.native import uses_native
+from lightning_sparse.kernels.native import uses_kernels
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
 
@@ -56,7 +56,7 @@ class QSGD(Compressor):
         return self.levels**2 > self.bucket
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        if uses_native(u):
+        if uses_kernels(u):
             norms, packed, update = round_to_levels(u, self.levels, self.bits, self.bucket, ctx.key(shared=False))
             return (norms, packed), update
         numel, bucket = u.numel(), self.bucket
@@ -83,7 +83,7 @@ class QSGD(Compressor):
     def decode(self, payload: Payload, ctx: Context) -> Update:
         norms, packed = payload
         numel = ctx.segment.numel
-        if uses_native(packed):
+        if uses_kernels(packed):
             return level_values(norms, packed, self.levels, self.bits, self.bucket, numel)
         codes = unpack_codes(packed, self.bits, numel)
         update = torch.empty(numel, dtype=torch.float32, device=codes.device)

@@ -1,19 +1,30 @@
-"""Values rounded at random to a few levels of their bucket's norm, in one call: QSGD's rounding.
+"""Values rounded at random to a few levels of their bucket's norm, with a few launches or one call: QSGD's rounding.
 
     norms, packed, update = round_to_levels(u, levels, bits, bucket, key)    # what is sent, and what it stands for
     level_values(norms, packed, levels, bits, bucket, len(u))                # the same update
 
-Only for where `uses_native`. A norm is summed up in pieces, in fp32, and of these in fp64.
+Only for where `uses_kernels`. A norm is summed up as row_numbers.py says.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.codes import code_bytes
-from lightning_sparse.kernels.uniform import key_and_step
+from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.row_numbers import norms_of_rows
+from lightning_sparse.kernels.uniform import FACTORS, _noise, key_and_step
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+TILE = 1024
+"""Elements of a program."""
 
 
 def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,19 +33,74 @@ def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) ->
     Args:
         u: 1-D, fp32; left as it is.
         levels: above 0, of a norm; 0 has the code `levels`.
-        bits: of a code.
+        bits: of a code, at most 8.
         bucket: elements that share a norm.
         key: of the `Uniform` numbers by which is rounded.
     """
-    numel = len(u)
+    numel, update, numbers = len(u), torch.empty_like(u), key_and_step(key)
+    if uses_triton(u):
+        full = numel // bucket
+        rows = [(0, full * bucket, 0, full, bucket), (full * bucket, numel, full, full + 1, numel - full * bucket)]
+        norms = norms_of_rows(u, [row for row in rows if row[0] < row[1]])
+        codes = torch.empty(numel, dtype=torch.uint8, device=u.device)
+        if numel:
+            constants = {"FIRST": FACTORS[0], "SECOND": FACTORS[1], "TILE": TILE}
+            args = (u, norms, codes, update, *numbers, numel, levels, bucket)
+            launch(_round_to_levels, -(-numel // TILE), *args, **constants)
+        return norms, pack_codes(codes, bits), update
     norms = torch.empty(-(-numel // bucket), dtype=torch.float32, device=u.device)
-    packed, update = torch.empty(code_bytes(numel, bits), dtype=torch.uint8, device=u.device), torch.empty_like(u)
-    native.run("round_to_levels", u, norms, packed, update, *key_and_step(key), numel, levels, bits, bucket)
+    packed = torch.empty(code_bytes(numel, bits), dtype=torch.uint8, device=u.device)
+    native.run("round_to_levels", u, norms, packed, update, *numbers, numel, levels, bits, bucket)
     return norms, packed, update
 
 
 def level_values(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: int, numel: int) -> Tensor:
     """Return the values, fp32, that `numel` codes stand for; arguments as for `round_to_levels`."""
     update = torch.empty(numel, dtype=torch.float32, device=packed.device)
-    native.run("level_values", norms, packed, update, numel, levels, bits, bucket)
+    if not uses_triton(packed):
+        assert len(packed) >= code_bytes(numel, bits)
+        native.run("level_values", norms, packed, update, numel, levels, bits, bucket)
+    elif numel:
+        codes = unpack_codes(packed, bits, numel)
+        launch(_level_values, -(-numel // TILE), codes, norms, update, numel, levels, bucket, TILE=TILE)
     return update
+
+
+@kernel("key", "step", "levels", "bucket")
+def _round_to_levels(
+    u,
+    norms,
+    codes,
+    update,
+    key,
+    step,
+    numel,
+    levels,
+    bucket,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = index < numel
+    x = tl.load(u + index, mask=valid, other=0.0)
+    # Offsets in a segment have 31 bits, and to divide 64 takes several times as long.
+    norm = tl.load(norms + index.to(tl.int32) // bucket, mask=valid, other=0.0)
+    most = tl.zeros_like(x) + levels
+    level = tl.div_rn(norm, most)
+    x = tl.div_rn(x, tl.where(level > 0, level, 1.0)) + _noise(index, key, step, FIRST, SECOND)
+    # The largest value may be above its norm by rounding; NaN stays.
+    x = tl.where(x > most, most, tl.where(x < -most, -most, x))
+    # To the nearest whole number, of two the even one: below 2²² a sum with 1.5 · 2²³ has no place for more.
+    x = (x + 12582912.0) - 12582912.0
+    tl.store(codes + index, (x.to(tl.int32) + levels).to(tl.uint8), mask=valid)
+    tl.store(update + index, x * level, mask=valid)
+
+
+@kernel("levels", "bucket")
+def _level_values(codes, norms, update, numel, levels, bucket, TILE: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = index < numel
+    x = (tl.load(codes + index, mask=valid, other=0).to(tl.int32) - levels).to(tl.float32)
+    norm = tl.load(norms + index.to(tl.int32) // bucket, mask=valid, other=0.0)
+    tl.store(update + index, x * tl.div_rn(norm, tl.zeros_like(x) + levels), mask=valid)

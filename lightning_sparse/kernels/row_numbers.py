@@ -26,7 +26,7 @@ TILE = 1024
 """Elements of a program, of one piece or of several."""
 AT_A_TIME = 512
 """Pieces whose sums a program adds up at a time, of one row or of several."""
-SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2}
+SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2, "norms": 1}
 """What is known of a row: how many sums there are of each of its pieces. cpu.c has numbers for these, in this order."""
 
 
@@ -48,6 +48,11 @@ def signed_means(u: Tensor, rows: Rows) -> Tensor:
 def clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
     """Return the largest magnitude of each row of `u`, or `clip` times its root mean square if that is less, fp32."""
     return _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0]  # times 0, an infinity is NaN
+
+
+def norms_of_rows(u: Tensor, rows: Rows) -> Tensor:
+    """Return the 2-norm of each row of `u`, fp32, though squares of its elements may be out of range."""
+    return _numbers(u, rows, "norms")[0]
 
 
 def _numbers(
@@ -102,13 +107,14 @@ def _of_pieces(
     out = partial + number * SUMS
     if KIND == "used":
         tl.store(out, (largest != 0).to(tl.float64), mask=present)
-    elif KIND == "clipped":
+    elif KIND == "clipped" or KIND == "norms":
         # Times a power of two that takes the largest to 1 or more, so that no square is out of range that matters.
         factor = ((254 - tl.minimum(largest >> 23, 253)) << 23).to(tl.float32, bitcast=True)
         x = x * factor[:, None]
         factor = factor.to(tl.float64)
         tl.store(out, tl.sum(x * x, 1).to(tl.float64) / (factor * factor), mask=present)
-        tl.store(out + 1, largest.to(tl.float32, bitcast=True).to(tl.float64), mask=present)
+        if KIND == "clipped":
+            tl.store(out + 1, largest.to(tl.float32, bitcast=True).to(tl.float64), mask=present)
     else:
         # Where a sum of so many might be out of range, of halves of their mean.
         factor = tl.where(largest < 0x77000000, 1.0, 0.5 / PIECE)
@@ -168,6 +174,8 @@ def _of_rows(
         largest = tl.max(two, 1)
         limit = tl.sqrt(total / length) * clip
         tl.store(out + row, tl.where(limit >= largest, largest, limit).to(tl.float32), mask=present)  # NaN stays
+    elif KIND == "norms":
+        tl.store(out + row, tl.sqrt(total).to(tl.float32), mask=present)
     elif KIND == "magnitudes":
         tl.store(out + row, (total / length).to(tl.float32), mask=present)
     else:
