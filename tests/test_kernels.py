@@ -501,6 +501,17 @@ def test_ternary_values_are_those_of_plain_torch(clip, shapes, name, kernels, us
         assert same_bits(compressor.decode((theirs[1], shifted(found)), ctx)[finite], update[finite])
 
 
+@pytest.mark.parametrize("kernels", EITHER)
+def test_random_numbers_are_those_of_plain_torch(kernels, use):
+    """To the last bit: 1/2 less the number of an element is rounded down, and what is 2⁻¹⁶ above that is rounded up."""
+    ctx, one = Context.of(3001, step=3), torch.ones(1, device=device_of(kernels))
+    noise = Uniform(ctx.key(shared=False), 3001, torch.device("cpu")).add_(torch.zeros(3001), 0)
+    use(kernels)
+    for above, expected in ((0, 0), (2**-16, 1)):
+        _, update = TernGrad().quantize((0.5 - noise + above).to(one.device), one, one, ctx)
+        assert bool((update == expected).all())
+
+
 def sizes(scales, ctx):
     rows = rows_of(ctx.segment, whole=True)
     return [(scale, row.stop - row.start) for scale, row in zip(scales.double(), rows, strict=True)]
