@@ -877,6 +877,42 @@ def test_the_choice_can_be_forced(monkeypatch):
         launch.uses_triton(x)
 
 
+def within_fences(run):
+    """Return a `native.run` whose tensors lie between bytes that must not change."""
+
+    def call(name, *args):
+        fenced = {}
+        for place, x in enumerate(args):
+            if isinstance(x, torch.Tensor):
+                memory = torch.full((x.nbytes + 128,), 0xA5, dtype=torch.uint8)
+                memory[64:-64].view(x.dtype).copy_(x.view(-1))
+                fenced[place] = memory
+        run(name, *(fenced[place][64:-64].view(x.dtype) if place in fenced else x for place, x in enumerate(args)))
+        for place, memory in fenced.items():
+            assert bool((memory[:64] == 0xA5).all()), (name, place)
+            assert bool((memory[-64:] == 0xA5).all()), (name, place)
+            args[place].view(-1).copy_(memory[64:-64].view(args[place].dtype))
+
+    return call
+
+
+@needs_native
+@pytest.mark.parametrize("compressor", [Blocks(4), Blocks(8, 130), OneBit(), QSGD(63), Sign(), TernGrad()], ids=repr)
+def test_loops_write_to_their_results_only(compressor, use, monkeypatch):
+    use("native")
+    for shapes in (*ROWS, *MATRICES, [(1, 3)], [(2, 21)]):
+        ctx, u, _ = of_rows(shapes, "normal", "native")
+        with monkeypatch.context() as patched:
+            patched.setattr(native, "run", within_fences(native.run))
+            payload, update = compressor.compress(u, ctx)
+            again = compressor.decode(payload, ctx)
+            for bits in (3, 12):
+                drawn = torch.randint(0, 1 << bits, (ctx.segment.numel,), dtype=torch.int16)
+                assert torch.equal(codes.unpack_codes(codes.pack_codes(drawn, bits), bits, len(drawn)), drawn)
+        assert torch.equal(again, update)
+        assert torch.equal(update, compressor.compress(u, ctx)[1])
+
+
 @needs_native
 def test_the_cpu_takes_the_compiled_loops_where_nothing_is_forced(use):
     x = torch.zeros(1)
