@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
-from benchmarks.language import PARTS, REPEATED  # noqa: E402
+from benchmarks.language import EARLY, PARTS, REPEATED  # noqa: E402
 from benchmarks.updates import steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -349,12 +349,13 @@ def language_seeds() -> str:
     trained = read("language").query("optimizer == 'adamw'")
     rows, dense = [], 1.0
     for (part, _, method), lr in sorted(REPEATED.items(), key=lambda item: PARTS[item[0][0]].workers):
-        chosen = trained[(trained["part"] == part) & (trained["method"] == method) & (trained["lr"] == lr)]
-        runs = [run.sort_values("step") for _, run in chosen.groupby("seed")]
+        same = trained[(trained["method"] == method) & (trained["lr"] == lr)].sort_values("step")
+        chosen, begun = same[same["part"] == part], same[same["part"] == EARLY[part]]
+        runs, starts = ([run for _, run in found.groupby("seed")] for found in (chosen, begun))
         ends = [run.val_loss.iloc[-1] for run in runs]
         sent = runs[0].sent_bytes_per_worker.iloc[-1]
         dense = (sent or dense) if method == "ddp" else dense  # one worker sends nothing
-        to = [[steps_to(run, target) for run in runs] for target in (2.6, 2.0)]
+        to = [[steps_to(run, target) for run in found] for found, target in ((starts, 2.6), (runs, 2.0))]
         cells = [mean_and_range(found, places) for found, places in zip((ends, *to), (3, 0, 0), strict=True)]
         workers = str(chosen["workers"].iloc[0])
         method = {"thin": f"{method}, density 0.001", "alone": "nobody else"}.get(part, method)

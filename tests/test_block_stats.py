@@ -8,6 +8,7 @@ import torch
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.kernels import block_stats as kernel
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
+from tests.support.kernels import HOSTILE, needs_native
 from tests.support.tiers import tiers
 
 LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [131072, 1], [100_000] * 3, [3] * 90_000]
@@ -16,7 +17,9 @@ LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [131072, 1], [100_000] *
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [1, 16, 64])
 @pytest.mark.parametrize("lengths", tiers(LENGTHS, LENGTHS[:-1]))
-def test_adding_and_scanning_at_once(lengths, block, dtype):
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
+def test_adding_and_scanning_at_once(lengths, block, dtype, kernels, use):
+    use(kernels)
     generator = torch.Generator().manual_seed(len(lengths))
     bounds = [0, *accumulate(lengths)]
     grads = [torch.randn(length, generator=generator).to(dtype) for length in lengths]
@@ -36,6 +39,21 @@ def test_adding_and_scanning_at_once(lengths, block, dtype):
         assert torch.equal(stats.maxima, bits.view(-1, block).amax(1))
         assert torch.equal(stats.maxima, again.maxima)
     assert stats._total != stats._total or (stats._total, stats._squares) == (again._total, again._squares)
+
+
+@needs_native
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_loop_in_c_finds_the_same_maxima(name, use):
+    """Of tensors that need not lie one behind the other, and at any address."""
+    for numel in (1, 63, 64, 4096 + 63, 9001):
+        u = HOSTILE[name](numel + 1)
+        for part in (u[1:], u[:numel], torch.stack([u, u], 1)[:numel, 0]):
+            for block in (16, 64):
+                found = []
+                for kernels in ("torch", "native"):
+                    use(kernels)
+                    found.append(BlockStats(numel, block).read(part).maxima)
+                assert torch.equal(*found)
 
 
 def test_moments():

@@ -115,7 +115,6 @@ class UpdateExchange:
         others = {name: param for name, param in model.named_parameters() if not self._updates.has(param)}
         self._by_hand = ChangesByHand(others, self._updates.has)
         self._within: WithinBackward | None = None
-        self._in_step = False  # whether the closure of `within_backward` is being evaluated
         self._stepped, self.is_consistent = False, True
         self._error: BaseException | None = None
         self._done: Callable[[], bool] = nothing_to_wait_for  # whether the device waits for no other rank any more
@@ -151,27 +150,12 @@ class UpdateExchange:
             closure: forward and backward; after it nobody looks at the gradients before the step or changes them.
         """
         parts = self._updates, self.reducer, optimizer, self._begin_within, self._session.stream
-        self._within = within = self._within or WithinBackward(*parts)
-
-        def watched() -> Any:
-            self._in_step = True
-            try:
-                result = closure()
-                within.end()
-            except BaseException as error:
-                within.abandon(error)
-                if within.begun:
-                    self._fail(error)
-                raise
-            finally:
-                self._in_step = False
-            return result
-
-        return watched
+        self._within = self._within or WithinBackward(*parts)
+        return partial(self._within.evaluate, closure, self._fail)
 
     def before_backward(self) -> None:
         """Called right before backward: a training step may have backward passes of its own before."""
-        if self._in_step and self._within is not None:
+        if self._within is not None and self._within.in_step:
             self._within.watch()
 
     @contextlib.contextmanager

@@ -55,6 +55,7 @@ class WithinBackward:
 
     Attributes:
         begun: whether segments have been stepped, so that `finish` is to be called.
+        in_step: whether a closure is being evaluated.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class WithinBackward:
     ) -> None:
         self._updates, self._reducer, self._optimizer = updates, reducer, optimizer
         self._begin_step, self._stream = begin, stream
-        self.begun = self._watching = self._abandoned = False
+        self.begun = self.in_step = self._watching = self._abandoned = False
         self._trained: list[tuple[Tensor, bool]] = []
         self._params: list[list[Tensor]] = []  # of each segment
         self._index: dict[Tensor, int] = {}  # the segment of each
@@ -80,6 +81,24 @@ class WithinBackward:
         self._ready: dict[int, torch.cuda.Event] = {}  # on CUDA, behind the step of each segment
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._exchange: Future[None] | None = None
+
+    def evaluate(self, closure: Callable[[], Any], failed: Callable[[BaseException], None]) -> Any:
+        """Return what a step's closure returns, within which `watch` is called before the backward pass that counts.
+
+        `failed` is called with its error, if segments have been stepped.
+        """
+        self.in_step = True
+        try:
+            result = closure()
+            self.end()
+        except BaseException as error:
+            self.abandon(error)
+            if self.begun:
+                failed(error)
+            raise
+        finally:
+            self.in_step = False
+        return result
 
     def watch(self) -> None:
         """Step segments in the backward pass that comes now, if it is as the one before."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import TILE, _address, bisections, gradient_table
 from lightning_sparse.kernels.launch import kernel, launch, same_dtype, uses_triton
+from lightning_sparse.kernels.native import run, uses_native
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -63,7 +64,7 @@ class BlockStats:
         return self._by_triton(u.detach().contiguous()) if uses_triton(u) else self.over(u)
 
     def over(self, u: Tensor, form: Callable[[int, int], None] | None = None, size: int | None = None) -> BlockStats:
-        """Read a vector by plain torch, little at a time, after each part of it has been formed.
+        """Read a vector by plain torch or in C, little at a time, after each part of it has been formed.
 
         Args:
             u: 1-D, fp32.
@@ -73,18 +74,23 @@ class BlockStats:
         size = size or chunk_size(self.numel)
         assert size % self.block == 0
         blocks = self.numel // self.block
+        native, scratch = uses_native(u) and u.is_contiguous(), u.new_empty(0)
         if self.block > 1:
             self.maxima = torch.empty(blocks, dtype=torch.int32, device=u.device)
-            scratch = torch.empty(min(size, self.numel), dtype=torch.int32, device=u.device)
+            if not native:
+                scratch = torch.empty(min(size, self.numel), dtype=torch.int32, device=u.device)
         for start in range(0, self.numel, size):
             chunk = u[start : start + size]
             if form is not None:
                 form(start, start + chunk.numel())
             full = chunk.numel() // self.block * self.block
             if self.maxima is not None and full:
-                magnitudes = torch.bitwise_and(chunk[:full].view(torch.int32), MAGNITUDE, out=scratch[:full])
                 out = self.maxima[start // self.block : (start + full) // self.block]
-                torch.amax(magnitudes.view(-1, self.block), 1, out=out)
+                if native:
+                    run("block_maxima", chunk, out, len(out), self.block)
+                else:
+                    magnitudes = torch.bitwise_and(chunk[:full].view(torch.int32), MAGNITUDE, out=scratch[:full])
+                    torch.amax(magnitudes.view(-1, self.block), 1, out=out)
             if self.moments:
                 self._total += float(chunk.sum())
                 self._squares += float(chunk.dot(chunk))

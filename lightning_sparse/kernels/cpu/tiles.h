@@ -1,4 +1,4 @@
-/* What the loops of the quantizers on the CPU share; native.py loads them, if a compiler was there at the installation.
+/* What the loops on the CPU share; native.py loads them, if a compiler was there at the installation.
 
    Each KERNEL of the files beside this one is called by the Python file of the same name, which describes the arguments.
    Its results are those of plain torch to the last bit, but for sums, and zeros, which are positive, as they are when
