@@ -133,7 +133,7 @@ class Trial(Updates):
     def __init__(self, *args: Any, variant: Variant) -> None:
         super().__init__(*args)
         self.variant = variant
-        self.waiting = {name: torch.zeros_like(param) for name, param in self._params.items()}
+        self.waiting = {name: torch.zeros_like(param) for name, param in self.parameters.items()}
 
     def _moments(self, segment: Segment, *args: Any) -> SegmentMoments:
         moments, share = super()._moments(segment, *args), self.variant.payout
@@ -153,12 +153,12 @@ class Trial(Updates):
     def exchange(self, optimizer: torch.optim.Optimizer) -> None:
         if self.variant.root:
             with torch.no_grad():
-                for name, param in self._params.items():
+                for name, param in self.parameters.items():
                     param.lerp_(self._weights[name], 1 - self._reducer.comm.size**0.5)
         before = {name: x.clone() for name, x in self._weights.items()}
         super().exchange(optimizer)
         if self.variant.late:
-            for name, param in self._params.items():
+            for name, param in self.parameters.items():
                 mean = before[name] - param.detach()
                 param.data.copy_(before[name] - self.waiting[name])
                 self.waiting[name] = mean

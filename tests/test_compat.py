@@ -40,6 +40,15 @@ def test_step_hooks():
     assert _compat.step_hooks(optimizer) == []
 
 
+def test_gradient_hooks():
+    param = nn.Linear(2, 2).weight
+    assert _compat.gradient_hooks(param) == []
+    hook = param.register_post_accumulate_grad_hook(test_gradient_hooks)
+    assert _compat.gradient_hooks(param) == [test_gradient_hooks]
+    hook.remove()
+    assert _compat.gradient_hooks(param) == []
+
+
 def test_register_first():
     optimizer, called = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), []
     optimizer.register_step_post_hook(lambda *_: called.append("early"))

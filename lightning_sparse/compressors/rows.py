@@ -153,6 +153,7 @@ def _masks_of_bytes(like: Tensor) -> Tensor:
     """Return for each byte -1 (all bits set) for the bits that are 1, and 0 for the others, int32 (256, 8)."""
 
     def make() -> Tensor:
-        return (-(torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1)).to(torch.int32).to(like.device)
+        places, shifts = (torch.arange(count, device=like.device) for count in (256, 8))
+        return (-(places.unsqueeze(1) >> shifts & 1)).to(torch.int32)
 
     return kept(_masks_of_bytes, like, make)

@@ -198,7 +198,7 @@ def _codes_of_bytes(width: int, like: Tensor) -> Tensor:
     """Return the codes of 1, 2 or 4 bits that each byte holds, uint8 (256, 8 / width)."""
 
     def make() -> Tensor:
-        shifts = torch.arange(0, 8, width)
-        return (torch.arange(256).unsqueeze(1) >> shifts & (1 << width) - 1).to(torch.uint8).to(like.device)
+        places, shifts = (torch.arange(*each, device=like.device) for each in ((256,), (0, 8, width)))
+        return (places.unsqueeze(1) >> shifts & (1 << width) - 1).to(torch.uint8)
 
     return kept((_codes_of_bytes, width), like, make)
