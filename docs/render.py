@@ -203,6 +203,24 @@ def network_adamw() -> str:
     return table(["", *rates.values(), "MB"], rows)
 
 
+def within_backward() -> str:
+    """Median step and its range of exchanged updates, after backward and within it, and of gradients; four workers."""
+    runs = read("within_backward").query("kind == 'step'")
+    names = {"topk updates": "after the step", "topk updates within backward": "within backward", "topk": "gradients"}
+    kinds = {"mlp_adamw": "compute the model", "mlp_paced": "wait, as for an accelerator"}
+    rows = []
+    for (kind, rate), steps in runs.groupby(["workload", "rate"], sort=False):
+        found = steps.set_index("contestant")
+        cells = [
+            f"{found.median_ms[name]:,.0f} ({found.p20_ms[name]:,.0f} to {found.p80_ms[name]:,.0f})"
+            if name in found.index
+            else ""
+            for name in names
+        ]
+        rows.append([f"{kinds[kind]}, {RATES[rate]}", *cells])
+    return table(["processors", *names.values()], rows)
+
+
 def network_workers() -> str:
     """Median step at 1 Gbit/s for other numbers of workers."""
     runs = read("network").query("kind == 'step' and workload == 'mlp' and rate == '1gbit'")
@@ -724,6 +742,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "language-four": partial(language, part="four", workers=4),
     "language-large": language_large,
+    "within-backward": within_backward,
     **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
     "updates": updates,
     "volume": volume,
