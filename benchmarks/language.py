@@ -65,7 +65,7 @@ PARTS = {
     "alone": Part(1000, 50, workers=1),
     "large": Part(3000, 150, width=256),  # 3.3 M parameters
 }
-# Steps to a loss are interpolated; a loss that falls as fast as in the beginning is above its chords.
+# Steps to a loss are interpolated, and a loss that falls as fast as in the beginning is below its chords.
 EARLY = {part: f"{part}, early" for part in ("final", "four", "eight", "thin", "alone")}
 PARTS |= {early: PARTS[part]._replace(every=10, until=200) for part, early in EARLY.items()}
 GRID = [0.001, 0.002, 0.005, 0.01]
