@@ -115,6 +115,28 @@ def register_first(optimizer: Optimizer, hook: Callable[..., Any]) -> RemovableH
     return handle
 
 
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Call an optimizer's step, but no hooks, global ones neither. Private in torch 2.8 to 2.15."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def collectives_so_far() -> int:
+    """Return how many collectives the default process group has been asked for. Private in torch 2.8 to 2.15."""
+    world: Any = dist.group.WORLD if dist.is_initialized() else None
+    return 0 if world is None else int(world._get_sequence_number_for_group())
+
+
+def in_backward() -> bool:
+    """Return whether this thread is in a backward pass. Private in torch 2.8 to 2.15."""
+    return int(torch._C._current_graph_task_id()) >= 0
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a module has hooks on its backward pass. Private in torch 2.8 to 2.15."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def gradient_hooks(param: Tensor) -> list[Callable[..., Any]]:
     """Return what is called when a parameter's gradient has been accumulated. Private in torch 2.8 to 2.15."""
     return list((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]

@@ -117,6 +117,11 @@ class Updates:
         self._new += new
         self._weights.update({name: param.clone() for name, param in new.items()})
 
+    @property
+    def weights(self) -> Mapping[int, Tensor]:
+        """The weights that all ranks agreed on last, by the id of the parameter."""
+        return {id(param): self._weights[name] for name, param in self.parameters.items()}
+
     def has(self, param: Tensor) -> bool:
         """Return whether a parameter is among those exchanged."""
         return id(param) in self._ids

@@ -16,6 +16,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_sparse
 from lightning_sparse import _compat
@@ -38,6 +39,45 @@ def test_step_hooks():
     assert _compat.step_hooks(optimizer) == [test_step_hooks]
     hook.remove()
     assert _compat.step_hooks(optimizer) == []
+
+
+def test_step_without_hooks():
+    param = nn.Parameter(torch.ones(2))
+    optimizer, called = torch.optim.SGD([param], 0.5), []
+    optimizer.register_step_post_hook(lambda *_: called.append("own"))
+    hook = register_optimizer_step_post_hook(lambda *_: called.append("global"))
+    param.grad = torch.ones(2)
+    _compat.step_without_hooks(optimizer)
+    hook.remove()
+    assert param.tolist() == [0.5, 0.5]
+    assert called == []
+
+
+def test_in_backward():
+    found, x = [_compat.in_backward()], torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: found.append(_compat.in_backward()))
+    x.sum().backward()
+    assert found == [False, True]
+
+
+def test_has_backward_hooks():
+    module = nn.Linear(2, 2)
+    assert not _compat.has_backward_hooks(module)
+    for register in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
+        hook = register(lambda *_: None)
+        assert _compat.has_backward_hooks(module)
+        hook.remove()
+
+
+def test_collectives_so_far():
+    assert _compat.collectives_so_far() == 0
+
+    def count(rank):
+        before = _compat.collectives_so_far()
+        dist.all_reduce(torch.zeros(1))
+        return _compat.collectives_so_far() - before
+
+    assert run_ranks(2, count) == [1, 1]
 
 
 def test_gradient_hooks():

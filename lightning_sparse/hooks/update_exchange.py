@@ -203,8 +203,12 @@ class UpdateExchange:
         broadcast(self.comm, tensors, self._device)
 
     def _begin_within(self, optimizer: Optimizer) -> None:
-        self._prepare_exchange()
         self._updates.begin(optimizer)
+        self._prepare_exchange()
+
+    def weights_before_step(self) -> Mapping[int, Tensor]:
+        """Return the weights before a step that is under way, by the id of the parameter; nothing between steps."""
+        return {} if self.is_consistent or self._within is None else self._updates.weights
 
     def _prepare_exchange(self) -> None:
         if self._error is not None:

@@ -18,6 +18,7 @@ stream of its own, which waits for the step of a segment, and at the end the cal
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -25,26 +26,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import gradient_hooks
+from lightning_sparse._compat import collectives_so_far, gradient_hooks, in_backward, step_without_hooks
 from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.store import in_thread
 from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.updates import Updates
 
+log = logging.getLogger(__name__)
 _NEEDED_AGAIN = (
-    "A weight was needed for another gradient after it had been stepped within backward, as it is where a detached one "
-    "is used. Set overlap=False of the strategy: then the exchange begins when backward has ended."
+    "A weight may have been needed for another gradient after it had been stepped within backward, as it is where a "
+    "detached one is used. Then set overlap=False of the strategy: the exchange begins when backward has ended."
 )
 
 
 class WithinBackward:
     """The steps of one optimizer, segment by segment, within the backward passes that are watched.
 
-    The first pass only shows whether each parameter gets its gradient at once. With reentrant checkpointing one that is
-    used twice does not. Then, or where a parameter has hooks of the user's on its gradient, nothing is stepped within.
+    The first pass only shows what they are like. Nothing is stepped within where a gradient comes in parts, as with
+    reentrant checkpointing; where backward computes parts of the model anew, which may take weights of others; on CUDA,
+    where it has collectives of its own; and where a parameter has hooks of the user's on its gradient.
 
     Args:
         updates: exchanges what the optimizer changes.
@@ -72,13 +76,19 @@ class WithinBackward:
         self._trained: list[tuple[Tensor, bool]] = []
         self._params: list[list[Tensor]] = []  # of each segment
         self._index: dict[Tensor, int] = {}  # the segment of each
-        self._parts: list[Optimizer] = []
+        self._parts: list[Optimizer] = []  # of each segment, and its parameters by group
+        self._groups: list[list[list[Tensor]]] = []
         self._hooks: list[Any] = []
-        self._at_once: bool | None = None  # whether each gradient comes at once; None before a whole pass was seen
+        self._at_once: bool | None = None  # whether nothing speaks against it; None before a whole pass was seen
+        self._on_modules: Any = None
         self._arrived: set[Tensor] = set()
         self._missing: dict[int, int] = {}  # gradients to come, by segment that has not been stepped
         self._stepped: list[threading.Semaphore] = []  # by segment
-        self._ready: dict[int, torch.cuda.Event] = {}  # on CUDA, behind the step of each segment
+        # On CUDA: the streams of the gradients, events behind the step of each segment, and behind a failed backward.
+        self._streams: set[torch.cuda.Stream] = set()
+        self._ready: dict[int, torch.cuda.Event] = {}
+        self._end: torch.cuda.Event | None = None
+        self._collectives = 0  # that there had been when backward began
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._exchange: Future[None] | None = None
 
@@ -95,6 +105,7 @@ class WithinBackward:
             self.abandon(error)
             if self.begun:
                 failed(error)
+                self._settle()
             raise
         finally:
             self.in_step = False
@@ -108,19 +119,29 @@ class WithinBackward:
             assert layout is not None
             self._params = [[params[name] for name in segment.names] for segment in layout.segments]
             self._at_once = None
-            self._parts = [copy.copy(self._optimizer) for _ in self._params]  # without hooks
+            self._parts = [copy.copy(self._optimizer) for _ in self._params]
             self._index = {param: index for index, each in enumerate(self._params) for param in each}
+            groups = self._optimizer.param_groups
+            self._groups = [[[] for _ in groups] for _ in self._params]
+            for number, group in enumerate(groups):
+                for param in group["params"]:
+                    if param in self._index:
+                        self._groups[self._index[param]][number].append(param)
             self._trained = [(param, param.requires_grad) for param in self._index]
             self._remove_hooks()
             self._hooks = [
                 param.register_post_accumulate_grad_hook(self._on_gradient) for param, used in self._trained if used
             ]
         self._arrived.clear()
+        self._streams.clear()
+        self._collectives = 0 if self._stream is None else collectives_so_far()
+        if self._at_once is None:
+            self._on_modules = register_module_forward_pre_hook(self._on_forward)
         self._watching = True
 
     def end(self) -> None:
         """Step what has not been stepped, if the pass has begun to, and put gradients aside until `finish`."""
-        self._watching = False
+        self._stop_watching()
         if self.begun:
             for index in sorted(self._missing):
                 self._step(index)
@@ -128,7 +149,9 @@ class WithinBackward:
             for param in self._index:
                 param.grad = None
         elif self._at_once is None and self._arrived:
-            self._at_once = True
+            self._at_once = self._stream is None or collectives_so_far() == self._collectives
+            if not self._at_once:
+                self._say("backward has collectives of its own")
 
     def finish(self) -> None:
         """Wait until weights are equal on all ranks; gradients are again where they were.
@@ -141,17 +164,20 @@ class WithinBackward:
             param.grad = gradient
         self._gradients = []
         assert self._exchange is not None
-        self._exchange.result()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        try:
+            self._exchange.result()
+        finally:
+            self._settle()
 
     def abandon(self, error: BaseException) -> None:
         """Step nothing more of the backward pass, which has failed, and end the thread where it waits for it."""
-        self._watching = False
+        self._stop_watching()
         if self.begun:
             if "modified by an inplace operation" in str(error):
                 error.args = (f"{_NEEDED_AGAIN} ({error})",)
             self._abandoned = True
+            if self._stream is not None:
+                self._end = torch.cuda.current_stream(self._stream.device).record_event()
             for stepped in self._stepped:
                 stepped.release()
 
@@ -159,6 +185,23 @@ class WithinBackward:
         """Watch no more; return whether nothing is being exchanged any more."""
         self._remove_hooks()
         return self._exchange is None or not wait([self._exchange], JOIN_SECONDS).not_done
+
+    def _stop_watching(self) -> None:
+        self._watching = False
+        if self._on_modules is not None:
+            self._on_modules.remove()
+            self._on_modules = None
+
+    def _settle(self) -> None:
+        """Wait until the thread has ended: after an error it gives back the weights."""
+        if self._exchange is not None:
+            wait([self._exchange], JOIN_SECONDS)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _say(self, why: str) -> None:
+        if self._reducer.comm.rank == 0:
+            log.info(f"Updates are exchanged after backward: {why}.")
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -173,23 +216,34 @@ class WithinBackward:
 
     # In the thread of backward:
 
+    def _on_forward(self, *_: Any) -> None:
+        if in_backward() and self._at_once is not False:
+            self._say("it computes parts of the model anew, by checkpointing")
+            self._at_once = False
+
     def _on_gradient(self, param: Tensor) -> None:
         if not self._watching:
             return
+        index = self._index[param]
         if param in self._arrived:
+            name = next(name for name, each in self._updates.parameters.items() if each is param)
+            if self._at_once is not False:
+                self._say(f"the gradient of {name!r} comes in parts")
             self._at_once = False
-            if self.begun:
-                name = next(name for name, each in self._updates.parameters.items() if each is param)
+            if self.begun and index in self._missing:
+                self._missing[index] += 1  # so the segment waits for the end
+            elif self.begun:
                 raise RuntimeError(
                     f"The gradient of {name!r} came in two parts, though in the step before it came at once, so its "
                     f"update may be of one part only. Checkpoint activations with use_reentrant=False, or set "
                     f"overlap=False of the strategy."
                 )
+        if self._stream is not None:
+            self._streams.add(torch.cuda.current_stream(self._stream.device))
         if not self._arrived and self._at_once and self._are_same() and not self._are_hooked():
             self._begin()
         self._arrived.add(param)
         if self.begun:
-            index = self._index[param]
             self._missing[index] -= 1
             if not self._missing[index]:
                 self._step(index)
@@ -215,15 +269,17 @@ class WithinBackward:
         self._exchange = in_thread(exchange, "lightning_sparse")
 
     def _step(self, index: int) -> None:
-        part, members = self._parts[index], set(self._params[index])
+        part = self._parts[index]
         part.state = self._optimizer.state
-        part.param_groups = [
-            {**group, "params": [param for param in group["params"] if param in members]}
-            for group in self._optimizer.param_groups
-        ]
-        part.step()
-        if self._stream is not None:
-            self._ready[index] = torch.cuda.current_stream(self._stream.device).record_event()
+        chosen = zip(self._optimizer.param_groups, self._groups[index], strict=False)  # a new group has none of ours
+        part.param_groups = [{**group, "params": params} for group, params in chosen]
+        current = None if self._stream is None else torch.cuda.current_stream(self._stream.device)
+        if current is not None:
+            for stream in self._streams - {current}:
+                current.wait_stream(stream)
+        step_without_hooks(part)
+        if current is not None:
+            self._ready[index] = current.record_event()
         del self._missing[index]
         self._stepped[index].release()
 
@@ -232,6 +288,8 @@ class WithinBackward:
     def _wait_for(self, segment: Segment) -> None:
         self._stepped[segment.index].acquire()
         if self._abandoned:
+            if self._end is not None:
+                self._end.wait()
             raise RuntimeError("Backward has failed.")  # the training thread has raised why
         if self._stream is not None:
             self._ready[segment.index].wait()

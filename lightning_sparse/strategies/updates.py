@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import ddp_options
+from lightning_sparse._compat import ddp_options, has_backward_hooks
 from lightning_sparse.hooks import UpdateExchange, has_collectives
 from lightning_sparse.methods import Method
 from lightning_sparse.strategies.gradients import GradientExchange
@@ -61,7 +61,7 @@ class UpdateOrGradientExchange(GradientExchange):
         assert module is not None
         trainer: Any = module.trainer
         hooks = ["on_after_backward", "on_before_optimizer_step"]
-        own = [*hooks, "configure_gradient_clipping", "optimizer_step", "backward"]
+        own = [*hooks, "configure_gradient_clipping", "clip_gradients", "optimizer_step", "backward"]
         owners = [(module, pl.LightningModule, own)]
         owners += [(callback, pl.Callback, hooks) for callback in trainer.callbacks]
         obstacles = [
@@ -78,9 +78,11 @@ class UpdateOrGradientExchange(GradientExchange):
             obstacles += [
                 (is_overridden(name, owner, base), f"{type(owner).__name__}.{name} comes first") for name in names
             ]
-        for optimizer in self.optimizers:
-            of_torch = type(optimizer).__module__.startswith("torch.optim")
-            obstacles.append((not of_torch, f"{type(optimizer).__name__} may look at all gradients"))
+        hooked = any(map(has_backward_hooks, module.modules()))
+        obstacles.append((hooked, "a module has backward hooks"))
+        for part in (self.precision_plugin, *self.optimizers):
+            known = type(part).__module__.startswith(("torch.optim.", "pytorch_lightning.", "lightning."))
+            obstacles.append((not known, f"{type(part).__name__} may look at all gradients"))
         return next((text for applies, text in obstacles if applies), "")
 
     @property
@@ -150,7 +152,13 @@ class UpdateOrGradientExchange(GradientExchange):
         # A checkpoint has the weights of all ranks, unless one rank writes it as an error ends its training.
         if self._update_exchange is not None and not self.lightning_module.trainer.interrupted:
             self._update_exchange.exchange_pending()
-        return super().lightning_module_state_dict()
+        state = super().lightning_module_state_dict()
+        # A signal's handler, or an error's, may save in the middle of a step.
+        before = {} if self._update_exchange is None else self._update_exchange.weights_before_step()
+        for name, param in self.lightning_module.named_parameters(remove_duplicate=False):
+            if id(param) in before and name in state:
+                state[name] = before[id(param)].clone()
+        return state
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -160,7 +168,8 @@ class UpdateOrGradientExchange(GradientExchange):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._update_exchange is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        if not self._obstacle:
+        # Once more: a callback may have come, or gradient_clip_val have been set, since training began.
+        if not self._obstacle and not self._find_obstacle(self._update_exchange.reducer.method.every):
             closure = self._update_exchange.within_backward(optimizer, closure)
         with self._update_exchange.one_step(optimizer):
             return super().optimizer_step(optimizer, self._checked(optimizer, closure), model, **kwargs)

@@ -153,6 +153,31 @@ def test_lightning_with_one_rank(device, name):
     assert torch.equal(runs[0]["weights"], runs[1]["weights"])
 
 
+class AdamNet(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def within_and_after(rank: int, device: str, size: int) -> list[Tensor]:
+    found = []
+    for overlap in (True, False):
+        net = AdamNet(device)
+        backend = {} if size == 1 else {"process_group_backend": "gloo"}
+        strategy = SparseDDPStrategy("topk", density=0.01, granularity="layer", overlap=overlap, **backend)
+        run = trainer(strategy, 1, accelerator={"cpu": "cpu", "cuda": "gpu"}[device], num_nodes=size)
+        run.fit(net, Batches(batches(rank)))
+        found.append(bits(net.parameters()))
+    return found
+
+
+@on_both
+@pytest.mark.parametrize("size", [1, 2])
+def test_updates_exchanged_within_backward_are_those_after_it(device, size):
+    """One rank over NCCL where there is a GPU; two over gloo."""
+    found = ranks(device, size, within_and_after, size, backend=None if device == "cuda" else "gloo")
+    assert all(torch.equal(weights, found[0][0]) for each in found for weights in each)
+
+
 def over_gloo(rank: int, device: str) -> dict[str, dict[str, Any]]:
     return {name: fit(rank, device, over_gloo_strategy(name), 2, "32-true") for name in METHODS}
 

@@ -28,6 +28,7 @@ from lightning_sparse import (
     exchange_pending,
     method,
 )
+from lightning_sparse._compat import in_backward
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.updates import Updates
@@ -326,7 +327,7 @@ def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradient
         found, begin = [], Updates.begin
 
         def noted(updates: Any, optimizer: Any, *rest: Any) -> None:
-            found.append(torch._C._current_graph_task_id() >= 0)  # whether a backward pass is running
+            found.append(in_backward())
             begin(updates, optimizer, *rest)
 
         Updates.begin = noted
@@ -338,6 +339,79 @@ def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradient
     # Once as training starts, and the first pass is only watched.
     assert within == [False] * len(within) if obstacle else [False, False, *[True] * (len(within) - 2)]
     assert len(within) > 3
+
+
+class Late(pl.Callback):
+    """Has gradients clipped in a way that was not there when training began."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.how == "value":
+            trainer.gradient_clip_val = 0.01
+        elif self.how == "callback":
+            trainer.callbacks.append(Halves())
+        else:
+            module.layers[3].register_full_backward_hook(self.halve)
+
+    def halve(self, module: nn.Linear, *_: Any) -> None:
+        if module.weight.grad is not None:
+            module.weight.grad.mul_(0.5)
+
+
+class Halves(pl.Callback):
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        for param in module.parameters():
+            param.grad.mul_(0.5)
+
+
+class Clips(pl.plugins.Precision):
+    """A precision plugin of the user's own."""
+
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
+        nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+        return super().post_backward(tensor, module)
+
+
+@pytest.mark.parametrize("how", ["value", "callback", "hook", "plugin"])
+def test_what_looks_at_gradients_is_seen_whenever_it_comes(how):
+    def run(rank: int) -> Any:
+        options = {"plugins": [Clips()]} if how == "plugin" else {"callbacks": [Late(how)]}
+        return [fit(rank, AdamNet, {"overlap": overlap}, **options)["weights"] for overlap in (True, False)]
+
+    (within, after), _ = lightning_ranks(2, run)
+    assert torch.equal(within, after)
+
+
+class Saves(Net):
+    """Saves in the middle of a step, as a handler of a signal does."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before = {name: x.clone() for name, x in self.state_dict().items()}
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        hidden = self.embedding(batch[0])
+        if index == 3:
+            hidden.register_hook(self.save)
+        return nn.functional.cross_entropy(self.layers(hidden), batch[1])
+
+    def save(self, _: Tensor) -> None:
+        weights = [name for name, _ in self.named_parameters()]
+        self.saved = self.trainer.strategy.lightning_module_state_dict()
+        self.wrong = [name for name in weights if not torch.equal(self.saved[name], self.before[name])]
+        self.stepped = [name for name in weights if not torch.equal(self.state_dict()[name], self.before[name])]
+
+
+def test_what_is_saved_in_the_middle_of_a_step_has_the_weights_before_it():
+    def run(rank: int) -> Any:
+        module = Saves(ADAMW, lr=0.01)
+        trainer(sparse(granularity="layer"), 2).fit(module, Loader(rank, 2))
+        return module.wrong, module.stepped
+
+    for wrong, stepped in lightning_ranks(2, run):
+        assert wrong == []
+        assert stepped
 
 
 class FailsInBackward(Net):
