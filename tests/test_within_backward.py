@@ -166,26 +166,19 @@ def test_with_checkpointing_the_exchange_waits_for_the_end_of_backward(reentrant
     assert both(2, start) == [[False] * STEPS] * 2
 
 
-def test_a_gradient_that_comes_in_parts_later_on_is_an_error():
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reentrant": True}, r"The gradient of 'layers.1.bias' came in two parts.*use_reentrant=F"),
+        ({"detached": True}, r"(?s)A weight may have been needed .* overlap=False .*inplace operation"),
+    ],
+)
+def test_a_pass_that_is_not_as_the_one_before_is_an_error_with_a_remedy(change, said):
     def rank(comm):
         training = Training(comm, Net(), within=True)
         training.step()
-        training.net.reentrant = True
-        with pytest.raises(RuntimeError, match=r"The gradient of 'layers.1.bias' came in two parts.*use_reentrant=F"):
-            training.step()
-        assert training.within.close()
-
-    simulate(2, rank)
-
-
-def test_a_weight_that_is_needed_again_is_an_error_with_a_remedy():
-    def rank(comm):
-        training = Training(comm, Net(), within=True)
-        training.step()
-        training.net.detached = True
-        with pytest.raises(
-            RuntimeError, match=r"(?s)A weight may have been needed .* overlap=False .*inplace operation"
-        ):
+        vars(training.net).update(change)
+        with pytest.raises(RuntimeError, match=said):
             training.step()
         assert training.within.close()
 

@@ -79,7 +79,7 @@ class WithinBackward:
         self._parts: list[Optimizer] = []  # of each segment, and its parameters by group
         self._groups: list[list[list[Tensor]]] = []
         self._hooks: list[Any] = []
-        self._at_once: bool | None = None  # whether nothing speaks against it; None before a whole pass was seen
+        self._allowed: bool | None = None  # whether segments may be stepped within; None before a pass was seen
         self._on_modules: Any = None
         self._arrived: set[Tensor] = set()
         self._missing: dict[int, int] = {}  # gradients to come, by segment that has not been stepped
@@ -118,12 +118,11 @@ class WithinBackward:
             layout, params = self._reducer.layout, self._updates.parameters
             assert layout is not None
             self._params = [[params[name] for name in segment.names] for segment in layout.segments]
-            self._at_once = None
+            self._allowed = None
             self._parts = [copy.copy(self._optimizer) for _ in self._params]
             self._index = {param: index for index, each in enumerate(self._params) for param in each}
-            groups = self._optimizer.param_groups
-            self._groups = [[[] for _ in groups] for _ in self._params]
-            for number, group in enumerate(groups):
+            self._groups = [[[] for _ in self._optimizer.param_groups] for _ in self._params]
+            for number, group in enumerate(self._optimizer.param_groups):
                 for param in group["params"]:
                     if param in self._index:
                         self._groups[self._index[param]][number].append(param)
@@ -135,7 +134,7 @@ class WithinBackward:
         self._arrived.clear()
         self._streams.clear()
         self._collectives = 0 if self._stream is None else collectives_so_far()
-        if self._at_once is None:
+        if self._allowed is None:
             self._on_modules = register_module_forward_pre_hook(self._on_forward)
         self._watching = True
 
@@ -148,9 +147,9 @@ class WithinBackward:
             self._gradients = [(param, param.grad) for param in self._index]
             for param in self._index:
                 param.grad = None
-        elif self._at_once is None and self._arrived:
-            self._at_once = self._stream is None or collectives_so_far() == self._collectives
-            if not self._at_once:
+        elif self._allowed is None and self._arrived:
+            self._allowed = self._stream is None or collectives_so_far() == self._collectives
+            if not self._allowed:
                 self._say("backward has collectives of its own")
 
     def finish(self) -> None:
@@ -183,6 +182,7 @@ class WithinBackward:
 
     def close(self) -> bool:
         """Watch no more; return whether nothing is being exchanged any more."""
+        self._stop_watching()
         self._remove_hooks()
         return self._exchange is None or not wait([self._exchange], JOIN_SECONDS).not_done
 
@@ -208,7 +208,7 @@ class WithinBackward:
             hook.remove()
 
     def _are_same(self) -> bool:
-        """Return whether the parameters are those that are watched, and as many of them are frozen."""
+        """Return whether the parameters are those that are watched, and the same ones are frozen."""
         params = self._updates.parameters
         return len(params) == len(self._trained) and all(
             param in self._index and param.requires_grad == trained for param, trained in self._trained
@@ -217,9 +217,9 @@ class WithinBackward:
     # In the thread of backward:
 
     def _on_forward(self, *_: Any) -> None:
-        if in_backward() and self._at_once is not False:
-            self._say("it computes parts of the model anew, by checkpointing")
-            self._at_once = False
+        if in_backward() and self._allowed is not False:
+            self._say("backward computes activations anew, by checkpointing")
+            self._allowed = False
 
     def _on_gradient(self, param: Tensor) -> None:
         if not self._watching:
@@ -227,9 +227,9 @@ class WithinBackward:
         index = self._index[param]
         if param in self._arrived:
             name = next(name for name, each in self._updates.parameters.items() if each is param)
-            if self._at_once is not False:
+            if self._allowed is not False:
                 self._say(f"the gradient of {name!r} comes in parts")
-            self._at_once = False
+            self._allowed = False
             if self.begun and index in self._missing:
                 self._missing[index] += 1  # so the segment waits for the end
             elif self.begun:
@@ -240,7 +240,7 @@ class WithinBackward:
                 )
         if self._stream is not None:
             self._streams.add(torch.cuda.current_stream(self._stream.device))
-        if not self._arrived and self._at_once and self._are_same() and not self._are_hooked():
+        if not self._arrived and self._allowed and self._are_same() and not self._are_hooked():
             self._begin()
         self._arrived.add(param)
         if self.begun:

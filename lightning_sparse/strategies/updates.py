@@ -51,11 +51,11 @@ class UpdateOrGradientExchange(GradientExchange):
             bucket_cap_mb=ddp["bucket_cap_mb"],
             **options,
         )
-        self._obstacle = self._find_obstacle(self._exchange.reducer.method.every)
+        self._obstacle = self._find_obstacle(self._exchange)
         when = f"after backward: {self._obstacle}" if self._obstacle else "within backward"
         self._exchange.note += f" They are exchanged {when}."
 
-    def _find_obstacle(self, every: int) -> str:
+    def _find_obstacle(self, exchange: UpdateExchange) -> str:
         """Return why an exchange waits for the end of backward; "" where segments may be stepped before."""
         pl, module = import_module(self._namespace), self.lightning_module
         assert module is not None
@@ -66,7 +66,7 @@ class UpdateOrGradientExchange(GradientExchange):
         owners += [(callback, pl.Callback, hooks) for callback in trainer.callbacks]
         obstacles = [
             (not self._overlaps, "overlap=False"),
-            (every > 1, "there are several steps before"),
+            (exchange.reducer.method.every > 1, "there are several steps before"),
             (not module.automatic_optimization, "optimization is manual"),
             (self._lightnings_scaler is not None, "the gradient scaler looks at all gradients"),
             (trainer.gradient_clip_val, "gradient_clip_val needs all gradients"),
@@ -169,7 +169,7 @@ class UpdateOrGradientExchange(GradientExchange):
         if self._update_exchange is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         # Once more: a callback may have come, or gradient_clip_val have been set, since training began.
-        if not self._obstacle and not self._find_obstacle(self._update_exchange.reducer.method.every):
+        if not self._obstacle and not self._find_obstacle(self._update_exchange):
             closure = self._update_exchange.within_backward(optimizer, closure)
         with self._update_exchange.one_step(optimizer):
             return super().optimizer_step(optimizer, self._checked(optimizer, closure), model, **kwargs)
