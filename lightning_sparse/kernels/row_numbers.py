@@ -27,7 +27,7 @@ TILE = 1024
 AT_A_TIME = 512
 """Pieces whose sums a program adds up at a time, of one row or of several."""
 SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2, "norms": 1}
-"""What is known of a row: how many sums there are of each of its pieces. cpu.c has numbers for these, in this order."""
+"""What is known of a row: how many sums there are of each of its pieces. cpu/row_numbers.c goes by this order."""
 
 
 def used_rows(u: Tensor, rows: Rows) -> Tensor:
