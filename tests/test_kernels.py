@@ -35,6 +35,7 @@ from lightning_sparse.aggregators import (
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import GaussianK, TopK, qsgd
 from lightning_sparse.compressors.blocks import Blocks
+from lightning_sparse.compressors.lowrank import LowRank
 from lightning_sparse.compressors.onebit import OneBit
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.rows import row_count, rows_of
@@ -877,6 +878,76 @@ def test_the_choice_can_be_forced(monkeypatch):
         launch.uses_triton(x)
 
 
+SHAPES_OF_LOW_RANK = [
+    [(40, 21), (3,), (7, 9, 5), (0, 4), (11, 50)],  # one that travels exactly, between others
+    [(300, 33), (129, 130)],  # several parts, one below the other
+    [(21, 2500)],  # beside the other, and lanes that are not full
+]
+
+
+@needs_native
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("name", tiers(["normal", "zeros", "student", "largest"], ["normal"]))
+def test_products_of_matrices_in_c(rank, name, use):
+    """Sums of n products are off by n·2⁻²⁴ of the sum of their magnitudes at most, in whatever order they are added."""
+    for shapes in SHAPES_OF_LOW_RANK:
+        ctx, u, x = of_rows(shapes, name, "native")
+        compressor, generator = LowRank(rank), torch.Generator().manual_seed(rank)
+        matrices = [u[start : start + n * m].view(n, m).double() for start, n, m in matrices_of(ctx.segment, rank)]
+        start = torch.randn(rank * sum(m.shape[1] for m in matrices), generator=generator)
+        results = {}
+        for kernels in ("native", "torch"):
+            use(kernels)
+            given = x if kernels == "native" else u
+            ctx.state["right"] = start.clone()
+            products, exact = compressor.left_products(given, ctx)
+            drawn = torch.randn(len(products), generator=torch.Generator().manual_seed(1))
+            rights = compressor.right_products(given, shifted(drawn), ctx)
+            decoded = compressor.decode((shifted(drawn), shifted(start), exact), ctx)
+            results[kernels] = exact, decoded
+            assert bool(products.isfinite().all()) or name == "largest"
+            for m, p, q, left, right in zip(
+                matrices,
+                products.split([rank * len(m) for m in matrices]),
+                rights.split([rank * m.shape[1] for m in matrices]),
+                drawn.double().split([rank * len(m) for m in matrices]),
+                start.double().split([rank * m.shape[1] for m in matrices]),
+                strict=True,
+            ):
+                unit = right.view(rank, -1) / right.view(rank, -1).norm(dim=1, keepdim=True)
+                check_products(p.view(-1, rank), m, unit.float().double().mT)
+                check_products(q.view(rank, -1), left.view(-1, rank).mT, m)
+        assert all(map(same_bits, results["native"], results["torch"]))
+
+
+def matrices_of(segment, rank):
+    """Return start, rows and columns of what travels as matrices of a low rank."""
+    found, start = [], 0
+    for shape in segment.shapes:
+        n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
+        found += [(start, n, m)] if 2 * (n + m) * rank < n * m else []
+        start += math.prod(shape)
+    return found
+
+
+def check_products(found, left, right):
+    """Compare a product in fp32 with that in fp64, where it is in range."""
+    bound = left.shape[1] * 2**-24 * (left.abs() @ right.abs())
+    in_range = (left.abs() @ right.abs()) < torch.finfo(torch.float32).max
+    assert bool(((found.double() - left @ right).abs() <= bound)[in_range].all())
+
+
+@needs_native
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_matrix_that_is_not_finite_shows_in_its_product(broken, use):
+    use("native")
+    for place in (0, 1023, 1024, 2040, 2499, 21 * 2500 - 1):
+        ctx, u = Context(Segment(0, ("w",), ((21, 2500),), 0)), torch.zeros(21 * 2500)
+        u[place] = broken
+        products, _ = LowRank(5).left_products(u, ctx)
+        assert not bool(products.view(21, 5)[place // 2500].isfinite().any())
+
+
 def within_fences(run):
     """Return a `native.run` whose tensors lie between bytes that must not change."""
 
@@ -897,10 +968,14 @@ def within_fences(run):
 
 
 @needs_native
-@pytest.mark.parametrize("compressor", [Blocks(4), Blocks(8, 130), OneBit(), QSGD(63), Sign(), TernGrad()], ids=repr)
+@pytest.mark.parametrize(
+    "compressor",
+    [Blocks(4), Blocks(8, 130), LowRank(1), LowRank(6), OneBit(), QSGD(63), Sign(), TernGrad()],
+    ids=repr,
+)
 def test_loops_write_to_their_results_only(compressor, use, monkeypatch):
     use("native")
-    for shapes in (*ROWS, *MATRICES, [(1, 3)], [(2, 21)]):
+    for shapes in (*ROWS, *MATRICES, *SHAPES_OF_LOW_RANK, [(1, 3)], [(2, 21)]):
         ctx, u, _ = of_rows(shapes, "normal", "native")
         with monkeypatch.context() as patched:
             patched.setattr(native, "run", within_fences(native.run))
@@ -910,6 +985,7 @@ def test_loops_write_to_their_results_only(compressor, use, monkeypatch):
                 drawn = torch.randint(0, 1 << bits, (ctx.segment.numel,), dtype=torch.int16)
                 assert torch.equal(codes.unpack_codes(codes.pack_codes(drawn, bits), bits, len(drawn)), drawn)
         assert torch.equal(again, update)
+        ctx.state.clear()
         assert torch.equal(update, compressor.compress(u, ctx)[1])
 
 

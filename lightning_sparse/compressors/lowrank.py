@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
 from lightning_sparse.context import Context, StateSpec
+from lightning_sparse.kernels import low_rank
+from lightning_sparse.kernels.native import uses_native
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
 from lightning_sparse.options import check
@@ -20,6 +22,9 @@ from lightning_sparse.options import check
 DEPENDENT = 1e-6
 """A column of P counts as linearly dependent if the share of its norm that is orthogonal to the columns before it is at
 most this: about ten roundings of fp32."""
+
+ROWS = 64
+"""Rows of a matrix that plain torch works on at a time on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,12 @@ class LowRank(Compressor):
             starts = [_unit(*pair) for pair in zip(parts.right_views(known), starts, strict=True)]
         else:
             starts = [start / math.sqrt(start.shape[1]) for start in starts]
+        exact = exact_values(u, parts.exact)
+        if uses_native(u):
+            right = torch.cat([u[:0], *(start.view(-1) for start in starts)])
+            return low_rank.left_products(u, parts.matrices, right, self.rank), exact
         products = [matrix @ start.mT for matrix, start in zip(parts.matrix_views(u), starts, strict=True)]
-        return torch.cat([u[:0], *(x.view(-1) for x in products)]), exact_values(u, parts.exact)
+        return torch.cat([u[:0], *(x.view(-1) for x in products)]), exact
 
     def orthonormal(self, products: Tensor, ctx: Context) -> Tensor:
         """Return an orthonormal basis of the columns of each P; a column that depends on those before becomes zero."""
@@ -85,6 +94,8 @@ class LowRank(Compressor):
     def right_products(self, u: Tensor, left: Tensor, ctx: Context) -> Tensor:
         """Return P̂ᵀ M of all matrices, one after the other."""
         parts = _parts(ctx.segment, self.rank)
+        if uses_native(u):
+            return low_rank.right_products(u, parts.matrices, left, self.rank)
         pairs = zip(parts.left_views(left), parts.matrix_views(u), strict=True)
         # Twice as fast on the CPU as with Mᵀ, or with a P̂ᵀ that is not contiguous.
         return torch.cat([u[:0], *((basis.mT.contiguous() @ matrix).view(-1) for basis, matrix in pairs)])
@@ -93,9 +104,12 @@ class LowRank(Compressor):
         left, right, exact = payload
         parts = _parts(ctx.segment, self.rank)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=left.device)
-        factors = zip(parts.matrix_views(update), parts.left_views(left), parts.right_views(right), strict=True)
-        for matrix, basis, coefficients in factors:
-            torch.mm(basis, coefficients, out=matrix)
+        if uses_native(update):
+            low_rank.write_products_(update, parts.matrices, left.contiguous(), right.contiguous(), self.rank)
+        else:
+            factors = zip(parts.matrix_views(update), parts.left_views(left), parts.right_views(right), strict=True)
+            for matrix, basis, coefficients in factors:
+                _write_product_(matrix, basis, coefficients)
         write_exact_(update, parts.exact, exact)
         return update
 
@@ -109,6 +123,18 @@ def _unit(rows: Tensor, drawn: Tensor) -> Tensor:
     # In fp64: the squares of large numbers overflow, those of small ones vanish.
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     return torch.where(lengths > 0, (rows / lengths).float(), drawn / math.sqrt(drawn.shape[1]))
+
+
+def _write_product_(matrix: Tensor, basis: Tensor, coefficients: Tensor) -> None:
+    """Write a product, (n, rank) by (rank, m): on CPUs with the same bits on all ranks, whatever their libraries are."""
+    if matrix.device.type != "cpu":
+        torch.mm(basis, coefficients, out=matrix)
+        return
+    # One column after the other, as the loops in C do, of as many rows as stay in a cache.
+    for rows, own in zip(matrix.split(ROWS), basis.split(ROWS), strict=True):
+        torch.mul(own[:, :1], coefficients[0], out=rows)
+        for number in range(1, len(coefficients)):
+            rows += own[:, number, None] * coefficients[number]
 
 
 class _Parts(NamedTuple):
