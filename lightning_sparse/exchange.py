@@ -89,7 +89,7 @@ class Exchange:
         self._fingerprint = fingerprint
         self._messages = 0
         if device not in comm.statuses:
-            comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK]), device)
+            comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK], device="cpu"), device)
         self._parent = parent
         self._senders, self._worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
         self._by_triton = uses_triton(self._senders)

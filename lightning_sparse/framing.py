@@ -42,7 +42,7 @@ def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> 
         parts.messages = None
     else:
         start = 0  # the checksum's start is in what is copied
-        constants = kept((seal,), status, lambda: to_device(torch.tensor([0, 0, INTACT]), status.device))
+        constants = kept((seal,), status, lambda: to_device(torch.tensor([0, 0, INTACT], device="cpu"), status.device))
         lead = parts[0].shape[:-1] if parts else ()
         header, end = constants.view(torch.uint8).expand(*lead, -1).split([HEADER_BYTES, CHECKSUM_BYTES], -1)
         messages = torch.cat([header, *_pieces(parts, header[..., :CHECKSUM_BYTES]), end], -1)

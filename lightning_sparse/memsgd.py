@@ -151,7 +151,9 @@ class MemSGD:
         self.generator = torch.Generator().manual_seed(check("seed", seed, "MemSGD"))
         # Σ η so far, and Σ η up to which λx is in the memory, for each entry.
         self._rates = 0.0
-        self._l2_applied = torch.zeros(x.numel() if self.l2 and choice == "random" else 0, dtype=torch.float64)
+        self._l2_applied = torch.zeros(
+            x.numel() if self.l2 and choice == "random" else 0, dtype=torch.float64, device="cpu"
+        )
 
     def step_(self, gradient: Update, lr: float) -> Entries:
         """Take a step; `x` and `memory` change in place.
@@ -199,7 +201,7 @@ class MemSGD:
         if not self._l2_applied.numel():
             return
         if indices is None:
-            indices = torch.arange(self.x.numel())
+            indices = torch.arange(self.x.numel(), device="cpu")
         lacking = (self._rates - self._l2_applied[indices]).to(self.x.dtype)
         self.memory.index_add_(0, indices, lacking.mul_(self.x[indices]), alpha=self.l2)
         self._l2_applied.index_fill_(0, indices, self._rates)
@@ -261,7 +263,7 @@ def train_parallel(
     gc.collect()  # or a forked process may collect what only this one can: a process group waits for its threads
     x.share_memory_()
     memories = [torch.zeros_like(x).share_memory_() for _ in range(processes)]
-    spans = torch.zeros(processes, 2, dtype=torch.float64).share_memory_()
+    spans = torch.zeros(processes, 2, dtype=torch.float64, device="cpu").share_memory_()
     barrier = torch.multiprocessing.get_context(start_method).Barrier(processes)
     job = (x, gradient, lr, steps, {"k": k, "choice": choice, "l2": l2}, seed, memories, spans, barrier)
     start_processes(_work, job, nprocs=processes, daemon=True, start_method=start_method)  # type: ignore[no-untyped-call]

@@ -157,7 +157,7 @@ class SegmentMoments:
         numbers = torch.stack([row[0] if len(row) == 1 else torch.cat(row) for row in zip(*parts, strict=True)])
         order = [index for indices in of_group.values() for index in indices]
         if order != sorted(order):
-            places = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+            places = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device="cpu")
             numbers = numbers.index_select(1, to_device(places, numbers.device))
         return to_device(numbers, self._device)
 
@@ -177,7 +177,7 @@ def _together(numbers: Sequence[Any]) -> Tensor:
     """Return numbers, or scalars, 1-D: fp32 on the device if one of them is there, else fp64."""
     device = next((x.device for x in numbers if _on_device(x)), None)
     if device is None:
-        return torch.tensor([float(x) for x in numbers], dtype=torch.float64)
+        return torch.tensor([float(x) for x in numbers], dtype=torch.float64, device="cpu")
     # A parameter that was trained later than others, or loaded, may have its own on the host.
     return torch.stack([x.float() if _on_device(x) else torch.full((), float(x), device=device) for x in numbers])
 

@@ -111,7 +111,7 @@ class Updates:
         new = {name: param.detach() for name, param in self.parameters.items() if name not in self._weights}
         state = self._reducer.state_dict()
         for kept in state["elements"].values():
-            kept.update({name: torch.zeros(param.shape) for name, param in new.items()})
+            kept.update({name: torch.zeros(param.shape, device="cpu") for name, param in new.items()})
         self._reducer.setup(self.parameters, numbers)
         self._reducer.load_state_dict(state)
         self._new += new

@@ -120,6 +120,19 @@ def test_what_tests_share_is_in_no_test_file():
             assert not re.search(r"^tests\.(.*\.)?test_", name), f"{file.relative_to(tests.parent)} imports {name}"
 
 
+MAKES_TENSORS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor"}
+MAKES_TENSORS |= {"as_tensor", "zeros"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_tensors_are_made_on_a_device_that_is_named(file):
+    """The default device may be set to CUDA; but for reproductions, which are programs of their own."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKES_TENSORS}]
+    if part(file) != "reproduce":
+        assert [ast.unparse(call) for call in made if "device" not in {word.arg for word in call.keywords}] == []
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_files_and_classes_stay_short_enough_to_read(file):
     text = file.read_text()

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -10,15 +10,26 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, SparseDDPStrategy, method, simulate
+from lightning_sparse import (
+    METHODS,
+    Method,
+    NonFiniteGradient,
+    Reducer,
+    SparseDDPStrategy,
+    UpdateRule,
+    method,
+    simulate,
+)
 from lightning_sparse.aggregators import AllReduceMean, Mean
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, Sparsifier, TopK
 from lightning_sparse.memory import NoMemory, Residual
+from lightning_sparse.updates import Updates
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT, REPRESENTATIVES
 from tests.support.tiers import in_diagonals, tiers
 from tests.support.training import KINDS, flat, gradients, kept, make, train
+from tests.support.update_training import Net, weights
 
 # All pairs of method and granularity, and of method and number of ranks, but that 5 and 8 take turns.
 SIZES, GRANULARITIES = [1, 2, 3, 5, 8], ["layer", "bucket", "model"]
@@ -129,6 +140,35 @@ def test_exact_options_give_the_mean(name):
     mean = sum(flat(gradients("heavy", r, 0)).float() / 3 for r in range(3))
     for out in simulate(3, rank):
         assert torch.allclose(out.float(), mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_another_default_device_changes_nothing(name):
+    """Tensors made on "meta" by mistake have no values."""
+
+    def rank(comm: Comm, device: str | None) -> tuple[Tensor, Tensor]:
+        exchanged = replace(make(name), update_rule=make(name).update_rule or UpdateRule())
+        given = [gradients("normal", comm.rank, step) for step in range(exchanged.every)]
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters())
+        for step in range(exchanged.every):
+            net.backward(comm.rank, step)
+        torch.set_default_device(device)  # of this thread
+        try:
+            reducer = Reducer(make(name), comm)
+            for grads in given:
+                reducer.reduce_(grads)
+            reducer.load_state_dict(reducer.state_dict())
+            updates = Updates(Reducer(exchanged, comm, exchanged="update"), net, [optimizer])
+            updates.begin(optimizer)
+            optimizer.step()
+            updates.exchange(optimizer)
+        finally:
+            torch.set_default_device(None)
+        return flat(grads), weights(net)
+
+    plain, other = (simulate(2, lambda comm, device=device: rank(comm, device)) for device in (None, "meta"))
+    assert all(torch.equal(*pair) for ranks in zip(plain, other, strict=True) for pair in zip(*ranks, strict=True))
 
 
 @pytest.mark.parametrize("name", DISTINCT)

@@ -67,7 +67,7 @@ class Comm(abc.ABC):
 
     def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
         """Send chunk i to rank i and return what each rank sent here, in rank order. All shapes must agree."""
-        return list(self.all_to_all_rows(torch.stack(list(chunks)) if chunks else torch.empty(0)))
+        return list(self.all_to_all_rows(torch.stack(list(chunks)) if chunks else torch.empty(0, device="cpu")))
 
     def all_to_all_rows(self, rows: Tensor) -> Tensor:
         """Send row i to rank i and return what each rank sent here as rows, in rank order, see `all_to_all`."""
@@ -126,7 +126,7 @@ class Comm(abc.ABC):
         if not x.is_cuda:
             values = x.tolist()
             return lambda: values
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(x.device))
 

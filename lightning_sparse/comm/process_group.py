@@ -172,7 +172,7 @@ def has_ended(group: dist.ProcessGroup, peer: int) -> bool | None:
     try:
         # Gloo refuses to begin to receive over a connection that the peer's end has closed. Nobody sends under this
         # tag, and an open receive that nobody waits for takes part in nothing.
-        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)
+        group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NEVER_SENT)
     except RuntimeError:
         return True
     return False

@@ -126,7 +126,7 @@ def _unit(rows: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _write_product_(matrix: Tensor, basis: Tensor, coefficients: Tensor) -> None:
-    """Write a product, (n, rank) by (rank, m): on CPUs with the same bits on all ranks, whatever their libraries are."""
+    """Write a product, (n, rank) by (rank, m): on CPUs with the same bits whatever libraries a rank has."""
     if matrix.device.type != "cpu":
         torch.mm(basis, coefficients, out=matrix)
         return

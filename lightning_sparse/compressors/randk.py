@@ -54,14 +54,16 @@ def draw(numel: int, k: int, generator: torch.Generator) -> Tensor:
     On the host, whatever the device: how many draws it takes is data, and the host would have to wait for them.
     """
     if 4 * k > numel:
-        drawn = torch.zeros(numel, dtype=torch.bool)
-        drawn[torch.randperm(numel, generator=generator)[:k]] = True
+        drawn = torch.zeros(numel, dtype=torch.bool, device="cpu")
+        drawn[torch.randperm(numel, generator=generator, device="cpu")[:k]] = True
         return drawn.nonzero().squeeze(1)
     # O(k): draw with replacement until k are distinct. No index is preferred, so whatever their number, the distinct
     # ones are a uniform choice, and so is what is left after leaving out as many as are too many.
-    distinct = torch.empty(0, dtype=torch.int64)
+    distinct = torch.empty(0, dtype=torch.int64, device="cpu")
     while distinct.numel() < k:
         draws = math.ceil(-numel * math.log1p(-k / numel) + 2 * math.sqrt(k))
-        distinct = torch.unique(torch.cat([distinct, torch.randint(numel, (draws,), generator=generator)]))
-    chosen = torch.randperm(distinct.numel(), generator=generator)[:k]
+        distinct = torch.unique(
+            torch.cat([distinct, torch.randint(numel, (draws,), generator=generator, device="cpu")])
+        )
+    chosen = torch.randperm(distinct.numel(), generator=generator, device="cpu")[:k]
     return distinct.index_select(0, chosen.sort().values)

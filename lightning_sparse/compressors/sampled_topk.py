@@ -65,7 +65,7 @@ class SampledTopK(Sparsifier):
         # The generator's seed is a number drawn anew for each step, segment and rank.
         sample = sampled(bits, SAMPLED * numel // k, ctx.generator(shared=False).initial_seed())
         threshold = kth_magnitude(sample, math.ceil(sample.numel() * k / numel))
-        factors = torch.tensor([LOWERED**times for times in range(TIMES + 1)], dtype=torch.float32)
+        factors = torch.tensor([LOWERED**times for times in range(TIMES + 1)], dtype=torch.float32, device="cpu")
         thresholds = (threshold.view(torch.float32) * to_device(factors, u.device)).view(torch.int32)
         stats = ensure_stats(ctx.stats, u, block_size(numel, k))
         return indices_reaching(bits, k, thresholds, math.ceil(0.8 * k), math.floor(1.3 * k), stats)

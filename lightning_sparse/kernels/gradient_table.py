@@ -37,12 +37,12 @@ def gradient_table(grads: Sequence[Tensor | None], bounds: Sequence[int]) -> Ten
     there = [grad is not None for grad in grads]
 
     def make() -> Tensor:
-        table = torch.zeros(2 * len(grads) + -(-bounds[-1] // TILE), dtype=torch.int64)
-        table[: 2 * len(grads)] = torch.tensor([*bounds[:-1], *addresses])
+        table = torch.zeros(2 * len(grads) + -(-bounds[-1] // TILE), dtype=torch.int64, device="cpu")
+        table[: 2 * len(grads)] = torch.tensor([*bounds[:-1], *addresses], device="cpu")
         for start, stop, address, is_there in zip(bounds, bounds[1:], addresses, there, strict=False):
             first, last = -(-start // TILE), stop // TILE
             if first < last and is_there:
-                offsets = torch.arange(first, last) * TILE - start
+                offsets = torch.arange(first, last, device="cpu") * TILE - start
                 table[2 * len(grads) :][first:last] = address + size * offsets
         return to_device(table, some.device)
 

@@ -73,7 +73,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on a device, without the host waiting until it is there."""
     if device.type != "cuda" or x.is_cuda:
         return x.to(device)
-    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x)
     return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(pinned, non_blocking=True)
 
 

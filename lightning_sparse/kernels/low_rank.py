@@ -4,9 +4,9 @@
     right_products(u, matrices, left, rank)          # Pᵀ M
     write_products_(u, matrices, left, right, rank)  # M = P Q
 
-Only for where `uses_native`. `matrices` has start and stop in the segment, rows and columns of each M; P, (rows, rank),
-of all matrices lie one after the other in `left`, and Q, (rank, columns), in `right`. All are 1-D, fp32. Each element of
-P Q is summed up in the order of P's columns, without fusing: what plain torch does by itself has the same bits.
+Only for where `uses_native`. `matrices` has start and stop in the segment, rows and columns of each M. The P, (rows,
+rank), of all matrices lie one after the other in `left`, and the Q, (rank, columns), in `right`. All are 1-D, fp32. An
+element of P Q is summed up in the order of P's columns, without fusing, so plain torch can do it with the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def write_products_(u: Tensor, matrices: Matrices, left: Tensor, right: Tensor, 
 
 def _run(kind: str, u: Tensor, matrices: Matrices, left: Tensor, right: Tensor, rank: int) -> None:
     def table() -> Tensor:
-        return torch.tensor([(start, rows, columns) for start, _, rows, columns in matrices], dtype=torch.int64)
+        rows = [(start, rows, columns) for start, _, rows, columns in matrices]
+        return torch.tensor(rows, dtype=torch.int64, device=u.device)
 
     args = KINDS.index(kind), rank, len(matrices)
     native.run("low_rank", u, kept((_run, tuple(matrices)), u, table), left, right, *args)

@@ -84,7 +84,7 @@ def _table(places: Sequence[tuple[int, int]], block: int, like: Tensor) -> Tenso
     """Return the number of each parameter's first block, its start and its stop, int64 (3, parameters); kept."""
 
     def make() -> Tensor:
-        starts, stops = torch.tensor(places, dtype=torch.int64).T
+        starts, stops = torch.tensor(places, dtype=torch.int64, device="cpu").T
         counts = (stops - starts + block - 1) // block
         return to_device(torch.stack([counts.cumsum(0) - counts, starts, stops]), like.device)
 

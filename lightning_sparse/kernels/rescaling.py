@@ -70,7 +70,7 @@ def _by_triton(
 
     def make() -> Tensor:
         owners = [number for number, (first, last) in enumerate(pairwise(starts)) for _ in range(first, last)]
-        return to_device(torch.tensor([*starts, *bounds, *owners]), numbers.device)
+        return to_device(torch.tensor([*starts, *bounds, *owners], device="cpu"), numbers.device)
 
     table = kept((rescaling, *bounds), numbers, make)
     partial = torch.empty(2, pieces, dtype=torch.float32, device=numbers.device)

@@ -37,7 +37,7 @@ def row_table(rows: Rows, like: Tensor) -> Tensor:
 
     def make() -> Tensor:
         starts, _, firsts, _, lengths = zip(*rows, strict=True)
-        return to_device(torch.tensor([starts, firsts, lengths, first_pieces(rows)[:-1]]), like.device)
+        return to_device(torch.tensor([starts, firsts, lengths, first_pieces(rows)[:-1]], device="cpu"), like.device)
 
     return kept((row_table, tuple(rows)), like, make)
 

@@ -94,7 +94,7 @@ def gaussian_indices(u: Tensor, k: int, z: float, stats: BlockStats | None = Non
 
 def _bits(x: float) -> int:
     """Return the bits of a non-negative number as fp32."""
-    return int(torch.tensor(x, dtype=torch.float32).view(torch.int32))
+    return int(torch.tensor(x, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 def _by_triton(bits: Tensor, k: int, z: float, stats: BlockStats) -> Tensor:

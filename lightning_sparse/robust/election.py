@@ -59,8 +59,8 @@ def deterministic_allocation(workers: int, byzantine: int) -> Tensor:
         )
     overlapping = (n - 2 * b - 1) // (2 * b + 2)
     alone = (n - 1) // 2 - b - overlapping
-    allocation = torch.ones(n, n, dtype=torch.bool)
-    allocation[:alone] = torch.eye(n, dtype=torch.bool)[:alone]
+    allocation = torch.ones(n, n, dtype=torch.bool, device="cpu")
+    allocation[:alone] = torch.eye(n, dtype=torch.bool, device="cpu")[:alone]
     for number in range(overlapping):
         first = alone + number * (b + 1)
         allocation[alone + number] = False
@@ -89,7 +89,7 @@ def bernoulli_allocation(workers: int, probability: float, seed: int = 0) -> Ten
     n = check("workers", workers, "bernoulli_allocation")
     p = check("probability", probability, "bernoulli_allocation")
     generator = torch.Generator().manual_seed(check_seed(seed))
-    allocation: Tensor = torch.rand(n, n, generator=generator) < p
+    allocation: Tensor = torch.rand(n, n, generator=generator, device="cpu") < p
     allocation.diagonal().logical_or_(~allocation.any(1) | ~allocation.any(0))
     return allocation
 
@@ -141,7 +141,7 @@ class PartSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
+        order = torch.randperm(len(self.dataset), generator=generator, device="cpu")  # type: ignore[arg-type]
         used = order[: self.steps * self.num_replicas * self.part_size]
         yield from used.view(self.steps, self.num_replicas, self.part_size)[:, self.parts].reshape(-1).tolist()
 
