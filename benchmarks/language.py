@@ -36,7 +36,8 @@ from lightning_sparse import ProcessGroupComm
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 LOCAL = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
-UPDATES = dict.fromkeys(["topk updates", "gaussiank updates", "two_pass updates"], 1) | LOCAL
+EQUAL = "local_sgd, every 75"  # sends as much as topk updates between two workers; with four, every 50 does
+UPDATES = dict.fromkeys(["topk updates", "gaussiank updates", "two_pass updates"], 1) | LOCAL | {EQUAL: 75}
 """What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
@@ -64,6 +65,7 @@ PARTS = {
     "thin": Part(1000, 50, density=0.001),  # to be better than alone
     "alone": Part(1000, 50, workers=1),
     "large": Part(3000, 150, width=256),  # 3.3 M parameters
+    "equal": Part(1000, 75, until=975),  # the last time that weights are equal
 }
 # Steps to a loss are interpolated, and a loss that falls as fast as in the beginning is below its chords.
 EARLY = {part: f"{part}, early" for part in ("final", "four", "eight", "thin", "alone")}
@@ -80,6 +82,7 @@ TRIED = [
     ("final", "adamw", ["powersgd"], GRID),
     ("final", "adamw", ["gaussiank", "scalecom"], [0.0005, 0.001, 0.002]),
     ("final", "adamw", ["gtopk", "oktopk"], [0.0002, 0.0005, 0.001]),
+    ("equal", "adamw", [EQUAL], GRID[:3]),
     ("four", "adamw", ["ddp"], [0.002, 0.004, 0.008]),
     ("four", "adamw", ["powersgd", "int4", "topk updates", *LOCAL], [0.002, 0.004, 0.008]),
     ("four", "adamw", ["bf16", "gaussiank updates"], [0.004]),
@@ -219,7 +222,7 @@ if __name__ == "__main__":
     path = args.out / "language.csv"
     if args.seconds:
         two = [(optimizer, name) for optimizer, names in METHODS.items() for name in names]
-        four = [("adamw", name) for name in METHODS["adamw"] if name not in SPARSE]  # those that serve
+        four = [("adamw", name) for name in METHODS["adamw"] if name not in [*SPARSE, EQUAL]]  # those that serve
         for (part, contestants), rate in itertools.product((("tune", two), ("four", four)), RATES):
             case = {"workers": PARTS[part].workers, "rate": rate}
             runs = [Run(part, *contestant, 0.001, 0) for contestant in contestants]

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
-from benchmarks.language import EARLY, PARTS, REPEATED  # noqa: E402
-from benchmarks.updates import steps_to, summary  # noqa: E402
+from benchmarks.language import EARLY, EQUAL, PARTS, REPEATED  # noqa: E402
+from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
@@ -330,9 +330,10 @@ def accuracy() -> str:
 def language(contestants: Sequence[tuple[str, str]] = (), part: str = "final", workers: int = 2) -> str:
     """Byte-level GPT: each optimizer and method at its best rate; all, or some."""
     labels = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
-    updates = ["topk updates", "gaussiank updates", "local_sgd", "diloco", "sparseloco"]
+    updates = ["topk updates", "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
     methods = ["ddp", "bf16", "powersgd", "int4", *OURS, *updates]
-    finals = read("language").query("part == @part and seed == 0")
+    trained = read("language").query("seed == 0")
+    finals = trained[trained["part"].isin([part, "equal"][: 1 + (workers == 2)])]
     medians = read("language_seconds").query("workers == @workers").set_index(["rate", "optimizer", "method"]).median_ms
     rows = []
     for optimizer, method in contestants or [(optimizer, method) for optimizer in labels for method in methods]:
@@ -438,7 +439,7 @@ def comparison(task: str) -> str:
 def updates() -> str:
     """Variants of the exchange of updates: the mean over seeds, and their range."""
     rows = []
-    runs = summary(read("updates"))
+    runs = summary(read("updates").query("steps > @BEGUN"))
     for (workers, steps), group in runs.groupby(["workers", "steps"]):
         for (variant, density, lr), seeds in group.groupby(["variant", "density", "lr"], sort=False):
             reached = seeds.steps_to_target
@@ -455,6 +456,25 @@ def updates() -> str:
                 ]
             )
     return table(["ranks, steps", "variant", "density", "rate", "seeds", "steps to 2.6", "loss", "% of bytes"], rows)
+
+
+def updates_by_ranks() -> str:
+    """Variants that were tried with 2, 4 and 8 ranks, of as many steps each: the mean over seeds, and their range."""
+    begun = read("updates").query("step <= @BEGUN and lr == 0.002 and workers <= 8").assign(steps=BEGUN)
+    runs, ranks, rows = summary(begun), (2, 4, 8), []
+    for (variant, density), group in runs.groupby(["variant", "density"], sort=False):
+        seeds = [group[group["workers"] == workers] for workers in ranks]
+        if all(map(len, seeds)):
+            cells = [
+                (
+                    "–" if each.steps_to_target.isna().any() else mean_and_range(each.steps_to_target, 0),
+                    mean_and_range(each.val_loss, 3),
+                )
+                for each in seeds
+            ]
+            rows.append([variant, f"{density:g}", "/".join(str(len(each)) for each in seeds), *sum(cells, ())])
+    heads = [f"{workers} ranks: {what}" for workers in ranks for what in ("steps to 2.6", f"loss after {BEGUN}")]
+    return table(["variant", "density", "seeds", *heads], rows)
 
 
 def volume() -> str:
@@ -745,6 +765,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "within-backward": within_backward,
     **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
     "updates": updates,
+    "updates-by-ranks": updates_by_ranks,
     "volume": volume,
     "selection": selection,
     "callbacks": callbacks,

@@ -208,6 +208,7 @@ CONTESTANTS = {
     "topk updates within backward": Contestant(_within_backward, check_steps=2, sparse=True, updates=True),
     "two_pass updates": _ours("topk", updates=True, aggregator=TwoPass(second=3)),
     **{name: _ours(name, sparse=False, updates=True) for name in ("local_sgd", "diloco", "sparseloco")},
+    "local_sgd, every 75": _ours("local_sgd", sparse=False, updates=True),
 }
 
 
