@@ -52,6 +52,7 @@ from lightning_sparse.kernels import (
     select,
     select_triton,
 )
+from lightning_sparse.kernels.basis import bases
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
@@ -918,6 +919,34 @@ def test_products_of_matrices_in_c(rank, name, use):
                 check_products(p.view(-1, rank), m, unit.float().double().mT)
                 check_products(q.view(rank, -1), left.view(-1, rank).mT, m)
         assert all(map(same_bits, results["native"], results["torch"]))
+
+
+@needs_native
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(("rows", "rank"), [([1, 40, 7, 5001], 3), ([300], 1), ([1024, 17], 9), ([], 2)])
+def test_bases_have_the_same_bits_whoever_makes_them(rows, rank, name, use):
+    products = HOSTILE[name](rank * sum(rows))
+    found = {}
+    for kernels, threads in (("native", 1), ("torch", 1), ("torch", 2)):
+        use(kernels)
+        torch.set_num_threads(threads)
+        found[kernels, threads] = bases(products, rows, rank, 1e-6)
+        torch.set_num_threads(1)
+    first, *others = found.values()
+    assert all(same_bits(first, other) for other in others)
+    for given, basis in zip(*(x.split([rank * count for count in rows]) for x in (products, first)), strict=True):
+        basis, given = basis.view(-1, rank).double(), given.view(-1, rank).double()
+        if not given.isfinite().all():
+            assert not basis.isfinite().all()
+            continue
+        products_of_columns = basis.T @ basis
+        lengths = products_of_columns.diagonal()
+        # Columns are rounded to fp32: 2⁻²⁴ of each element, and so at most of each product of columns of length 1.
+        assert float((products_of_columns - torch.diag(lengths)).abs().max()) < 2**-22
+        assert bool(((lengths - 1).abs() < 2**-22).logical_or(lengths == 0).all())
+        # What is left of the columns is orthogonal to the basis.
+        rest = given - basis @ (basis.T @ given)
+        assert bool((rest.norm(dim=0) <= 1e-5 * given.norm(dim=0)).all())
 
 
 def matrices_of(segment, rank):

@@ -29,8 +29,8 @@ class PowerSGD(Aggregator[LowRank]):
     instead, as the authors' code does, conserves as well and gives the same results. But then the differences between
     ranks never leave the residuals: they grow and cost digits, and no longer cancel if a rank misses a step.
 
-    Results are equal to the last bit on ranks with processors of one kind, as the bases are: torch takes them from
-    LAPACK, or on CUDA from cuSOLVER, and products from cuBLAS.
+    Results are equal to the last bit on all ranks: on CPUs of any kind, and on GPUs of one kind, where bases are
+    cuSOLVER's and products cuBLAS's.
     """
 
     def __call__(self, u: Tensor, compressor: LowRank, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:

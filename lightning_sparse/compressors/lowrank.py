@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels import low_rank
+from lightning_sparse.kernels.basis import bases
 from lightning_sparse.kernels.native import uses_native
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
@@ -83,13 +84,16 @@ class LowRank(Compressor):
 
     def orthonormal(self, products: Tensor, ctx: Context) -> Tensor:
         """Return an orthonormal basis of the columns of each P; a column that depends on those before becomes zero."""
-        bases = []
-        for product in _parts(ctx.segment, self.rank).left_views(products):
+        parts = _parts(ctx.segment, self.rank)
+        if products.device.type == "cpu":
+            return bases(products, [rows for _, _, rows, _ in parts.matrices], self.rank, DEPENDENT)
+        made = []
+        for product in parts.left_views(products):
             basis, triangle = torch.linalg.qr(product)
             # NaN for a column of zeros, which gets any direction; and for what is too large, so that it shows.
             across = triangle.diagonal().abs() / triangle.abs().amax(0)
-            bases.append(torch.where(across < DEPENDENT, 0, basis).reshape(-1))
-        return torch.cat([products[:0], *bases])
+            made.append(torch.where(across < DEPENDENT, 0, basis).reshape(-1))
+        return torch.cat([products[:0], *made])
 
     def right_products(self, u: Tensor, left: Tensor, ctx: Context) -> Tensor:
         """Return P̂ᵀ M of all matrices, one after the other."""

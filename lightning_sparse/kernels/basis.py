@@ -1,0 +1,60 @@
+"""Orthonormal bases on the CPU that have the same bits on all ranks, whatever their processors, threads and libraries.
+
+    basis = bases(products, rows, rank, dependent)    # of matrices (rows, rank), one after the other
+
+LAPACK's differ from one processor, and number of threads, to another, and ranks' weights with them. Here columns are
+made orthogonal in fp64, twice, to those before. Only sums could differ: their terms are rounded to multiples of a
+number so large that all sums are exact (Demmel and Nguyen 2013, "Fast reproducible floating-point summation").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import native
+
+
+def bases(products: Tensor, rows: Sequence[int], rank: int, dependent: float) -> Tensor:
+    """Return an orthonormal basis of the columns of each matrix, 1-D fp32, in the same order.
+
+    A column becomes zero if the part of it that is orthogonal to those before has at most `dependent` times its norm.
+
+    Args:
+        products: matrices, (rows, rank) each, one after the other, 1-D fp32.
+        rows: of each matrix.
+        rank: number of columns of all.
+    """
+    out = torch.empty_like(products)
+    if native.uses_native(products):
+        counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        scratch = torch.empty(rank * max(rows, default=0), dtype=torch.float64, device="cpu")
+        native.run("bases", products, counts, out, scratch, dependent, rank, len(rows))
+        return out
+    sizes = [rank * count for count in rows]
+    for given, basis in zip(products.split(sizes), out.split(sizes), strict=True):
+        _write_basis_(given.view(-1, rank), basis.view(-1, rank), dependent)
+    return out
+
+
+def _write_basis_(given: Tensor, basis: Tensor, dependent: float) -> None:
+    columns: list[Tensor] = []
+    for number, column in enumerate(given.double().T.contiguous()):
+        before = _dot(column, column)
+        for other in columns * 2:
+            column -= other * _dot(other, column)
+        after = _dot(column, column)
+        is_zero = after <= before * dependent * dependent < math.inf  # NaN and infinities show
+        columns.append(torch.zeros_like(column) if is_zero else column / math.sqrt(after))
+        basis[:, number] = columns[-1]
+
+
+def _dot(x: Tensor, y: Tensor) -> float:
+    """Return the product of two vectors; its sums are exact, but for NaN and infinity."""
+    terms = x * y
+    bound = len(terms) * float(terms.abs().amax())
+    large = math.ldexp(3, math.frexp(bound)[1]) if 0 < bound <= 1e300 else 0.0
+    return float(((terms + large) - large).sum())
