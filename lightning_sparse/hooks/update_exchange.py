@@ -24,6 +24,7 @@ from lightning_sparse._compat import register_first, step_depth, step_hooks
 from lightning_sparse.comm.peers import Responder
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
+from lightning_sparse.hooks.scaled_steps import with_scalers, without_scalers
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.methods import Method
@@ -111,6 +112,8 @@ class UpdateExchange:
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
             *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights
         ]
+        for optimizer in optimizers:
+            with_scalers(optimizer, self.one_step)
         self._others = OtherSteps(optimizers, model)
         others = {name: param for name, param in model.named_parameters() if not self._updates.has(param)}
         self._by_hand = ChangesByHand(others, self._updates.has)
@@ -168,6 +171,7 @@ class UpdateExchange:
         yield
         if not self._stepped:
             self._begin_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
+            self._stepped = True
             self._count(optimizer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -274,6 +278,8 @@ class UpdateExchange:
         """Leave the group. May be called twice, and after a failure."""
         for hook in self._hooks:
             hook.remove()
+        for optimizer in self.optimizers:
+            without_scalers(optimizer)
         self._others.close()
         self._responder.end()
         self._session.mark_done()

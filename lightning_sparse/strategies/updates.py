@@ -89,16 +89,6 @@ class UpdateOrGradientExchange(GradientExchange):
     def _update_exchange(self) -> UpdateExchange | None:
         return self._exchange if isinstance(self._exchange, UpdateExchange) else None
 
-    def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
-        if self._update_exchange is None or scaler is self._lightnings_scaler:
-            super()._on_scaled_loss(scaler)
-            return
-        raise self._failed(
-            f"{type(self.lightning_module).__name__} scales its loss by a GradScaler of its own, which may leave a "
-            f"step out on one rank, whose updates the other ranks would wait for. Use precision='16-mixed', or "
-            f"exchange='gradient'."
-        )
-
     def _exchange_before_callbacks(self, trainer: Any) -> None:
         """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last."""
         if self.reducer.method.every > 1 and self._first_callback not in trainer.callbacks:

@@ -681,22 +681,72 @@ def test_a_vote_makes_no_updates():
 
 
 class OwnScaler(Net):
-    def __init__(self) -> None:
+    """With manual optimization and a scaler of its own. Its fourth gradient is infinite or, without one, not there."""
+
+    def __init__(self, scaled: bool, overflows: bool, wrapped: bool = False) -> None:
         super().__init__(ADAMW, lr=0.01)
         self.automatic_optimization = False
-        self.scaler = torch.amp.GradScaler("cpu")
+        self.overflows, self.wrapped = overflows, wrapped
+        # A power of two is in the loss, and exactly out of the gradient.
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000, enabled=scaled)
 
     def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
         loss = super().training_step(batch, index)
         self.manual_backward(self.scaler.scale(loss))
+        if self.overflows and index == 3:
+            if self.scaler.is_enabled():
+                self.layers[0].weight.grad[0, 0] = math.inf
+            else:
+                optimizer.zero_grad()
+        self.scaler.step(optimizer if self.wrapped else optimizer.optimizer)
+        self.scaler.update()
 
 
-def test_a_scaler_of_the_modules_own_is_refused():
-    def run(rank: int) -> tuple[str, str, float]:
-        return caught(lambda: fit(rank, OwnScaler, {}))
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_scaler_of_the_modules_own_may_leave_a_step_out_on_one_rank(every):
+    """As if that rank's optimizer had had no gradient."""
 
-    for _, text, _ in lightning_ranks(2, run):
-        assert "which may leave a step out on one rank" in text
+    def run(rank: int, scaled: bool, wrapped: bool = False) -> tuple[Tensor, int, bool]:
+        modules = [OwnScaler(scaled, rank == 1, wrapped)]
+        ended = fit(rank, modules.pop, {"density": 0.1, "every": every})
+        return ended["weights"], ended["steps"], torch.amp.GradScaler.step is step
+
+    step = torch.amp.GradScaler.step
+    expected = lightning_ranks(2, run, False)
+    for wrapped in (False, True):
+        for (weights, steps, is_torchs), (others, _, _) in zip(
+            lightning_ranks(2, run, True, wrapped), expected, strict=True
+        ):
+            assert torch.equal(weights, others)
+            assert torch.equal(weights, expected[0][0])
+            assert steps == 8 // every
+            assert is_torchs, "after fit torch is as it was"
+
+
+def test_plain_torch_with_a_scaler_that_leaves_a_step_out_on_one_rank():
+    def run(rank: int, scaled: bool, fused: bool) -> tuple[Tensor, int, float]:
+        torch.manual_seed(rank)
+        net = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 1))
+        optimizer = ADAMW(net.parameters(), 0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+        reducer = attach_updates(net, optimizer, "topk", density=0.1, granularity="model")
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(net(torch.randn(8, 20)).pow(2).mean()).backward()
+            if rank == 1 and step == 3:
+                net[0].weight.grad.fill_(math.inf) if scaled else optimizer.zero_grad()
+            scaler.step(optimizer)
+            scaler.update()
+        return torch.cat([param.detach().view(-1) for param in net.parameters()]), reducer.step, scaler.get_scale()
+
+    for fused in (False, True):
+        first, second = run_ranks(2, run, True, fused)
+        assert [first[1:], second[1:]] == [(6, 2.0**8), (6, 2.0**7)]
+        assert torch.equal(first[0], second[0])
+        if not fused:  # its steps of unscaled gradients have other roundings
+            assert torch.equal(first[0], run_ranks(2, run, False, fused)[0][0])
 
 
 class Killed(Net):
