@@ -7,6 +7,7 @@ import torch
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.compressors.qsgd import QSGD, omega_bits
+from lightning_sparse.compressors.terngrad import TernGrad
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.codes import unpack_codes
@@ -85,6 +86,18 @@ def test_unbiased_and_within_the_published_variance(kind, levels):
         draws=1000,
     )
     assert error <= min(64 / levels**2, 8 / levels) * float(norm / unit) ** 2
+
+
+@pytest.mark.parametrize("compressor", [QSGD(15), TernGrad(math.inf)], ids=repr)
+def test_a_value_may_come_back_from_two_parts_in_65536_of_a_level_on(compressor):
+    """The random numbers are odd multiples of 2⁻¹⁶: of a level 2⁻¹⁶ never comes back, 3 · 2⁻¹⁶ does once in 2¹⁵."""
+    draws, numel = 400, 16 * 512
+    for part, expected in ((2**-16, 0.0), (3 * 2**-16, draws * (numel - 16) / 2**15)):
+        u = torch.full((numel,), part / getattr(compressor, "levels", 1))
+        u[::512] = 1.0  # the largest of each bucket
+        updates = (compressor.compress(u, Context.of(numel, step=step))[1] for step in range(draws))
+        came = sum(int(update.count_nonzero()) - 16 for update in updates)
+        assert abs(came - expected) <= 5 * math.sqrt(expected), "five deviations of a sum of rare events, about 50"
 
 
 def test_ranks_and_elements_round_independently():

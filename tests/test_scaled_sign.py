@@ -126,7 +126,7 @@ def test_the_row():
 
 
 def test_the_rate_is_inside_the_memory():
-    """p = ηg + e: a rate that is halved does not halve what waits."""
+    """p = ηg + e: a rate that is halved, or 0, does not change what waits."""
 
     def rank(comm):
         model = nn.Module()
@@ -134,7 +134,7 @@ def test_the_rate_is_inside_the_memory():
         optimizer = torch.optim.SGD([model.x], lr=1.0)
         exchange = Updates(Reducer("efsignsgd", comm, exchanged="update"), model, [optimizer])
         seen = []
-        for rate in (1.0, 0.5):
+        for rate in (1.0, 0.5, 0.0, 0.0):
             optimizer.param_groups[0]["lr"] = rate
             model.x.grad = torch.tensor([3.0, -1.0])
             exchange.begin(optimizer)
@@ -143,6 +143,7 @@ def test_the_rate_is_inside_the_memory():
             seen.append(model.x.detach().tolist())
         return seen
 
-    # p = (3, -1): sent (2, -2), kept (1, 1). Then p = (1.5 + 1, -0.5 + 1) = (2.5, 0.5): sent (1.5, 1.5).
-    assert simulate(1, rank) == [[[-2.0, 2.0], [-3.5, 0.5]]]
+    # p = (3, -1): sent (2, -2), kept (1, 1). Then p = (1.5 + 1, -0.5 + 1) = (2.5, 0.5): sent (1.5, 1.5), kept (1, -1).
+    # At a rate of 0 that is sent, and then nothing is left.
+    assert simulate(1, rank) == [[[-2.0, 2.0], [-3.5, 0.5], [-4.5, 1.5], [-4.5, 1.5]]]
     assert math.isclose(2.5 - 1.5, 1.0)

@@ -25,7 +25,8 @@ class QSGD(Compressor):
     """Q(v) = ‖v‖ · sgn(v) · ξ / s for each bucket v of consecutive elements; unbiased.
 
     Alistarh et al. 2017, arXiv 1610.02132. ξ is s|v|/‖v‖ rounded up or down at random, so E Q(v) = v and E‖Q(v) − v‖² ≤
-    min(n/s², √n/s)‖v‖² for a bucket of n. A bucket of zeros decodes to zeros.
+    min(n/s², √n/s)‖v‖² for a bucket of n; to 2⁻¹⁶ of a level ‖v‖/s: what is less becomes 0, as the random numbers
+    have 16 bits. A bucket of zeros decodes to zeros.
 
     On the wire: the codes sgn(v)·ξ + s in ⌈log₂(2s + 1)⌉ bits each, and a norm in fp32 for each bucket. `elias_bits`
     says how long the paper's Elias code would be, whose length depends on the data.

@@ -27,6 +27,7 @@ class TernGrad(Compressor):
     Wen et al. 2017, arXiv 1705.07878. Before, g is clipped to ±clip · σ, layer by layer; then s = max|g|. σ is taken
     about 0, the mean of the paper's model of gradients: so a parameter of one element, or of equal ones, is not clipped
     away. With the aggregator `SharedScale` s is the maximum over the ranks, and sums of codes are integers.
+    What is below 2⁻¹⁶ s becomes 0, as the random numbers have 16 bits.
 
     On the wire: the codes sgn(g)·b + 1 in 2 bits each, and s in fp32 for each parameter.
 

@@ -5,8 +5,9 @@
    decoded. It works in one thread, on a tile at a time, which stays in the nearest cache: so u is read from memory once
    for each call, and every result is written once.
 
-   Sums are of 16 lanes in fp32, in pieces that are added up in fp64: the same on every processor, as the compiler may
-   not change the order of operations, nor fuse them. Loops over lanes are what it can vectorize. */
+   Sums are of 16 lanes in fp32, in pieces that are added up in fp64, or in fp32 by low_rank.c: the same on every
+   processor, as the compiler may not change the order of operations, nor fuse them. Loops over lanes are what it can
+   vectorize. */
 
 #ifndef TILES_H
 #define TILES_H
