@@ -59,6 +59,7 @@ NAMES = {
 }
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "loopback": "no limit (loopback)"}
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
+UPDATES = ["topk updates", "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
 SENDS = {
     "topk": ("the k entries of largest magnitude, exactly", "2k(P − 1)"),
     "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),
@@ -327,28 +328,31 @@ def accuracy() -> str:
     return table(["method", "density", "accuracy", "gap", "at most", "bytes per step"], rows)
 
 
-def language(contestants: Sequence[tuple[str, str]] = (), part: str = "final", workers: int = 2) -> str:
+def best_run(optimizer: str, method: str, workers: int) -> pd.DataFrame:
+    """Return the GPT's training of a contestant at its best rate, with seed 0; empty if there is none."""
+    runs = read("language").query("optimizer == @optimizer and method == @method and seed == 0")
+    runs = runs[runs["part"].isin({2: ["final", "equal"], 4: ["four"]}[workers])]
+    ends = runs.sort_values("step").groupby("lr").val_loss.last()
+    return runs if runs.empty else runs[runs.lr == ends.idxmin()].sort_values("step")
+
+
+def language(contestants: Sequence[tuple[str, str]] = (), workers: int = 2) -> str:
     """Byte-level GPT: each optimizer and method at its best rate; all, or some."""
     labels = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
-    updates = ["topk updates", "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
-    methods = ["ddp", "bf16", "powersgd", "int4", *OURS, *updates]
-    trained = read("language").query("seed == 0")
-    finals = trained[trained["part"].isin([part, "equal"][: 1 + (workers == 2)])]
+    methods = ["ddp", "bf16", "powersgd", "int4", *OURS, *UPDATES]
     medians = read("language_seconds").query("workers == @workers").set_index(["rate", "optimizer", "method"]).median_ms
     rows = []
     for optimizer, method in contestants or [(optimizer, method) for optimizer in labels for method in methods]:
-        runs = finals.query("optimizer == @optimizer and method == @method")
-        if runs.empty:
+        run = best_run(optimizer, method, workers)
+        if run.empty:
             continue
-        ends = runs.sort_values("step").groupby("lr").val_loss.last()
-        run = runs[runs.lr == ends.idxmin()].sort_values("step")
         steps = [steps_to(run, target) for target in (2.6, 2.0)]
         label = "torch's PowerSGD" if method == "powersgd" else method
         rows.append(
             [
                 f"{label}, {labels[optimizer]}",
-                f"{ends.idxmin():g}",
-                f"{ends.min():.2f}",
+                f"{run.lr.iloc[0]:g}",
+                f"{run.val_loss.iloc[-1]:.2f}",
                 f"{run.sent_bytes_per_worker.iloc[-1] / run.step.iloc[-1] / 1e3:,.1f}",
                 pair(*steps),
                 *(pair(*(n * medians[rate, optimizer, method] / 1e3 for n in steps)) for rate in ("1gbit", "100mbit")),
@@ -356,6 +360,24 @@ def language(contestants: Sequence[tuple[str, str]] = (), part: str = "final", w
         )
     heads = ["", "rate", "loss at the end", "kB per step", "steps to 2.6 / 2.0", "s, 1 Gbit/s", "s, 100 Mbit/s"]
     return table(heads, rows)
+
+
+def language_ratios() -> str:
+    """Byte-level GPT, AdamW: seconds to a loss over those of `topk updates`."""
+    medians = read("language_seconds").query("optimizer == 'adamw'").set_index(["workers", "rate", "method"]).median_ms
+    cases = [(workers, rate, target) for workers in (2, 4) for rate in ("100mbit", "1gbit") for target in (2.6, 2.0)]
+
+    def seconds(method: str, workers: int, rate: str, target: float) -> float:
+        run = best_run("adamw", method, workers)
+        return math.nan if run.empty else steps_to(run, target) * medians[workers, rate, method]
+
+    def cell(method: str, case: tuple[int, str, float]) -> str:
+        ratio = seconds(method, *case) / seconds("topk updates", *case)
+        return "" if math.isnan(ratio) else f"{ratio:.2f}"
+
+    others = ["ddp", "bf16", "powersgd", "int4", *(method for method in UPDATES if method != "topk updates")]
+    heads = [f"{workers} workers, {RATES[rate]}, to {target}" for workers, rate, target in cases]
+    return table(["", *heads], [[method, *(cell(method, case) for case in cases)] for method in others])
 
 
 def pair(*numbers: float) -> str:
@@ -755,12 +777,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "language": language,
     "language-seeds": language_seeds,
+    "language-ratios": language_ratios,
     "momentum": momentum,
     "adamw": partial(
         language,
         [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "local_sgd")],
     ),
-    "language-four": partial(language, part="four", workers=4),
+    "language-four": partial(language, workers=4),
     "language-large": language_large,
     "within-backward": within_backward,
     **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
