@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import CommThread, UpdateExchange
@@ -26,7 +27,7 @@ else:
     DDPStrategy = object
 
 NAMED = 8
-"""Number of missing sidecar files that a warning names."""
+"""Number of missing sidecar files, or of an optimizer's options, that a message names."""
 
 
 class Checkpointing(DDPStrategy):
@@ -199,7 +200,7 @@ class Checkpointing(DDPStrategy):
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+        self._load_rank_0s_optimizers(checkpoint)
         info = checkpoint.get(sidecars.KEY)
         self.reducer.reset()
         if info is None:
@@ -218,6 +219,8 @@ class Checkpointing(DDPStrategy):
                     for i, optimizer in enumerate(self.optimizers):
                         if (own := state.get("optimizers", {}).get(str(i))) is not None:
                             optimizer.load_state_dict(own)
+                            if foreign := _of_another_kind(optimizer, own):
+                                raise ValueError(foreign)
         except Exception as caught:
             error = f"rank {self.global_rank}: {caught}"
         folder = sidecars.folder(self._loaded_from)
@@ -235,6 +238,37 @@ class Checkpointing(DDPStrategy):
                 f"{listed(names, NAMED)} not found in {folder!r}: the residuals in "
                 f"them are lost, and these workers start with empty ones. Move the folder along with the checkpoint."
             )
+
+    def _load_rank_0s_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states that Lightning has saved, on all ranks or on none."""
+        error: Exception | None = None
+        try:
+            super().load_optimizer_state_dict(checkpoint)
+        except Exception as caught:  # for states of another kind a KeyError, in some of torch's
+            error = caught
+        foreign = next(filter(None, map(_of_another_kind, self.optimizers, checkpoint["optimizer_states"])), None)
+        if errors := self._gather_errors(foreign or self._error_message(error)):
+            path = str(self._loaded_from)
+            raise ValueError(
+                f"The optimizers' states of {path!r} cannot be loaded ({errors[0]}). Resume with the optimizers that "
+                f"wrote them; or, to change the optimizer, start from the weights alone: "
+                f"{type(self.lightning_module).__name__}.load_from_checkpoint({path!r}), and fit without ckpt_path."
+            ) from error
+
+
+def _of_another_kind(optimizer: Optimizer, loaded: Mapping[str, Any]) -> str | None:
+    """Return what an optimizer lacks after a state was loaded into it, whose parameter groups it has taken over.
+
+    Adam's suffice for AdamW; of those of older versions torch adds what is new when it loads them.
+    """
+    lacks = [key for key in optimizer.defaults if any(key not in group for group in optimizer.param_groups)]
+    if not lacks:
+        return None
+    has = dict.fromkeys(key for group in loaded["param_groups"] for key in group if key != "params")
+    return (
+        f"{type(optimizer).__name__} needs {listed(lacks, NAMED)}, but another kind of optimizer wrote these: their "
+        f"parameter groups have {listed(list(has), NAMED)}"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -28,11 +28,12 @@ from lightning_sparse import (
     exchange_pending,
     method,
 )
+from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import in_backward
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.updates import Updates
-from tests.integration.failing import SOON, caught
+from tests.integration.failing import SOON, caught, of_both
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
@@ -513,6 +514,62 @@ def test_resume_is_bit_for_bit(tmp_path, name):
         return same(whole, saving(rank, tmp_path / "again", AdamNet, of_updates(name), 2, ckpt_path=start))
 
     assert lightning_ranks(2, run) == [True, True]
+
+
+class OneRankNeedsMore(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        if self.trainer.global_rank == 1:
+            optimizer.defaults["slowness"] = 3
+        return optimizer
+
+
+@of_both
+def test_an_optimizer_of_another_kind_does_not_resume(tmp_path, exchange):
+    momentum = partial(Net, SGD, momentum=0.9)
+
+    def run(rank: int) -> list[tuple[str, str, float]]:
+        nets = {"adamw": AdamNet, "sgd": momentum, "adam": partial(Net, torch.optim.Adam)}
+        for name, net in nets.items():
+            saving(rank, tmp_path / name, net, {"exchange": exchange}, 2)
+        dist.barrier()
+
+        def resume(name: str, net: Any) -> tuple[str, str, float]:
+            start = tmp_path / name / "step=5.ckpt"
+            return caught(lambda: saving(rank, tmp_path, net, {"exchange": exchange}, 2, ckpt_path=start))
+
+        # One after the other in the same processes: no rank is left waiting.
+        wrong = [("adamw", momentum), ("sgd", AdamNet), ("sgd", partial(OneRankNeedsMore, SGD, momentum=0.9))]
+        return [resume(name, net) for name, net in (*wrong, ("adam", AdamNet), ("adamw", AdamNet))]
+
+    first, second = lightning_ranks(2, run)
+    assert [(kind, text) for kind, text, _ in first] == [(kind, text) for kind, text, _ in second]
+    assert [kind for kind, *_ in first] == ["ValueError"] * 3 + ["no error"] * 2
+    (_, to_sgd, _), (_, to_adamw, _), (_, on_one_rank, _), *_ = first
+    assert "SGD needs momentum, dampening, but another kind of optimizer wrote these" in to_sgd
+    assert "their parameter groups have lr, betas, eps, weight_decay" in to_sgd
+    assert f"Net.load_from_checkpoint('{tmp_path}/adamw/step=5.ckpt'), and fit without ckpt_path." in to_sgd
+    assert "AdamW needs betas, eps, but" in to_adamw, "where torch ends in a KeyError of its own"
+    assert "SGD needs slowness, but" in on_one_rank
+
+
+def test_one_ranks_own_states_of_another_optimizer_end_all_ranks(tmp_path):
+    start = tmp_path / "step=5.ckpt"
+
+    def run(rank: int) -> tuple[str, str, float]:
+        saving(rank, tmp_path, AdamNet, {}, 2)
+        if rank == 1:
+            info = torch.load(start, weights_only=True)[sidecars.KEY]
+            state, _ = sidecars.read(start, info, 1, 2)
+            assert state is not None
+            del state["optimizers"]["0"]["param_groups"][0]["betas"]
+            sidecars.write(start, info["tag"], state)
+        dist.barrier()
+        return caught(lambda: saving(rank, tmp_path, AdamNet, {}, 2, ckpt_path=start))
+
+    for kind, text, _ in lightning_ranks(2, run):
+        assert kind == "ValueError"
+        assert "cannot be loaded (rank 1: AdamW needs betas, but another kind of optimizer wrote these" in text
 
 
 @full
