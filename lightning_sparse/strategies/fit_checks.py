@@ -60,10 +60,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:
 
 def several_evaluations(optimizer: Optimizer, method: Method) -> str:
     """Return the error message for an optimizer that has evaluated its closure twice in a step."""
+    instead = "Use an optimizer"
+    if method.aggregator.averages:  # else it cannot exchange updates
+        instead = "Set exchange='update' of the strategy, which takes such optimizers but for LBFGS; or use one"
     return (
         f"{type(optimizer).__name__} evaluates its closure several times a step, each with an exchange of gradients. "
         f"That does not work with {method}: each exchange sends another part of the gradient, so their results cannot "
-        f"be compared. Use an optimizer that needs one gradient a step, or train with strategy='ddp'."
+        f"be compared. {instead} that needs one gradient a step, or train with strategy='ddp'."
     )
 
 

@@ -61,6 +61,22 @@ def test_an_optimizer_that_evaluates_its_closure_twice_is_refused_at_the_second(
     first, second = refusals(lambda: kind(optimizer=Twice), "topk")
     assert first == second
     assert first.startswith("Twice evaluates its closure several times a step, each with an exchange of gradients.")
+    assert "Set exchange='update' of the strategy, which takes such optimizers but for LBFGS; or use one that" in first
+    vote, _ = refusals(lambda: kind(optimizer=Twice), "signsgd")
+    assert "Use an optimizer that needs one gradient a step" in vote, "a vote makes no updates"
+
+
+@pytest.mark.parametrize("kind", [Net, Again])
+def test_updates_may_come_of_several_evaluations(kind):
+    def rank(rank: int) -> tuple[torch.Tensor, int]:
+        net = kind(optimizer=Twice)
+        run = trainer(strategy("topk", 0.1, exchange="update"), 2)
+        run.fit(net, Loader(rank, 2))
+        return net.weights, run.strategy.reducer.step
+
+    (first, steps), (second, _) = lightning_ranks(2, rank)
+    assert torch.equal(first, second)
+    assert steps == 8
 
 
 def test_dense_gradients_are_exchanged_as_often_as_an_optimizer_likes():
