@@ -277,7 +277,7 @@ class Reducer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned on the same rank; another granularity is fine, another density, too.
 
-        State of a part of another kind is dropped, with a warning.
+        State of a part of another kind, or of a run that exchanged the other thing, is dropped: rank 0 warns of it.
 
         Raises:
             ValueError: it belongs to another rank, number of ranks (see `resized`) or set of parameters.

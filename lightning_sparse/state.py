@@ -31,7 +31,7 @@ class SegmentStates:
     """
 
     def __init__(self, method: Method, exchanged: Exchanged) -> None:
-        self._method = method
+        self._method, self._exchanged = method, exchanged
         parts: list[Any] = [method.memory, method.aggregator, method.compressor]
         if method.update_rule is not None:
             parts.append(method.update_rule)
@@ -115,7 +115,7 @@ class SegmentStates:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over a `state_dict`; tensors of a part of another kind are dropped, with a warning.
+        """Take over a `state_dict`; tensors of a part of another kind are dropped, with a warning on rank 0.
 
         Raises:
             ValueError: it is of other parameters. Nothing has changed then.
@@ -126,11 +126,9 @@ class SegmentStates:
         # Up to now owners were named with their options, `Residual()`.
         owners = {name: re.sub(r"\(.*\)", "", owner) for name, owner in saved["owners"].items()}
         fitting = {name for name, owner in owners.items() if self._owners.get(name) == owner}
-        if dropped := sorted(saved["owners"].keys() - fitting):
-            log.warning(
-                f"The saved state of {saved['method']} holds {', '.join(dropped)}, for which {self._method!r} has no "
-                f"use: what was kept there has no further effect."
-            )
+        dropped = {name: owners[name] for name in sorted(owners.keys() - fitting)}
+        if dropped and saved["rank"] == 0:  # on all ranks it is the same
+            log.warning(self._why_dropped(dropped))
         for name in fitting & saved["elements"].keys():
             per_param = saved["elements"][name]
             if set(per_param) != set(layout.names):
@@ -151,6 +149,20 @@ class SegmentStates:
             for name, value in saved["segments"].get("\n".join(segment.names), {}).items():
                 if name in fitting:
                     state[name] = value.to(self._device, copy=True)
+
+    def _why_dropped(self, dropped: Mapping[str, str]) -> str:
+        """Return why saved state is dropped, given as name to owner."""
+        before = "update" if any(owner.endswith(" of updates") for owner in dropped.values()) else "gradient"
+        if before != self._exchanged:
+            return (
+                f"The saved state ({', '.join(dropped)}) is from a run that exchanged {before}s; this one exchanges "
+                f"{self._exchanged}s, which are in other units: it is dropped, and residuals start at 0."
+            )
+        kept = ", ".join(f"{name} of {owner.removesuffix(' of updates')}" for name, owner in dropped.items())
+        return (
+            f"The saved state holds {kept}, for which {self._method} has no use: what was kept there has no further "
+            f"effect."
+        )
 
     def _shaped(self, param: str, shape: tuple[int, ...], view: Tensor) -> Tensor:
         """Return a view, 1-D, of a parameter's state as a view of the parameter's shape."""

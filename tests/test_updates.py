@@ -290,21 +290,28 @@ def test_a_parameter_of_two_optimizers_and_one_of_another_model_are_refused():
     simulate(1, rank)
 
 
-def test_residuals_of_gradients_are_of_no_use_for_updates(caplog):
-    def rank(comm: Comm) -> tuple[float, list[float]]:
+def test_residuals_of_gradients_are_of_no_use_for_updates_nor_the_reverse(caplog):
+    def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         net = Net()
         gradients = Reducer(method("topk", density=0.05), comm)
         net.backward(0, 0)
         gradients.reduce_({name: param.grad for name, param in net.named_parameters()})  # type: ignore[misc]
+        before = residual(gradients)
         updates = Reducer(method("topk", density=0.05), comm, exchanged="update")
         updates.setup(dict(net.named_parameters()))
         updates.load_state_dict(gradients.state_dict())
-        return float(residual(gradients).abs().max()), residual(updates).tolist()
+        gradients.load_state_dict(updates.state_dict())
+        return before, residual(updates), residual(gradients)
 
-    ((before, after),) = simulate(1, rank)
-    assert before > 0
-    assert not any(after)
-    assert "for which" in caplog.text
+    for before, *after in simulate(2, rank):
+        assert before.any()
+        assert not any(kept.any() for kept in after)
+    ways = [("gradients", "updates"), ("updates", "gradients")]
+    assert [record.message for record in caplog.records] == [  # one each, for both ranks
+        f"The saved state (residual) is from a run that exchanged {old}; this one exchanges {new}, which are in other "
+        f"units: it is dropped, and residuals start at 0."
+        for old, new in ways
+    ]
 
 
 def test_parameters_that_are_given_to_an_optimizer_later():
