@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -1016,6 +1017,34 @@ def test_loops_write_to_their_results_only(compressor, use, monkeypatch):
         assert torch.equal(again, update)
         ctx.state.clear()
         assert torch.equal(update, compressor.compress(u, ctx)[1])
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "compressor", [Blocks(4), Blocks(8), OneBit(), QSGD(), ScaledSign(), Sign(), TernGrad()], ids=repr
+)
+def test_what_the_loops_in_c_do_not_take_is_refused(compressor, use):
+    """Other dtypes and lengths would be read as fp32 of the segment's length: behind the end of the memory."""
+    use("native")
+    ctx, u, _ = of_rows([(3, 40), (5,), (7, 64)], "normal", "native")
+    payload, update = compressor.compress(u, ctx)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
+        with pytest.raises(TypeError, match=rf"in C takes floats as torch.float32, but got a tensor of {dtype}"):
+            compressor.compress(u.to(dtype), ctx)
+    for given in (u[:-1], u[:9], u[:0], torch.cat([u, u]), u.view(1, -1)):
+        with pytest.raises(ValueError, match=re.escape(f"u has the shape {tuple(given.shape)}, but its segment has ")):
+            compressor.compress(given, ctx)
+    with pytest.raises(ValueError, match=r"takes contiguous tensors on the CPU, but got one of shape \(573,\) with st"):
+        compressor.compress(torch.stack([u, u], 1)[:, 0], ctx)
+    for place, part in enumerate(payload[:2]):
+        before, after = payload[:place], payload[place + 1 :]
+        wrong = torch.float16 if part.dtype == torch.bfloat16 else torch.bfloat16
+        with pytest.raises(TypeError, match=f"{part.dtype if part.is_floating_point() else 'torch.float32'}, but got"):
+            compressor.decode((*before, part.to(wrong), *after), ctx)
+        # A view of rows is torch's own to refuse.
+        with pytest.raises((ValueError, RuntimeError), match=f" {len(part) - 1} elements, but|size {len(part) - 1}$"):
+            compressor.decode((*before, part[:-1], *after), ctx)
+    assert torch.equal(compressor.decode(payload, ctx), update)
 
 
 @needs_native

@@ -46,6 +46,16 @@ Update = Tensor | Entries
 """A change of a segment: dense (1-D, fp32, of the segment's length), or entries."""
 
 
+def check_length(u: Tensor, ctx: Context) -> None:
+    """Raise ValueError unless `u` is as long as its segment: kernels go by the segment."""
+    numel = ctx.segment.numel
+    if u.shape != (numel,):
+        raise ValueError(
+            f"u has the shape {tuple(u.shape)}, but its segment has {numel} elements: give a 1-D u of {numel}, or the "
+            f"context of its own segment."
+        )
+
+
 def add_(x: Tensor, update: Update, scale: float = 1.0) -> Tensor:
     """Add `scale` times an update to `x` (1-D, fp32), in place."""
     if isinstance(update, Tensor):
@@ -93,7 +103,12 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        """Return the payload for `u`, which is left as it is, and the update that the payload stands for."""
+        """Return the payload for `u`, which is left as it is, and the update that the payload stands for.
+
+        Raises:
+            TypeError: `u` is not fp32, where kernels need it so.
+            ValueError: `u` is not as long as its segment, where they go by that.
+        """
 
     @abc.abstractmethod
     def decode(self, payload: Payload, ctx: Context) -> Update:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
+from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length, exact_values, write_exact_
 from lightning_sparse.compressors.rows import write_scaled_
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.launch import at_a_time
-from lightning_sparse.kernels.native import uses_kernels
+from lightning_sparse.kernels.native import check_part, uses_kernels
 from lightning_sparse.kernels.quantize import dequantize_, quantize_
 from lightning_sparse.layout import Segment
 
@@ -50,6 +50,7 @@ class Blocks(Compressor):
             raise ValueError(f"Blocks(block={self.block!r}): an even integer of at least 2, the elements of a scale.")
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        check_length(u, ctx)
         pieces = _pieces(ctx.segment, self.block, at_a_time(u))
         scales = torch.empty(pieces.rows, 1, dtype=torch.bfloat16, device=u.device)
         codes = torch.empty(pieces.rows, self._row_bytes, dtype=torch.uint8, device=u.device)
@@ -88,6 +89,8 @@ class Blocks(Compressor):
     def decode(self, payload: Payload, ctx: Context) -> Update:
         scales, codes, exact = payload
         pieces = _pieces(ctx.segment, self.block, at_a_time(codes))
+        check_part("scales", scales, pieces.rows)
+        check_part("codes", codes, pieces.rows * self._row_bytes)
         rows, scales = codes.view(-1, self._row_bytes), scales.view(-1, 1)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=codes.device)
         if uses_kernels(codes):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.compressors.rows import write_scaled_
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
@@ -57,6 +57,7 @@ class QSGD(Compressor):
         return self.levels**2 > self.bucket
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        check_length(u, ctx)
         if uses_kernels(u):
             norms, packed, update = round_to_levels(u, self.levels, self.bits, self.bucket, ctx.key(shared=False))
             return (norms, packed), update

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.compressors.rows import Rows, nonnegative, row_count, rows_of, values_of_signs
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
@@ -31,6 +31,7 @@ class Sign(Compressor):
     """
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        check_length(u, ctx)
         if uses_kernels(u):
             used = used_rows(u, rows_of(ctx.segment))
             packed, update = write_signs(u, rows_of(ctx.segment), *_values(used))

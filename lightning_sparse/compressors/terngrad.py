@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.compressors.rows import row_count, rows_of, scratch_for, tiles
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
@@ -62,6 +62,7 @@ class TernGrad(Compressor):
 
     def scales(self, u: Tensor, ctx: Context) -> Tensor:
         """Return the largest magnitude of each parameter that has elements, once it is clipped; fp32."""
+        check_length(u, ctx)
         if uses_kernels(u):
             return clipped_maxima(u, rows_of(ctx.segment, whole=True), self.clip)
         scales = torch.empty(row_count(ctx.segment, whole=True), dtype=torch.float32, device=u.device)
@@ -86,6 +87,7 @@ class TernGrad(Compressor):
             scales: the scale of each parameter, no less than `own`.
             ctx: of the segment.
         """
+        check_length(u, ctx)
         if uses_kernels(u):
             return round_to_ternary(u, rows_of(ctx.segment, whole=True), own, scales, ctx.key(shared=False))
         codes, update = torch.empty(u.numel(), dtype=torch.int8, device=u.device), torch.empty_like(u)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Compressor, Payload, Update
+from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.compressors.rows import (
     Rows,
     groups,
@@ -64,6 +64,7 @@ class TwoValues(Compressor):
         """Return the numbers to send, (numbers, rows), where kernels work."""
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
+        check_length(u, ctx)
         if uses_kernels(u):
             found = rows_of(ctx.segment, whole=self.whole)
             sent = self.sent_at_once(u, found)

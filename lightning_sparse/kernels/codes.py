@@ -78,6 +78,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Return the codes that `pack_codes` was given (1-D, of `numel`): uint8, or int16 if they have more than 8 bits."""
+    native.check_part("codes", packed, code_bytes(numel, bits))
     packed = packed.contiguous()  # a column of gathered messages is not
     codes = torch.empty(-(-numel // 8) * 8, dtype=torch.int16 if bits > 8 else torch.uint8, device=packed.device)
     if uses_triton(packed):
@@ -86,7 +87,6 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
             launch(_unpack_codes, -(-numel // TILE), packed, codes, numel, groups, BITS=bits, TILE=TILE)
         return codes[:numel]
     if native.uses_native(packed):
-        assert packed.numel() >= code_bytes(numel, bits)
         native.run("unpack_codes", packed, codes, numel, packed.numel() // bits, bits)
         return codes[:numel]
     most = at_a_time(packed)

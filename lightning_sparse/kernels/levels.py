@@ -56,9 +56,10 @@ def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) ->
 
 def level_values(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: int, numel: int) -> Tensor:
     """Return the values, fp32, that `numel` codes stand for; arguments as for `round_to_levels`."""
+    native.check_part("norms", norms, -(-numel // bucket))
+    native.check_part("codes", packed, code_bytes(numel, bits))
     update = torch.empty(numel, dtype=torch.float32, device=packed.device)
     if not uses_triton(packed):
-        assert len(packed) >= code_bytes(numel, bits)
         native.run("level_values", norms, packed, update, numel, levels, bits, bucket)
     elif numel:
         codes = unpack_codes(packed, bits, numel)

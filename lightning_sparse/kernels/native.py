@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.launch import KERNELS, uses_triton
@@ -57,12 +58,33 @@ def run(name: str, *args: Tensor | float) -> None:
     Args:
         name: of the function, which returns nothing.
         args: tensors on the CPU, contiguous, as pointers; whole numbers as int64_t, others as double.
+
+    Raises:
+        TypeError: a tensor of floats that are not fp32, which C would read as such.
+        ValueError: a tensor that is elsewhere, or not contiguous.
     """
-    assert all(x.device.type == "cpu" and x.is_contiguous() for x in args if isinstance(x, Tensor))
-    getattr(library(), name)(*map(_argument, args))
+    getattr(library(), name)(*[_argument(name, x) for x in args])
 
 
-def _argument(x: Tensor | float) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
+def check_part(name: str, part: Tensor, least: int) -> None:
+    """Raise ValueError for a part of a payload that is too short: kernels would read what lies behind it."""
+    if part.numel() < least:
+        raise ValueError(
+            f"The payload's {name} have {part.numel()} elements, but the segment takes {least}: decode a payload in "
+            f"the context of the segment that it was made of."
+        )
+
+
+def _argument(name: str, x: Tensor | float) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
     if isinstance(x, Tensor):
+        if x.dtype is not torch.float32 and (x.is_floating_point() or x.is_complex()):
+            raise TypeError(
+                f"{name} in C takes floats as torch.float32, but got a tensor of {x.dtype}: convert it with .float()."
+            )
+        if not (x.is_cpu and x.is_contiguous()):
+            raise ValueError(
+                f"{name} in C takes contiguous tensors on the CPU, but got one of shape {tuple(x.shape)} with strides "
+                f"{x.stride()} on {x.device}: convert it with .cpu().contiguous()."
+            )
         return ctypes.c_void_p(x.data_ptr())
     return ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_double(x)

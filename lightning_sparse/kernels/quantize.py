@@ -69,6 +69,8 @@ def _call(
 ):
     if not places:
         return
+    if scales.dtype is not torch.bfloat16:
+        raise TypeError(f"Scales of blocks are torch.bfloat16, but got {scales.dtype}: decode what compress returned.")
     # The interpreter's numpy does not know bf16's bits; 16 bits are 16 bits.
     arguments = (x, _table(places, block, x), scales.view(torch.int16), codes, *out)
     if not uses_triton(x):

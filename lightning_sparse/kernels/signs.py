@@ -51,7 +51,7 @@ def read_signs(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tens
     update = torch.empty(numel, dtype=torch.float32, device=packed.device)
     if rows:
         packed = packed.contiguous()  # a column of gathered messages is not
-        assert len(packed) >= code_bytes(numel, 1)
+        native.check_part("signs", packed, code_bytes(numel, 1))
         args = (packed, row_table(rows, packed), upper, lower, update, numel, len(rows))
         if uses_triton(packed):
             launch(_read_signs, -(-numel // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)

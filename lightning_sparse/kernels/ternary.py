@@ -50,6 +50,7 @@ def ternary_values(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tens
     """Return the means, fp32, that the sums of the codes of `size` ranks stand for: 1-D, uint8 or int16."""
     update = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
     if rows:
+        native.check_part("scales", scales, rows[-1][3])
         args = (codes, row_table(rows, codes), scales, update, size, len(codes), len(rows))
         if uses_triton(codes):
             launch(_values, -(-len(codes) // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
