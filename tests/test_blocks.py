@@ -180,7 +180,7 @@ def test_bytes_for_an_element_do_not_grow_with_the_number_of_ranks(name, most):
         ({"bits": 2}, r"Blocks\(bits=2\): choose 4 or 8"),
         ({"bits": True}, r"Blocks\(bits=True\)"),
         ({"bits": 4.0}, r"Blocks\(bits=4.0\)"),
-        ({"bits": 4, "block": 7}, r"Blocks\(block=7\): an even integer of at least 2"),
+        ({"bits": 4, "block": 7}, r"Blocks\(block=7\): block must be an even number, 2 or more"),
         ({"bits": 8, "block": 0}, r"Blocks\(block=0\)"),
         ({"bits": 8, "block": 64.0}, r"Blocks\(block=64.0\)"),
     ],

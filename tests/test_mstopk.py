@@ -127,5 +127,5 @@ def test_a_sparse_vector_is_reproduced_exactly(density):
 
 @pytest.mark.parametrize("rounds", [0, 51, 1.5, True, "30"])
 def test_bad_rounds(rounds):
-    with pytest.raises(ValueError, match=r"MSTopK\(rounds=.*\): an integer from 1 to 50"):
+    with pytest.raises(ValueError, match=r"MSTopK\(rounds=.*\): rounds must be a whole number from 1 to 50"):
         MSTopK(rounds=rounds)

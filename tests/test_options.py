@@ -73,6 +73,24 @@ def test_numbers_of_numpy_are_numbers():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("qsgd", "levels", 7),
+        ("qsgd", "bucket", 64),
+        ("mstopk", "rounds", 20),
+        ("int4", "block", 32),
+        ("int8", "block", 2),
+    ],
+)
+def test_whole_numbers_of_numpy_are_numbers_to_methods_too(name, option, value):
+    for kind in (np.int64, np.uint8):
+        assert repr(SparseDDPStrategy(name, **{option: kind(value)})._method) == repr(method(name, **{option: value}))
+    for wrong in (float(value), np.float32(value), np.bool_(True), np.int64(0), np.array([value]), str(value)):
+        with pytest.raises(ValueError, match=rf"\({option}=.*\): {option} must be "):
+            SparseDDPStrategy(name, **{option: wrong})
+
+
 def test_a_warm_up_by_whole_numbers_of_numpy_takes_its_steps():
     def densities(comm):
         reducer = Reducer(method("topk", density=0.1), comm, warmup=(np.float32(0.5),), warmup_steps=np.int64(2))

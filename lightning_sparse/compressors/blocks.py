@@ -19,6 +19,7 @@ from lightning_sparse.kernels.launch import at_a_time
 from lightning_sparse.kernels.native import check_part, uses_kernels
 from lightning_sparse.kernels.quantize import dequantize_, quantize_
 from lightning_sparse.layout import Segment
+from lightning_sparse.options import check
 
 LARGE = 1e37
 """Of a block whose values are below it, the scale times any number of steps is finite."""
@@ -46,8 +47,7 @@ class Blocks(Compressor):
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in (4, 8):
             raise ValueError(f"Blocks(bits={self.bits!r}): choose 4 or 8.")
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 2 or self.block % 2:
-            raise ValueError(f"Blocks(block={self.block!r}): an even integer of at least 2, the elements of a scale.")
+        object.__setattr__(self, "block", check("block", self.block, "Blocks"))
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         check_length(u, ctx)

@@ -14,6 +14,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.candidates import keep_indices, largest_entries, largest_mask, sampled
 from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
+from lightning_sparse.options import check
 
 SAMPLE = 1 << 16
 """Magnitudes that the mean is taken of."""
@@ -53,8 +54,7 @@ class MSTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or not 1 <= self.rounds <= 50:
-            raise ValueError(f"MSTopK(rounds={self.rounds!r}): an integer from 1 to 50, how often to halve.")
+        object.__setattr__(self, "rounds", check("rounds", self.rounds, "MSTopK"))
 
     exposes_nonfinite = True  # with a NaN or an infinity there is no grid, and the k largest are sent
 

@@ -18,6 +18,7 @@ from lightning_sparse.kernels.levels import level_values, round_to_levels
 from lightning_sparse.kernels.native import uses_kernels
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
+from lightning_sparse.options import check
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,8 @@ class QSGD(Compressor):
     exposes_nonfinite = True  # the norm of a bucket with a NaN or an infinity is not finite
 
     def __post_init__(self) -> None:
-        if isinstance(self.levels, bool) or not isinstance(self.levels, int) or not 1 <= self.levels <= 127:
-            raise ValueError(f"QSGD(levels={self.levels!r}): an integer from 1 to 127, the number of levels above 0.")
-        if isinstance(self.bucket, bool) or not isinstance(self.bucket, int) or self.bucket < 1:
-            raise ValueError(f"QSGD(bucket={self.bucket!r}): an integer of at least 1, the elements that share a norm.")
+        for name in ("levels", "bucket"):
+            object.__setattr__(self, name, check(name, getattr(self, name), "QSGD"))
 
     @property
     def bits(self) -> int:
