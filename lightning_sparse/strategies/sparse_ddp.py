@@ -17,6 +17,7 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
 from lightning_sparse.hooks import CommThread, UpdateExchange, tell_or_ask
+from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.methods import METHODS, Method, resolve_method, resolve_update_method
 from lightning_sparse.options import (
     Granularity,
@@ -170,6 +171,8 @@ class SparseDDP(UpdateOrGradientExchange):
             )
         if self._every is not None:
             (self._method.update_rule or UpdateRule()).with_every(self._every)  # raises where they do not go together
+        if self._choice()[0] == "update":  # whatever the optimizers, of which there are none yet
+            check_updates(self._method, self.optimizers)
         self._exchange: CommThread | UpdateExchange | None = None
         # The reducer outlives fit, so that a checkpoint can be written afterwards.
         self._reducer: Reducer | None = None

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse import (
     METHODS,
+    Method,
     NonFiniteGradient,
     Reducer,
     SparseDDPStrategy,
@@ -30,8 +31,12 @@ from lightning_sparse import (
 )
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import in_backward
+from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAveraging
+from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.memory import NoMemory
+from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.integration.failing import SOON, caught, of_both
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
@@ -722,6 +727,14 @@ def test_plain_torch():
         ({"exchange": "gradient", "every": 4}, "gradients are exchanged in every step"),
         ({"method": "diloco", "exchange": "gradient"}, "it is made to exchange updates"),
         ({"method": "diloco", "every": 1}, "Take several local steps"),
+        ({"method": "signsgd", "exchange": "update"}, "no mean of what ranks send, so it cannot exchange updates"),
+        ({"method": "signum", "exchange": "update", "two_level": True}, "makes no mean of what ranks send"),
+        ({"method": "median", "exchange": "update"}, "makes no mean of what ranks send"),
+        ({"method": "signsgd", "every": 4}, "makes no mean of what ranks send"),
+        (
+            {"method": Method(Sign(), NoMemory(), MajorityVote(), UpdateRule(every=4))},
+            "makes no mean of what ranks send",
+        ),
     ],
 )
 def test_options_that_make_no_sense(options, text):
@@ -731,12 +744,20 @@ def test_options_that_make_no_sense(options, text):
 
 def test_a_vote_makes_no_updates():
     def run(rank: int) -> tuple[str, str, float]:
-        return caught(lambda: fit(rank, AdamNet, {"method": "signsgd", "density": None, "exchange": "update"}))
+        net = nn.Linear(4, 2)
+        return caught(lambda: attach_updates(net, ADAMW(net.parameters(), 0.01), "signsgd"))
 
-    for kind, text, seconds in lightning_ranks(2, run):
+    for kind, text, seconds in run_ranks(2, run):
         assert kind in ("ValueError", "RankFailure")
         assert "makes no mean of what ranks send, so it cannot exchange updates" in text
         assert seconds < SOON
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 1}, {"exchange": "gradient"}, {"two_level": True}])
+def test_a_vote_exchanges_gradients_whatever_the_optimizer(options):
+    strategy = SparseDDPStrategy("signsgd", **options)
+    strategy.optimizers = [ADAMW(nn.Linear(4, 2).parameters(), 0.01)]
+    assert strategy._choice()[0] == "gradient"
 
 
 class OwnScaler(Net):
