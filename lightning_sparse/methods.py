@@ -6,7 +6,6 @@ Method(TopK(density=0.01), memory=NoMemory())      # own parts
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -42,6 +41,7 @@ from lightning_sparse.compressors.sidco import SIDCo
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.compressors.terngrad import TernGrad
 from lightning_sparse.memory import DecayingResidual, Memory, Momentum, NoMemory, Residual
+from lightning_sparse.options import listed, suggestion
 from lightning_sparse.update_rule import UpdateRule
 
 
@@ -82,6 +82,8 @@ class Method:
                 instead = (
                     "Leave two_level out, or take another method: a node's ranks divide a segment, and cut matrices."
                 )
+            if isinstance(self.aggregator, TwoPass) and TwoPass().supports(self.compressor):
+                instead = "Leave second out: it is for compressors with a density."
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
         if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(
@@ -258,10 +260,16 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
 )
 
 
-def suggestion(given: Any, known: Iterable[str]) -> str:
-    """Return what ends an error about an unknown name: a question for the nearest known one, or nothing."""
-    near = difflib.get_close_matches(str(given), known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+def option_hint(option: str, known: Iterable[str] = ()) -> str:
+    """Return what ends an error about an unknown option: which methods have it, or else the nearest known one."""
+    having = [name for name, spec in METHODS.items() if option in spec.options]
+    if not having:
+        return suggestion(option, known)
+    hint = f" {option!r} is an option of {listed(having)}"
+    if option in {field.name for field in fields(UpdateRule)}:
+        rest = ", every=..." if option == "outer_momentum" else ""  # which has no use without local steps
+        hint += f"; any method that makes a mean takes it as Method(..., update_rule=UpdateRule({option}=...{rest}))"
+    return f"{hint}."
 
 
 def method(name: str, *, density: float | None = None, **options: Any) -> Method:
@@ -283,7 +291,8 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
         options["density"] = density
     known = spec.options
     if unknown := [option for option in options if option not in known]:
-        raise TypeError(f"Method {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}.")
+        has = f"Method {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}."
+        raise TypeError(has + option_hint(unknown[0]))
     memory, aggregator = _taking(options, spec.memory), _taking(options, spec.aggregator)
     rule = spec.update_rule and _taking(options, spec.update_rule)
     return Method(spec.make(**options), memory, aggregator, rule)

@@ -6,8 +6,9 @@ text, are equal, and so that a seed draws the same numbers whatever its type.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
@@ -114,6 +115,12 @@ def check(name: str, value: Any, owner: str = "") -> Any:
     if not number or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, Integral) else float(cast(Real, value))
+
+
+def suggestion(given: Any, known: Iterable[str]) -> str:
+    """Return what ends an error about an unknown name: a question for the nearest known one, or nothing."""
+    near = difflib.get_close_matches(str(given), known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

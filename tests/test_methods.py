@@ -279,7 +279,13 @@ def test_randk_is_worse_than_topk():
         (lambda: method("topk", density=1.5), ValueError, r"TopK\(density=1.5\)"),
         (lambda: method("topk", density=math.nan), ValueError, r"TopK\(density=nan\)"),
         (lambda: method("topk", density="0.1"), ValueError, r"TopK\(density='0.1'\)"),
-        (lambda: method("topk", colour="red"), TypeError, "'topk' has no option 'colour'; it has density"),
+        (
+            lambda: method("topk", colour="red"),
+            TypeError,
+            r"no option 'colour'; it has density, [a-z_, ]*\.$",
+        ),
+        (lambda: method("powersgd", levels=3), TypeError, r"it has rank\. 'levels' is an option of qsgd\.$"),
+        (lambda: method("topk", every=4), TypeError, r"Method\(\.\.\., update_rule=UpdateRule\(every=\.\.\.\)\)\.$"),
         (lambda: method("dense", density=0.1), TypeError, "'dense' has no option 'density'"),
         (
             lambda: Method(TopK(), aggregator=AllReduceMean()),

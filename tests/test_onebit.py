@@ -133,5 +133,5 @@ def test_the_row_has_no_options_but_its_aggregators():
     assert str(method("onebit")) == "OneBit() + Residual() + TwoPass()"
     with pytest.raises(TypeError, match="'onebit' has no option 'levels'; it has second"):
         method("onebit", levels=2)
-    with pytest.raises(ValueError, match=r"TwoPass\(second=2.*\) cannot aggregate what OneBit\(\) sends"):
+    with pytest.raises(ValueError, match=r"second=2.*\) cannot aggregate what OneBit\(\) sends. Leave second out:"):
         method("onebit", second=2)

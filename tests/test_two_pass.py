@@ -316,9 +316,11 @@ def test_one_rank_is_the_compressor_alone():
 def test_bad_input():
     with pytest.raises(ValueError, match=r"TwoPass\(second=0\): second must be a number above 0"):
         TwoPass(second=0)
-    with pytest.raises(ValueError, match=r"TwoPass\(second=3\) cannot aggregate what QSGD\(.*\) sends"):
+    with pytest.raises(
+        ValueError, match=r"TwoPass\(second=3\) cannot aggregate what QSGD\(.*\) sends. Leave second out"
+    ):
         Method(QSGD(bucket=64), NoMemory(), TwoPass(second=3))
-    with pytest.raises(ValueError, match=r"TwoPass\(second=1.0\) cannot aggregate what Sign\(\) sends"):
+    with pytest.raises(ValueError, match=r"TwoPass\(second=1.0\) cannot aggregate what Sign\(\) sends. Use Mean"):
         Method(Sign(), NoMemory(), TwoPass())
 
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_sparse.methods import suggestion
+from lightning_sparse.options import suggestion
 from lightning_sparse.reproduce import FINDINGS, PACKAGES
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.memory import Momentum
-from lightning_sparse.methods import METHODS, Method, suggestion
+from lightning_sparse.methods import METHODS, Method, option_hint
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,10 @@ def method_options(strategy: type, method: str | Method, options: Mapping[str, A
     own = METHODS[method].options if isinstance(method, str) and method in METHODS else []
     for option in options:
         if option not in known and option not in own:
-            nor = f", nor has method {method!r}" if isinstance(method, str) else ""
+            by_name = isinstance(method, str)
+            nor = f", nor has method {method!r}" if by_name else ", and options of a Method are set in its parts"
             nor += f", which has {', '.join(own)}" if own else ""
-            raise TypeError(f"{strategy.__name__} has no option {option!r}{nor}.{suggestion(option, [*known, *own])}")
+            raise TypeError(f"{strategy.__name__} has no option {option!r}{nor}.{option_hint(option, [*known, *own])}")
     return [option for option in options if option in own]
 
 

@@ -145,9 +145,26 @@ def test_teardown_before_setup():
         ({"k": 100}, TypeError, r"'k', nor has method 'topk', which has density, index_format, value_format\.$"),
         ({"method": "dense", "k": 100}, TypeError, r"has no option 'k', nor has method 'dense'\.$"),
         ({"method": "qsgd", "levls": 7}, TypeError, r"which has levels, bucket\. Did you mean 'levels'"),
-        ({"method": "qsgd", "rank": 2}, TypeError, r"no option 'rank', nor has method 'qsgd', which has levels"),
+        ({"method": "qsgd", "rank": 2}, TypeError, r"which has levels, bucket\. 'rank' is an option of powersgd\.$"),
+        (
+            {"method": "powersgd", "levels": 3},
+            TypeError,
+            r"which has rank\. 'levels' is an option of qsgd\.$",
+        ),
+        (
+            {"outer_momentum": 0.9},
+            TypeError,
+            r"'outer_momentum' is an option of efsignsgd, memsgd, dgc and others; any method that makes a mean takes "
+            r"it as Method\(\.\.\., update_rule=UpdateRule\(outer_momentum=\.\.\., every=\.\.\.\)\)\.$",
+        ),
+        ({"method": "qsgd", "momentum": "keep"}, TypeError, r"update_rule=UpdateRule\(momentum=\.\.\.\)\)\.$"),
+        ({"method": "onebit", "second": 2}, ValueError, "Leave second out: it is for compressors with a density"),
         ({"method": "powersgd", "rank": 0}, ValueError, r"LowRank\(rank=0\): rank must be"),
-        ({"method": Method(TopK()), "value_format": "int8"}, TypeError, r"has no option 'value_format'\.$"),
+        (
+            {"method": Method(TopK()), "value_format": "int8"},
+            TypeError,
+            "options of a Method are set in its parts",
+        ),
     ],
 )
 def test_bad_options(options, error, message):
