@@ -1021,12 +1021,12 @@ def test_loops_write_to_their_results_only(compressor, use, monkeypatch):
 
 @needs_native
 @pytest.mark.parametrize(
-    "compressor", [Blocks(4), Blocks(8), OneBit(), QSGD(), ScaledSign(), Sign(), TernGrad()], ids=repr
+    "compressor", [Blocks(4), Blocks(8), LowRank(2), OneBit(), QSGD(), ScaledSign(), Sign(), TernGrad()], ids=repr
 )
 def test_what_the_loops_in_c_do_not_take_is_refused(compressor, use):
     """Other dtypes and lengths would be read as fp32 of the segment's length: behind the end of the memory."""
     use("native")
-    ctx, u, _ = of_rows([(3, 40), (5,), (7, 64)], "normal", "native")
+    ctx, u, _ = of_rows([(3, 40), (5,), (16, 64)], "normal", "native")
     payload, update = compressor.compress(u, ctx)
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
         with pytest.raises(TypeError, match=rf"in C takes floats as torch.float32, but got a tensor of {dtype}"):
@@ -1034,7 +1034,7 @@ def test_what_the_loops_in_c_do_not_take_is_refused(compressor, use):
     for given in (u[:-1], u[:9], u[:0], torch.cat([u, u]), u.view(1, -1)):
         with pytest.raises(ValueError, match=re.escape(f"u has the shape {tuple(given.shape)}, but its segment has ")):
             compressor.compress(given, ctx)
-    with pytest.raises(ValueError, match=r"takes contiguous tensors on the CPU, but got one of shape \(573,\) with st"):
+    with pytest.raises(ValueError, match=r"takes contiguous tensors on the CPU, but got one of shape \(1149,\) with s"):
         compressor.compress(torch.stack([u, u], 1)[:, 0], ctx)
     for place, part in enumerate(payload[:2]):
         before, after = payload[:place], payload[place + 1 :]

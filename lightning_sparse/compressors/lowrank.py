@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.base import Compressor, Payload, Update, exact_values, write_exact_
+from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length, exact_values, write_exact_
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels import low_rank
 from lightning_sparse.kernels.basis import bases
-from lightning_sparse.kernels.native import uses_native
+from lightning_sparse.kernels.native import check_part, uses_native
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
 from lightning_sparse.options import check
@@ -64,6 +64,7 @@ class LowRank(Compressor):
 
     def left_products(self, u: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """Return M Q₀ of all matrices, and what travels exactly. Both hold a NaN or an infinity if `u` does."""
+        check_length(u, ctx)
         parts = _parts(ctx.segment, self.rank)
         # Drawn in every step: the host does not know whether columns are zero.
         drawn = torch.zeros(parts.right, dtype=torch.float32, device=u.device)
@@ -107,6 +108,8 @@ class LowRank(Compressor):
     def decode(self, payload: Payload, ctx: Context) -> Update:
         left, right, exact = payload
         parts = _parts(ctx.segment, self.rank)
+        check_part("left factors", left, parts.left)
+        check_part("right factors", right, parts.right)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=left.device)
         if uses_native(update):
             low_rank.write_products_(update, parts.matrices, left.contiguous(), right.contiguous(), self.rank)

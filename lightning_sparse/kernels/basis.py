@@ -31,7 +31,7 @@ def bases(products: Tensor, rows: Sequence[int], rank: int, dependent: float) ->
     out = torch.empty_like(products)
     if native.uses_native(products):
         counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        scratch = torch.empty(rank * max(rows, default=0), dtype=torch.float64, device="cpu")
+        scratch = torch.empty(rank * max(rows, default=0), dtype=torch.int64, device="cpu")  # bits of fp64 numbers
         native.run("bases", products, counts, out, scratch, dependent, rank, len(rows))
         return out
     sizes = [rank * count for count in rows]
