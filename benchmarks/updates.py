@@ -143,7 +143,9 @@ TRIED = [
     for workers, steps, lr, seeds, density, variants in (
         (2, 1000, 0.002, [0], 1.0, ["dense"]),
         (2, 1000, 0.002, [0, 1, 2], 0.001, ["topk"]),
-        (2, 300, 0.002, [0, 1, 2], 0.001, ["guessed"]),
+        (2, 300, 0.002, [0, 1, 2], 0.001, ["guessed", "not rescaled"]),
+        (2, 1000, 0.002, [0], 0.003, ["topk"]),
+        (2, 1000, 0.002, [0], 0.0003, ["topk"]),
         (2, 300, 0.002, [0], 0.01, ["guessed"]),
         (2, 1000, 0.002, [0, 1, 2], 1.0, ["alone"]),
         (2, 1000, 0.002, [0, 1, 2], 0.01, DECAY),
@@ -180,11 +182,11 @@ TRIED = [
 
 
 class Trial(Updates):
-    """Updates by a rule, with the variations of `Variant`."""
+    """Updates by a rule, varied as `Variant` says; rank 0 adds the mean factor of each rescaling to `factors`."""
 
-    def __init__(self, *args: Any, variant: Variant) -> None:
+    def __init__(self, *args: Any, variant: Variant, factors: list[float]) -> None:
         super().__init__(*args)
-        self.variant = variant
+        self.variant, self.factors = variant, factors
         self.waiting = {name: torch.zeros_like(param) for name, param in self.parameters.items()}
 
     def _moments(self, segment: Segment, *args: Any) -> SegmentMoments:
@@ -199,7 +201,15 @@ class Trial(Updates):
             coefficients[0] *= factors
             return replace(payout, coefficients=coefficients)
 
-        moments.payout = varied  # type: ignore[method-assign]
+        rescaling = moments.rescaling
+
+        def recorded(*args: Any) -> Any:
+            found = rescaling(*args)
+            if found and self._reducer.comm.rank == 0:
+                self.factors.append(float(found[0].mean()))
+            return found
+
+        moments.payout, moments.rescaling = varied, recorded  # type: ignore[method-assign]
         return moments
 
     def exchange(self, optimizer: torch.optim.Optimizer) -> None:
@@ -217,20 +227,25 @@ class Trial(Updates):
 
 
 def train(run: Run, data: Data) -> list[Row]:
-    """Train with ranks as threads; return the loss and the bytes that a rank has sent, every `EVERY` steps."""
-    variant = VARIANTS[run.variant]
+    """Train with ranks as threads; return what there is to say every `EVERY` steps.
+
+    That is the loss, the bytes that a rank has sent, and the mean factor on the updates since the last time.
+    """
+    variant, factors = VARIANTS[run.variant], list[float]()
     options: dict[str, Any] = {"value_format": variant.value_format} if variant.value_format else {}
     if "density" in METHODS[variant.method].options:
         options["density"] = run.density
     made = method(variant.method, **options)
     made = replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=variant.rule)
 
+    trial = functools.partial(Trial, variant=variant, factors=factors)
+
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         decay = 0.0 if variant.decay_outside else variant.weight_decay
         optimizer = torch.optim.AdamW(model.parameters(), run.lr, (variant.beta1, 0.999), weight_decay=decay)
         wrapped = Wrapped(model)
         if not variant.alone:
-            wrapped = attach_thread(model, optimizer, made, comm, updates=functools.partial(Trial, variant=variant))
+            wrapped = attach_thread(model, optimizer, made, comm, updates=trial)
 
         def decay_all(*_: Any) -> None:
             shrunk = 1 - optimizer.param_groups[0]["lr"] * variant.weight_decay
@@ -243,7 +258,10 @@ def train(run: Run, data: Data) -> list[Row]:
         return found
 
     ranks = 1 if variant.alone else run.workers
-    return train_threads(lambda: GPT(context=LENGTH), trainee, ranks, run.seed, run.steps, EVERY)
+    rows = train_threads(lambda: GPT(context=LENGTH), trainee, ranks, run.seed, run.steps, EVERY)
+    for row in rows[1:] if factors else []:
+        row["mean_factor"] = sum(factors[row["step"] - EVERY : row["step"]]) / EVERY
+    return rows
 
 
 def steps_to(curve: pd.DataFrame, target: float = TARGET) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -80,8 +81,21 @@ def others_settings(
     rest.update(buffers)
     return {
         "optimizers": [f"optimizer {numbers[name]}, {type(optimizer_of[name]).__name__}, of {name}" for name in params],
+        "settings of optimizers": [
+            f"{key} {number} of group {place} of {type(optimizer).__name__}"
+            for optimizer in optimizers
+            for place, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            for number in _numbers(value)
+        ],
         "frozen parameters and buffers": [
             f"{name.replace('_orig_mod.', '')}{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
             for name, x in rest.items()
         ],
     }
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers in an option of an optimizer, such as a rate or betas; none of a flag, or of parameters."""
+    values = value if isinstance(value, tuple) else (value,)
+    return [float(x) for x in values if isinstance(x, float) or (isinstance(x, Tensor) and x.numel() == 1)]

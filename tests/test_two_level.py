@@ -73,15 +73,23 @@ def test_equal_on_all_ranks_and_nothing_lost(between, hosts, ranks_per_node):
         assert (given - found).abs().max() <= largest * 2**-22 + 64 * 2**-149, kind
 
 
+def takes_two_levels(name):
+    return TwoLevel(make(name).aggregator, 2).supports(make(name).compressor)
+
+
+def test_all_methods_take_two_levels_but_one_whose_matrices_would_be_cut():
+    assert [name for name in DISTINCT if not takes_two_levels(name)] == ["powersgd"]
+
+
 @pytest.mark.parametrize(
     ("name", "hosts", "ranks_per_node"),
     tiers(
-        [(name, *place) for name in DISTINCT if name != "powersgd" for place in [(2, 2), (3, 2), (1, 3), (2, 1)]],
+        [(name, *place) for name in DISTINCT if takes_two_levels(name) for place in [(2, 2), (3, 2), (1, 3), (2, 1)]],
         [("int4", 2, 2), ("randk", 3, 2), ("terngrad", 2, 2)],
     ),
 )
 def test_every_method_between_nodes(name, hosts, ranks_per_node):
-    """As among all ranks, see test_methods; but powersgd, whose matrices would be cut."""
+    """As among all ranks, see test_methods."""
     size, alone = hosts * ranks_per_node, make(name)
     method = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, ranks_per_node))
     for kind in KINDS:

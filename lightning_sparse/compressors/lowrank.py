@@ -66,22 +66,25 @@ class LowRank(Compressor):
         """Return M Q₀ of all matrices, and what travels exactly. Both hold a NaN or an infinity if `u` does."""
         check_length(u, ctx)
         parts = _parts(ctx.segment, self.rank)
-        # Drawn in every step: the host does not know whether columns are zero.
-        drawn = torch.zeros(parts.right, dtype=torch.float32, device=u.device)
-        Uniform(ctx.key(shared=True), parts.right, u.device).add_(drawn, 0).mul_(math.sqrt(12))  # of variance 1
-        # With another rank, or in another partition, it starts anew.
-        known = ctx.state.get("right")
-        starts = parts.right_views(drawn)
-        if known is not None and known.numel() == parts.right:
-            starts = [_unit(*pair) for pair in zip(parts.right_views(known), starts, strict=True)]
-        else:
-            starts = [start / math.sqrt(start.shape[1]) for start in starts]
-        exact = exact_values(u, parts.exact)
+        exact, starts = exact_values(u, parts.exact), self._starts(parts, u.device, ctx)
         if uses_native(u):
             right = torch.cat([u[:0], *(start.view(-1) for start in starts)])
             return low_rank.left_products(u, parts.matrices, right, self.rank), exact
         products = [matrix @ start.mT for matrix, start in zip(parts.matrix_views(u), starts, strict=True)]
         return torch.cat([u[:0], *(x.view(-1) for x in products)]), exact
+
+    def _starts(self, parts: _Parts, device: torch.device, ctx: Context) -> list[Tensor]:
+        """Return Q₀ of all matrices, each (rank, columns), with rows of length 1."""
+        known = ctx.state.get("right")
+        # With another rank, or in another partition, it starts anew.
+        units = [_unit(x) for x in parts.right_views(known)] if known is not None and len(known) == parts.right else []
+        # NaN is a row that was zero. On CUDA the host does not know of any: there numbers are drawn in every step.
+        if units and device.type == "cpu" and not any(bool(unit[:, 0].isnan().any()) for unit in units):
+            return units
+        drawn = torch.zeros(parts.right, dtype=torch.float32, device=device)
+        Uniform(ctx.key(shared=True), parts.right, device).add_(drawn, 0).mul_(math.sqrt(12))  # of variance 1
+        starts = [start / math.sqrt(start.shape[1]) for start in parts.right_views(drawn)]
+        return [torch.where(x.isnan(), start, x) for x, start in zip(units, starts, strict=True)] if units else starts
 
     def orthonormal(self, products: Tensor, ctx: Context) -> Tensor:
         """Return an orthonormal basis of the columns of each P; a column that depends on those before becomes zero."""
@@ -125,11 +128,11 @@ class LowRank(Compressor):
         return 4 * (parts.left + parts.right + sum(stop - start for start, stop in parts.exact))
 
 
-def _unit(rows: Tensor, drawn: Tensor) -> Tensor:
-    """Return rows of length 1, (rank, m); those that are zero are taken from `drawn`."""
+def _unit(rows: Tensor) -> Tensor:
+    """Return rows of length 1, (rank, m); NaN for those that are zero."""
     # In fp64: the squares of large numbers overflow, those of small ones vanish.
-    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
-    return torch.where(lengths > 0, (rows / lengths).float(), drawn / math.sqrt(drawn.shape[1]))
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    return (rows / lengths).float()
 
 
 def _write_product_(matrix: Tensor, basis: Tensor, coefficients: Tensor) -> None:

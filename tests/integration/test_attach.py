@@ -513,13 +513,18 @@ def settings_of_one_rank(rank: int, how: str) -> tuple[str, str, float]:
         net[0].requires_grad_(False).to(torch.bfloat16 if rank == 1 else torch.float32)
         params = params[2:]
     parts = (params[:1], params[1:]) if how == "split" and rank == 1 else (params,)
-    return caught(lambda: attach_updates(net, [kind(part) for part in parts]))
+    rates = {"lr": 0.002} if how == "rate" and rank == 1 else {}
+    return caught(lambda: attach_updates(net, [kind(part, **rates) for part in parts]))
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("kind", "optimizers: rank 0 has optimizer 0, AdamW, of 0.weight, rank 1 has optimizer 0, Adam, of 0.weight"),
+        (
+            "rate",
+            "settings of optimizers: rank 0 has lr 0.001 of group 0 of AdamW, rank 1 has lr 0.002 of group 0 of AdamW",
+        ),
         ("split", "optimizers: rank 0 has optimizer 0, AdamW, of 0.bias, rank 1 has optimizer 1, AdamW, of 0.bias"),
         ("buffer", "frozen parameters and buffers: rank 0 has no more, rank 1 has 1.mean[3] float32"),
         (

@@ -50,20 +50,26 @@ INLINE void left(struct part part)
     }
 }
 
+/* Four rows of M at a time, each of whose elements is read once for all rows of Q. */
 INLINE void right(struct part part)
 {
     const int64_t stride = part.stride, fours = part.rows / 4 * 4;
-    for (int r = 0; r < part.width; r++) {
-        const float *p = part.p + r, *m = part.m;
-        float sums[TILE] = {0}, *q = part.q + r * stride;
-        for (int64_t i = 0; i < fours; i += 4, m += 4 * stride, p += 4 * part.rank) {
-            const float a = p[0], b = p[part.rank], c = p[2 * part.rank], d = p[3 * part.rank];
-            for (int64_t j = 0; j < part.columns; j++)
-                sums[j] += (a * m[j] + b * m[stride + j]) + (c * m[2 * stride + j] + d * m[3 * stride + j]);
+    const float *restrict m = part.m;
+    float sums[WIDTH][TILE] = {{0}};
+    for (int64_t i = 0; i < fours; i += 4, m += 4 * stride) {
+        float p[4][WIDTH] = {{0}}; /* what is behind the width is not used */
+        for (int k = 0; k < 4; k++)
+            for (int r = 0; r < part.width; r++) p[k][r] = part.p[(i + k) * part.rank + r];
+        for (int64_t j = 0; j < part.columns; j++) {
+            const float a = m[j], b = m[stride + j], c = m[2 * stride + j], d = m[3 * stride + j];
+            for (int r = 0; r < WIDTH; r++) sums[r][j] += (p[0][r] * a + p[1][r] * b) + (p[2][r] * c + p[3][r] * d);
         }
-        for (int64_t i = fours; i < part.rows; i++, m += stride, p += part.rank)
-            for (int64_t j = 0; j < part.columns; j++) sums[j] += *p * m[j];
-        for (int64_t j = 0; j < part.columns; j++) q[j] = part.is_top ? sums[j] : q[j] + sums[j];
+    }
+    for (int r = 0; r < part.width; r++) {
+        float *q = part.q + r * stride;
+        for (int64_t i = fours; i < part.rows; i++)
+            for (int64_t j = 0; j < part.columns; j++) sums[r][j] += part.p[i * part.rank + r] * part.m[i * stride + j];
+        for (int64_t j = 0; j < part.columns; j++) q[j] = part.is_top ? sums[r][j] : q[j] + sums[r][j];
     }
 }
 
