@@ -218,8 +218,9 @@ def within_backward() -> str:
             else ""
             for name in names
         ]
-        rows.append([f"{kinds[kind]}, {RATES[rate]}", *cells])
-    return table(["processors", *names.values()], rows)
+        memory = " / ".join(f"{found.peak_mb[name]:,.0f}" for name in [*names][:2])
+        rows.append([f"{kinds[kind]}, {RATES[rate]}", *cells, memory])
+    return table(["processors", *names.values(), "MB after / within"], rows)
 
 
 def network_workers() -> str:
