@@ -87,7 +87,6 @@ class Variant(NamedTuple):
     payout: float | None = 1.0  # share of what momentum would still deliver; None: rescaled as the update is
     weight_decay: float = 0.01
     decay_outside: bool = False  # weights decay after the exchange, on all ranks alike, and not in the update
-    share_by_step: bool = False  # the noise in the first moment counts as at its step, more than in the long run
     late: bool = False  # weights change by the mean of the step before: an exchange could go on during the next step
 
 
@@ -104,7 +103,6 @@ VARIANTS = {
     "not paid out": Variant(rule=UpdateRule(momentum="keep")),
     "masked": Variant(rule=UpdateRule(momentum="mask")),
     "times root P": Variant(rule=UpdateRule(rescale=False), root=True),
-    "noise by step": Variant(share_by_step=True),
     "payout rescaled too": Variant(payout=None),
     "half paid out": Variant(payout=0.5),
     "guessed": Variant(aggregator=Guess()),
@@ -149,7 +147,6 @@ TRIED = [
         (2, 1000, 0.002, [0], 0.003, ["topk"]),
         (2, 1000, 0.002, [0], 0.0003, ["topk"]),
         (2, 300, 0.002, [0], 0.01, ["guessed"]),
-        (2, 300, 0.002, [0, 1, 2], 0.01, ["noise by step"]),
         (2, 1000, 0.002, [0, 1, 2], 1.0, ["alone"]),
         (2, 1000, 0.002, [0, 1, 2], 0.01, DECAY),
         (2, 1000, 0.002, [0, 1, 2], 1.0, ["dense, decay 0.1"]),
@@ -168,10 +165,9 @@ TRIED = [
         (8, 300, 0.002, [0], 0.0038, ["guessed"]),
         (8, 300, 0.002, [0], 0.01, ["topk", "not paid out", "not rescaled", "times root P", "masked"]),
         (8, BEGUN, 0.002, [1, 2], 0.01, ["topk", "not paid out", "not rescaled", "times root P", "masked"]),
-        (8, BEGUN, 0.002, [0, 1, 2], 0.01, ["noise by step", "beta1 0.5", *DECAY]),
+        (8, BEGUN, 0.002, [0, 1, 2], 0.01, ["beta1 0.5", *DECAY]),
         (4, BEGUN, 0.002, [1, 2], 0.01, ["topk", "not rescaled"]),
-        (4, BEGUN, 0.002, [0, 1, 2], 0.01, ["noise by step", "not paid out", "times root P", "masked"]),
-        (4, BEGUN, 0.002, [0, 1, 2], 0.01, ["beta1 0.5", *DECAY]),
+        (4, BEGUN, 0.002, [0, 1, 2], 0.01, ["not paid out", "times root P", "masked", "beta1 0.5", *DECAY]),
         *((4, BEGUN, 0.002, [0, 1, 2], *values) for values in ROUNDED),
         *((2, 300, 0.002, [1, 2], *values) for values in ROUNDED),
         (2, 300, 0.002, [1, 2], 0.01, SHORT[11:]),
@@ -205,16 +201,7 @@ class Trial(Updates):
             coefficients[0] *= factors
             return replace(payout, coefficients=coefficients)
 
-        rescaling, numbers = moments.rescaling, moments._numbers
-
-        def of_step(*args: Any, **kwargs: Any) -> Tensor:
-            found = numbers(*args, **kwargs)
-            if len(found) == 5:  # 1 − β₁ᵗ, …, c: of t gradients' noise (1 + β₁ᵗ) / (1 − β₁ᵗ) as much is in their mean
-                found[2] = (found[2] * (2 - found[0]) / found[0]).clamp(max=0.99)
-            return found
-
-        if self.variant.share_by_step:
-            moments._numbers = of_step  # type: ignore[method-assign]
+        rescaling = moments.rescaling
 
         def recorded(*args: Any) -> Any:
             found = rescaling(*args)

@@ -24,7 +24,7 @@ ALLOWED = {
     "exchange": {"comm", "compressors", "context", "framing", "kernels"},
     "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels", "options"},
     "robust": {"aggregators", "compressors", "context", "exchange", "kernels", "layout", "options"},
-    "methods": {"compressors", "memory", "aggregators", "update_rule"},
+    "methods": {"compressors", "memory", "aggregators", "options", "update_rule"},
     "observer": {"context", "compressors"},
     "state": {"context", "exchange", "layout", "methods"},
     "overflow": {"comm", "exchange", "layout", "options"},
@@ -73,7 +73,7 @@ ALLOWED = {
     "advise": {"aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "updates"},
     "reproduce": {
         *("aggregators", "comm", "compressors", "context", "exchange", "memory", "memsgd", "methods", "observer"),
-        *("layout", "reducer", "robust"),
+        *("layout", "options", "reducer", "robust"),
     },
     "__main__": {"advise", "cli", "reproduce"},
 }
