@@ -60,6 +60,13 @@ def test_results_are_those_of_the_cpu(name, density, dtype, use):
     on_cuda = simulate_on_cuda(2, lambda comm: reduced(comm, CUDA, name, density, dtype))
     for expected, found in zip(on_cpu, on_cuda, strict=True):
         for x, y in zip(expected, found, strict=True):
+            if name == "powersgd":
+                # Bases are torch's on CUDA, and our own on the CPU: both are off by roundings of sums of up to 500,
+                # which P, ten times as long in one direction as in another at most, makes larger, as does each further
+                # step; and a mean may be rounded to the next number of bf16.
+                eps = 10 * STEPS * math.sqrt(500) * 2**-24 + (2**-8 if dtype == torch.bfloat16 else 0)
+                assert (x - y).abs().max() <= eps * x.abs().max()
+                continue
             if name not in ("qsgd", "terngrad"):
                 assert torch.equal(x, y)
                 continue
