@@ -1,7 +1,9 @@
-"""Steps of a GradScaler, which leaves one out where a gradient of this rank is not finite: ranks count it all the same.
+"""An exchange of updates in each `GradScaler.step`, also where that leaves the optimizer's step out.
 
-with_scalers(optimizer, exchange.one_step)    # from now on around every GradScaler.step(optimizer)
-without_scalers(optimizer)
+    with_scalers(optimizer, exchange.one_step)    # from now on around every GradScaler.step(optimizer)
+    without_scalers(optimizer)
+
+A scaler leaves a step out where a gradient of its rank is not finite; the other ranks step, and wait for this rank.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import native
+from lightning_sparse.kernels.launch import kept
 
 
 def bases(products: Tensor, rows: Sequence[int], rank: int, dependent: float) -> Tensor:
@@ -30,7 +31,7 @@ def bases(products: Tensor, rows: Sequence[int], rank: int, dependent: float) ->
     """
     out = torch.empty_like(products)
     if native.uses_native(products):
-        counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        counts = kept((bases, *rows), products, lambda: torch.tensor(rows, dtype=torch.int64, device="cpu"))
         scratch = torch.empty(rank * max(rows, default=0), dtype=torch.int64, device="cpu")  # bits of fp64 numbers
         native.run("bases", products, counts, out, scratch, dependent, rank, len(rows))
         return out
