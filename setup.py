@@ -11,7 +11,7 @@ setup(
         Extension(
             "lightning_sparse.kernels._cpu",
             sorted(map(str, FOLDER.glob("*.c"))),
-            depends=[str(FOLDER / "tiles.h")],
+            depends=sorted(map(str, FOLDER.glob("*.h"))),
             # None by which the compiler may change results.
             extra_compile_args=["-std=c99", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
             optional=True,

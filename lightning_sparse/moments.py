@@ -76,6 +76,7 @@ class SegmentMoments:
     ) -> None:
         self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
         self._first: list[Tensor | None] = [state.get(kind.first) for state in states]
+        self._flat_first = _flat(self._first)
 
     def rescaling(self, steps_before: Sequence[Any], size: int) -> tuple[Tensor, Tensor] | None:
         """Return by which factors to rescale what the optimizer has changed in a step.
@@ -103,7 +104,7 @@ class SegmentMoments:
 
         second = _flat(state.get(self._kind.second or "") for state in self._states)
         numbers = self._numbers(rows, without=(1.0, 1.0, 0.0, 0.0, 0.0))
-        return rescaling(_flat(self._first), second, self._segment.bounds, numbers, size)
+        return rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
 
     def payout(self) -> Payout | None:
         """Return what would still be subtracted from the segment's weights; None if there is no momentum yet."""
@@ -117,14 +118,13 @@ class SegmentMoments:
         if divisor is not None:
             second = _flat(state.get(divisor(group)) for group, state in zip(self._groups, self._states, strict=True))
         coefficients = self._numbers(rows, without=(0.0, 0.0, 1.0))
-        return Payout(_flat(self._first), second, coefficients, self._kind.root)
+        return Payout(self._flat_first, second, coefficients, self._kind.root)
 
     def take_out(self, applied: Entries) -> None:
         """Set the moments to zero where entries were applied."""
-        flat = _flat(self._first)
         for indices, _ in applied.lists:
-            clear_entries_(flat, self._segment.bounds, indices)
-        for moment, emptied in zip(self._first, flat, strict=True):
+            clear_entries_(self._flat_first, self._segment.bounds, indices)
+        for moment, emptied in zip(self._first, self._flat_first, strict=True):
             if moment is not None and emptied is not None and not moment.is_contiguous():
                 moment.copy_(emptied.view(moment.shape))
 

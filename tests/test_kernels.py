@@ -1020,6 +1020,17 @@ def test_loops_write_to_their_results_only(compressor, use, monkeypatch):
 
 
 @needs_native
+@pytest.mark.parametrize("name", tiers(HOSTILE, SOME))
+def test_selection_in_c_writes_to_its_results_only(name, use, monkeypatch):
+    use("native")
+    monkeypatch.setattr(native, "run", within_fences(native.run))
+    for numel, k in ((1, 1), (15, 3), (63, 62), (64, 1), (4096 + 63, 100), (4096 + 63, 20), (9001, 3000)):
+        u = HOSTILE[name](numel)
+        assert torch.equal(topk_indices(u, k), oracle(u, k))
+        assert len(gaussian_indices(u, k, 2.5)) <= numel
+
+
+@needs_native
 @pytest.mark.parametrize(
     "compressor", [Blocks(4), Blocks(8), LowRank(2), OneBit(), QSGD(), ScaledSign(), Sign(), TernGrad()], ids=repr
 )

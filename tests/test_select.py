@@ -5,11 +5,17 @@ import torch
 
 from lightning_sparse.kernels import select
 from lightning_sparse.kernels.select import topk_indices
+from tests.support.kernels import needs_native
 from tests.support.tiers import tiers
 from tests.support.vectors import INPUTS, oracle
 
 # One element, less than a block, exact blocks, tails of one to 63 elements, more than one chunk of 2^17.
 LENGTHS = (1, 2, 63, 64, 65, 1000, 4096 + 63, 131072, 131072 * 2 + 1, 300_007)
+
+
+@pytest.fixture(autouse=True, params=["torch", pytest.param("native", marks=needs_native)])
+def _kernels(request, use):
+    use(request.param)
 
 
 @pytest.mark.parametrize("name", tiers(INPUTS, ["normal", "few values", "nan and inf"]))

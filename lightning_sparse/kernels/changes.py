@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
 from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, uses_triton
+from lightning_sparse.kernels.native import run, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -52,6 +53,11 @@ def changes_(
                 num_warps=8,
                 **constants,
             )
+        return
+    if takes(tensors):
+        tables = [gradient_table(each, bounds) for each in (out, weights, stepped)]
+        rescaled = [tables[0] if x is None else x for x in (factors, rests)]
+        run("changes", *tables, *rescaled, len(out), bounds[-1], factors is not None)
         return
     on_host = out[0].device.type == "cpu"
     each = at_a_time(out[0])

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ LIBRARY = "lightning_sparse.kernels._cpu"
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Return whether kernels for quantizers work on `x`, Triton's or those of cpu/."""
+    """Return whether kernels work on `x`, Triton's or those of cpu/."""
     return uses_triton(x) or uses_native(x)
 
 
@@ -39,6 +40,16 @@ def uses_native(x: Tensor) -> bool:
     return x.device.type == "cpu" and type(x) is Tensor and KERNELS not in os.environ and library() is not None
 
 
+def takes(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether the loops of cpu/ work on tensors, on one device, as they lie: contiguous ones of fp32.
+
+    Those that are None do not count.
+    """
+    there = [x for x in tensors if x is not None]
+    fits = all(type(x) is Tensor and x.dtype is torch.float32 and x.is_contiguous() for x in there)
+    return fits and len(there) > 0 and uses_native(there[0])
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled loops, or None."""
@@ -48,7 +59,7 @@ def library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(spec.origin))
     except OSError as error:  # of another machine
-        log.info(f"Quantizers on the CPU by plain torch, which is slower: {error}.")
+        log.info(f"Compressors on the CPU by plain torch, which is slower: {error}.")
         return None
 
 

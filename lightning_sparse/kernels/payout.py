@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_sparse.kernels.block_stats import BlockStats, _store_stats, for_kernel, overlaps
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
 from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, uses_triton
+from lightning_sparse.kernels.native import run, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -100,11 +101,19 @@ def add_with_payout_(
     """
     u = torch.empty_like(residual)
     first, second = payout.first, payout.second
-    if uses_triton(u) and same_dtype(grads) and same_dtype([x for x in (*first, *(second or ())) if x is not None]):
+    moments = [x for x in (*first, *(second or ())) if x is not None]
+    if uses_triton(u) and same_dtype(grads) and same_dtype(moments):
         _by_triton(u, residual, bounds, grads, scale, payout, stats)
         return u
 
+    in_c = takes((u, *grads, *moments))
+    tables = [gradient_table(x, bounds) for x in (grads, first, second or first)] if in_c else []
+
     def form(start: int, stop: int) -> None:
+        if in_c:
+            tensors, is_divided = (u, residual, *tables, payout.coefficients), second is not None
+            run("add_with_payout", *tensors, float(scale), len(grads), len(u), is_divided, payout.root, start, stop)
+            return
         for index, left, right in overlaps(bounds, start, stop):
             part, term = slice(left - bounds[index], right - bounds[index]), residual[left:right]
             grad = grads[index][part]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import gradient_table
 from lightning_sparse.kernels.launch import kept, kernel, launch, same_dtype, to_device, uses_triton
+from lightning_sparse.kernels.native import run, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -46,7 +47,13 @@ def rescaling(
     if uses_triton(numbers) and same_dtype(there):
         return _by_triton(first, second, bounds, numbers, size)
     of_first, of_second, noise, decay, stepped = numbers
-    sums = [torch.stack([_sum(x, numbers) for x in moments]) for moments in ([_squared(x) for x in first], second)]
+    if takes(there):
+        sums = numbers.new_empty(2, len(first))
+        tables = gradient_table(first, bounds), gradient_table(second, bounds)
+        run("moment_sums", *tables, sums, len(first), bounds[-1])
+    else:
+        each = [_squared(x) for x in first], second
+        sums = torch.stack([torch.stack([_sum(x, numbers) for x in moments]) for moments in each])
     ratio = sums[0] / of_first.square() / (sums[1] / of_second).clamp(min=1e-37)
     signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
     factors = torch.where(stepped > 0, torch.rsqrt(signal + (1 - signal) / size), 1.0)

@@ -10,7 +10,8 @@ this leaves 6.4 % of the data to look at. It is the delegate idea of Dr. Top-k (
 Magnitudes are compared as integers, the bits without the sign: the order of |u|, with NaN above infinity above all
 finite numbers, so that whatever is broken is selected and seen.
 
-The CPU's algorithm is in this file, with a histogram of 16 bits; the kernels for CUDA are in `select_triton.py`.
+The CPU's algorithm is in this file, by loops in C where they were compiled, and else by plain torch; the kernels for
+CUDA are in `select_triton.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels import native
 from lightning_sparse.kernels.block_stats import CHUNK, MAGNITUDE, BlockStats, chunk_size
 from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.native import uses_native
 from lightning_sparse.kernels.select_triton import topk_triton
 
 BLOCKS_PER_ENTRY = 3
@@ -138,6 +141,9 @@ def _entries_of_blocks(
         enough: so many are wanted, the first of equal ones: once they are found, later ones have to be larger than the
             threshold. Without this a constant or mostly zero input would return all it has.
     """
+    if uses_native(bits):
+        end = torch.arange(bits.numel() // block, -(-bits.numel() // block), device=bits.device)
+        return _entries_in_c(bits, torch.cat((blocks, end)), block, threshold, enough)
     shift, stop = block.bit_length() - 1, bits.numel() // block * block
     rows = bits[:stop].view(-1, block)
     size = CHUNK // 4 // block
@@ -159,6 +165,8 @@ def _entries_of_blocks(
 
 def _entries(bits: Tensor, threshold: int, enough: int | None = None) -> tuple[Tensor, Tensor]:
     """Return indices, ascending, and magnitudes of all entries that reach a threshold; `enough` as above."""
+    if uses_native(bits):
+        return _entries_in_c(bits, None, 64, threshold, enough)
     indices, magnitudes, count = [], [], 0
     for start, chunk in _chunks(bits):
         hits = nonzero(chunk >= threshold + (enough is not None and count >= enough))
@@ -168,8 +176,33 @@ def _entries(bits: Tensor, threshold: int, enough: int | None = None) -> tuple[T
     return torch.cat(indices), torch.cat(magnitudes)
 
 
+def _entries_in_c(
+    bits: Tensor, blocks: Tensor | None, block: int, threshold: int, enough: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return entries of some blocks, of which the last may be short, or of all; `enough` as above."""
+    many, size = -(-bits.numel() // block) if blocks is None else len(blocks), CHUNK // 4 // block
+    count = torch.zeros(1, dtype=torch.int64, device=bits.device)
+    where = torch.empty(min(size, many) * block + 1, dtype=torch.int64, device=bits.device)
+    what = torch.empty(len(where), dtype=torch.int32, device=bits.device)
+    limits = block, bits.numel(), threshold, bits.numel() if enough is None else enough
+    parts, before = [], 0
+    for first in range(0, max(1, many), size):
+        tensors = bits, count if blocks is None else blocks, where, what, count
+        native.run("entries_of_blocks", *tensors, blocks is not None, first, min(first + size, many), *limits)
+        found = int(count) - before
+        parts.append((where[:found].clone(), what[:found].clone()))
+        before += found
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([indices for indices, _ in parts]), torch.cat([magnitudes for _, magnitudes in parts])
+
+
 def kth_largest_cpu(bits: Tensor, k: int) -> int:
     """Return the k-th largest magnitude, as bits."""
+    if uses_native(bits):
+        result = torch.empty(1, dtype=torch.int64, device=bits.device)
+        native.run("kth_largest", bits, result, len(bits), k)
+        return int(result)
     if bits.numel() <= DIRECT:
         magnitudes = bits & MAGNITUDE
         # Where most are equal, as after a threshold or among zeros, sorting takes longest and is not needed.

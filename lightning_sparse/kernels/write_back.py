@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_sparse.kernels.gradient_table import TILE as TABLE_TILE
 from lightning_sparse.kernels.gradient_table import _address, bisections, gradient_table
 from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.native import run, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -87,6 +88,11 @@ def write_entries_(
         terms = [(indices, torch.where(step_ok, values, 0)) for indices, values in terms]
     if rounded:
         terms = [coalesce(terms, bounds[-1])]
+    if takes(grads):
+        for indices, values in terms:
+            entries = indices.contiguous(), values.contiguous()
+            run("add_to_many", gradient_table(grads, bounds), *entries, len(indices), len(grads), bounds[-1])
+        return None
     edges = torch.tensor(bounds, device=grads[0].device)
     errors = []
     for indices, values in terms:
@@ -116,6 +122,10 @@ def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indi
             some = next(x for x in same if x is not None)
             args = (gradient_table(same, bounds), some, indices, indices.numel(), bounds[-1], len(same))
             launch(_clear, -(-indices.numel() // TILE), *args, TILE=TILE, STEPS=bisections(len(same)))
+        return
+    if takes(tensors):
+        entries = indices.contiguous()
+        run("clear", gradient_table(tensors, bounds), entries, len(entries), len(tensors), bounds[-1])
         return
     cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
     for x, start, (first, last) in zip(tensors, bounds, pairwise(cuts), strict=False):
