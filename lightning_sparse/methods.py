@@ -31,7 +31,7 @@ from lightning_sparse.aggregators.shared_scale import SharedScale
 from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.chunktopk import ChunkTopK
-from lightning_sparse.compressors.lowrank import LowRank
+from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.compressors.mstopk import MSTopK
 from lightning_sparse.compressors.onebit import OneBit
 from lightning_sparse.compressors.qsgd import QSGD

@@ -36,7 +36,7 @@ from lightning_sparse.aggregators import (
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import GaussianK, TopK, qsgd
 from lightning_sparse.compressors.blocks import Blocks
-from lightning_sparse.compressors.lowrank import LowRank
+from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.compressors.onebit import OneBit
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.rows import row_count, rows_of

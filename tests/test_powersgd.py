@@ -11,7 +11,7 @@ from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulat
 from lightning_sparse.aggregators import Mean, PowerSGD, ScaleCom, TwoLevel, TwoPass
 from lightning_sparse.comm import Comm, ProcessGroupComm
 from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.lowrank import LowRank
+from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
 from lightning_sparse.state import resized

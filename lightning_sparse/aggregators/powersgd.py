@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Update
-from lightning_sparse.compressors.lowrank import LowRank
+from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.layout import Segment

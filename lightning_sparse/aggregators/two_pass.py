@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update, add_
-from lightning_sparse.compressors.lowrank import LowRank
+from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
