@@ -52,7 +52,7 @@ class Training:
         self.updates = Updates(self.reducer, self.net, [self.optimizer])
         self.within = None
         if within:
-            self.within = WithinBackward(self.updates, self.reducer, self.optimizer, self.updates.begin)
+            self.within = WithinBackward(self.updates, self.reducer, self.optimizer)
         assert len(self.reducer.layout.segments) == 3
 
     def backward(self):

@@ -149,7 +149,7 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
 def _within_backward(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     reducer = Reducer(method("topk", density=options.density), ProcessGroupComm(), exchanged="update")
     updates, step_all = Updates(reducer, model, [optimizer]), optimizer.step
-    within = WithinBackward(updates, reducer, optimizer, updates.begin)
+    within = WithinBackward(updates, reducer, optimizer)
 
     def step() -> None:
         within.end()

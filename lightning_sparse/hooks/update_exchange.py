@@ -24,7 +24,7 @@ from lightning_sparse._compat import register_first, step_depth, step_hooks
 from lightning_sparse.comm.peers import Responder
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
-from lightning_sparse.hooks.scaled_steps import with_scalers, without_scalers
+from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.methods import Method
@@ -112,8 +112,7 @@ class UpdateExchange:
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
             *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights
         ]
-        for optimizer in optimizers:
-            with_scalers(optimizer, self.one_step)
+        wrap("step", self._scaled_step)
         self._others = OtherSteps(optimizers, model)
         others = {name: param for name, param in model.named_parameters() if not self._updates.has(param)}
         self._by_hand = ChangesByHand(others, self._updates.has)
@@ -152,7 +151,7 @@ class UpdateExchange:
             optimizer: of torch, the only one, with an exchange after each step; its step gets the closure.
             closure: forward and backward; after it nobody looks at the gradients before the step or changes them.
         """
-        parts = self._updates, self.reducer, optimizer, self._begin_within, self._session.stream
+        parts = self._updates, self.reducer, optimizer, self._prepare_exchange, self._session.stream
         self._within = self._within or WithinBackward(*parts)
         return partial(self._within.evaluate, closure, self._fail)
 
@@ -160,6 +159,11 @@ class UpdateExchange:
         """Called right before backward: a training step may have backward passes of its own before."""
         if self._within is not None and self._within.in_step:
             self._within.watch()
+
+    def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        stepped = getattr(optimizer, "optimizer", optimizer)  # in Lightning's or accelerate's wrapper
+        with self.one_step(stepped) if stepped in self.optimizers else contextlib.nullcontext():
+            return step(scaler, optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
     def one_step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -205,10 +209,6 @@ class UpdateExchange:
 
     def _become_rank_0s(self, tensors: Sequence[Tensor]) -> None:
         broadcast(self.comm, tensors, self._device)
-
-    def _begin_within(self, optimizer: Optimizer) -> None:
-        self._updates.begin(optimizer)
-        self._prepare_exchange()
 
     def weights_before_step(self) -> Mapping[int, Tensor]:
         """Return the weights before a step that is under way, by the id of the parameter; nothing between steps."""
@@ -278,8 +278,7 @@ class UpdateExchange:
         """Leave the group. May be called twice, and after a failure."""
         for hook in self._hooks:
             hook.remove()
-        for optimizer in self.optimizers:
-            without_scalers(optimizer)
+        unwrap("step", self._scaled_step)
         self._others.close()
         self._responder.end()
         self._session.mark_done()

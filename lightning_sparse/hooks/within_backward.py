@@ -1,6 +1,6 @@
 """The exchange of updates while backward goes on: each segment is stepped as soon as its gradients are there.
 
-    steps = WithinBackward(updates, reducer, optimizer, updates.begin)
+    steps = WithinBackward(updates, reducer, optimizer)
     steps.watch()
     ...                     # a backward pass whose gradients are those of the optimizer's next step
     steps.end()
@@ -54,7 +54,7 @@ class WithinBackward:
         updates: exchanges what the optimizer changes.
         reducer: of `updates`.
         optimizer: changes each parameter by that parameter's gradient and state alone, as those of torch but LBFGS do.
-        begin: called with the optimizer before its first segment is stepped; it begins its step.
+        prepare: called before the first segment of a step is stepped.
         stream: on CUDA the stream to exchange in.
 
     Attributes:
@@ -67,11 +67,11 @@ class WithinBackward:
         updates: Updates,
         reducer: Reducer,
         optimizer: Optimizer,
-        begin: Callable[[Optimizer], None],
+        prepare: Callable[[], None] = lambda: None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._updates, self._reducer, self._optimizer = updates, reducer, optimizer
-        self._begin_step, self._stream = begin, stream
+        self._prepare, self._stream = prepare, stream
         self.begun = self.in_step = self._watching = self._abandoned = False
         self._trained: list[tuple[Tensor, bool]] = []
         self._params: list[list[Tensor]] = []  # of each segment
@@ -256,7 +256,8 @@ class WithinBackward:
         # A frozen parameter, too, counts as one to come: backward may need its weight until it ends.
         self._missing = {index: len(each) for index, each in enumerate(self._params)}
         self._stepped = [threading.Semaphore(0) for _ in self._params]
-        self._begin_step(self._optimizer)
+        self._updates.begin(self._optimizer)
+        self._prepare()
         self.begun, threads = True, torch.get_num_threads()
 
         def exchange() -> None:

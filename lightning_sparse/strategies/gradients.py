@@ -55,6 +55,11 @@ class GradientExchange(Checkpointing):
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
 
+    def _scaled_loss(self, scale: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if scaler.is_enabled() and torch.is_grad_enabled():
+            self._on_scaled_loss(scaler)
+        return scale(scaler, outputs)
+
     def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
         """Have the reducer use the loss scale of a GradScaler that is not Lightning's."""
         if self._comm_thread is None or scaler in (self._lightnings_scaler, self._own_scaler):

@@ -17,6 +17,7 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
 from lightning_sparse.hooks import CommThread, UpdateExchange, tell_or_ask
+from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.methods import METHODS, Method, resolve_method, resolve_update_method
 from lightning_sparse.options import (
@@ -30,7 +31,6 @@ from lightning_sparse.options import (
     check_warmup,
 )
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies import loss_scale
 from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
     check_placement,
@@ -249,7 +249,7 @@ class SparseDDP(UpdateOrGradientExchange):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        loss_scale.watch(self._on_scaled_loss)
+        wrap("scale", self._scaled_loss)
         if self._update_exchange is not None:
             self._update_exchange.begin()
         elif self.global_rank == 0:
@@ -277,7 +277,7 @@ class SparseDDP(UpdateOrGradientExchange):
 
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.
-        loss_scale.unwatch(self._on_scaled_loss)
+        unwrap("scale", self._scaled_loss)
         if self._exchange is not None:
             self._exchange.close()
             self._consistent = self._exchange.is_consistent

@@ -1,0 +1,41 @@
+"""Calls around a method of every `GradScaler` of this process: a user's may be anywhere.
+
+wrap("step", around)    # scaler.step(optimizer) is around(step, scaler, optimizer) now
+unwrap("step", around)  # after the last one the method is torch's again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.amp import GradScaler
+
+Around = Callable[..., Any]
+"""Called with a function, and with the scaler and the arguments to call it with; returns what that returns."""
+
+_of_torch: dict[str, Callable[..., Any]] = {name: getattr(GradScaler, name) for name in ("scale", "step")}
+_around: dict[str, list[Around]] = {name: [] for name in _of_torch}
+
+
+def wrap(name: str, around: Around) -> None:
+    """Have `around` called in place of a method, "scale" or "step", of all scalers; once, however often this is."""
+    if around not in _around[name]:
+        _around[name].append(around)
+
+    def method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        call = _of_torch[name]
+        for each in _around[name]:
+            call = partial(each, call)
+        return call(self, *args, **kwargs)
+
+    setattr(GradScaler, name, method)
+
+
+def unwrap(name: str, around: Around) -> None:
+    """Undo `wrap`, if it was called."""
+    if around in _around[name]:
+        _around[name].remove(around)
+    if not _around[name]:
+        setattr(GradScaler, name, _of_torch[name])
