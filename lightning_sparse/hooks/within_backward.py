@@ -240,17 +240,15 @@ class WithinBackward:
                 )
         if self._stream is not None:
             self._streams.add(torch.cuda.current_stream(self._stream.device))
-        if not self._arrived and self._allowed and self._are_same() and not self._are_hooked():
+        is_first = not self._arrived and self._allowed and self._are_same()
+        # Hooks of others on gradients may come after ours and change them.
+        if is_first and not any(len(gradient_hooks(each)) > 1 for each in self._index):
             self._begin()
         self._arrived.add(param)
         if self.begun:
             self._missing[index] -= 1
             if not self._missing[index]:
                 self._step(index)
-
-    def _are_hooked(self) -> bool:
-        """Return whether somebody else has hooks on gradients, which may come after ours and change them."""
-        return any(len(gradient_hooks(param)) > 1 for param in self._index)
 
     def _begin(self) -> None:
         # A frozen parameter, too, counts as one to come: backward may need its weight until it ends.
