@@ -170,7 +170,7 @@ def _row(x: Any, count: int, device: torch.device) -> Tensor:
     """Return a number, or numbers on the device, as so many fp32 numbers there."""
     if isinstance(x, Tensor) and (x.dim() or x.device == device):
         return to_device(x.float(), device).expand(count)
-    return torch.full((count,), float(x), device=device)
+    return torch.full((count,), float(x), dtype=torch.float32, device=device)
 
 
 def _together(numbers: Sequence[Any]) -> Tensor:

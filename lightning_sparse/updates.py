@@ -214,7 +214,7 @@ class Updates:
             changes = flat
         else:
             changes = segment.views(torch.empty(segment.numel, dtype=torch.float32, device=stepped[0].device))
-        changes_(changes, flat_weights, flat, segment.bounds, *(rescaling or ()))
+        changes_(changes, flat_weights, flat, segment.bounds, rescaling)
         del flat  # copies, where weights are not contiguous
         payout = moments.payout if moments and empties and self._rule.momentum == "pay_out" else None
         applied = reducer.reduce_segment_(segment, changes, frozen, payout)

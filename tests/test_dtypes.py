@@ -8,6 +8,7 @@ from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import GaussianK, TopK
 from tests.support.tiers import in_diagonals
 from tests.support.training import make
+from tests.support.update_training import exchanged_twice
 
 METHODS_AND_PARTS = {
     **{name: make(name) for name in METHODS},
@@ -44,3 +45,18 @@ def test_results_do_not_depend_on_the_default_dtype(name, dtype):
             torch.set_default_dtype(before)
         for (out, _), (same, _) in zip(found, expected, strict=True):
             assert torch.equal(out, same)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "radam", "adamax", "nesterov"])
+def test_exchanged_updates_do_not_depend_on_the_default_dtype(optimizer):
+    expected = exchanged_twice(optimizer, torch.float32, "cpu")
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = exchanged_twice(optimizer, torch.float32, "cpu")
+    finally:
+        torch.set_default_dtype(before)
+    if optimizer != "nadam":
+        assert all(map(torch.equal, found, expected))
+    else:  # torch keeps its product of betas in the default dtype
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1070,6 +1070,31 @@ def test_the_cpu_takes_the_compiled_loops_where_nothing_is_forced(use):
     assert not native.uses_native(torch.zeros(1, device="meta"))
 
 
+@needs_native
+def test_tensors_that_loops_in_c_would_read_behind_their_end(use):
+    use("native")
+    with pytest.raises(ValueError, match="Of a parameter with 2 elements there is a tensor with 1"):
+        native.table([torch.zeros(3), torch.zeros(1)], (0, 3, 5))
+    with torch._subclasses.FakeTensorMode(), pytest.raises(TypeError, match="takes plain tensors, but got a FakeTens"):
+        native.run("kth_largest", torch.zeros(3), torch.zeros(1), 3, 1)
+    x = torch.ones(5)
+    # Other integers are converted; what is not ascending or negative is left out.
+    write_entries_([x], (0, 5), [(torch.tensor([1, 3], dtype=torch.int32), torch.ones(2))])
+    assert x.tolist() == [0, 1, 0, 1, 0]
+    memory = torch.zeros(6)
+    write_entries_([memory[2:4], memory[4:]], (0, 2, 4), [(torch.tensor([-1, 0, 3, 0]), torch.ones(4))])
+    assert memory.tolist() == [0, 0, 1, 0, 0, 1]
+
+
+@needs_native
+def test_loops_of_an_older_version_are_not_taken(monkeypatch, caplog):
+    monkeypatch.setattr(native, "NEWEST", "of_tomorrow")
+    native.library.cache_clear()
+    assert native.library() is None
+    assert "Install the package again" in caplog.text
+    native.library.cache_clear()
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_without_the_compiled_loops_the_cpu_takes_torch(damaged, use, monkeypatch, tmp_path, caplog):
     file = tmp_path / "library.so"

@@ -52,7 +52,7 @@ def test_by_hand(kernels, use):
     changes_([x], [torch.tensor([10.0, 0.0])], [x], (0, 2))
     assert x.tolist() == [8.0, -1.0]
     x = torch.tensor([2.0, 1.0])
-    changes_([x], [torch.tensor([10.0, 0.0])], [x], (0, 2), torch.tensor([2.0]), torch.tensor([0.25]))
+    changes_([x], [torch.tensor([10.0, 0.0])], [x], (0, 2), (torch.tensor([2.0]), torch.tensor([0.25])))
     assert x.tolist() == [18.5, -2.0]
 
 
@@ -71,7 +71,7 @@ def test_changes(lengths, dtype, kernels, use):
     factors, rests = (x.abs() for x in drawn([len(lengths)] * 2, torch.float32, 2))
     factors[0] = 1  # not rescaled
     rests[0] = 0
-    changes_(out, weights, stepped, bounds, factors, rests)
+    changes_(out, weights, stepped, bounds, (factors, rests))
     for result, w, x, f, r in zip(out, weights, stepped, factors, rests, strict=True):
         w, x = w.double(), x.double()
         torch.testing.assert_close(result.double(), f * (w - x) + r * w, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
 from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, uses_triton
-from lightning_sparse.kernels.native import run, takes
+from lightning_sparse.kernels.native import run, table, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -22,32 +22,29 @@ def changes_(
     weights: Sequence[Tensor],
     stepped: Sequence[Tensor],
     bounds: Sequence[int],
-    factors: Tensor | None = None,
-    rests: Tensor | None = None,
+    rescaled: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write f(w − x) + r·w for each parameter, with w its weights before a step and x after it.
+    """Write w − x for each parameter, with w its weights before a step and x after it, or f(w − x) + r·w.
 
     Args:
         out: 1-D fp32, one per parameter; overwritten. It may be `stepped`.
         weights: w, 1-D, of any floating dtype.
         stepped: x, in the same way.
         bounds: offsets of the parameters in the segment, and its length as the last one.
-        factors: f of each parameter, 1-D fp32 on their device; None is 1.
-        rests: r of each parameter, in the same way; None is 0. Only together with `factors`.
+        rescaled: f and r of each parameter, each 1-D fp32, on their device.
     """
     tensors = (*out, *weights, *stepped)
     if uses_triton(out[0]) and same_dtype(weights) and same_dtype(stepped) and all(x.is_contiguous() for x in tensors):
         if programs := -(-bounds[-1] // TILE):
             tables = [gradient_table(tensors, bounds) for tensors in (out, weights, stepped)]
-            rescaled = [tables[0] if x is None else x for x in (factors, rests)]
-            constants = {"RESCALE": factors is not None, "STEPS": bisections(len(out)), "TILE": TILE, "PART": 256}
+            constants = {"RESCALE": rescaled is not None, "STEPS": bisections(len(out)), "TILE": TILE, "PART": 256}
             launch(
                 _changes,
                 programs,
                 *tables,
                 weights[0],
                 stepped[0],
-                *rescaled,
+                *(rescaled or tables[:2]),
                 bounds[-1],
                 len(out),
                 num_warps=8,
@@ -55,13 +52,13 @@ def changes_(
             )
         return
     if takes(tensors):
-        tables = [gradient_table(each, bounds) for each in (out, weights, stepped)]
-        rescaled = [tables[0] if x is None else x for x in (factors, rests)]
-        run("changes", *tables, *rescaled, len(out), bounds[-1], factors is not None)
+        tables = [table(each, bounds) for each in (out, weights, stepped)]
+        run("changes", *tables, *(rescaled or (None, None)), len(out), bounds[-1])
         return
     on_host = out[0].device.type == "cpu"
     each = at_a_time(out[0])
-    terms = [[1.0] * len(out) if x is None else x.tolist() if on_host else x.unbind() for x in (factors, rests)]
+    ones = [1.0] * len(out)
+    terms = [x.tolist() if on_host else x.unbind() for x in rescaled] if rescaled else [ones, ones]
     for result, w, x, factor, rest in zip(out, weights, stepped, *terms, strict=True):
         for start in range(0, len(result), each):
             part, before = result[start : start + each], w[start : start + each].float()

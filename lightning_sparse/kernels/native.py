@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 LIBRARY = "lightning_sparse.kernels._cpu"
 """What setup.py builds: its file is named like a module, but it is a library for `ctypes`."""
+NEWEST = "entries_of_blocks"
+"""A function that builds of older versions lack."""
 
 
 def uses_kernels(x: Tensor) -> bool:
@@ -57,21 +59,43 @@ def library() -> ctypes.CDLL | None:
     if spec is None:
         return None
     try:
-        return ctypes.CDLL(str(spec.origin))
+        found = ctypes.CDLL(str(spec.origin))
     except OSError as error:  # of another machine
-        log.info(f"Compressors on the CPU by plain torch, which is slower: {error}.")
+        log.info(f"Work on the CPU by plain torch, which is slower: {error}.")
         return None
+    if not hasattr(found, NEWEST):
+        log.warning("The loops in C are of an older version, so the CPU is slower. Install the package again.")
+        return None
+    return found
 
 
-def run(name: str, *args: Tensor | float) -> None:
+def table(tensors: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:
+    """Return where parameters begin in a segment, and their addresses, 0 where there is None: int64, as cpu/segment.h.
+
+    Args:
+        tensors: of each parameter, contiguous; they have to be kept for as long as the table is used.
+        bounds: where each begins in the segment, and the segment's length as the last one.
+
+    Raises:
+        ValueError: a tensor has not its parameter's length.
+    """
+    for x, start, stop in zip(tensors, bounds[:-1], bounds[1:], strict=True):
+        if x is not None and x.numel() != stop - start:
+            raise ValueError(f"Of a parameter with {stop - start} elements there is a tensor with {x.numel()}.")
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    return torch.tensor([*bounds[:-1], *addresses], dtype=torch.int64, device="cpu")
+
+
+def run(name: str, *args: Tensor | float | None) -> None:
     """Call a function of cpu/.
 
     Args:
         name: of the function, which returns nothing.
-        args: tensors on the CPU, contiguous, as pointers; whole numbers as int64_t, others as double.
+        args: tensors on the CPU, contiguous, as pointers, and None as the null pointer; whole numbers as int64_t,
+            others as double.
 
     Raises:
-        TypeError: a tensor of floats that are not fp32, which C would read as such.
+        TypeError: a tensor of floats that are not fp32, which C would read as such; or one that may have no memory.
         ValueError: a tensor that is elsewhere, or not contiguous.
     """
     getattr(library(), name)(*[_argument(name, x) for x in args])
@@ -86,8 +110,12 @@ def check_part(name: str, part: Tensor, least: int) -> None:
         )
 
 
-def _argument(name: str, x: Tensor | float) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
+def _argument(name: str, x: Tensor | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
+    if x is None:
+        return ctypes.c_void_p()
     if isinstance(x, Tensor):
+        if type(x) is not Tensor:
+            raise TypeError(f"{name} in C takes plain tensors, but got a {type(x).__name__}.")
         if x.dtype is not torch.float32 and (x.is_floating_point() or x.is_complex()):
             raise TypeError(
                 f"{name} in C takes floats as torch.float32, but got a tensor of {x.dtype}: convert it with .float()."

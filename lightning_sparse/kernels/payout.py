@@ -10,7 +10,7 @@ On CUDA one launch reads the changes, both moments and the residual, and writes 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_sparse.kernels.block_stats import BlockStats, _store_stats, for_kernel, overlaps
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
 from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, uses_triton
-from lightning_sparse.kernels.native import run, takes
+from lightning_sparse.kernels.native import run, table, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -106,14 +106,7 @@ def add_with_payout_(
         _by_triton(u, residual, bounds, grads, scale, payout, stats)
         return u
 
-    in_c = takes((u, *grads, *moments))
-    tables = [gradient_table(x, bounds) for x in (grads, first, second or first)] if in_c else []
-
-    def form(start: int, stop: int) -> None:
-        if in_c:
-            tensors, is_divided = (u, residual, *tables, payout.coefficients), second is not None
-            run("add_with_payout", *tensors, float(scale), len(grads), len(u), is_divided, payout.root, start, stop)
-            return
+    def by_torch(start: int, stop: int) -> None:
         for index, left, right in overlaps(bounds, start, stop):
             part, term = slice(left - bounds[index], right - bounds[index]), residual[left:right]
             grad = grads[index][part]
@@ -123,6 +116,8 @@ def add_with_payout_(
                 term.add_(grad, alpha=scale)
             payout.add(index, part, term, u[left:right])
 
+    in_c = takes((u, residual, *grads, *moments))
+    form = _by_loop(u, residual, bounds, grads, scale, payout) if in_c else by_torch
     each = min(at_a_time(u), AT_A_TIME)
     if stats is not None and not uses_triton(u):
         stats.over(u, form, each)
@@ -132,6 +127,15 @@ def add_with_payout_(
     if stats is not None:
         stats.read(u)
     return u
+
+
+def _by_loop(
+    u: Tensor, residual: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, payout: Payout
+) -> Callable[[int, int], None]:
+    """Return what forms a part of u in C."""
+    tables = [None if each is None else table(each, bounds) for each in (grads, payout.first, payout.second)]
+    args = u, residual, *tables, payout.coefficients, float(scale), len(grads), len(u), payout.root
+    return functools.partial(run, "add_with_payout", *args)
 
 
 def _by_triton(

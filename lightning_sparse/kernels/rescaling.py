@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import gradient_table
 from lightning_sparse.kernels.launch import kept, kernel, launch, same_dtype, to_device, uses_triton
-from lightning_sparse.kernels.native import run, takes
+from lightning_sparse.kernels.native import run, table, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -49,8 +49,7 @@ def rescaling(
     of_first, of_second, noise, decay, stepped = numbers
     if takes(there):
         sums = numbers.new_empty(2, len(first))
-        tables = gradient_table(first, bounds), gradient_table(second, bounds)
-        run("moment_sums", *tables, sums, len(first), bounds[-1])
+        run("moment_sums", table(first, bounds), table(second, bounds), sums, len(first), bounds[-1])
     else:
         each = [_squared(x) for x in first], second
         sums = torch.stack([torch.stack([_sum(x, numbers) for x in moments]) for moments in each])

@@ -33,6 +33,9 @@ BLOCKS_PER_ENTRY = 3
 DIRECT = 1 << 16
 """Up to this many elements one `torch.topk` is as fast as narrowing down by a histogram first."""
 
+SCANNED = 64
+"""Elements of a block where loops in C look into all."""
+
 
 def topk_indices(u: Tensor, k: int, stats: BlockStats | None = None) -> Tensor:
     """Return where the k entries of largest magnitude are.
@@ -166,7 +169,7 @@ def _entries_of_blocks(
 def _entries(bits: Tensor, threshold: int, enough: int | None = None) -> tuple[Tensor, Tensor]:
     """Return indices, ascending, and magnitudes of all entries that reach a threshold; `enough` as above."""
     if uses_native(bits):
-        return _entries_in_c(bits, None, 64, threshold, enough)
+        return _entries_in_c(bits, None, SCANNED, threshold, enough)
     indices, magnitudes, count = [], [], 0
     for start, chunk in _chunks(bits):
         hits = nonzero(chunk >= threshold + (enough is not None and count >= enough))
@@ -184,11 +187,11 @@ def _entries_in_c(
     count = torch.zeros(1, dtype=torch.int64, device=bits.device)
     where = torch.empty(min(size, many) * block + 1, dtype=torch.int64, device=bits.device)
     what = torch.empty(len(where), dtype=torch.int32, device=bits.device)
-    limits = block, bits.numel(), threshold, bits.numel() if enough is None else enough
+    limits = block, bits.numel(), max(threshold, 0), bits.numel() if enough is None else enough
     parts, before = [], 0
     for first in range(0, max(1, many), size):
-        tensors = bits, count if blocks is None else blocks, where, what, count
-        native.run("entries_of_blocks", *tensors, blocks is not None, first, min(first + size, many), *limits)
+        tensors = bits, blocks, where, what, count
+        native.run("entries_of_blocks", *tensors, first, min(first + size, many), *limits)
         found = int(count) - before
         parts.append((where[:found].clone(), what[:found].clone()))
         before += found
@@ -201,7 +204,7 @@ def kth_largest_cpu(bits: Tensor, k: int) -> int:
     """Return the k-th largest magnitude, as bits."""
     if uses_native(bits):
         result = torch.empty(1, dtype=torch.int64, device=bits.device)
-        native.run("kth_largest", bits, result, len(bits), k)
+        native.run("kth_largest", bits.contiguous(), result, len(bits), k)
         return int(result)
     if bits.numel() <= DIRECT:
         magnitudes = bits & MAGNITUDE

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_sparse.kernels.gradient_table import TILE as TABLE_TILE
 from lightning_sparse.kernels.gradient_table import _address, bisections, gradient_table
 from lightning_sparse.kernels.launch import kernel, launch, uses_triton
-from lightning_sparse.kernels.native import run, takes
+from lightning_sparse.kernels.native import run, table, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -90,8 +90,7 @@ def write_entries_(
         terms = [coalesce(terms, bounds[-1])]
     if takes(grads):
         for indices, values in terms:
-            entries = indices.contiguous(), values.contiguous()
-            run("add_to_many", gradient_table(grads, bounds), *entries, len(indices), len(grads), bounds[-1])
+            _by_loop(grads, bounds, indices, values)
         return None
     edges = torch.tensor(bounds, device=grads[0].device)
     errors = []
@@ -124,13 +123,19 @@ def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indi
             launch(_clear, -(-indices.numel() // TILE), *args, TILE=TILE, STEPS=bisections(len(same)))
         return
     if takes(tensors):
-        entries = indices.contiguous()
-        run("clear", gradient_table(tensors, bounds), entries, len(entries), len(tensors), bounds[-1])
+        _by_loop(tensors, bounds, indices, None)
         return
     cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
     for x, start, (first, last) in zip(tensors, bounds, pairwise(cuts), strict=False):
         if x is not None and first < last:
             x.index_fill_(0, indices[first:last] - start, 0)
+
+
+def _by_loop(tensors: Sequence[Tensor | None], bounds: Sequence[int], indices: Tensor, values: Tensor | None) -> None:
+    """Add values in C, or set to zero where there are none."""
+    assert values is None or len(values) == len(indices)
+    args = indices.long().contiguous(), None if values is None else values.contiguous()
+    run("write_entries", table(tensors, bounds), *args, len(indices), len(tensors), bounds[-1])
 
 
 @kernel("count", "numel", "many")

@@ -45,12 +45,14 @@ class Net(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+            weights = torch.randn(shape, generator=generator, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(weights.to(dtype)))
 
     def backward(self, rank: int, step: int) -> None:
         generator = torch.Generator().manual_seed(100 * step + rank)
         for param in self.parameters():
-            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            gradient = torch.randn(param.shape, generator=generator, dtype=torch.float32)
+            param.grad = gradient.to(param.dtype)
 
 
 def flat(tensors: Any) -> Tensor:
@@ -145,7 +147,7 @@ def exchanged_twice(optimizer: str, dtype: torch.dtype, device: str) -> tuple[Te
     shapes = {"a": (130, 90), "idle": (5,), "b": (90,), "empty": (0,), "c": (3, 3), "d": (100, 90)}
 
     def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
     model = nn.ParameterDict({name: draw(shape) for name, shape in shapes.items()})
     groups: Any = [

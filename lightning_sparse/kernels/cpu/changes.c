@@ -1,14 +1,14 @@
-/* f(w - x) + r w of each parameter, where `rescaled`, and else w - x. What is written may be x. */
+/* w - x of each parameter, or f(w - x) + r w where there are factors. What is written may be x. */
 
 #include "segment.h"
 
 KERNEL void changes(const int64_t *outs, const int64_t *weights, const int64_t *stepped, const float *factors,
-                    const float *rests, int64_t many, int64_t numel, int64_t rescaled)
+                    const float *rests, int64_t many, int64_t numel)
 {
     for (int64_t p = 0; p < many; p++) {
         const int64_t count = stop_of(outs, many, numel, p) - outs[p];
         const float *w = address_of(weights, many, p), *x = address_of(stepped, many, p);
-        const float factor = rescaled ? factors[p] : 1, rest = rescaled ? rests[p] : 0;
+        const float factor = factors ? factors[p] : 1, rest = factors ? rests[p] : 0;
         for (int64_t start = 0; start < count; start += TILE) {
             const int64_t size = least(TILE, count - start);
             float change[TILE];

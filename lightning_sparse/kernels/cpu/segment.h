@@ -1,5 +1,5 @@
 /* Where the parameters of a segment lie: a table has the start of each in the segment, and then its address, 0 where it
-   has none; gradient_table.py. */
+   has none; native.py. */
 
 #ifndef SEGMENT_H
 #define SEGMENT_H

@@ -4,11 +4,6 @@
 
 #define MAGNITUDE 0x7FFFFFFF
 #define AHEAD 16 /* blocks that are asked of memory before they are looked at */
-#ifdef __GNUC__
-#define PREFETCH(address) __builtin_prefetch(address)
-#else
-#define PREFETCH(address) (void)(address)
-#endif
 
 /* From the upper 11 bits to the lower 10: counts of each next part, of those that agree in the parts before it. */
 KERNEL void kth_largest(const int32_t *bits, int64_t *result, int64_t numel, int64_t k)
@@ -32,14 +27,14 @@ KERNEL void kth_largest(const int32_t *bits, int64_t *result, int64_t numel, int
    number found so far, is written; once there are enough, only magnitudes above the threshold are added. Results have
    room for one more than there are elements. */
 KERNEL void entries_of_blocks(const int32_t *bits, const int64_t *blocks, int64_t *restrict indices,
-                              int32_t *restrict magnitudes, int64_t *count, int64_t listed, int64_t first,
-                              int64_t last, int64_t block, int64_t numel, int64_t threshold, int64_t enough)
+                              int32_t *restrict magnitudes, int64_t *count, int64_t first, int64_t last,
+                              int64_t block, int64_t numel, int64_t threshold, int64_t enough)
 {
     int64_t added = 0;
     for (int64_t number = first; number < last; number++) {
-        if (listed && number + AHEAD < last)
-            for (int64_t i = 0; i < block; i += LANES) PREFETCH(bits + blocks[number + AHEAD] * block + i);
-        const int64_t start = (listed ? blocks[number] : number) * block, stop = least(start + block, numel);
+        if (blocks && number + AHEAD < last)
+            for (int64_t i = 0; i < block; i += LANES) __builtin_prefetch(bits + blocks[number + AHEAD] * block + i);
+        const int64_t start = (blocks ? blocks[number] : number) * block, stop = least(start + block, numel);
         for (int64_t left = start; left < stop; left += LANES) {
             const int64_t found = *count + added, size = least(LANES, stop - left);
             const int32_t below = (int32_t)threshold - (found < enough); /* what is above it is wanted */
