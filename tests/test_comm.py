@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
 from lightning_sparse.comm.peers import ANSWER_SECONDS, Peers
+from lightning_sparse.comm.process_group import DIRECT
 from tests.processes import run_ranks
 from tests.support.tiers import tiers
 
@@ -62,6 +63,29 @@ def by_host(rank: int) -> list[object]:
 
 def test_collectives_by_way_of_the_host():
     assert run_ranks(3, by_host) == [expected(rank, 3) for rank in range(3)]
+
+
+def short_and_long(rank: int) -> list[object]:
+    comm, found = ProcessGroupComm(), []
+    direct = []
+    comm._direct_all_gather = lambda x: direct.append(x.numel()) or Comm._direct_all_gather(comm, x)
+    for numel in (0, 1, 7, DIRECT // 4, DIRECT // 4 + 1):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(numel, generator=generator)
+        rows, total = comm.all_gather_rows(x), comm.all_reduce(x.clone())
+        torch.testing.assert_close(total, rows.sum(0), rtol=1e-5, atol=1e-5)
+        assert torch.equal(comm.all_reduce(x.clone(), "max"), rows.amax(0))
+        found += [rows.tolist(), total.tolist()]
+    return [found, direct, comm.sent_bytes]
+
+
+def test_short_messages_go_from_each_rank_to_each_other():
+    """Over gloo, whose ring takes a round trip for each rank: the same on all ranks, whichever way they went."""
+    (found, direct, sent), *others = run_ranks(3, short_and_long)
+    assert others == [[found, direct, sent]] * 2
+    assert direct == [0, 0, 0, 1, 1, 1, 7, 3, 3, DIRECT // 4, *[-(-DIRECT // 12)] * 2]
+    generators = [torch.Generator().manual_seed(rank) for rank in range(3)]
+    assert found[4] == [torch.randn(7, generator=generator).tolist() for generator in generators]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (2, 3)])

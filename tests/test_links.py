@@ -1,6 +1,7 @@
 """Imitated links: rates, and that nothing of them stays behind."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.launch import calibrated
-from benchmarks.harness.shaped_links import PAYLOAD_SHARE, ShapedLinks, bits_per_second, burst, missing, probe
+from benchmarks.harness.shaped_links import (
+    PAYLOAD_SHARE,
+    ShapedLinks,
+    bits_per_second,
+    burst,
+    missing,
+    probe,
+    round_trip,
+)
 
 REASON = missing()
 needs_links = pytest.mark.skipif(REASON is not None, reason=f"no imitated links here: {REASON}")
@@ -42,6 +51,7 @@ def remaining(namespace: str, expected: int) -> int:
 def test_rates_are_read_as_tc_writes_them() -> None:
     assert bits_per_second("100mbit") == 1e8
     assert bits_per_second("2.5gbit") == 2.5e9
+    assert (bits_per_second("100mbit 50ms"), round_trip("100mbit 50ms"), round_trip("1gbit")) == (1e8, 0.05, 0)
     with pytest.raises(ValueError, match="'fast' is not a rate"):
         bits_per_second("fast")
     assert [burst(rate) for rate in ("100mbit", "1gbit", "10gbit")] == ["16kb", "64kb", "512kb"]
@@ -89,6 +99,24 @@ def test_links_slow_every_transfer_down_and_disappear_after_an_error() -> None:
 
 
 @needs_links
+def test_packets_are_carried_for_as_long_as_is_said() -> None:
+    with ShapedLinks(3, "20mbit 40ms") as links:
+        assert links._carrier is not None
+        receiver = links._end("receive", 0)
+        receiver.stdout.readline()
+        start = time.monotonic() + 0.5
+        sizes = 500_000, 1_000_000  # bytes from two hosts to one, which go over one link: 0.6 s
+        ends = [links._end("send", host, size, 1, 1, int(start + 1)) for host, size in enumerate(sizes, 1)]
+        assert 0.6 < max(json.loads(end.communicate(timeout=60)[0])[0] for end in ends) < 10
+        receiver.terminate()
+        receiver.communicate()
+    assert links._carrier.poll() is not None
+    with ShapedLinks(2, "20mbit 40ms") as links:
+        (found,) = links.calibrate()
+        assert 1 <= found["ratio_to_expected"] < 3  # another load makes it longer
+
+
+@needs_links
 def test_terminating_what_popen_returned_ends_the_program() -> None:
     with ShapedLinks(2, "1gbit") as links:
         script = "trap '' TERM; readlink /proc/self/ns/net; exec sleep 100"
@@ -100,12 +128,14 @@ def test_terminating_what_popen_returned_ends_the_program() -> None:
 
 
 @needs_links
+@pytest.mark.parametrize("rate", ["1gbit", "1gbit 20ms"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_links_disappear_when_their_program_is_stopped(number: signal.Signals) -> None:
+def test_links_disappear_when_their_program_is_stopped(number: signal.Signals, rate: str) -> None:
     script = f"""
         import time
         from benchmarks.harness.shaped_links import ShapedLinks
-        with ShapedLinks(2, "1gbit") as links:
+        with ShapedLinks(2, {rate!r}) as links:
+            print(links._carrier.pid if links._carrier else 0, flush=True)
             links.popen(0, {STUBBORN})
             time.sleep(100)
     """
@@ -117,10 +147,16 @@ def test_links_disappear_when_their_program_is_stopped(number: signal.Signals) -
         text=True,
     )
     assert program.stdout is not None
+    carrier = int(program.stdout.readline())
+    assert (carrier > 0) == (rate != "1gbit")
     namespace = program.stdout.readline().strip()
     assert len(inhabitants(namespace)) >= 3
     program.send_signal(number)
     program.wait(timeout=30)
     program.stdout.read()  # ends with the last process on the host, which holds the other end
     program.stdout.close()
+    deadline = time.monotonic() + 10
+    while carrier and Path(f"/proc/{carrier}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not carrier or not Path(f"/proc/{carrier}").exists()
     assert remaining(namespace, 0) == 0

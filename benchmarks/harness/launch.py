@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks
+from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, round_trip
 from benchmarks.harness.timing import elapsed_ms, spent
 
 # One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
@@ -63,7 +63,7 @@ def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, calibrate: bool =
             lambda rank, argv, **options: links.popen(rank // ranks_per_host, argv, **options),
             {"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},
             calibrated(links) if calibrate else [],
-            f"tbf {links.burst}, {links.congestion_control}",
+            f"{'carried' if round_trip(rate) else f'tbf {links.burst}'}, {links.congestion_control}",
         )
 
 

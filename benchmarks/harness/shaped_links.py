@@ -8,21 +8,30 @@ Every host is a namespace with one interface, `eth0`; the other end of its veth 
 namespace of its own: no way out to any other network. A token bucket (`tc … tbf`) shapes both ends of each pair, since
 one end alone would leave the sum of what several hosts send to one of them unlimited.
 
+With a round trip in the rate, "100mbit 50ms", the interfaces are tun devices, and a program carries packets from one to
+another, each after its time: so it works without `netem`, which not every kernel has.
+
 The namespaces have no names. A host's hold a `cat`, the first process of its own process namespace; it ends when this
 program closes its input or is gone, SIGKILL included. Then the kernel ends every process on the host, and the links.
 
 Needs root, `ip` and `tc`, and util-linux. This module imports nothing but the standard library, because it is also the
-program that calibration runs on the hosts: `python shaped_links.py receive …` and `python shaped_links.py send …`.
+program that calibration runs on the hosts, `python shaped_links.py receive …` and `python shaped_links.py send …`, and
+the one that carries packets, `python shaped_links.py carry …`.
 """
 
+import contextlib
+import fcntl
+import heapq
 import json
 import math
 import os
 import re
+import select
 import shutil
 import socket
 import socketserver
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -33,14 +42,25 @@ INTERFACE = "eth0"
 # Of the 1514 bytes of a full frame, as the shaper counts it, TCP with time stamps leaves 1448 to the application.
 PAYLOAD_SHARE = 1448 / 1514
 _PORT = 29400
+QUEUE = 0.1
+"""Seconds that a packet may wait for a link; others are dropped."""
 
 
 def bits_per_second(rate: str) -> float:
     """Read a rate as `tc` writes it: a number followed by kbit, mbit or gbit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
+    return _read(rate)[0]
+
+
+def round_trip(rate: str) -> float:
+    """Return the seconds of a round trip that are given behind a rate, "100mbit 50ms"; 0 without any."""
+    return _read(rate)[1]
+
+
+def _read(rate: str) -> tuple[float, float]:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit(?: (\d+)ms)?", rate)
     if not match:
-        raise ValueError(f"rate={rate!r} is not a rate; write it as 100mbit or 1gbit.")
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+        raise ValueError(f"rate={rate!r} is not a rate; write it as 100mbit or 1gbit, or 100mbit 50ms.")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]], int(match[3] or 0) / 1e3
 
 
 def burst(rate: str) -> str:
@@ -83,12 +103,16 @@ def probe(name: str, rate: str, payload_bytes: int, seconds: float) -> dict[str,
 
 @final
 class ShapedLinks:
-    """A context manager that makes hosts with links of a rate in each direction, and ends all processes on them."""
+    """A context manager that makes hosts with links of a rate in each direction, and ends all processes on them.
+
+    Behind the rate may be the milliseconds of a round trip: "100mbit 50ms".
+    """
 
     def __init__(self, hosts: int, rate: str) -> None:
         self.hosts, self.rate, self.burst = hosts, rate, burst(rate)
         self._holders: list[subprocess.Popen[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
+        self._carrier: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "ShapedLinks":
         if reason := missing():
@@ -101,6 +125,9 @@ class ShapedLinks:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._carrier is not None:
+            self._carrier.terminate()
+            self._carrier.communicate()
         for process in self._holders:
             process.communicate()  # closes its input
         for process in self._processes:
@@ -120,7 +147,7 @@ class ShapedLinks:
         """Start a process on a host, with options of `subprocess.Popen`. Terminating that kills the program."""
         # `nsenter` waits for the program, which setpriv has the kernel kill with it. A session of its own keeps the
         # terminal's Ctrl-C for us alone.
-        namespaces = f"/proc/{self._holders[1 + host].pid}/ns"
+        namespaces = f"/proc/{self._holders[host - self.hosts].pid}/ns"
         enter = ["nsenter", f"--net={namespaces}/net", f"--pid={namespaces}/pid_for_children"]
         command = [*enter, "setpriv", "--pdeathsig", "KILL", *argv]
         process = subprocess.Popen(command, text=True, start_new_session=True, **options)
@@ -131,11 +158,17 @@ class ShapedLinks:
         """Measure 600 KB (the median of nine), 20 MB, a stream of 50 KB messages, and 20 MB from all hosts to one.
 
         A message is written only when the socket has taken the one before; to host 0 all others send equal parts.
+        With a round trip that is what is measured, by one byte: TCP takes several to find out a link's rate.
         """
         # A stream long enough that the part sent at full speed, one burst, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
         receiver = self._end("receive", 0)
         receiver.stdout.readline()  # type: ignore[union-attr]
+        if expected := round_trip(self.rate):
+            found = statistics.median(_seconds(self._end("send", 1, 1, 1, 9, math.ceil(time.monotonic() + 0.5))))
+            receiver.terminate()
+            receiver.communicate()
+            return [probe("1 byte", self.rate, 1, found) | {"ratio_to_expected": round(found / expected, 3)}]
         probes = []
         for name, size, count, repeat, senders in (
             ("600 KB", 600_000, 1, 9, 1),
@@ -165,6 +198,13 @@ class ShapedLinks:
         return holder.pid
 
     def _make(self) -> None:
+        if round_trip(self.rate):
+            pids = [str(self._hold()) for _ in range(self.hosts)]
+            carry = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-S", __file__, "carry", self.rate, *pids]
+            self._carrier = subprocess.Popen(carry, text=True, start_new_session=True, stdout=subprocess.PIPE)
+            if self._carrier.stdout.readline() != "ready\n":  # type: ignore[union-attr]
+                raise RuntimeError("The program that carries packets has failed: are there tun devices, /dev/net/tun?")
+            return
         shape = f"root tbf rate {self.rate} burst {self.burst} latency 100ms"
         switch, *hosts = (self._hold() for _ in range(1 + self.hosts))
         on_switch = f"nsenter --net=/proc/{switch}/ns/net"
@@ -191,6 +231,49 @@ def _seconds(sender: subprocess.Popen[str]) -> list[float]:
     if sender.returncode:
         raise RuntimeError(f"A calibration sender ended with status {sender.returncode}.")
     return list(json.loads(out))
+
+
+def _tun(number: int, pid: str) -> int:
+    """Return a tun device that is a host's interface."""
+    device, name = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK), f"tun{os.getpid()}_{number}"
+    fcntl.ioctl(device, 0x400454CA, struct.pack("16sH14x", name.encode(), 0x1001))  # TUNSETIFF: IFF_TUN, IFF_NO_PI
+    on_host = f"nsenter --net=/proc/{pid}/ns/net"
+    _run(f"ip link set {name} txqueuelen 10000")
+    _run(f"ip link set {name} netns {pid} name {INTERFACE}")
+    _run(f"{on_host} ip addr add 10.77.0.{number + 1}/24 dev {INTERFACE}")
+    _run(f"{on_host} ip link set {INTERFACE} up")
+    _run(f"{on_host} ip link set lo up")
+    return device
+
+
+def _carry(rate: str, *pids: str) -> None:
+    """Carry packets between hosts, each over the sender's link, half a round trip, and the receiver's link."""
+    devices = [_tun(number, pid) for number, pid in enumerate(pids)]
+    poll = select.epoll()
+    for device in devices:
+        poll.register(device, select.EPOLLIN)
+    print("ready", flush=True)
+    second_per_byte, delay = 8 / bits_per_second(rate), round_trip(rate) / 2
+    free = {(device, way): 0.0 for device in devices for way in ("up", "down")}  # when each link is
+    under_way: list[tuple[float, int, int, bytes]] = []  # the time of arrival, a number, the device, and the packet
+    for number in range(sys.maxsize):
+        now = time.monotonic()
+        while under_way and under_way[0][0] <= now:
+            *_, device, packet = heapq.heappop(under_way)
+            with contextlib.suppress(OSError):  # as a network loses packets
+                os.write(device, packet)
+        for device, _ in poll.poll(max(0, under_way[0][0] - now) if under_way else None):
+            packet = os.read(device, 1 << 16)
+            if packet[0] >> 4 != 4 or packet[16:19] != bytes((10, 77, 0)) or not 1 <= packet[19] <= len(devices):
+                continue
+            now, arrival, to = time.monotonic(), 0.0, devices[packet[19] - 1]
+            for link in ((device, "up"), (to, "down")):
+                arrival = max(free[link], now, arrival) + len(packet) * second_per_byte
+                if arrival > now + QUEUE:
+                    break
+                free[link] = arrival
+            else:
+                heapq.heappush(under_way, (arrival + delay, number, to, packet))
 
 
 class _Receiver(socketserver.BaseRequestHandler):
@@ -227,6 +310,8 @@ def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "send":
         _send(sys.argv[2], *map(int, sys.argv[3:]))
+    elif sys.argv[1] == "carry":
+        _carry(*sys.argv[2:])
     else:
         with socketserver.ThreadingTCPServer((sys.argv[2], _PORT), _Receiver) as server:
             print("ready", flush=True)

@@ -165,6 +165,22 @@ class Comm(abc.ABC):
         self._calls += 1
         return result
 
+    def _direct_all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x` as rows, sent from each rank to each other: one round trip, a ring's bytes."""
+        sizes = [x.numel()] * self.size
+        received = self._all_to_all_v(x.reshape(-1).repeat(self.size), sizes, sizes)
+        return received.view(self.size, *x.shape)
+
+    def _direct_all_reduce(self, x: Tensor, op: Op) -> None:
+        """Reduce `x` in place: each rank a part, which it sends to each other. Two round trips."""
+        flat = x.reshape(-1)
+        parts = flat.new_zeros(self.size * -(-flat.numel() // self.size))
+        parts[: flat.numel()] = flat
+        sizes = [parts.numel() // self.size] * self.size
+        stacked = self._all_to_all_v(parts, sizes, sizes).view(self.size, -1)
+        mine = stacked.sum(0) if op == "sum" else stacked.amax(0)
+        x.copy_(self._direct_all_gather(mine).view(-1)[: flat.numel()].view(x.shape))
+
     @abc.abstractmethod
     def _all_reduce(self, x: Tensor, op: Op) -> None: ...
 
@@ -204,21 +220,11 @@ class _SubComm(Comm):
             self._parent.sent_bytes = before
         return received
 
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
-        sizes = [x.numel()] * self.size
-        return [
-            part.view(x.shape)
-            for part in self._all_to_all_v(x.reshape(-1).repeat(self.size), sizes, sizes).split(sizes)
-        ]
+    def _all_gather(self, x: Tensor) -> Tensor:
+        return self._direct_all_gather(x)
 
     def _all_reduce(self, x: Tensor, op: Op) -> None:
-        flat = x.reshape(-1)
-        parts = flat.new_zeros(self.size * -(-flat.numel() // self.size))
-        parts[: flat.numel()] = flat
-        sizes = [parts.numel() // self.size] * self.size
-        stacked = self._all_to_all_v(parts, sizes, sizes).view(self.size, -1)
-        mine = stacked.sum(0) if op == "sum" else stacked.amax(0)
-        x.copy_(torch.cat(self._all_gather(mine))[: flat.numel()].view(x.shape))
+        self._direct_all_reduce(x, op)
 
     def _broadcast(self, x: Tensor, src: int) -> None:
         send = [x.numel() if self.rank == src else 0] * self.size

@@ -19,6 +19,9 @@ from lightning_sparse.comm.peers import Peers, first_line, lost_store, silent_st
 from lightning_sparse.comm.store import in_thread
 
 T = TypeVar("T")
+DIRECT = 1 << 16
+"""Most bytes that each rank sends to each other over gloo, whose own algorithms go round a ring: of P ranks all-gather
+takes P - 1 round trips, and all-reduce 2 (P - 1). Longer messages fill a ring's links better."""
 CONNECT_SECONDS = 20.0
 """Seconds to wait for the store and for a connection to it, which is there unless its host has ended or is frozen."""
 _NEVER_SENT = 0x6C737061
@@ -135,11 +138,19 @@ class ProcessGroupComm(Comm):
             work.wait()  # it has completed meanwhile, or raises its own error
         return True
 
+    def _goes_direct(self, x: Tensor) -> bool:
+        return self.size > 2 and x.numel() * x.element_size() <= DIRECT and self._over_gloo(x)
+
     def _all_reduce(self, x: Tensor, op: Op) -> None:
+        if self._goes_direct(x):
+            self._direct_all_reduce(x, op)
+            return
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         self._wait(lambda: dist.all_reduce(x, reduce_op, group=self.group, async_op=True), x)
 
     def _all_gather(self, x: Tensor) -> Tensor:
+        if self._goes_direct(x):
+            return self._direct_all_gather(x)
         # Into one tensor, which NCCL fills in place; a list it would copy.
         rows = x.new_empty(self.size * x.numel())
         self._wait(lambda: all_gather_single(rows, x.view(-1), group=self.group, async_op=True), x)
