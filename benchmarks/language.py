@@ -112,6 +112,8 @@ REPEATED = {
 MORE_SEEDS = [1, 2]  # with which these are repeated, at these rates; with all seeds their beginnings are, as `EARLY`
 TARGET = 2.6  # nats per byte: the lowest tenth that every contestant reaches, at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # of the links, where step times are measured
+FAR = "100mbit 50ms"  # and those of sites far from each other, where some are measured
+AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", "gaussiank updates", *LOCAL]
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}  # columns of all runs
 
@@ -223,7 +225,9 @@ if __name__ == "__main__":
     if args.seconds:
         two = [(optimizer, name) for optimizer, names in METHODS.items() for name in names]
         four = [("adamw", name) for name in METHODS["adamw"] if name not in [*SPARSE, EQUAL]]  # those that serve
-        for (part, contestants), rate in itertools.product((("tune", two), ("four", four)), RATES):
+        far = [("adamw", name) for name in AT_SITES]
+        cases = [*itertools.product((("tune", two), ("four", four)), RATES), (("tune", far), FAR), (("four", far), FAR)]
+        for (part, contestants), rate in cases:
             case = {"workers": PARTS[part].workers, "rate": rate}
             runs = [Run(part, *contestant, 0.001, 0) for contestant in contestants]
             seconds = args.out / "language_seconds.csv"

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
-from benchmarks.language import EARLY, EQUAL, PARTS, REPEATED  # noqa: E402
+from benchmarks.language import AT_SITES, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -379,6 +379,21 @@ def language_ratios() -> str:
     others = ["ddp", "bf16", "powersgd", "int4", *(method for method in UPDATES if method != "topk updates")]
     heads = [f"{workers} workers, {RATES[rate]}, to {target}" for workers, rate, target in cases]
     return table(["", *heads], [[method, *(cell(method, case) for case in cases)] for method in others])
+
+
+def language_far() -> str:
+    """Byte-level GPT, AdamW, over links with a round trip of 50 ms: ms of a step, and seconds to a loss."""
+    seconds = read("language_seconds")
+    medians = seconds[seconds["rate"] == FAR].set_index(["workers", "method"]).median_ms
+    rows = []
+    for method in AT_SITES:
+        cells = []
+        for workers in (2, 4):
+            run, ms = best_run("adamw", method, workers), medians[workers, method]
+            steps = [math.nan if run.empty else steps_to(run, target) for target in (2.6, 2.0)]
+            cells += [f"{ms:.0f}", pair(*(n * ms / 1e3 for n in steps))]
+        rows.append([method, *cells])
+    return table(["", *(f"{n} workers, {what}" for n in (2, 4) for what in ("ms per step", "s to 2.6 / 2.0"))], rows)
 
 
 def pair(*numbers: float) -> str:
@@ -779,6 +794,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "language": language,
     "language-seeds": language_seeds,
     "language-ratios": language_ratios,
+    "language-far": language_far,
     "momentum": momentum,
     "adamw": partial(
         language,
