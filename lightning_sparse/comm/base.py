@@ -178,7 +178,7 @@ class Comm(abc.ABC):
         parts[: flat.numel()] = flat
         sizes = [parts.numel() // self.size] * self.size
         stacked = self._all_to_all_v(parts, sizes, sizes).view(self.size, -1)
-        mine = stacked.sum(0) if op == "sum" else stacked.amax(0)
+        mine = stacked.sum(0, dtype=x.dtype) if op == "sum" else stacked.amax(0)
         x.copy_(self._direct_all_gather(mine).view(-1)[: flat.numel()].view(x.shape))
 
     @abc.abstractmethod
