@@ -6,7 +6,6 @@ the oldest and the newest versions that are supported.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -208,34 +207,3 @@ def logs_next_step(trainer: Any) -> bool:
 def accumulates(trainer: Any) -> bool:
     """Return whether the batch that begins ends without an optimizer step. Private in Lightning 2.5 and 2.6."""
     return bool(trainer.fit_loop._should_accumulate())
-
-
-def read_sigterm_late(trainer: Any) -> None:
-    """Have each batch look at the flag of SIGTERM that rank 0 broadcast in the batch before, on the CPU.
-
-    Lightning broadcasts the flag at the beginning of each batch and waits, for a round trip. Private in Lightning 2.6;
-    older versions do not broadcast it.
-    """
-    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
-    owner = next((base for base in type(loop).__mro__ if name in vars(base)), None)
-    if owner is None or trainer.strategy.root_device.type != "cpu":
-        return
-    exception: type[BaseException] = sys.modules[owner.__module__].SIGTERMException  # type: ignore[attr-defined]
-    before: list[tuple[Tensor, dist.Work]] = []
-
-    def broadcast_late() -> None:
-        told = False
-        with contextlib.suppress(RuntimeError):  # a rank has ended, which the next exchange explains
-            while before:
-                flag, work = before.pop()
-                work.wait()
-                told = bool(flag)
-            if told:
-                dist.barrier()
-        if told:
-            raise exception
-        flag = torch.tensor([int(trainer.received_sigterm)], device="cpu")
-        with contextlib.suppress(RuntimeError):
-            before.append((flag, dist.broadcast(flag, 0, async_op=True)))  # type: ignore[arg-type]
-
-    setattr(loop, name, broadcast_late)

@@ -11,7 +11,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
@@ -376,22 +375,3 @@ def test_each_entry_of_compat_is_tested_here():
     here = inspect.getsource(inspect.getmodule(test_each_entry_of_compat_is_tested_here))
     assert names
     assert not {name for name in names | {"all_gather_single"} if f"_compat.{name}" not in here}
-
-
-def late_flag(rank):
-    run = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
-    _compat.read_sigterm_late(run)
-    loop = run.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor()
-    run._signal_connector.received_sigterm = rank == 0
-    loop._broadcast_sigterm_tensor()  # reads the one before
-    try:
-        loop._broadcast_sigterm_tensor()
-    except SystemExit as error:
-        return type(error).__name__
-    return "no error"
-
-
-@pytest.mark.skipif(Version(pl.__version__) < Version("2.6"), reason="older ones broadcast no flag")
-def test_read_sigterm_late():
-    assert run_ranks(2, late_flag) == ["SIGTERMException"] * 2

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_sparse._compat import ddp_options, read_sigterm_late
+from lightning_sparse._compat import ddp_options
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
 from lightning_sparse.hooks import CommThread, UpdateExchange, tell_or_ask
@@ -257,9 +257,6 @@ class SparseDDP(UpdateOrGradientExchange):
                 warn_of_adaptive_optimizers(self.optimizers, chosen=self._exchanged == "gradient")
             warn_of_two_momenta(self.optimizers, self._method)
         _before_lightnings_sigterm_handler(self._announce_sigterm)
-        assert self.lightning_module is not None
-        if self.world_size > 1:
-            read_sigterm_late(self.lightning_module.trainer)
 
     def _announce_sigterm(self) -> None:
         if self._exchange is not None:

@@ -4,7 +4,6 @@ import inspect
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
@@ -15,7 +14,6 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-import torch.distributed as dist
 from packaging.version import Version
 
 import lightning_sparse
@@ -24,7 +22,6 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse.compressors import TopK
 from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
-from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full
 
@@ -307,68 +304,3 @@ def test_what_a_configuration_file_gets_by_default_is_what_a_program_gets():
     assert inspect.signature(SparseDDPStrategy.__init__).parameters["gradient_as_bucket_view"].default is True
     assert ddp_options(SparseDDPStrategy("topk"))["gradient_as_bucket_view"] is True
     assert ddp_options(SparseDDPStrategy("topk", gradient_as_bucket_view=False))["gradient_as_bucket_view"] is False
-
-
-class Told(pytorch_lightning.Callback):
-    """Counts Lightning's own broadcasts, and whether somebody waits for them; then the rank is told to end."""
-
-    def __init__(self, ending):
-        self.waits, self.index, self.ending = [], 0, ending
-
-    def on_train_batch_start(self, trainer, module, batch, index):
-        if index == 0:
-            broadcast = dist.broadcast
-
-            def counted(*args, **options):
-                if options.get("group") is None:
-                    self.waits.append(not options.get("async_op", False))
-                return broadcast(*args, **options)
-
-            dist.broadcast = counted
-        self.index = index
-        if self.ending and index == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def until_told(rank, optimizer, ending):
-    told = Told(ending)
-    fits = trainer(SparseDDPStrategy("topk", process_group_backend="gloo"), 2, callbacks=[told])
-    try:
-        fits.fit(Net(optimizer), Loader(rank, 2))
-    except SystemExit as error:
-        return type(error).__name__, told.index, told.waits
-    return "no error", told.index, told.waits
-
-
-@pytest.mark.skipif(Version(pytorch_lightning.__version__) < Version("2.6"), reason="older ones broadcast no flag")
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_no_batch_waits_for_lightnings_flag_of_sigterm(optimizer):
-    """Which rank 0 broadcasts in each: over a long line that took as long as the exchange."""
-    ends = [("no error", 7, [False] * 7)] * 2
-    assert lightning_ranks(2, until_told, optimizer, False) == ends
-    # Only the handler's own waits.
-    assert lightning_ranks(2, until_told, optimizer, True) == [("SIGTERMException", 3, [False] * 3 + [True])] * 2
-
-
-def flag_of_rank_0(rank):
-    class Flag(pytorch_lightning.Callback):
-        index = 0
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            Flag.index = index
-            if index == 2:
-                trainer._signal_connector.received_sigterm = rank == 0
-                # Lightning itself ends such a rank at the end of its batch; its flag shall come in the next ones.
-                trainer.fit_loop.epoch_loop.__class__.on_advance_end = lambda *_: None
-
-    fits = trainer(SparseDDPStrategy("topk", process_group_backend="gloo"), 2, callbacks=[Flag()])
-    try:
-        fits.fit(Net(), Loader(rank, 2))
-    except SystemExit as error:
-        return type(error).__name__, Flag.index
-    return "no error", Flag.index
-
-
-@pytest.mark.skipif(Version(pytorch_lightning.__version__) < Version("2.6"), reason="older ones broadcast no flag")
-def test_rank_0s_flag_of_sigterm_ends_all_ranks_in_one_batch():
-    assert lightning_ranks(2, flag_of_rank_0) == [("SIGTERMException", 3)] * 2
