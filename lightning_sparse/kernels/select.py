@@ -183,7 +183,7 @@ def _entries_in_c(
     bits: Tensor, blocks: Tensor | None, block: int, threshold: int, enough: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return entries of some blocks, of which the last may be short, or of all; `enough` as above."""
-    many, size = -(-bits.numel() // block) if blocks is None else len(blocks), CHUNK // 16 // block
+    many, size = -(-bits.numel() // block) if blocks is None else len(blocks), CHUNK // 32 // block
     count = torch.zeros(1, dtype=torch.int64, device=bits.device)
     where = torch.empty(min(size, many) * block + 1, dtype=torch.int64, device=bits.device)
     what = torch.empty(len(where), dtype=torch.int32, device=bits.device)
