@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -104,9 +105,9 @@ def test_packets_are_carried_for_as_long_as_is_said() -> None:
         assert links._carrier is not None
         receiver = links._end("receive", 0)
         receiver.stdout.readline()
-        start = time.monotonic() + 0.5
+        start = math.ceil(time.monotonic() + 0.5)
         sizes = 500_000, 1_000_000  # bytes from two hosts to one, which go over one link: 0.6 s
-        ends = [links._end("send", host, size, 1, 1, int(start + 1)) for host, size in enumerate(sizes, 1)]
+        ends = [links._end("send", host, size, 1, 1, start) for host, size in enumerate(sizes, 1)]
         assert 0.6 < max(json.loads(end.communicate(timeout=60)[0])[0] for end in ends) < 10
         receiver.terminate()
         receiver.communicate()

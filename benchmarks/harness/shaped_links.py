@@ -135,7 +135,7 @@ class ShapedLinks:
 
     def address(self, host: int) -> str:
         """Return a host's IPv4 address."""
-        return f"10.77.0.{host + 1}"
+        return _address(host)
 
     @property
     def congestion_control(self) -> str:
@@ -205,7 +205,7 @@ class ShapedLinks:
             if self._carrier.stdout.readline() != "ready\n":  # type: ignore[union-attr]
                 raise RuntimeError("The program that carries packets has failed: are there tun devices, /dev/net/tun?")
             return
-        shape = f"root tbf rate {self.rate} burst {self.burst} latency 100ms"
+        shape = f"root tbf rate {self.rate} burst {self.burst} latency {1e3 * QUEUE:.0f}ms"
         switch, *hosts = (self._hold() for _ in range(1 + self.hosts))
         on_switch = f"nsenter --net=/proc/{switch}/ns/net"
         _run(f"{on_switch} ip link add bridge up type bridge")
@@ -213,11 +213,20 @@ class ShapedLinks:
             port, on_host = f"host{number}", f"nsenter --net=/proc/{host}/ns/net"
             _run(f"{on_switch} ip link add {port} type veth peer name {INTERFACE} netns {host}")
             _run(f"{on_switch} ip link set {port} master bridge up")
-            _run(f"{on_host} ip addr add {self.address(number)}/24 dev {INTERFACE}")
-            _run(f"{on_host} ip link set {INTERFACE} up")
-            _run(f"{on_host} ip link set lo up")
+            _bring_up(number, on_host)
             _run(f"{on_host} tc qdisc add dev {INTERFACE} {shape}")
             _run(f"{on_switch} tc qdisc add dev {port} {shape}")
+
+
+def _address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+def _bring_up(number: int, on_host: str) -> None:
+    """Give a host's interface its address, by commands that `on_host` runs there."""
+    _run(f"{on_host} ip addr add {_address(number)}/24 dev {INTERFACE}")
+    _run(f"{on_host} ip link set {INTERFACE} up")
+    _run(f"{on_host} ip link set lo up")
 
 
 def _run(command: str) -> None:
@@ -240,9 +249,7 @@ def _tun(number: int, pid: str) -> int:
     on_host = f"nsenter --net=/proc/{pid}/ns/net"
     _run(f"ip link set {name} txqueuelen 10000")
     _run(f"ip link set {name} netns {pid} name {INTERFACE}")
-    _run(f"{on_host} ip addr add 10.77.0.{number + 1}/24 dev {INTERFACE}")
-    _run(f"{on_host} ip link set {INTERFACE} up")
-    _run(f"{on_host} ip link set lo up")
+    _bring_up(number, on_host)
     return device
 
 

@@ -26,7 +26,7 @@ def wrap(name: str, around: Around) -> None:
 
     def method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
         call = _of_torch[name]
-        for each in _around[name]:
+        for each in tuple(_around[name]):
             call = partial(each, call)
         return call(self, *args, **kwargs)
 
@@ -35,7 +35,8 @@ def wrap(name: str, around: Around) -> None:
 
 def unwrap(name: str, around: Around) -> None:
     """Undo `wrap`, if it was called."""
-    if around in _around[name]:
-        _around[name].remove(around)
+    if around not in _around[name]:
+        return
+    _around[name].remove(around)
     if not _around[name]:
         setattr(GradScaler, name, _of_torch[name])

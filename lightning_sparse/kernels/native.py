@@ -70,7 +70,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def table(tensors: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:
-    """Return where parameters begin in a segment, and their addresses, 0 where there is None: int64, as cpu/segment.h.
+    """Return where parameters begin in a segment, and their addresses, 0 where there is None: int64, for cpu/segment.h.
+
+    Unlike a `gradient_table` it is not kept: new gradients lie elsewhere in each step, and it is made in microseconds.
 
     Args:
         tensors: of each parameter, contiguous; they have to be kept for as long as the table is used.

@@ -24,7 +24,6 @@ from torch import Tensor
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.block_stats import CHUNK, MAGNITUDE, BlockStats, chunk_size
 from lightning_sparse.kernels.launch import uses_triton
-from lightning_sparse.kernels.native import uses_native
 from lightning_sparse.kernels.select_triton import topk_triton
 
 BLOCKS_PER_ENTRY = 3
@@ -144,9 +143,10 @@ def _entries_of_blocks(
         enough: so many are wanted, the first of equal ones: once they are found, later ones have to be larger than the
             threshold. Without this a constant or mostly zero input would return all it has.
     """
-    if uses_native(bits):
-        end = torch.arange(bits.numel() // block, -(-bits.numel() // block), device=bits.device)
-        return _entries_in_c(bits, torch.cat((blocks, end)), block, threshold, enough)
+    if native.uses_native(bits):
+        if bits.numel() % block:
+            blocks = torch.cat([blocks, blocks.new_tensor([bits.numel() // block])])
+        return _entries_in_c(bits, blocks, block, threshold, enough)
     shift, stop = block.bit_length() - 1, bits.numel() // block * block
     rows = bits[:stop].view(-1, block)
     size = CHUNK // 4 // block
@@ -168,7 +168,7 @@ def _entries_of_blocks(
 
 def _entries(bits: Tensor, threshold: int, enough: int | None = None) -> tuple[Tensor, Tensor]:
     """Return indices, ascending, and magnitudes of all entries that reach a threshold; `enough` as above."""
-    if uses_native(bits):
+    if native.uses_native(bits):
         return _entries_in_c(bits, None, SCANNED, threshold, enough)
     indices, magnitudes, count = [], [], 0
     for start, chunk in _chunks(bits):
@@ -185,24 +185,24 @@ def _entries_in_c(
     """Return entries of some blocks, of which the last may be short, or of all; `enough` as above."""
     many, size = -(-bits.numel() // block) if blocks is None else len(blocks), CHUNK // 32 // block
     count = torch.zeros(1, dtype=torch.int64, device=bits.device)
-    where = torch.empty(min(size, many) * block + 1, dtype=torch.int64, device=bits.device)
-    what = torch.empty(len(where), dtype=torch.int32, device=bits.device)
+    indices = torch.empty(min(size, many) * block + 1, dtype=torch.int64, device=bits.device)  # of one call
+    magnitudes = torch.empty(len(indices), dtype=torch.int32, device=bits.device)
     limits = block, bits.numel(), max(threshold, 0), bits.numel() if enough is None else enough
     parts, before = [], 0
     for first in range(0, max(1, many), size):
-        tensors = bits, blocks, where, what, count
+        tensors = bits, blocks, indices, magnitudes, count
         native.run("entries_of_blocks", *tensors, first, min(first + size, many), *limits)
         found = int(count) - before
-        parts.append((where[:found].clone(), what[:found].clone()))
+        parts.append((indices[:found].clone(), magnitudes[:found].clone()))
         before += found
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([indices for indices, _ in parts]), torch.cat([magnitudes for _, magnitudes in parts])
+    return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
 
 
 def kth_largest_cpu(bits: Tensor, k: int) -> int:
     """Return the k-th largest magnitude, as bits."""
-    if uses_native(bits):
+    if native.uses_native(bits):
         result = torch.empty(1, dtype=torch.int64, device=bits.device)
         native.run("kth_largest", bits.contiguous(), result, len(bits), k)
         return int(result)

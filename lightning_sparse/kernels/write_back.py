@@ -89,8 +89,7 @@ def write_entries_(
     if rounded:
         terms = [coalesce(terms, bounds[-1])]
     if takes(grads):
-        for indices, values in terms:
-            _by_loop(grads, bounds, indices, values)
+        _by_loop(grads, bounds, terms)
         return None
     edges = torch.tensor(bounds, device=grads[0].device)
     errors = []
@@ -123,7 +122,7 @@ def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indi
             launch(_clear, -(-indices.numel() // TILE), *args, TILE=TILE, STEPS=bisections(len(same)))
         return
     if takes(tensors):
-        _by_loop(tensors, bounds, indices, None)
+        _by_loop(tensors, bounds, [(indices, None)])
         return
     cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
     for x, start, (first, last) in zip(tensors, bounds, pairwise(cuts), strict=False):
@@ -131,11 +130,15 @@ def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indi
             x.index_fill_(0, indices[first:last] - start, 0)
 
 
-def _by_loop(tensors: Sequence[Tensor | None], bounds: Sequence[int], indices: Tensor, values: Tensor | None) -> None:
-    """Add values in C, or set to zero where there are none."""
-    assert values is None or len(values) == len(indices)
-    args = indices.long().contiguous(), None if values is None else values.contiguous()
-    run("write_entries", table(tensors, bounds), *args, len(indices), len(tensors), bounds[-1])
+def _by_loop(
+    tensors: Sequence[Tensor | None], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor | None]]
+) -> None:
+    """Add terms in C, or set to zero where they have no values."""
+    places = table(tensors, bounds)
+    for indices, values in terms:
+        assert values is None or len(values) == len(indices)
+        entries = indices.long().contiguous(), None if values is None else values.contiguous()
+        run("write_entries", places, *entries, len(indices), len(tensors), bounds[-1])
 
 
 @kernel("count", "numel", "many")

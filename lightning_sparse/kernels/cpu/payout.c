@@ -1,4 +1,5 @@
-/* u, from `start` to `stop`: the residual, to which `scale` times the gradients are added, plus a m / (b sqrt(v) + c). */
+/* u, from `start` to `stop`: `scale` times the gradients are added to the residual, and u is that plus
+   a m / (b sqrt(v) + c). */
 
 #include "segment.h"
 

@@ -1,9 +1,9 @@
 /* What the loops on the CPU share; native.py loads them, if a compiler was there at the installation.
 
    Each KERNEL of the files beside this one is called by the Python file of the same name, which describes the arguments.
-   Its results are those of plain torch to the last bit, but for sums, where torch fuses a product with a sum, roots, and
-   zeros of quantizers, which are positive, as they are when decoded. It works in one thread, on a tile at a time, which stays in the nearest cache: so u is read from memory once
-   for each call, and every result is written once.
+   Its results are those of plain torch to the last bit, but for sums, products that torch fuses with a sum, roots, and
+   zeros of quantizers, which are positive, as they are when decoded. It works in one thread, on a tile at a time, which
+   stays in the nearest cache: so u is read from memory once for each call, and every result is written once.
 
    Sums are of 16 lanes in fp32, in pieces that are added up in fp64, or in fp32 by low_rank.c: the same on every
    processor, as the compiler may not change the order of operations, nor fuse them. Loops over lanes are what it can
