@@ -396,6 +396,15 @@ def language_far() -> str:
     return table(["", *(f"{n} workers, {what}" for n in (2, 4) for what in ("ms per step", "s to 2.6 / 2.0"))], rows)
 
 
+def sites() -> str:
+    """Milliseconds of a step in a Trainer over links with a round trip of 50 ms, without Lightning's broadcast and with."""
+    medians = read("sites").set_index("contestant").median_ms
+    rows = [["ddp", "–", digits(medians["ddp"])]]  # Lightning's own, which always broadcasts
+    for name in ("topk", "topk, every 8", "sparseloco"):
+        rows.append([name, *(digits(medians[name + end]) for end in ("", ", with broadcast"))])
+    return table(["", "ms per step", "with Lightning's broadcast"], rows)
+
+
 def pair(*numbers: float) -> str:
     """Write numbers side by side, a dash where there is none."""
     return " / ".join("–" if math.isnan(number) else f"{number:.0f}" for number in numbers)
@@ -795,6 +804,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "language-seeds": language_seeds,
     "language-ratios": language_ratios,
     "language-far": language_far,
+    "sites": sites,
     "momentum": momentum,
     "adamw": partial(
         language,

@@ -207,3 +207,29 @@ def logs_next_step(trainer: Any) -> bool:
 def accumulates(trainer: Any) -> bool:
     """Return whether the batch that begins ends without an optimizer step. Private in Lightning 2.5 and 2.6."""
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def without_sigterm_broadcast(trainer: Any) -> Callable[[], object]:
+    """Keep Lightning from broadcasting in each batch whether rank 0 was told to end, and return what undoes that.
+
+    Private in Lightning 2.6; older versions do not broadcast it.
+    """
+    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    if hasattr(loop, name):
+        setattr(loop, name, lambda: None)
+    return lambda: vars(loop).pop(name, None)
+
+
+def handlers_beside_lightnings(handler: Any) -> list[Callable[..., Any]] | None:
+    """Return what Lightning's handler of SIGTERM calls beside Lightning's own; None if it is not Lightning's.
+
+    Private in Lightning 2.5 and 2.6.
+    """
+    handlers = [one for one in getattr(handler, "signal_handlers", ()) if callable(one)]
+    others = [one for one in handlers if getattr(one, "__name__", "") != "_sigterm_notifier_fn"]
+    return others if len(others) < len(handlers) else None
+
+
+def receive_sigterm(trainer: Any) -> None:
+    """Have Lightning end training after the batch, as if the signal had just come. Private in Lightning 2.5 and 2.6."""
+    trainer._signal_connector.received_sigterm = True

@@ -270,24 +270,6 @@ def test_ctrl_c_ends_all_ranks_before_simulate_does():
     assert ended == ["Interrupted."] * 3
 
 
-def test_a_rank_that_was_told_to_end_is_waited_for_only_for_a_while(monkeypatch):
-    """Lightning's handler of SIGTERM may wait for the rank that waits here. Where all were told, all end in order."""
-    now = 0.0
-    monkeypatch.setattr("lightning_sparse.comm.peers.time.monotonic", lambda: now)
-    store = dist.HashStore()
-    first, second, third = (Peers(store, "group", rank, range(3)) for rank in range(3))
-    second.mark_terminating("Rank 1 was told to end (SIGTERM).")
-    third.mark_terminating("Rank 2 was told to end (SIGTERM).")
-    for now in (0.0, 2.0, 4.0, 6.0):
-        first.raise_if_failed(calls=int(now))  # of a new collective each time
-        second.raise_if_failed(calls=1)
-        third.raise_if_failed(calls=1)
-    now = 10.0
-    second.raise_if_failed(calls=1)
-    with pytest.raises(RankFailure, match=r"Rank 1 was told to end \(SIGTERM\)"):
-        first.raise_if_failed(calls=6)
-
-
 class Frozen:
     """A store whose host is frozen until `thaw` is set."""
 

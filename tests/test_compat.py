@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import inspect
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
@@ -375,3 +377,29 @@ def test_each_entry_of_compat_is_tested_here():
     here = inspect.getsource(inspect.getmodule(test_each_entry_of_compat_is_tested_here))
     assert names
     assert not {name for name in names | {"all_gather_single"} if f"_compat.{name}" not in here}
+
+
+def test_sigterm():
+    run = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
+    loop, called = run.fit_loop.epoch_loop, []
+
+    def before(*_):
+        called.append("before")
+
+    replaced = signal.signal(signal.SIGTERM, before)
+    try:
+        assert _compat.handlers_beside_lightnings(signal.getsignal(signal.SIGTERM)) is None
+        run._signal_connector.register_signal_handlers()
+        assert _compat.handlers_beside_lightnings(signal.getsignal(signal.SIGTERM)) == [before]
+        run._signal_connector.teardown()
+    finally:
+        signal.signal(signal.SIGTERM, replaced)
+    assert not run.received_sigterm
+    _compat.receive_sigterm(run)
+    assert run.received_sigterm
+    undo = _compat.without_sigterm_broadcast(run)
+    if Version(pl.__version__) >= Version("2.6"):
+        assert "_broadcast_sigterm_tensor" in vars(type(loop))
+        loop._broadcast_sigterm_tensor()  # raises no SIGTERMException
+    undo()
+    assert "_broadcast_sigterm_tensor" not in vars(loop)

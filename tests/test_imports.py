@@ -56,6 +56,7 @@ ALLOWED = {
         "_lightning",
         "aggregators",
         "checkpoint",
+        "comm",
         "compressors",
         "hooks",
         "memory",

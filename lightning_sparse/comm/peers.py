@@ -19,8 +19,6 @@ ANSWER_SECONDS = 1.5
 JOIN_SECONDS = 5.0
 """Seconds to wait for a thread of ours to end. One that comes back from the store while the interpreter is being torn
 down aborts the process; but the process that hosts the store may be frozen."""
-ENDING_SECONDS = 3.0
-"""Seconds a rank waits in a collective for one that was told to end. If all were, each hears of it within that time."""
 
 
 class Peers:
@@ -40,11 +38,10 @@ class Peers:
         self._store, self._rank, self._ranks = BoundedStore(store, ANSWER_SECONDS), rank, ranks
         self._pid = os.getpid()
         self._store_is_gone = False
-        self._told_to_end = False
-        self._waits: tuple[int, float] | None = None  # in which call for a rank that was told to end, and since when
-        self._failed, self._done, self._terminating, self._request = (
-            f"lightning_sparse/{group}/{key}" for key in ("failed", "done", "terminating", "poll")
+        self._failed, self._done, self._request = (
+            f"lightning_sparse/{group}/{key}" for key in ("failed", "done", "poll")
         )
+        self._terminating = terminating_key(group)
 
     def mark_failed(self, reason: str) -> None:
         """Record that this rank cannot go on. The first reason stays."""
@@ -54,20 +51,10 @@ class Peers:
         """Record that this rank makes no collective calls after its first `calls`. Peers that make more will fail."""
         self._put(self._done, f"{calls} {reason}")
 
-    def mark_terminating(self, reason: str) -> None:
-        """Record that this rank is being terminated.
-
-        Peers that are as well do not fail, so that all can end in order; others do after `ENDING_SECONDS` in a
-        collective. `diagnose` names it as the likely cause.
-        """
-        self._told_to_end = True
-        self._put(self._terminating, reason)
-
     def raise_if_failed(self, calls: int) -> None:
         """Raise RankFailure if a rank has failed, or does not come to a collective that this one has begun.
 
-        It is known not to come if it is done with fewer calls. One that was told to end may wait for this one
-        elsewhere: Lightning's handler of SIGTERM is a collective of all ranks.
+        It is known not to come if it is done with fewer calls.
         """
         try:
             if self._store.check([self._failed]):
@@ -76,11 +63,6 @@ class Peers:
                 made, reason = self._store.get(self._done).decode().split(" ", 1)
                 if int(made) < calls:
                     raise RankFailure(reason)
-            if not self._told_to_end and self._store.check([self._terminating]):
-                if self._waits is None or self._waits[0] != calls:
-                    self._waits = calls, time.monotonic()
-                if time.monotonic() - self._waits[1] > ENDING_SECONDS:
-                    raise RankFailure(self._store.get(self._terminating).decode())
         except dist.DistError as error:
             raise RankFailure(lost_store(self._ranks[self._rank], error)) from error
         except StoreSilent:
@@ -174,6 +156,11 @@ class Responder:
             self._ended.set()
             if threading.current_thread() is not self._thread:
                 self._thread.join(JOIN_SECONDS)
+
+
+def terminating_key(group: str) -> str:
+    """Return the key that says which rank of a process group was told to end first; see `Termination`."""
+    return f"lightning_sparse/{group}/terminating"
 
 
 def lost_store(rank: int, error: BaseException) -> str:

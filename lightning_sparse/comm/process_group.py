@@ -64,10 +64,6 @@ class ProcessGroupComm(Comm):
         """Record that this rank makes no further calls. Peers that still wait for it will fail."""
         self.peers.mark_done(self._calls, reason)
 
-    def mark_terminating(self, reason: str) -> None:
-        """Record that this rank is being terminated (SIGTERM), see `Peers.mark_terminating`."""
-        self.peers.mark_terminating(reason)
-
     def diagnose(self) -> str:
         """Return why a collective broke off, as far as that is known."""
         return self.peers.diagnose(self._begun)

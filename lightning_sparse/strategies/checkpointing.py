@@ -18,6 +18,7 @@ from lightning_sparse.hooks import CommThread, UpdateExchange
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.saves import Saves, writes_at_once
+from lightning_sparse.strategies.sigterm import EndTogether
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Checkpointing(DDPStrategy):
 
     _reducer: Reducer | None
     _exchange: CommThread | UpdateExchange | None
+    _sigterm: EndTogether | None = None
     _consistent: bool
 
     def __init__(self, **kwargs: Any) -> None:
@@ -133,9 +135,8 @@ class Checkpointing(DDPStrategy):
         checkpoint, so all sidecar files lie beside its path.
         """
         assert self._reducer is not None
-        trainer, exchange = self.lightning_module and self.lightning_module.trainer, self._exchange
-        interrupted = trainer is not None and trainer.interrupted
-        if interrupted and exchange is not None:
+        exchange = self._exchange
+        if self._may_be_alone and exchange is not None:
             # A callback may save on an exception of this rank alone: the other ranks would wait for it in backward.
             exchange.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
         if exchange is not None:
@@ -144,7 +145,7 @@ class Checkpointing(DDPStrategy):
         try:
             ranks = self._gather(own)
         except Exception:
-            if not interrupted:
+            if not self._may_be_alone:
                 raise
             ranks = [own, None]  # a rank has ended
         (path, tag), moment = ranks[0]
@@ -156,6 +157,12 @@ class Checkpointing(DDPStrategy):
                 f"them. A run that goes on from it starts with empty ones."
             )
         return None
+
+    @property
+    def _may_be_alone(self) -> bool:
+        """Whether an error has ended training, perhaps on this rank alone."""
+        interrupted = self.lightning_module is not None and self.lightning_module.trainer.interrupted
+        return interrupted and not (self._sigterm is not None and self._sigterm.ends_by(sys.exc_info()[1]))
 
     def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""

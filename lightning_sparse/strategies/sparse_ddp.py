@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -39,6 +37,7 @@ from lightning_sparse.strategies.fit_checks import (
     warn_of_adaptive_optimizers,
     warn_of_two_momenta,
 )
+from lightning_sparse.strategies.sigterm import EndTogether
 from lightning_sparse.strategies.summary import run_summary
 from lightning_sparse.strategies.updates import UpdateOrGradientExchange
 from lightning_sparse.update_rule import UpdateRule
@@ -54,26 +53,6 @@ def _destroy_process_group(pid: int) -> None:
     """
     if dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()
-
-
-def _before_lightnings_sigterm_handler(announce: Callable[[], None]) -> None:
-    """Call `announce` on SIGTERM, then Lightning's handler, until Lightning restores the handlers at the end of fit.
-
-    Lightning's handler, set when training starts, starts a collective. If ranks get the signal at different places,
-    that collective is out of order and gloo aborts the process. So the store tells the other ranks first. And it runs
-    once: where a whole process group is told to end, rank 0's launcher tells the other ranks once more.
-    """
-    lightnings, told = signal.getsignal(signal.SIGTERM), False
-    if threading.current_thread() is threading.main_thread() and callable(lightnings):
-
-        def on_sigterm(number: int, frame: Any) -> None:
-            nonlocal told
-            announce()
-            if not told:
-                told = True
-                lightnings(number, frame)
-
-        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 UNSUPPORTED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
@@ -256,19 +235,27 @@ class SparseDDP(UpdateOrGradientExchange):
             if (self._method.density or 1) < 1:
                 warn_of_adaptive_optimizers(self.optimizers, chosen=self._exchanged == "gradient")
             warn_of_two_momenta(self.optimizers, self._method)
-        _before_lightnings_sigterm_handler(self._announce_sigterm)
-
-    def _announce_sigterm(self) -> None:
-        if self._exchange is not None:
-            self._exchange.comm.mark_terminating(f"Rank {self.global_rank} was told to end (SIGTERM).")
+        if self.world_size > 1:
+            assert self.lightning_module is not None
+            assert self._exchange is not None
+            self._sigterm = EndTogether(self.lightning_module.trainer, self._exchange.comm)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         self.reducer.epoch = self.lightning_module.trainer.current_epoch
+        if self._sigterm is not None:
+            self._sigterm.begin()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sigterm is not None:
+            self._sigterm.begin(validation=True)
+        return super().validation_step(*args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if self._sigterm is not None:
+            self._sigterm.explain(exception)
         atexit.unregister(_destroy_process_group)  # would wait for collectives that may never complete
         if self._exchange is not None:
             self._exchange.fail(exception)
@@ -278,6 +265,9 @@ class SparseDDP(UpdateOrGradientExchange):
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.
         unwrap("scale", self._scaled_loss)
+        if self._sigterm is not None:
+            self._sigterm.close()
+            self._sigterm = None
         if self._exchange is not None:
             self._exchange.close()
             self._consistent = self._exchange.is_consistent

@@ -140,8 +140,8 @@ class UpdateOrGradientExchange(GradientExchange):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         # A checkpoint has the weights of all ranks, unless one rank writes it as an error ends its training.
-        if self._update_exchange is not None and not self.lightning_module.trainer.interrupted:
-            self._update_exchange.exchange_pending()
+        if not self._may_be_alone:
+            self._exchange_pending()
         state = super().lightning_module_state_dict()
         # A signal's handler, or an error's, may save in the middle of a step.
         before = {} if self._update_exchange is None else self._update_exchange.weights_before_step()

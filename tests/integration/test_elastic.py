@@ -114,8 +114,6 @@ def fit(rank: int, name: str, exchange: str, folder: Path, size: int = 2, sabota
     options = {"timeout": timedelta(seconds=timeout), "process_group_backend": "gloo"}
     if name != "ddp":
         options["exchange"] = exchange
-        # DDP's broadcast of buffers would meet that of Lightning's handler of SIGTERM, and gloo would end the process.
-        options["broadcast_buffers"] = sabotage is None or sabotage.case != "SIGTERM"
     saves = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)
     callbacks = [saves] if sabotage is None else [saves, sabotage]
     run = trainer(strategy(name, 0.1, **options), size, callbacks=callbacks, max_steps=END)
@@ -247,15 +245,18 @@ def test_the_others_end_and_the_last_checkpoint_is_good(name, exchange, size, ca
                 f"{name}, {exchange}, {case}, rank {victim} of {size}: {seconds:.2f} s, "
                 f"rank {rank} has {kind}: {text:.200}"
             )
-            assert kind in ("RuntimeError", "RankFailure", "DistBackendError", "OSError")
+            in_order = case == "SIGTERM" and name != "ddp"  # all ranks end after the same batch
+            assert kind in (
+                ("SIGTERMException",) if in_order else ("RuntimeError", "RankFailure", "DistBackendError", "OSError")
+            )
             assert re.search(STOCK if name == "ddp" else CAUSES[case, victim].format(victim=victim), text), text
             assert seconds < (TIMEOUT if case in ENDLESS else 0) + SOON
     if case == "killed at the start":
         assert newest(tmp_path) is None
     else:
-        # After two steps, four and six, and 6 is where it happens.
+        # After two steps, four and six, and 6 is where it happens; who was told to end does so after the 7th or 8th.
         saved = torch.load(newest(tmp_path), weights_only=True)["global_step"]
-        assert saved == (4 if "checkpoint" in case or "disk" in case else 6)
+        assert saved in ([4] if "checkpoint" in case or "disk" in case else [6, 8] if case == "SIGTERM" else [6])
     went_on = lightning_ranks(size, fit, name, exchange, tmp_path, size)[0]
     whole = straight(name, exchange, tmp_path_factory.getbasetemp() / f"{name}-{exchange}-{size}", size)
     assert torch.equal(went_on, whole)

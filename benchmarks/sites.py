@@ -1,0 +1,114 @@
+"""What does a step in a Trainer cost between sites that are far from each other?
+
+Two workers, each on a host of its own; 100 Mbit/s and a round trip of 50 ms between them; a linear layer of 65,792
+parameters under AdamW, so that waiting is what counts. In each round all contestants have a fit each, in turn, of which
+the mean time of 120 steps counts; then the median of all rounds. The controls "with broadcast" let Lightning broadcast
+in each batch whether rank 0 was told to end (SIGTERM), as it does with its own strategies. Nothing is reported unless
+all workers end with the same weights.
+
+    sudo python -m benchmarks.sites
+"""
+
+import os
+import time
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.harness import results
+from benchmarks.harness.launch import check_weights, run_ranks, write
+from examples.train import quiet
+from lightning_sparse import SparseDDPStrategy
+
+RATE, WORKERS, ROUNDS = "100mbit 50ms", 2, 5
+WIDTH, BATCH_SIZE = 256, 8
+UNTIMED, TIMED = 10, 120  # steps; whole numbers of all exchanges
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "topk": ("topk", {}),
+    "topk, every 8": ("topk", {"every": 8}),
+    "sparseloco": ("sparseloco", {}),
+}
+CONTESTANTS = ["ddp", *METHODS, *(f"{name}, with broadcast" for name in METHODS)]
+
+
+class Layer(pl.LightningModule):
+    """Pulls its outputs to 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Clock(pl.Callback):
+    """Takes the time at the start of each batch; may leave SIGTERM to Lightning."""
+
+    def __init__(self, broadcasts: bool) -> None:
+        self.broadcasts, self.starts = broadcasts, list[float]()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        if self.broadcasts:
+            vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        self.starts.append(time.perf_counter())
+
+
+def work(job: dict[str, Any]) -> None:
+    """Let a rank's contestants take turns; `run_ranks` calls this on each."""
+    quiet()
+    warnings.simplefilter("ignore")  # Lightning's advice on a toy run
+    rank = dist.get_rank()
+    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(rank), "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "sites"}
+    batches = torch.randn(UNTIMED + TIMED + 1, BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(rank))
+    for number in range(ROUNDS):
+        for contestant in CONTESTANTS:
+            name, _, broadcast = contestant.partition(", with")
+            clock, model = Clock(bool(broadcast)), Layer()
+            if name == "ddp":
+                strategy: DDPStrategy = DDPStrategy(process_group_backend="gloo")
+            else:
+                method, options = METHODS[name]
+                strategy = SparseDDPStrategy(method, process_group_backend="gloo", **options)
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                devices=1,
+                num_nodes=WORKERS,
+                strategy=strategy,
+                max_epochs=1,
+                use_distributed_sampler=False,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[clock],
+            )
+            trainer.fit(model, DataLoader(batches, batch_size=None))
+            check_weights(model)
+            seconds = clock.starts[UNTIMED + TIMED] - clock.starts[UNTIMED]
+            write(job["out"], contestant=contestant, round=number, ms=1e3 * seconds / TIMED)
+
+
+if __name__ == "__main__":
+    args = results.command_line(__doc__, figure=False).parse_args()
+    records, links = run_ranks("benchmarks.sites", {}, WORKERS, RATE)
+    rows = []
+    for contestant in CONTESTANTS:
+        times = torch.tensor([record["ms"] for record in records if record["contestant"] == contestant])
+        low, median, high = times.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+        rows.append({"contestant": contestant, "median_ms": median, "p20_ms": low, "p80_ms": high})
+        print(f"{contestant}: {median:.1f} ms a step, {low:.1f} to {high:.1f}")
+    error = max(abs(row["ratio_to_expected"] - 1) for row in links)
+    case = {"rate": RATE, "workers": WORKERS, "rounds": ROUNDS, "steps": TIMED, "largest_calibration_error": error}
+    where = results.origin("pytorch-lightning")
+    results.save(args.out / "sites.csv", [row | case | where for row in rows], ["contestant", "rate"], digits=3)

@@ -1,0 +1,106 @@
+"""All ranks end after the same batch when one of them is told to end (SIGTERM).
+
+    termination = Termination(store, group, rank, ranks)
+    termination.tell()           # in the signal's handler
+    last = termination.begin()   # before each batch: whether it is the last one
+
+Ranks agree through the store, and only when one was told:
+
+1. A rank that is told says so in the store, and in which batch it is.
+2. A thread of each other rank finds that within POLL, and says in which batch its rank is.
+3. From then on no rank begins a batch before it knows where all are. The first one that none has begun is the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_sparse.comm.peers import ANSWER_SECONDS, Responder, terminating_key
+from lightning_sparse.comm.store import BoundedStore, StoreSilent
+
+AGREE_SECONDS = 10.0
+"""Seconds to wait for what the other ranks' threads say: longer than they take, unless their processes have ended."""
+
+
+class Termination:
+    """One rank's part in ending together.
+
+    Args:
+        store: a client that nobody else waits with, see `default_store`.
+        group: the process group's name, which the keys in the store contain.
+        rank: this rank within the group.
+        ranks: global rank numbers of the group's members.
+
+    Attributes:
+        told: whether this rank was told to end.
+        reason: which rank was told to end, as far as this one knows; "" where none was.
+    """
+
+    def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
+        self._store = BoundedStore(store, ANSWER_SECONDS)
+        self._key = terminating_key(group)
+        self._keys = [f"{self._key}/{member}" for member in range(len(ranks))]
+        self._own_key, self._own_rank = self._keys[rank], ranks[rank]
+        self._begun = (0, 0)  # batches of training, and since then of validation
+        self._begun_when_told: tuple[int, int] | None = None
+        self._last_begun: tuple[int, int] | None = None  # by any rank, when it heard of it
+        self._lock = threading.RLock()  # not a Lock: a signal may interrupt the thread that holds it
+        self.told, self.reason = False, ""
+        self._watcher = Responder(self._watch)
+
+    def tell(self) -> None:
+        """Tell this rank to end, and the others through the store. For the handler of a signal."""
+        self.told, self.reason = True, f"Rank {self._own_rank} was told to end (SIGTERM)."
+        with contextlib.suppress(dist.DistError, StoreSilent):  # the process that hosts it has ended, or is frozen
+            self._store.compare_set(self._key, "", self.reason)
+            self._say()
+
+    def begin(self, *, validation: bool = False) -> bool:
+        """Return whether the batch that begins is the last one.
+
+        Args:
+            validation: whether it is one of validation, of which ranks should have equal numbers.
+        """
+        with self._lock:
+            training, validations = self._begun
+            self._begun = (training, validations + 1) if validation else (training + 1, 0)
+            if self._begun_when_told is None:
+                return False
+        if self._last_begun is None:
+            self._last_begun = self._agree(self._begun_when_told)
+        return self._begun > self._last_begun
+
+    def end(self) -> None:
+        """End the thread. May be called twice."""
+        self._watcher.end()
+
+    def _watch(self) -> None:
+        if self._begun_when_told is None:
+            with contextlib.suppress(dist.DistError, StoreSilent):
+                if self._store.check([self._key]):
+                    self.reason = self._store.get(self._key).decode()
+                    self._say()
+
+    def _say(self) -> None:
+        with self._lock:
+            if self._begun_when_told is not None:
+                return
+            self._begun_when_told = self._begun
+        self._store.set(self._own_key, "{} {}".format(*self._begun_when_told))
+
+    def _agree(self, own: tuple[int, int]) -> tuple[int, int]:
+        """Return the last batch that any rank had begun when it heard; this rank's own if others do not say."""
+        deadline = time.monotonic() + AGREE_SECONDS
+        with contextlib.suppress(dist.DistError, StoreSilent):
+            while time.monotonic() < deadline:
+                if self._store.check(self._keys):
+                    begun = (self._store.get(key).split() for key in self._keys)
+                    return max((int(training), int(validations)) for training, validations in begun)
+                time.sleep(0.02)
+        return own

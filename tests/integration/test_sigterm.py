@@ -1,0 +1,187 @@
+"""SIGTERM during a fit: all ranks end after the same batch, with a checkpoint that is whole, and go on from it."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_sparse import _compat
+from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
+from tests.support.tiers import full
+
+BATCHES = 60
+OTHERS = "Rank 1 was told to end (SIGTERM). So all ranks end after the same batch."
+
+
+class Told(pl.Callback):
+    """Sends this process SIGTERM in some hook, when that is called for the nth time."""
+
+    def __init__(self, hook: str, count: int) -> None:
+        self.count = count
+        setattr(self, hook, self.strike)
+
+    def strike(self, *_: object) -> None:
+        self.count -= 1
+        if self.count == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Validated(Net):
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.training_step(batch, index)
+
+
+def fit(rank, size, name, folder, told=None, net=Net, resume=False, **options):
+    """Return how the fit ended: the error, its exit status, steps, weights, and numbers of batches of validation."""
+    keep = pl.callbacks.OnExceptionCheckpoint(folder)
+    callbacks = [keep] if told is None else [keep, Told(*told)]
+    run = trainer(strategy(name, 0.1, process_group_backend="gloo", **options), size, callbacks=callbacks, max_epochs=2)
+    model = net(torch.optim.AdamW, lr=0.01)
+    error, status = "", None
+    loaders = [Loader(rank, size, BATCHES) for _ in range(1 if net is Net else 2)]
+    try:
+        run.fit(model, *loaders, ckpt_path=keep.ckpt_path if resume else None)
+    except SystemExit as caught:
+        error, status = type(caught).__name__, caught.code
+    validated = run.fit_loop.epoch_loop.val_loop.batch_progress.current.completed if net is not Net else 0
+    return error, status, run.global_step, model.weights, validated, signal.getsignal(signal.SIGTERM)
+
+
+def place(rank):
+    """A hook and a number for each rank: all are told at different places, before the first that was told can end."""
+    return [
+        ("on_train_batch_start", 6),
+        ("on_after_backward", 5),
+        ("on_before_optimizer_step", 6),
+        ("on_train_batch_end", 5),
+        ("on_before_zero_grad", 6),
+    ][rank]
+
+
+def all_told(rank, size, name, folder, options):
+    ended = fit(rank, size, name, folder, place(rank), **options)
+    went_on = fit(rank, size, name, folder, resume=True, **options)
+    # Elsewhere: Lightning goes on by itself from what it finds.
+    return ended, went_on, fit(rank, size, name, folder / "whole", **options)
+
+
+@pytest.mark.reliability(
+    "SIGTERM for all ranks, each at a place of its own",
+    checked="all end after the same batch; its checkpoint goes on bit for bit",
+)
+@pytest.mark.parametrize(
+    ("name", "size", "options"),
+    [
+        ("topk", 2, {"exchange": "update"}),
+        ("topk", 3, {"exchange": "gradient"}),
+        pytest.param("topk", 5, {"exchange": "update", "broadcast_buffers": False}, marks=full),
+        pytest.param("gaussiank", 2, {"exchange": "gradient"}, marks=full),
+        pytest.param("dense", 2, {}, marks=full),
+        pytest.param("int4", 3, {}, marks=full),
+    ],
+)
+def test_told_at_different_places_all_end_and_go_on_bit_for_bit(name, size, options, tmp_path):
+    ended, went_on, whole = zip(*lightning_ranks(size, all_told, size, name, tmp_path, options), strict=True)
+    assert {error for error, *_ in ended} == {"SIGTERMException"}
+    assert {status for _, status, *_ in ended} == {None}
+    assert len({steps for *_, steps, _, _, _ in ended}) == 1
+    assert 5 <= ended[0][2] < 2 * BATCHES
+    assert {error for error, *_ in (*went_on, *whole)} == {""}
+    for rank in range(size):
+        assert torch.equal(went_on[rank][3], whole[rank][3])
+
+
+def told_in_local_steps(rank, size, folder):
+    ended = fit(rank, size, "topk", folder, place(rank), exchange="update", every=4)
+    return ended, fit(rank, size, "topk", folder, resume=True, exchange="update", every=4)
+
+
+def test_between_two_exchanges_a_checkpoint_has_the_updates_of_all_ranks(tmp_path):
+    ended, went_on = zip(*lightning_ranks(2, told_in_local_steps, 2, tmp_path), strict=True)
+    assert {error for error, *_ in ended} == {"SIGTERMException"}
+    assert ended[0][2] == ended[1][2]
+    assert ended[0][2] % 4
+    assert torch.equal(ended[0][3], ended[1][3])
+    assert went_on[0][2] == 2 * BATCHES
+    assert torch.equal(went_on[0][3], went_on[1][3])
+
+
+def one_told(rank, size, folder):
+    ended = fit(rank, size, "topk", folder, ("on_train_batch_start", 7) if rank == 1 else None)
+    return ended, sorted(path.name for path in Path(folder, "on_exception.ckpt.residuals").iterdir())
+
+
+def test_those_that_were_not_told_say_who_was_and_end_with_an_error(tmp_path):
+    ranks, files = zip(*lightning_ranks(3, one_told, 3, tmp_path), strict=True)
+    assert [rank[:2] for rank in ranks] == [
+        ("SIGTERMException", OTHERS),
+        ("SIGTERMException", None),
+        ("SIGTERMException", OTHERS),
+    ]
+    assert len({rank[2] for rank in ranks}) == 1
+    assert [len(names) for names in files] == [3] * 3
+
+
+def told_in_validation(rank, size, folder):
+    return fit(rank, size, "topk", folder, ("on_validation_batch_end", 10 + 3 * rank), net=Validated)
+
+
+def test_told_in_validation_they_end_there(tmp_path):
+    ranks = lightning_ranks(2, told_in_validation, 2, tmp_path)
+    assert {rank[0] for rank in ranks} == {"SIGTERMException"}
+    assert {rank[2] for rank in ranks} == {BATCHES}
+    (validated,) = {rank[4] for rank in ranks}
+    assert 10 < validated < BATCHES
+
+
+class Collectives(pl.Callback):
+    """Counts the default process group's in each batch."""
+
+    def __init__(self) -> None:
+        self.before: list[int] = []
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.before.append(_compat.collectives_so_far())
+
+
+def quietly(rank, size):
+    before = signal.getsignal(signal.SIGTERM)
+    count = Collectives()
+    run = trainer(strategy("topk", 0.1, process_group_backend="gloo", broadcast_buffers=False), size, callbacks=[count])
+    run.fit(Net(torch.optim.AdamW, lr=0.01), Loader(rank, size, 10))
+    restored = signal.getsignal(signal.SIGTERM) == before
+    return count.before, restored, sorted(vars(run.fit_loop.epoch_loop))
+
+
+def test_nothing_is_sent_in_a_batch_to_learn_of_it():
+    for before, restored, names in lightning_ranks(2, quietly, 2):
+        assert len(before) == 10
+        assert before[2] == before[-1]  # DDP rebuilds its buckets before that
+        assert restored
+        assert "_broadcast_sigterm_tensor" not in names
+
+
+class Forks(pl.Callback):
+    def on_train_batch_end(self, run: pl.Trainer, *_: object) -> None:
+        if run.global_step == 3:
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+            child.start()
+            child.terminate()
+            child.join(60)
+            self.status = child.exitcode
+
+
+def forking(rank, size):
+    forks = Forks()
+    run = trainer(strategy("topk", 0.1, process_group_backend="gloo"), size, callbacks=[forks])
+    run.fit(Net(torch.optim.AdamW, lr=0.01), Loader(rank, size, 10))
+    return forks.status, run.global_step
+
+
+def test_a_forked_child_is_no_rank():
+    assert lightning_ranks(2, forking, 2) == [(-signal.SIGTERM, 10)] * 2

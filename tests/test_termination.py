@@ -1,0 +1,127 @@
+"""Ranks that are told to end do so after the same batch, wherever each of them is."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lightning_sparse.comm import POLL, Termination, termination
+from lightning_sparse.comm.store import StoreSilent
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Two ranks whose threads look into the store only when the test calls `_watch`."""
+    monkeypatch.setattr(termination, "Responder", lambda watch: None)
+    monkeypatch.setattr(termination, "AGREE_SECONDS", 0.2)
+    store = dist.HashStore()
+    return [Termination(store, "group", rank, [10, 11]) for rank in range(2)]
+
+
+def test_by_hand(pair):
+    first, second = pair
+    assert [first.begin() for _ in range(3)] == [False] * 3
+    assert [second.begin() for _ in range(2)] == [False] * 2
+    second.tell()  # in its second batch, while the first rank is in its third
+    assert (first.told, first.reason) == (False, "")
+    first._watch()
+    assert (first.told, first.reason) == (False, "Rank 11 was told to end (SIGTERM).")
+    assert first.begin()  # the fourth
+    assert not second.begin()  # the third
+    assert second.begin()
+    assert second.told
+
+
+def test_batches_of_validation_lie_between_those_of_training(pair):
+    first, second = pair
+    for rank, validations in ((first, 3), (second, 1)):
+        assert not rank.begin()
+        assert not any(rank.begin(validation=True) for _ in range(validations))
+    first.tell()
+    second.tell()
+    assert first.begin(validation=True)  # the fourth
+    assert [second.begin(validation=True) for _ in range(3)] == [False, False, True]
+
+
+def test_one_with_fewer_batches_of_validation_ends_in_training(pair):
+    first, second = pair
+    for rank in pair:
+        assert not rank.begin()
+    assert not any(first.begin(validation=True) for _ in range(2))
+    first.tell()
+    second.tell()
+    assert not second.begin(validation=True)
+    assert second.begin()
+
+
+def test_a_rank_that_does_not_say_where_it_is_is_not_waited_for(pair):
+    first, _ = pair
+    assert not first.begin()
+    first.tell()
+    start = time.monotonic()
+    assert first.begin()
+    assert 0.2 <= time.monotonic() - start < 5
+
+
+def test_a_signal_may_interrupt_a_rank_anywhere(pair):
+    """As its handler runs in the same thread, the lock may be held."""
+    first, second = pair
+    with first._lock:
+        first.tell()
+    second._watch()
+    assert first.begin()
+    assert second.begin()
+
+
+@pytest.mark.parametrize("error", [StoreSilent, dist.DistNetworkError])
+def test_without_a_store_the_rank_that_was_told_ends(pair, error, monkeypatch):
+    def gone(*_):
+        raise error("gone")
+
+    first, second = pair
+    for name in ("check", "get", "set", "compare_set"):
+        monkeypatch.setattr(first._store, name, gone)
+        monkeypatch.setattr(second._store, name, gone)
+    first.tell()
+    second._watch()
+    assert not second.begin()
+    assert first.told
+    assert first.reason
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("every", [1, 3])
+def test_all_ranks_end_after_the_same_batch(size, every, monkeypatch):
+    """Threads as ranks, that meet after every few batches, and of which some are told at places of their own."""
+    monkeypatch.setattr("lightning_sparse.comm.peers.POLL", 0.02 * POLL)
+    chance = random.Random(size * every)
+    for _ in range(5):
+        store, ended = dist.HashStore(), {}
+        meeting = threading.Barrier(size)
+        told = {rank: chance.randrange(1, 30) for rank in chance.sample(range(size), chance.randint(1, size))}
+        naps = [[chance.choice([0, 0, 0.002]) for _ in range(100)] for _ in range(size)]
+
+        def train(rank, store=store, ended=ended, meeting=meeting, told=told, naps=naps):
+            part = Termination(store, "group", rank, range(size))
+            for batch in range(1, 100_000):
+                last = part.begin()
+                time.sleep(naps[rank][batch % 100])
+                if batch % every == 0:
+                    meeting.wait(60)
+                if told.get(rank) == batch:
+                    part.tell()
+                if last:
+                    ended[rank] = batch
+                    break
+            part.end()
+
+        threads = [threading.Thread(target=train, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(100)
+        assert len(ended) == size
+        assert len(set(ended.values())) == 1
+        assert min(ended.values()) > min(told.values())
