@@ -397,11 +397,15 @@ def language_far() -> str:
 
 
 def sites() -> str:
-    """Milliseconds of a step in a Trainer over links with a round trip of 50 ms, without Lightning's broadcast and with."""
+    """Trainer over links with a round trip of 50 ms: ms of a step, without and with Lightning's broadcast."""
     medians = read("sites").set_index("contestant").median_ms
-    rows = [["ddp", "–", digits(medians["ddp"])]]  # Lightning's own, which always broadcasts
-    for name in ("topk", "topk, every 8", "sparseloco"):
-        rows.append([name, *(digits(medians[name + end]) for end in ("", ", with broadcast"))])
+    rows = [
+        ["ddp", "–", digits(medians["ddp"])],  # Lightning's own, which always broadcasts
+        *(
+            [name, *(digits(medians[name + end]) for end in ("", ", with broadcast"))]
+            for name in ("topk", "topk, every 8", "sparseloco")
+        ),
+    ]
     return table(["", "ms per step", "with Lightning's broadcast"], rows)
 
 

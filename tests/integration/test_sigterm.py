@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -166,11 +167,18 @@ def test_nothing_is_sent_in_a_batch_to_learn_of_it():
         assert "_broadcast_sigterm_tensor" not in names
 
 
+def idle(ready: Any) -> None:
+    ready.set()
+    time.sleep(100)
+
+
 class Forks(pl.Callback):
     def on_train_batch_end(self, run: pl.Trainer, *_: object) -> None:
         if run.global_step == 3:
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+            fork = multiprocessing.get_context("fork")
+            child = fork.Process(target=idle, args=(ready := fork.Event(),))
             child.start()
+            assert ready.wait(60)  # Python forgets a signal that comes during the fork
             child.terminate()
             child.join(60)
             self.status = child.exitcode
