@@ -209,27 +209,32 @@ def accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def without_sigterm_broadcast(trainer: Any) -> Callable[[], object]:
-    """Keep Lightning from broadcasting in each batch whether rank 0 was told to end, and return what undoes that.
+def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None]) -> Callable[[], None]:
+    """Have Lightning call another function on SIGTERM than its own, and return what undoes that.
 
-    Private in Lightning 2.6; older versions do not broadcast it.
+    Its own is a collective in Lightning 2.6, and so is how it learns in each batch whether rank 0 was told, which is
+    left out, too. To be called before it sets its handlers, as fit starts. Private in Lightning 2.5 and 2.6.
     """
-    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
-    if hasattr(loop, name):
-        setattr(loop, name, lambda: None)
-    return lambda: vars(loop).pop(name, None)
+    connector, loop, broadcast = trainer._signal_connector, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    connector._sigterm_notifier_fn = notifier
+    if hasattr(loop, broadcast):
+        setattr(loop, broadcast, lambda: None)
 
+    def undo() -> None:
+        vars(connector).pop("_sigterm_notifier_fn", None)
+        vars(loop).pop(broadcast, None)
 
-def handlers_beside_lightnings(handler: Any) -> list[Callable[..., Any]] | None:
-    """Return what Lightning's handler of SIGTERM calls beside Lightning's own; None if it is not Lightning's.
-
-    Private in Lightning 2.5 and 2.6.
-    """
-    handlers = [one for one in getattr(handler, "signal_handlers", ()) if callable(one)]
-    others = [one for one in handlers if getattr(one, "__name__", "") != "_sigterm_notifier_fn"]
-    return others if len(others) < len(handlers) else None
+    return undo
 
 
 def receive_sigterm(trainer: Any) -> None:
     """Have Lightning end training after the batch, as if the signal had just come. Private in Lightning 2.5 and 2.6."""
     trainer._signal_connector.received_sigterm = True
+
+
+def sigterm_exception(trainer: Any) -> type[SystemExit]:
+    """Return the exception by which Lightning ends training on SIGTERM. Where it lies is private in 2.5 and 2.6."""
+    loop = type(trainer.fit_loop.epoch_loop)
+    module = next(sys.modules[base.__module__] for base in loop.__mro__ if base.__name__ == "_TrainingEpochLoop")
+    exception: type[SystemExit] = module.SIGTERMException  # type: ignore[attr-defined]
+    return exception

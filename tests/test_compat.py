@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import inspect
+import os
 import signal
 import threading
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -381,25 +383,22 @@ def test_each_entry_of_compat_is_tested_here():
 
 def test_sigterm():
     run = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
-    loop, called = run.fit_loop.epoch_loop, []
-
-    def before(*_):
-        called.append("before")
-
-    replaced = signal.signal(signal.SIGTERM, before)
+    loop, told, before = run.fit_loop.epoch_loop, [], signal.getsignal(signal.SIGTERM)
+    undo = _compat.replace_sigterm_notifier(run, lambda number, frame: told.append(number))
     try:
-        assert _compat.handlers_beside_lightnings(signal.getsignal(signal.SIGTERM)) is None
         run._signal_connector.register_signal_handlers()
-        assert _compat.handlers_beside_lightnings(signal.getsignal(signal.SIGTERM)) == [before]
-        run._signal_connector.teardown()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == [signal.SIGTERM]
     finally:
-        signal.signal(signal.SIGTERM, replaced)
+        run._signal_connector.teardown()
+        signal.signal(signal.SIGTERM, before)
     assert not run.received_sigterm
     _compat.receive_sigterm(run)
     assert run.received_sigterm
-    undo = _compat.without_sigterm_broadcast(run)
     if Version(pl.__version__) >= Version("2.6"):
         assert "_broadcast_sigterm_tensor" in vars(type(loop))
         loop._broadcast_sigterm_tensor()  # raises no SIGTERMException
     undo()
     assert "_broadcast_sigterm_tensor" not in vars(loop)
+    assert "_sigterm_notifier_fn" not in vars(run._signal_connector)
+    assert _compat.sigterm_exception(run) is SIGTERMException

@@ -75,20 +75,44 @@ def test_a_signal_may_interrupt_a_rank_anywhere(pair):
     assert second.begin()
 
 
-@pytest.mark.parametrize("error", [StoreSilent, dist.DistNetworkError])
-def test_without_a_store_the_rank_that_was_told_ends(pair, error, monkeypatch):
-    def gone(*_):
-        raise error("gone")
+def without_answers(rank, error, monkeypatch, names=("check", "get", "set", "compare_set")):
+    def fail(*_):
+        raise error("no answer")
 
+    for name in names:
+        monkeypatch.setattr(rank._store, name, fail)
+
+
+def test_without_a_store_a_rank_that_is_told_ends(pair, monkeypatch):
+    """Those that are not go on until they miss the process that hosted it."""
     first, second = pair
-    for name in ("check", "get", "set", "compare_set"):
-        monkeypatch.setattr(first._store, name, gone)
-        monkeypatch.setattr(second._store, name, gone)
-    first.tell()
+    for rank in pair:
+        without_answers(rank, dist.DistNetworkError, monkeypatch)
     second._watch()
-    assert not second.begin()
-    assert first.told
-    assert first.reason
+    first.tell()
+    second.tell()  # which knows already that there is none
+    assert first.begin()
+    assert second.begin()
+
+
+@pytest.mark.parametrize("names", [("compare_set",), ("set",), ("check", "get", "set", "compare_set")])
+def test_with_a_store_that_does_not_answer_for_a_while_it_is_said_later(pair, names, monkeypatch):
+    first, second = pair
+    with monkeypatch.context() as patched:
+        without_answers(second, StoreSilent, patched, names)
+        second.tell()
+        second._watch()
+        first._watch()
+    second._watch()
+    first._watch()
+    assert first.reason == second.reason
+    assert first.begin()
+    assert second.begin()
+
+
+def test_nothing_ends_the_thread_that_looks_into_the_store(pair, monkeypatch):
+    without_answers(pair[0], ArithmeticError, monkeypatch)
+    pair[0]._watch()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])

@@ -51,15 +51,14 @@ class Termination:
         self._begun_when_told: tuple[int, int] | None = None
         self._last_begun: tuple[int, int] | None = None  # by any rank, when it heard of it
         self._lock = threading.RLock()  # not a Lock: a signal may interrupt the thread that holds it
+        self._said = self._store_is_gone = False
         self.told, self.reason = False, ""
         self._watcher = Responder(self._watch)
 
     def tell(self) -> None:
         """Tell this rank to end, and the others through the store. For the handler of a signal."""
         self.told, self.reason = True, f"Rank {self._own_rank} was told to end (SIGTERM)."
-        with contextlib.suppress(dist.DistError, StoreSilent):  # the process that hosts it has ended, or is frozen
-            self._store.compare_set(self._key, "", self.reason)
-            self._say()
+        self._look()
 
     def begin(self, *, validation: bool = False) -> bool:
         """Return whether the batch that begins is the last one.
@@ -81,26 +80,48 @@ class Termination:
         self._watcher.end()
 
     def _watch(self) -> None:
-        if self._begun_when_told is None:
-            with contextlib.suppress(dist.DistError, StoreSilent):
-                if self._store.check([self._key]):
-                    self.reason = self._store.get(self._key).decode()
-                    self._say()
+        with contextlib.suppress(Exception):  # the thread goes on: other ranks wait for what it says
+            self._look()
+
+    def _look(self) -> None:
+        """Once a rank was told to end, say where this one is. If the store does not answer, the next call does it."""
+        try:
+            if self._said or self._store_is_gone:
+                pass
+            elif self.told:
+                self._store.compare_set(self._key, "", self.reason)
+                self._say()
+            elif self._store.check([self._key]):
+                self.reason = self._store.get(self._key).decode()
+                self._say()
+        except StoreSilent:
+            pass
+        except dist.DistError:
+            self._store_is_gone = True  # torch prints a trace of its calls for each try
+        if self._store_is_gone and self.told:
+            self._hold()  # and end alone: so do the others, who have lost the process that hosts it
 
     def _say(self) -> None:
+        self._store.set(self._own_key, "{} {}".format(*self._hold()))
+        self._said = True
+
+    def _hold(self) -> tuple[int, int]:
+        """Let this rank begin no batch any more before it knows where all are, and return where it is."""
         with self._lock:
-            if self._begun_when_told is not None:
-                return
-            self._begun_when_told = self._begun
-        self._store.set(self._own_key, "{} {}".format(*self._begun_when_told))
+            self._begun_when_told = self._begun_when_told or self._begun
+            return self._begun_when_told
 
     def _agree(self, own: tuple[int, int]) -> tuple[int, int]:
         """Return the last batch that any rank had begun when it heard; this rank's own if others do not say."""
         deadline = time.monotonic() + AGREE_SECONDS
-        with contextlib.suppress(dist.DistError, StoreSilent):
-            while time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            try:
                 if self._store.check(self._keys):
                     begun = (self._store.get(key).split() for key in self._keys)
                     return max((int(training), int(validations)) for training, validations in begun)
-                time.sleep(0.02)
+            except StoreSilent:
+                pass
+            except dist.DistError:
+                break
+            time.sleep(0.02)
         return own

@@ -135,7 +135,7 @@ class Checkpointing(DDPStrategy):
         checkpoint, so all sidecar files lie beside its path.
         """
         assert self._reducer is not None
-        exchange = self._exchange
+        exchange, interrupted = self._exchange, self._interrupted
         if self._may_be_alone and exchange is not None:
             # A callback may save on an exception of this rank alone: the other ranks would wait for it in backward.
             exchange.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
@@ -145,7 +145,7 @@ class Checkpointing(DDPStrategy):
         try:
             ranks = self._gather(own)
         except Exception:
-            if not self._may_be_alone:
+            if not interrupted:
                 raise
             ranks = [own, None]  # a rank has ended
         (path, tag), moment = ranks[0]
@@ -159,10 +159,14 @@ class Checkpointing(DDPStrategy):
         return None
 
     @property
+    def _interrupted(self) -> bool:
+        """Whether an error has ended training."""
+        return self.lightning_module is not None and self.lightning_module.trainer.interrupted
+
+    @property
     def _may_be_alone(self) -> bool:
         """Whether an error has ended training, perhaps on this rank alone."""
-        interrupted = self.lightning_module is not None and self.lightning_module.trainer.interrupted
-        return interrupted and not (self._sigterm is not None and self._sigterm.ends_by(sys.exc_info()[1]))
+        return self._interrupted and not (self._sigterm is not None and self._sigterm.ends_by(sys.exc_info()[1]))
 
     def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""

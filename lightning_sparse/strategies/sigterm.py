@@ -9,55 +9,71 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+from collections.abc import Callable
 from typing import Any
 
-from lightning_sparse._compat import handlers_beside_lightnings, receive_sigterm, without_sigterm_broadcast
+from lightning_sparse._compat import receive_sigterm, replace_sigterm_notifier, sigterm_exception
 from lightning_sparse.comm import ProcessGroupComm, Termination
 
 
 class EndTogether:
-    """Takes the place of what Lightning does about SIGTERM, from the start of training until `close`.
+    """Takes the place of what Lightning does about SIGTERM, from before it sets its handlers until `close`.
 
     Args:
         trainer: Lightning's.
         comm: the exchange's.
+        launched: whether another process has launched the ranks, by fork or spawn. It waits for their result, for ever
+            if they end with exit status 0; and callbacks do not hear of exceptions.
     """
 
-    def __init__(self, trainer: Any, comm: ProcessGroupComm) -> None:
-        self._trainer, self._pid, self._ends = trainer, os.getpid(), False
-        self._termination = Termination(comm.store, comm.group.group_name, comm.rank, comm.ranks)
-        self._broadcast_again = without_sigterm_broadcast(trainer)
-        self._lightnings: Any = None
-        if threading.current_thread() is threading.main_thread():  # in others Lightning has no handler
-            handler = signal.getsignal(signal.SIGTERM)
-            others = handlers_beside_lightnings(handler)
-            if others is not None:
-                self._lightnings, self._others = handler, others
-                signal.signal(signal.SIGTERM, self._on_sigterm)
+    def __init__(self, trainer: Any, comm: ProcessGroupComm, *, launched: bool) -> None:
+        self._trainer, self._pid, self._launched, self._ends = trainer, os.getpid(), launched, False
+        self._termination: Termination | None = Termination(comm.store, comm.group.group_name, comm.rank, comm.ranks)
+        self._undo = replace_sigterm_notifier(trainer, self._on_sigterm)
+        self.told = False
 
     def begin(self, *, validation: bool = False) -> None:
         """Have Lightning end training after the batch that begins, if that is the one that ranks have agreed on."""
+        assert self._termination is not None
         if not self._ends and self._termination.begin(validation=validation):
-            self._ends = True
-            receive_sigterm(self._trainer)
+            self._end()
+
+    def finish(self, gather: Callable[[bool], list[Any]]) -> None:
+        """End on all ranks if one was told in the last batch, after which none begins.
+
+        Args:
+            gather: returns what all ranks give it.
+        """
+        if any(gather(self.told)):
+            self._end()
+            raise sigterm_exception(self._trainer)
 
     def ends_by(self, error: BaseException | None) -> bool:
         """Return whether it is by this error that Lightning ends training, on all ranks after the same batch."""
-        return self._ends and type(error).__name__ == "SIGTERMException"
+        return self._ends and isinstance(error, sigterm_exception(self._trainer))
 
     def explain(self, error: BaseException) -> None:
         """Give that error a text, and this process exit status 1, if it was another rank that was told to end."""
-        if isinstance(error, SystemExit) and self.ends_by(error) and not self._termination.told:
-            error.code = f"{self._termination.reason} So all ranks end after the same batch."
+        if isinstance(error, SystemExit) and self.ends_by(error) and not self.told:
+            error.code = self._reason()
             error.args = (error.code,)
 
     def close(self) -> None:
-        """Leave SIGTERM to Lightning again."""
-        self._termination.end()
-        self._broadcast_again()
-        if self._lightnings is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._lightnings)
+        """Say no more to other ranks. The handler stays until Lightning removes it, after the strategy's teardown."""
+        if self._termination is not None:
+            self._termination.end()
+            self._termination = None
+        self._undo()
+
+    def _end(self) -> None:
+        self._ends = True
+        if self._launched:
+            raise sigterm_exception(self._trainer)(self._reason())
+        receive_sigterm(self._trainer)
+
+    def _reason(self) -> str:
+        reason = self._termination.reason if self._termination else ""
+        return f"{reason or 'A rank was told to end (SIGTERM).'} So all ranks end after the same batch."
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         if os.getpid() != self._pid:  # a forked child, which is no rank
@@ -65,8 +81,8 @@ class EndTogether:
             os.kill(os.getpid(), number)
             return
         launcher = self._trainer.strategy.launcher
-        if not self._termination.told and launcher is not None:
+        if not self.told and launcher is not None:
             launcher.kill(number)  # the ranks that this one has launched
-        self._termination.tell()
-        for handler in self._others:
-            handler(number, frame)
+        self.told = True
+        if self._termination is not None:
+            self._termination.tell()

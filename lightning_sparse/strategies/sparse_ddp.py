@@ -115,6 +115,7 @@ class SparseDDP(UpdateOrGradientExchange):
                 )
         own = {name: kwargs.pop(name) for name in method_options(type(self), method, kwargs)}
         check_timeout(kwargs.get("timeout"))
+        self._launched = kwargs.get("start_method", "popen") != "popen"
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
@@ -190,6 +191,8 @@ class SparseDDP(UpdateOrGradientExchange):
             super().configure_ddp()
         assert self._exchange is not None
         self._reducer, self._consistent = self._exchange.reducer, True
+        if self.world_size > 1:
+            self._sigterm = EndTogether(trainer, self._exchange.comm, launched=self._launched)
         self._exchange_before_callbacks(trainer)
         if isinstance(self._method.aggregator, TwoLevel):
             nodes: list[Any] = [None] * self.world_size
@@ -235,10 +238,6 @@ class SparseDDP(UpdateOrGradientExchange):
             if (self._method.density or 1) < 1:
                 warn_of_adaptive_optimizers(self.optimizers, chosen=self._exchanged == "gradient")
             warn_of_two_momenta(self.optimizers, self._method)
-        if self.world_size > 1:
-            assert self.lightning_module is not None
-            assert self._exchange is not None
-            self._sigterm = EndTogether(self.lightning_module.trainer, self._exchange.comm)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -251,6 +250,11 @@ class SparseDDP(UpdateOrGradientExchange):
         if self._sigterm is not None:
             self._sigterm.begin(validation=True)
         return super().validation_step(*args, **kwargs)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._sigterm is not None:
+            self._sigterm.finish(self._gather)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from lightning_utilities.core.overrides import is_overridden
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_options, has_backward_hooks
+from lightning_sparse.comm import RankFailure
 from lightning_sparse.hooks import UpdateExchange, has_collectives
 from lightning_sparse.methods import Method
 from lightning_sparse.strategies.gradients import GradientExchange
@@ -140,8 +142,9 @@ class UpdateOrGradientExchange(GradientExchange):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         # A checkpoint has the weights of all ranks, unless one rank writes it as an error ends its training.
-        if not self._may_be_alone:
-            self._exchange_pending()
+        if self._update_exchange is not None and not self._may_be_alone:
+            with contextlib.suppress(RankFailure) if self._interrupted else contextlib.nullcontext():
+                self._exchange_pending()
         state = super().lightning_module_state_dict()
         # A signal's handler, or an error's, may save in the middle of a step.
         before = {} if self._update_exchange is None else self._update_exchange.weights_before_step()

@@ -2,7 +2,12 @@
 
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
+import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -140,6 +145,76 @@ def test_told_in_validation_they_end_there(tmp_path):
     assert 10 < validated < BATCHES
 
 
+def told_in_a_batch(rank, size, folder, hook, count, told):
+    return fit(rank, size, "topk", folder, (hook, count) if rank in told else None, net=Validated, exchange="update")
+
+
+@pytest.mark.parametrize("told", [(0,), pytest.param((1,), marks=full), pytest.param((0, 1), marks=full)])
+@pytest.mark.parametrize(
+    ("hook", "count", "steps"),
+    [
+        ("on_train_batch_start", 2 * BATCHES, 2 * BATCHES),  # the last of all
+        (
+            "on_validation_batch_end",
+            2 * BATCHES,
+            2 * BATCHES,
+        ),  # those before training among them
+        ("on_validation_batch_start", 1, 0),  # of two before training
+        ("on_train_start", 1, 1),
+    ],
+)
+def test_told_before_the_first_batch_or_in_the_last_they_end_together(hook, count, steps, told, tmp_path):
+    ranks = lightning_ranks(2, told_in_a_batch, 2, tmp_path, hook, count, told)
+    assert {rank[0] for rank in ranks} == {"SIGTERMException"}
+    assert [rank[1] is None for rank in ranks] == [rank in told for rank in range(2)]
+    assert len({rank[2] for rank in ranks}) == 1
+    assert abs(ranks[0][2] - steps) <= 1
+    assert torch.equal(ranks[0][3], ranks[1][3])
+    assert (tmp_path / "on_exception.ckpt").exists()
+    assert len(list(tmp_path.glob("on_exception.ckpt.residuals/*"))) == 2
+
+
+class Twice(pl.Callback):
+    """Trains a few batches before training, as LearningRateFinder does, and looks at the threads that are left."""
+
+    def on_train_start(self, run: pl.Trainer, *_: object) -> None:
+        run.strategy.on_train_start()
+
+    @staticmethod
+    def threads() -> int:
+        return sum(thread.name == "lightning_sparse" for thread in threading.enumerate())
+
+
+def begun_twice(rank, size):
+    before = Twice.threads()
+    run = trainer(strategy("topk", 0.1, process_group_backend="gloo"), size, callbacks=[Twice()])
+    run.fit(Net(torch.optim.AdamW, lr=0.01), Loader(rank, size, 10))
+    return Twice.threads() - before
+
+
+def test_no_thread_is_left():
+    assert lightning_ranks(2, begun_twice, 2) == [0, 0]
+
+
+class Slow(pl.plugins.io.TorchCheckpointIO):
+    """Is told to end while it writes what is left, as training is over."""
+
+    def teardown(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def told_in_teardown(rank, size):
+    before = signal.getsignal(signal.SIGTERM)
+    plugins = [Slow()] if rank == 1 else []
+    run = trainer(strategy("topk", 0.1, process_group_backend="gloo"), size, plugins=plugins)
+    run.fit(Net(torch.optim.AdamW, lr=0.01), Loader(rank, size, 10))
+    return run.global_step, signal.getsignal(signal.SIGTERM) == before
+
+
+def test_told_while_training_is_torn_down_it_still_is():
+    assert lightning_ranks(2, told_in_teardown, 2) == [(10, True)] * 2
+
+
 class Collectives(pl.Callback):
     """Counts the default process group's in each batch."""
 
@@ -193,3 +268,25 @@ def forking(rank, size):
 
 def test_a_forked_child_is_no_rank():
     assert lightning_ranks(2, forking, 2) == [(-signal.SIGTERM, 10)] * 2
+
+
+LAUNCHED = """
+    import sys
+
+    from tests.integration.test_sigterm import BATCHES, Loader, Net, Told, trainer
+
+    if __name__ == "__main__":
+        run = trainer(sys.argv[1], 2, callbacks=[Told("on_train_batch_end", 5)])
+        run.fit(Net(), Loader(0, 1, BATCHES))
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=full)])
+def test_a_process_that_has_launched_the_ranks_ends_too(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(LAUNCHED))
+    command = [sys.executable, "-W", "ignore", str(script), f"topk_ddp_{start}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 1
+    assert re.search(r"Rank \d was told to end \(SIGTERM\)\. So all ranks end after the same batch\.", ended.stderr)
