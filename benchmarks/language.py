@@ -188,6 +188,7 @@ def missing_runs(path: Path) -> list[Run]:
         for name, lr in itertools.product(methods, rates)
     ]
     repeated = [Run(*what, lr, seed) for seed in [0, *MORE_SEEDS] for what, lr in REPEATED.items()]
+    runs += [Run("large", "adamw", name, 0.002, 1) for name in ("ddp", "topk updates")]
     runs += [run for run in repeated if run.seed] + [run._replace(part=EARLY[run.part]) for run in repeated]
     return results.missing(results.load(path), runs)
 

@@ -85,6 +85,7 @@ class Variant(NamedTuple):
     beta1: float = 0.9
     root: bool = False  # each rank's update is multiplied with √P
     payout: float | None = 1.0  # share of what momentum would still deliver; None: rescaled as the update is
+    pays_always: bool = False  # momentum is paid out at any density, and after any number of steps
     weight_decay: float = 0.01
     decay_outside: bool = False  # weights decay after the exchange, on all ranks alike, and not in the update
     late: bool = False  # weights change by the mean of the step before: an exchange could go on during the next step
@@ -117,7 +118,9 @@ VARIANTS = {
     "4-bit values": Variant(value_format="int4"),
     "2-bit values": Variant(value_format="int2"),
     "chunks, 2-bit values": Variant("chunktopk", value_format="int2"),
-    "every 10": Variant(rule=UpdateRule(every=10)),
+    "always paid out": Variant(pays_always=True),
+    **{f"every {H}, paid out": Variant(rule=UpdateRule(every=H), pays_always=True) for H in (2, 5, 10)},
+    **{f"every {H}, not paid out": Variant(rule=UpdateRule(every=H, momentum="keep")) for H in (2, 5, 10)},
     "int8, every 20": Variant("int8", rule=KEEP.with_every(20)),  # as many bytes as topk: local SGD, quantized
 }
 
@@ -133,7 +136,7 @@ class Run(NamedTuple):
     steps: int
 
 
-SHORT = ["topk", "every 10", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled"]
+SHORT = ["topk", "every 10, paid out", "late", "neither", "beta1 0.5", "not paid out", "half paid out", "not rescaled"]
 SHORT += ["times root P", "masked", "two passes", "gtopk", "oktopk", "scalecom", "gaussiank", "randk"]
 DECAY = ["decay 0.1", "decay 0.1 outside"]
 ROUNDED = [(0.0165, ["bf16 values"]), (0.024, ["8-bit values"]), (0.031, ["4-bit values"]), (0.045, ["2-bit values"])]
@@ -173,7 +176,7 @@ TRIED = [
         (2, 1000, 0.002, [1, 2], 0.003, ["topk"]),
         (2, 1000, 0.002, [1, 2], 0.0003, ["topk"]),
         *((ranks, BEGUN, 0.002, [0, 1, 2], *values) for ranks in (4, 8) for values in ROUNDED),
-        *((ranks, BEGUN, 0.002, [0, 1, 2], 0.01, ["every 10", *SHORT[11:]]) for ranks in (4, 8)),
+        *((ranks, BEGUN, 0.002, [0, 1, 2], 0.01, ["every 10, paid out", *SHORT[11:]]) for ranks in (4, 8)),
         *((ranks, BEGUN, 0.002, [0, 1, 2], density, ["topk"]) for ranks in (4, 8) for density in (0.001, 0.003)),
         *((ranks, BEGUN, 0.002, [1, 2], 0.01, ["two passes"]) for ranks in (4, 8)),
         (8, BEGUN, 0.002, [1, 2], 0.0038, ["topk", "guessed"]),
@@ -181,6 +184,13 @@ TRIED = [
         *((ranks, BEGUN, 0.002, [0, 1, 2], 0.01, ["late", "neither", "half paid out"]) for ranks in (4, 8)),
         *((16, 300, 0.002, [0, 1, 2], *variant) for variant in ((1.0, ["dense"]), (0.0075, [DENSER]))),
         (16, 300, 0.002, [0], 0.0019, ["topk"]),
+        *((2, 300, 0.002, [0, 1, 2], 0.05, [f"every 5, {paid}"]) for paid in ("paid out", "not paid out")),
+        *((2, 300, 0.002, [0], 0.01, [f"every {H}, {paid}"]) for H in (2, 5) for paid in ("paid out", "not paid out")),
+        *((2, 300, 0.002, [0], 0.03, [f"every 10, {paid}"]) for paid in ("paid out", "not paid out")),
+        (2, 300, 0.002, [0, 1, 2], 0.01, ["every 10, not paid out"]),
+        (2, 300, 0.002, [0], 0.05, ["topk", "not paid out"]),
+        (2, 300, 0.002, [0], 0.1, ["topk", "always paid out"]),
+        (2, 300, 0.002, [0], 0.3, ["topk"]),
     )
     for seed in seeds
     for variant in variants
@@ -218,6 +228,9 @@ class Trial(Updates):
 
         moments.payout, moments.rescaling = varied, recorded  # type: ignore[method-assign]
         return moments
+
+    def _empties_momentum(self, optimizer: torch.optim.Optimizer, density: float | None) -> bool:
+        return self.variant.pays_always or super()._empties_momentum(optimizer, density)
 
     def exchange(self, optimizer: torch.optim.Optimizer) -> None:
         if self.variant.root:

@@ -443,12 +443,15 @@ def mean_and_range(numbers: Sequence[float], places: int) -> str:
 def language_large() -> str:
     """The larger GPT: loss after about 1,000, 2,000 and 3,000 steps, steps to two losses, bytes of a step."""
     rows = []
-    for method, run in read("language").query("part == 'large'").groupby("method", sort=False):
-        losses = run.set_index("step").val_loss
-        ends = [f"{losses[step]:.3f}" for step in (1050, 1950, 3000)]
-        sent = run.sent_bytes_per_worker.iloc[-1] / run.step.iloc[-1] / 1e3
-        rows.append([str(method), *ends, pair(*(steps_to(run, target) for target in (2.0, 1.6))), f"{sent:,.1f}"])
-    heads = ["", "after 1,050 steps", "after 1,950", "after 3,000", "steps to 2.0 / 1.6", "kB per step"]
+    for method, runs in read("language").query("part == 'large'").groupby("method", sort=False):
+        seeds = [run for _, run in runs.groupby("seed")]
+        ends = [
+            mean_and_range([run.set_index("step").val_loss[step] for run in seeds], 3) for step in (1050, 1950, 3000)
+        ]
+        steps = [mean_and_range([steps_to(run, target) for run in seeds], 0) for target in (2.0, 1.6)]
+        sent = runs.sent_bytes_per_worker.iloc[-1] / runs.step.iloc[-1] / 1e3
+        rows.append([str(method), str(len(seeds)), *ends, *steps, f"{sent:,.1f}"])
+    heads = ["", "seeds", "after 1,050 steps", "after 1,950", "after 3,000", "steps to 2.0", "to 1.6", "kB per step"]
     return table(heads, rows)
 
 

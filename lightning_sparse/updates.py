@@ -259,8 +259,9 @@ class Updates:
         if kind is None or self._rule.momentum == "keep" or not self._reducer.method.is_sparse:
             return False
         beta = max(map(kind.beta, optimizer.param_groups))
-        # Entries that are sent about as often as momentum decays have no delay to make up for.
-        return beta > 0 and (self._rule.momentum == "mask" or (density or 1) < 1 - beta)
+        # Entries that are sent about as often as momentum decays have no delay to make up for. After several steps
+        # there is less of it, since weights have moved by momentum meanwhile; "every 5" of `benchmarks.updates`.
+        return beta > 0 and (self._rule.momentum == "mask" or (density or 1) * self._rule.every < 1 - beta)
 
 
 def _names(optimizers: Collection[Optimizer]) -> str:

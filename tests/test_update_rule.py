@@ -252,6 +252,19 @@ def test_momentum_of_0_is_not_paid_out():
     assert "paid out" not in simulate(1, rank)[0]
 
 
+@pytest.mark.parametrize(
+    ("every", "density", "pays"),
+    [(1, 0.09, True), (1, 0.11, False), (5, 0.01, True), (5, 0.03, False), (8, 0.01, True), (12, 0.01, False)],
+)
+def test_momentum_is_paid_out_only_if_density_times_steps_is_below_1_minus_beta(every, density, pays):
+    def rank(comm: Comm) -> str:
+        net, chosen = Net(), Method(TopK(density=density), update_rule=UpdateRule(every=every))
+        reducer = Reducer(chosen, comm, exchanged="update")
+        return Updates(reducer, net, [SGD(net.parameters(), 0.1, momentum=0.9)]).note
+
+    assert ("paid out" in simulate(1, rank)[0]) == pays
+
+
 def test_outer_momentum_is_loaded_with_another_number_of_steps():
     def rank(comm: Comm) -> bool:
         net = Net()
