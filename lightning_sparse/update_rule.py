@@ -22,8 +22,8 @@ class UpdateRule:
     Attributes:
         every: H, the number of optimizer steps before each exchange (local SGD, Stich 2019, arXiv 1805.09767).
         momentum: what becomes of the optimizer's momentum where entries are sent. "pay_out": what it would still add is
-            sent, too, and it is set to zero. "mask": it is set to zero (momentum factor masking, Lin et al. 2018).
-            "keep": nothing.
+            sent, too, and it is set to zero, if density · H < 1 − β; see `lightning_sparse.moments`. "mask": it is set
+            to zero (momentum factor masking, Lin et al. 2018). "keep": nothing.
         rescale: whether updates are made as large as those of dense training, whose optimizer sees the batches of all
             ranks: by up to √P, see `lightning_sparse.moments`.
         outer_lr: factor on the mean of the updates.
