@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from concurrent import futures
 
 import pytest
 import torch.distributed as dist
@@ -73,6 +74,28 @@ def test_a_signal_may_interrupt_a_rank_anywhere(pair):
     second._watch()
     assert first.begin()
     assert second.begin()
+
+
+def finish(ranks):
+    with futures.ThreadPoolExecutor() as pool:
+        return list(pool.map(Termination.finish, ranks))
+
+
+def test_told_in_the_last_batch_all_hear_of_it_when_they_finish(pair):
+    assert finish(pair) == [False, False]  # as a learning rate finder does
+    assert not pair[0].begin()
+    pair[1].tell()
+    assert finish(pair) == [True, True]
+    assert pair[0].reason == "Rank 11 was told to end (SIGTERM)."
+
+
+def test_who_does_not_finish_is_not_waited_for(pair, monkeypatch):
+    """Such as a rank with more batches, which waits for this one, and is told by its end that there are no more."""
+    monkeypatch.setattr(termination, "FINISH_SECONDS", 0.2)
+    first, _ = pair
+    assert not first.finish()
+    first.tell()
+    assert first.finish()
 
 
 def without_answers(rank, error, monkeypatch, names=("check", "get", "set", "compare_set")):

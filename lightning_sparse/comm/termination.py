@@ -3,6 +3,7 @@
     termination = Termination(store, group, rank, ranks)
     termination.tell()           # in the signal's handler
     last = termination.begin()   # before each batch: whether it is the last one
+    told = termination.finish()  # after the last of all: whether to end by an error nevertheless
 
 Ranks agree through the store, and only when one was told:
 
@@ -26,6 +27,8 @@ from lightning_sparse.comm.store import BoundedStore, StoreSilent
 
 AGREE_SECONDS = 10.0
 """Seconds to wait for what the other ranks' threads say: longer than they take, unless their processes have ended."""
+FINISH_SECONDS = 5.0
+"""Seconds to wait after the last batch for ranks that are still in it."""
 
 
 class Termination:
@@ -52,6 +55,7 @@ class Termination:
         self._last_begun: tuple[int, int] | None = None  # by any rank, when it heard of it
         self._lock = threading.RLock()  # not a Lock: a signal may interrupt the thread that holds it
         self._said = self._store_is_gone = False
+        self._finished = 0  # trainings: a learning rate finder has one before the other
         self.told, self.reason = False, ""
         self._watcher = Responder(self._watch)
 
@@ -74,6 +78,24 @@ class Termination:
         if self._last_begun is None:
             self._last_begun = self._agree(self._begun_when_told)
         return self._begun > self._last_begun
+
+    def finish(self) -> bool:
+        """Return, after the last batch, whether a rank was told to end; the same on all ranks that come in time.
+
+        One that does not come has more batches, or longer to do: it misses this one if this one goes.
+        """
+        self._finished += 1
+        keys = [f"{key}/finished/{self._finished}" for key in self._keys]
+        deadline = time.monotonic() + FINISH_SECONDS
+        with contextlib.suppress(StoreSilent, dist.DistError):
+            self._store.set(keys[self._keys.index(self._own_key)], self.reason if self.told else "")
+            while time.monotonic() < deadline:
+                if self._store.check(keys):
+                    reasons = [self._store.get(key).decode() for key in keys]
+                    self.reason = next(filter(None, reasons), "")
+                    return bool(self.reason)
+                time.sleep(0.02)
+        return self.told
 
     def end(self) -> None:
         """End the thread. May be called twice."""

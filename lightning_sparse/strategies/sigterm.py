@@ -2,14 +2,13 @@
 
 Lightning 2.6 broadcasts in each batch whether rank 0 was told, and all ranks wait for it: a round trip, and on CUDA for
 the device. Its handler of the signal is a collective, too, which may meet another one of other ranks: gloo then aborts
-their processes. Here nothing is sent until a rank is told, and then through the store; but once, as training ends.
+their processes. Here nothing is sent until a rank is told or training ends, and then through the store.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 from lightning_sparse._compat import receive_sigterm, replace_sigterm_notifier, sigterm_exception
@@ -38,13 +37,10 @@ class EndTogether:
         if not self._ends and self._termination.begin(validation=validation):
             self._end()
 
-    def finish(self, gather: Callable[[bool], list[Any]]) -> None:
-        """End on all ranks if one was told in the last batch, after which none begins.
-
-        Args:
-            gather: returns what all ranks give it.
-        """
-        if any(gather(self.told)):
+    def finish(self) -> None:
+        """End on all ranks if one was told in the last batch, after which none begins."""
+        assert self._termination is not None
+        if self._termination.finish():
             self._end()
             raise sigterm_exception(self._trainer)
 
@@ -72,8 +68,8 @@ class EndTogether:
         receive_sigterm(self._trainer)
 
     def _reason(self) -> str:
-        reason = self._termination.reason if self._termination else ""
-        return f"{reason or 'A rank was told to end (SIGTERM).'} So all ranks end after the same batch."
+        assert self._termination is not None
+        return f"{self._termination.reason} So all ranks end after the same batch."
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         if os.getpid() != self._pid:  # a forked child, which is no rank

@@ -254,7 +254,7 @@ class SparseDDP(UpdateOrGradientExchange):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._sigterm is not None:
-            self._sigterm.finish(self._gather)
+            self._sigterm.finish()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 
 from lightning_sparse import _compat
 from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
@@ -172,6 +173,25 @@ def test_told_before_the_first_batch_or_in_the_last_they_end_together(hook, coun
     assert torch.equal(ranks[0][3], ranks[1][3])
     assert (tmp_path / "on_exception.ckpt").exists()
     assert len(list(tmp_path.glob("on_exception.ckpt.residuals/*"))) == 2
+
+
+def fewer_batches(rank, size):
+    run = trainer(strategy("topk", 0.1, process_group_backend="gloo", exchange="update"), size)
+    start = time.monotonic()
+    try:
+        run.fit(Net(torch.optim.AdamW, lr=0.01), Loader(rank, size, 5 + rank))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    finally:
+        dist.destroy_process_group()
+    return "", time.monotonic() - start
+
+
+def test_a_rank_with_fewer_batches_ends_and_with_it_the_other():
+    (first, _), (second, seconds) = lightning_ranks(2, fewer_batches, 2)
+    assert first == ""
+    assert "Rank 0 has ended training after 5 steps, while other ranks go on" in second
+    assert seconds < 25  # of a timeout of 30
 
 
 class Twice(pl.Callback):
