@@ -398,7 +398,7 @@ def language_far() -> str:
 
 def sites() -> str:
     """Trainer over links with a round trip of 50 ms: ms of a step, without and with Lightning's broadcast."""
-    medians = read("sites").set_index("contestant").median_ms
+    medians = read("sites").set_index("contestant").ms
     rows = [
         ["ddp", "–", digits(medians["ddp"])],  # Lightning's own, which always broadcasts
         *(

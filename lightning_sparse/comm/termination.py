@@ -54,7 +54,7 @@ class Termination:
         self._begun_when_told: tuple[int, int] | None = None
         self._last_begun: tuple[int, int] | None = None  # by any rank, when it heard of it
         self._lock = threading.RLock()  # not a Lock: a signal may interrupt the thread that holds it
-        self._said = self._store_is_gone = False
+        self._said = self._ended = self._store_is_gone = False
         self._finished = 0  # trainings: a learning rate finder has one before the other
         self.told, self.reason = False, ""
         self._watcher = Responder(self._watch)
@@ -85,10 +85,11 @@ class Termination:
         One that does not come has more batches, or longer to do: it misses this one if this one goes.
         """
         self._finished += 1
-        keys = [f"{key}/finished/{self._finished}" for key in self._keys]
+        end = f"/finished/{self._finished}"
+        keys = [key + end for key in self._keys]
         deadline = time.monotonic() + FINISH_SECONDS
         with contextlib.suppress(StoreSilent, dist.DistError):
-            self._store.set(keys[self._keys.index(self._own_key)], self.reason if self.told else "")
+            self._store.set(self._own_key + end, self.reason if self.told else "")
             while time.monotonic() < deadline:
                 if self._store.check(keys):
                     reasons = [self._store.get(key).decode() for key in keys]
@@ -98,7 +99,8 @@ class Termination:
         return self.told
 
     def end(self) -> None:
-        """End the thread. May be called twice."""
+        """End the thread, and say nothing to other ranks from now on. May be called twice."""
+        self._ended = True
         self._watcher.end()
 
     def _watch(self) -> None:
@@ -108,7 +110,7 @@ class Termination:
     def _look(self) -> None:
         """Once a rank was told to end, say where this one is. If the store does not answer, the next call does it."""
         try:
-            if self._said or self._store_is_gone:
+            if self._said or self._ended or self._store_is_gone:
                 pass
             elif self.told:
                 self._store.compare_set(self._key, "", self.reason)

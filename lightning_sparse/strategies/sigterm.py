@@ -27,19 +27,16 @@ class EndTogether:
 
     def __init__(self, trainer: Any, comm: ProcessGroupComm, *, launched: bool) -> None:
         self._trainer, self._pid, self._launched, self._ends = trainer, os.getpid(), launched, False
-        self._termination: Termination | None = Termination(comm.store, comm.group.group_name, comm.rank, comm.ranks)
+        self._termination = Termination(comm.store, comm.group.group_name, comm.rank, comm.ranks)
         self._undo = replace_sigterm_notifier(trainer, self._on_sigterm)
-        self.told = False
 
     def begin(self, *, validation: bool = False) -> None:
         """Have Lightning end training after the batch that begins, if that is the one that ranks have agreed on."""
-        assert self._termination is not None
         if not self._ends and self._termination.begin(validation=validation):
             self._end()
 
     def finish(self) -> None:
         """End on all ranks if one was told in the last batch, after which none begins."""
-        assert self._termination is not None
         if self._termination.finish():
             self._end()
             raise sigterm_exception(self._trainer)
@@ -50,15 +47,13 @@ class EndTogether:
 
     def explain(self, error: BaseException) -> None:
         """Give that error a text, and this process exit status 1, if it was another rank that was told to end."""
-        if isinstance(error, SystemExit) and self.ends_by(error) and not self.told:
+        if isinstance(error, SystemExit) and self.ends_by(error) and not self._termination.told:
             error.code = self._reason()
             error.args = (error.code,)
 
     def close(self) -> None:
         """Say no more to other ranks. The handler stays until Lightning removes it, after the strategy's teardown."""
-        if self._termination is not None:
-            self._termination.end()
-            self._termination = None
+        self._termination.end()
         self._undo()
 
     def _end(self) -> None:
@@ -68,7 +63,6 @@ class EndTogether:
         receive_sigterm(self._trainer)
 
     def _reason(self) -> str:
-        assert self._termination is not None
         return f"{self._termination.reason} So all ranks end after the same batch."
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
@@ -77,8 +71,6 @@ class EndTogether:
             os.kill(os.getpid(), number)
             return
         launcher = self._trainer.strategy.launcher
-        if not self.told and launcher is not None:
+        if not self._termination.told and launcher is not None:
             launcher.kill(number)  # the ranks that this one has launched
-        self.told = True
-        if self._termination is not None:
-            self._termination.tell()
+        self._termination.tell()

@@ -3,7 +3,9 @@
 import errno
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -287,6 +289,30 @@ def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
         return error, records, same(start.state, expected.state)
 
     assert lightning_ranks(2, rank) == [("of the user", [], True)] * 2
+
+
+AFTER_FORK = """
+    import sys
+
+    import torch
+
+    from tests.integration.trainers import Loader, Net, trainer
+
+    run = trainer("topk_ddp_fork", 2)
+    run.fit(Net(torch.optim.AdamW, lr=0.01), Loader(0, 1, 4))
+    run.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
+    script, path = tmp_path / "script.py", tmp_path / "a.ckpt"
+    script.write_text(textwrap.dedent(AFTER_FORK))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", str(script), str(path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "gets no residuals: they belong to the processes that trained" in ended.stderr
+    assert path.exists()
 
 
 def test_a_process_that_did_not_train_warns_that_it_has_no_residuals(tmp_path):

@@ -59,19 +59,18 @@ def fit(rank, size, name, folder, told=None, net=Net, resume=False, **options):
     return error, status, run.global_step, model.weights, validated, signal.getsignal(signal.SIGTERM)
 
 
-def place(rank):
-    """A hook and a number for each rank: all are told at different places, before the first that was told can end."""
-    return [
-        ("on_train_batch_start", 6),
-        ("on_after_backward", 5),
-        ("on_before_optimizer_step", 6),
-        ("on_train_batch_end", 5),
-        ("on_before_zero_grad", 6),
-    ][rank]
+PLACES = [
+    ("on_train_batch_start", 6),
+    ("on_after_backward", 5),
+    ("on_before_optimizer_step", 6),
+    ("on_train_batch_end", 5),
+    ("on_before_zero_grad", 6),
+]
+"""A hook and a number for each rank: all are told at different places, before the first that was told can end."""
 
 
 def all_told(rank, size, name, folder, options):
-    ended = fit(rank, size, name, folder, place(rank), **options)
+    ended = fit(rank, size, name, folder, PLACES[rank], **options)
     went_on = fit(rank, size, name, folder, resume=True, **options)
     # Elsewhere: Lightning goes on by itself from what it finds.
     return ended, went_on, fit(rank, size, name, folder / "whole", **options)
@@ -104,7 +103,7 @@ def test_told_at_different_places_all_end_and_go_on_bit_for_bit(name, size, opti
 
 
 def told_in_local_steps(rank, size, folder):
-    ended = fit(rank, size, "topk", folder, place(rank), exchange="update", every=4)
+    ended = fit(rank, size, "topk", folder, PLACES[rank], exchange="update", every=4)
     return ended, fit(rank, size, "topk", folder, resume=True, exchange="update", every=4)
 
 
@@ -155,11 +154,7 @@ def told_in_a_batch(rank, size, folder, hook, count, told):
     ("hook", "count", "steps"),
     [
         ("on_train_batch_start", 2 * BATCHES, 2 * BATCHES),  # the last of all
-        (
-            "on_validation_batch_end",
-            2 * BATCHES,
-            2 * BATCHES,
-        ),  # those before training among them
+        ("on_validation_batch_end", 2 * BATCHES, 2 * BATCHES),  # the last of validation
         ("on_validation_batch_start", 1, 0),  # of two before training
         ("on_train_start", 1, 1),
     ],
