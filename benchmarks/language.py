@@ -37,7 +37,8 @@ from lightning_sparse import ProcessGroupComm
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 LOCAL = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 EQUAL = "local_sgd, every 75"  # sends as much as topk updates between two workers; with four, every 50 does
-UPDATES = dict.fromkeys(["topk updates", "gaussiank updates", "two_pass updates"], 1) | LOCAL | {EQUAL: 75}
+DELAYED = "topk updates, delayed"
+UPDATES = dict.fromkeys(["topk updates", DELAYED, "gaussiank updates", "two_pass updates"], 1) | LOCAL | {EQUAL: 75}
 """What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
@@ -78,13 +79,13 @@ TRIED = [
     ("retune", "adamw", ["ddp"], [0.0005, *GRID[:3]]),
     ("retune", "adamw", ["topk"], GRID),
     ("final", "adamw", ["bf16", "gaussiank updates"], [0.002]),
-    ("final", "adamw", ["ddp", "int4", "topk", "topk updates", *LOCAL], GRID[:3]),
+    ("final", "adamw", ["ddp", "int4", "topk", "topk updates", DELAYED, *LOCAL], GRID[:3]),
     ("final", "adamw", ["powersgd"], GRID),
     ("final", "adamw", ["gaussiank", "scalecom"], [0.0005, 0.001, 0.002]),
     ("final", "adamw", ["gtopk", "oktopk"], [0.0002, 0.0005, 0.001]),
     ("equal", "adamw", [EQUAL], GRID[:3]),
     ("four", "adamw", ["ddp"], [0.002, 0.004, 0.008]),
-    ("four", "adamw", ["powersgd", "int4", "topk updates", *LOCAL], [0.002, 0.004, 0.008]),
+    ("four", "adamw", ["powersgd", "int4", "topk updates", DELAYED, *LOCAL], [0.002, 0.004, 0.008]),
     ("four", "adamw", ["bf16", "gaussiank updates"], [0.004]),
     ("eight", "adamw", ["ddp"], [0.004, 0.008]),
     ("eight", "adamw", ["two_pass updates"], [0.004]),
@@ -103,8 +104,8 @@ TRIED = [
 not, so after topk and gaussiank the other sparse methods were not tried in short runs. bf16 and gaussiank updates take
 the rate of ddp; gaussiank with SGD takes that of topk."""
 REPEATED = {
-    **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", "topk updates", "gaussiank updates")},
-    **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates")},
+    **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", "topk updates", DELAYED, "gaussiank updates")},
+    **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates", DELAYED)},
     **{("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates")},
     ("thin", "adamw", "topk updates"): 0.002,
     ("alone", "adamw", "ddp"): 0.002,
@@ -114,7 +115,7 @@ MORE_SEEDS = [1, 2]  # with which these are repeated, at these rates; with all s
 TARGET = 2.6  # nats per byte: the lowest tenth that every contestant reaches, at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # of the links, where step times are measured
 FAR = "100mbit 50ms"  # and those of sites far from each other, where some are measured
-AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", "gaussiank updates", *LOCAL]
+AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", DELAYED, "gaussiank updates", *LOCAL]
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}  # columns of all runs
 

@@ -31,6 +31,7 @@ from lightning_sparse.aggregators import Aggregator, Mean, TwoPass
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Entries, Update, add_
 from lightning_sparse.context import Context
+from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
@@ -113,6 +114,8 @@ VARIANTS = {
     "decay 0.1": Variant(weight_decay=0.1),
     "decay 0.1 outside": Variant(weight_decay=0.1, decay_outside=True),
     "late": Variant(late=True),
+    "delayed": Variant(rule=UpdateRule(delayed=True)),
+    "every 10, delayed": Variant(rule=UpdateRule(delayed=True, every=10)),
     "bf16 values": Variant(value_format="bfloat16"),
     "8-bit values": Variant(value_format="int8"),
     "4-bit values": Variant(value_format="int4"),
@@ -121,7 +124,7 @@ VARIANTS = {
     "always paid out": Variant(pays_always=True),
     **{f"every {H}, paid out": Variant(rule=UpdateRule(every=H), pays_always=True) for H in (2, 5, 10)},
     **{f"every {H}, not paid out": Variant(rule=UpdateRule(every=H, momentum="keep")) for H in (2, 5, 10)},
-    "int8, every 20": Variant("int8", rule=KEEP.with_every(20)),  # as many bytes as topk: local SGD, quantized
+    "int8, every 20": Variant("int8", rule=KEEP.changed(20, False)),  # as many bytes as topk: local SGD, quantized
 }
 
 
@@ -246,6 +249,10 @@ class Trial(Updates):
                 self.waiting[name] = mean
 
 
+class DelayedTrial(Trial, DelayedUpdates):
+    """The same, where ranks go on during an exchange."""
+
+
 def train(run: Run, data: Data) -> list[Row]:
     """Train with ranks as threads; return what there is to say every `EVERY` steps.
 
@@ -258,7 +265,7 @@ def train(run: Run, data: Data) -> list[Row]:
     made = method(variant.method, **options)
     made = replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=variant.rule)
 
-    trial = functools.partial(Trial, variant=variant, factors=factors)
+    trial = functools.partial(DelayedTrial if made.delayed else Trial, variant=variant, factors=factors)
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         decay = 0.0 if variant.decay_outside else variant.weight_decay

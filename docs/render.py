@@ -656,7 +656,7 @@ def traits() -> str:
             [
                 f"`{name}`",
                 f"`{lightning_sparse.method(name)}`",
-                "yes" if spec.averages else "no",
+                "yes" if spec.aggregator.averages else "no",
                 "yes" if spec.traits.conserves else "no",
                 "never" if options is None else options or "always",
             ]
@@ -681,7 +681,7 @@ def costs() -> str:
         needs = [f"{4 * (buffers + (chosen.update_rule is not None))} bytes"]
         needs += [f"{chosen.every} steps"] * (chosen.every > 1)
         needs += ["a rate of its own"] * isinstance(spec.aggregator, MajorityVote)
-        guarantees = ["a mean" if spec.averages else RESULTS[type(spec.aggregator)]]
+        guarantees = ["a mean" if spec.aggregator.averages else RESULTS[type(spec.aggregator)]]
         guarantees += ["nothing lost"] * spec.traits.conserves
         if spec.traits.exact is not None:
             options = ", ".join(f"`{key}={value}`" for key, value in spec.traits.exact.items())

@@ -47,7 +47,7 @@ CAUTIONS = {
         if isinstance(spec.aggregator, MajorityVote)
         else "for ranks that may be wrong: sends as much as dense ones"
         for name, spec in METHODS.items()
-        if not spec.averages
+        if not spec.aggregator.averages
     },
 }
 """Methods that are listed but never recommended, because a step with them is worth less, and why."""

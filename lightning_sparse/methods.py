@@ -79,12 +79,15 @@ class Method:
         if not self.aggregator.supports(self.compressor):
             instead = "Use Mean(), which gathers all payloads and takes any."
             if isinstance(self.aggregator, TwoLevel):
-                instead = (
-                    "Leave two_level out, or take another method: a node's ranks divide a segment, and cut matrices."
-                )
+                instead = "Leave two_level out, or take another method: a node's ranks cut a segment, and matrices."
             if isinstance(self.aggregator, TwoPass) and TwoPass().supports(self.compressor):
                 instead = "Leave second out: it is for compressors with a density."
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
+        if self.delayed and not self.aggregator.takes_all:
+            raise ValueError(
+                f"delayed=True with {self.aggregator!r}: ranks go on by what they have sent, which others decide "
+                f"there. Leave delayed out, or take 'topk', 'gaussiank' or another method with Mean()."
+            )
         if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(
                 f"{self.memory!r} keeps the errors of {self.compressor!r}, which may be larger than what is sent, so "
@@ -105,6 +108,11 @@ class Method:
     def every(self) -> int:
         """H, the number of optimizer steps before each exchange: 1, unless it exchanges updates by another rule."""
         return 1 if self.update_rule is None else self.update_rule.every
+
+    @property
+    def delayed(self) -> bool:
+        """Whether exchanges of updates go on during the next step."""
+        return self.update_rule is not None and self.update_rule.delayed
 
     @property
     def is_sparse(self) -> bool:
@@ -158,11 +166,6 @@ class MethodSpec(NamedTuple):
     citation: str
     traits: Traits = SPARSE
     update_rule: UpdateRule | None = None
-
-    @property
-    def averages(self) -> bool:
-        """Whether the result approximates the mean of the gradients."""
-        return self.aggregator.averages
 
     @property
     def options(self) -> list[str]:

@@ -64,6 +64,7 @@ OPTIONS = {
     "rescale": Option(bool, lambda x: True, "must be True or False."),
     "outer_lr": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0."),
     "outer_momentum": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1)."),
+    "delayed": Option(bool, lambda x: True, "must be True or False."),
     "second": Option(
         Real, lambda x: 0 < x < math.inf, "must be a number above 0, the second pass's density over the first's."
     ),

@@ -11,10 +11,8 @@ simulate(2, rank)  # both ranks: tensor([0., 0., 0., -3.]); the 1.0 waits in eac
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchanged
-from lightning_sparse.gradients import check_fits, check_one_device, check_tensor, write_
+from lightning_sparse.gradients import check_fits, check_one_device, check_tensor
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
@@ -33,7 +31,7 @@ from lightning_sparse.options import OnNonFinite as OnNonFinite
 from lightning_sparse.options import check_partition, check_seed, check_warmup
 from lightning_sparse.overflow import GradientCheck
 from lightning_sparse.routing import DENSE, Routing
-from lightning_sparse.segment_exchanges import SegmentExchanges
+from lightning_sparse.segment_exchanges import Begun, SegmentExchanges, timed
 from lightning_sparse.state import SegmentStates, check_header
 
 log = logging.getLogger(__name__)
@@ -197,8 +195,18 @@ class Reducer:
         Returns:
             The part of this rank's gradients, residual and payout that went into the result.
         """
+        return self.finish_segment_(self.begin_segment(segment, grads, unused, payout))
+
+    def begin_segment(
+        self,
+        segment: Segment,
+        grads: list[Tensor],
+        unused: Collection[str] = (),
+        payout: Callable[[], Payout | None] | None = None,
+    ) -> Begun:
+        """Do the part of `reduce_segment_` that needs no other rank; `finish_segment_` does the rest."""
         self._exchanges.raise_deferred(before=self.step)
-        memory, density = self.method.memory, self.density
+        density = self.density
         self.routing.log_dense(density)
         compressor, aggregator = parts = self.routing.parts(segment, density)
         ctx = Context(
@@ -216,28 +224,19 @@ class Reducer:
         if unused:
             masked = self._states.mask_unused(segment, unused)
             torch._foreach_zero_([grad for name, grad in zip(segment.names, grads, strict=True) if name in unused])
-        for observer in self.observers:
+        observers = list(self.observers)
+        for observer in observers:
             observer.gradients(grads, ctx)
         with timed(self.seconds, "compensate"):
-            u = memory.compensate(grads, ctx)
-        for observer in self.observers:
+            u = self.method.memory.compensate(grads, ctx)
+        for observer in observers:
             observer.compensated(u, ctx)
-        with timed(self.seconds, "aggregate"):
-            exchange = self._exchanges.begin(ctx, aggregator, u.device, self._settings)
-            update, applied = aggregator(u, compressor, exchange, ctx)
-            self._exchanges.finish(exchange, aggregator)
-        for observer in self.observers:
-            observer.aggregated(u, applied, ctx)
-        with timed(self.seconds, "write"):
-            scale = self.gradient_check.loss_scale
-            rounding_error = write_(grads, segment, update, scale, memory.error_feedback, exchange.step_ok)
-        for observer in self.observers:
-            observer.written(grads, ctx)
-        with timed(self.seconds, "keep"):
-            memory.update(u, applied, rounding_error, ctx)
-            for view, value in masked:
-                view.add_(value)
-        return applied
+        exchange = self._exchanges.begin(ctx, aggregator, u.device, self._settings)
+        return Begun(u, grads, ctx, compressor, aggregator, exchange, masked, observers)
+
+    def finish_segment_(self, begun: Begun) -> Update:
+        """Exchange, write the agreed result into the gradients, and keep the rest, see `reduce_segment_`."""
+        return self._exchanges.complete_(begun, self.method.memory, self.gradient_check.loss_scale, self.seconds)
 
     def raise_deferred(self) -> None:
         """On CUDA: raise the previous step's error, whose status was copied to the host asynchronously."""
@@ -293,11 +292,3 @@ def error_message(error: BaseException, comm: Comm, step: int) -> str:
     if isinstance(error, RankFailure):
         return str(error)  # another rank's error, or one of all ranks
     return f"Rank {comm.ranks[comm.rank]} failed at step {step}: {type(error).__name__}: {error}"
-
-
-@contextlib.contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the time that the block takes to `seconds[phase]`."""
-    started = time.perf_counter()
-    yield
-    seconds[phase] += time.perf_counter() - started

@@ -1,21 +1,49 @@
-"""What one exchange of a segment leaves for the next: whether ranks are in sync, and errors that are not raised yet."""
+"""The exchange of a segment in one step, and what it leaves for the next: whether ranks are in sync, late errors."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm
+from lightning_sparse.compressors.base import Compressor, Update
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange, Exchanged
+from lightning_sparse.gradients import write_
+from lightning_sparse.memory import Memory
+from lightning_sparse.observer import Observer
+
+
+class Begun(NamedTuple):
+    """A segment whose exchange has begun: see `Reducer.begin_segment`.
+
+    Attributes:
+        u: this rank's compensated gradient.
+        grads: to be overwritten by the result.
+        ctx, compressor, aggregator, exchange: of this exchange.
+        masked: parts of the state to be given back in the end, and their values.
+        observers: those that have seen the gradients.
+    """
+
+    u: Tensor
+    grads: list[Tensor]
+    ctx: Context
+    compressor: Compressor
+    aggregator: Aggregator[Any]
+    exchange: Exchange
+    masked: list[tuple[Tensor, Tensor]]
+    observers: list[Observer]
 
 
 class SegmentExchanges:
-    """Begins and finishes the `Exchange` of each segment and step."""
+    """Begins and completes the exchange of each segment and step."""
 
     def __init__(self, comm: Comm, exchanged: Exchanged) -> None:
         self._comm, self._exchanged = comm, exchanged
@@ -32,12 +60,33 @@ class SegmentExchanges:
         fingerprint = zlib.crc32(repr(equal).encode())
         return Exchange(self._comm, ctx, fingerprint, device=device, in_sync=in_sync, exchanged=self._exchanged)
 
-    def finish(self, exchange: Exchange, aggregator: Aggregator[Any]) -> None:
-        """Raise the error that any rank has reported; on CUDA keep the check for `raise_deferred`."""
-        exchange.finish()
-        self._last[exchange.ctx.segment.index] = aggregator
+    def complete_(self, begun: Begun, memory: Memory, scale: float, seconds: dict[str, float]) -> Update:
+        """Exchange, write `scale` times the agreed result into the gradients, and keep the rest in the memory.
+
+        Returns:
+            The part of this rank's u that went into the result.
+
+        Raises:
+            NonFiniteGradient, RankFailure: the error that any rank has reported; on CUDA see `raise_deferred`.
+        """
+        u, grads, ctx, compressor, aggregator, exchange, masked, observers = begun
+        with timed(seconds, "aggregate"):
+            update, applied = aggregator(u, compressor, exchange, ctx)
+            exchange.finish()
+        self._last[ctx.segment.index] = aggregator
         if exchange.deferred is not None:
-            self._deferred.append((exchange.ctx.step, exchange.deferred))
+            self._deferred.append((ctx.step, exchange.deferred))
+        for observer in observers:
+            observer.aggregated(u, applied, ctx)
+        with timed(seconds, "write"):
+            rounding_error = write_(grads, ctx.segment, update, scale, memory.error_feedback, exchange.step_ok)
+        for observer in observers:
+            observer.written(grads, ctx)
+        with timed(seconds, "keep"):
+            memory.update(u, applied, rounding_error, ctx)
+            for view, value in masked:
+                view.add_(value)
+        return applied
 
     def raise_deferred(self, before: int | None = None) -> None:
         """Raise the error of an exchange whose status the host did not wait for; only of steps before `before`."""
@@ -49,3 +98,11 @@ class SegmentExchanges:
         """Drop all checks; ranks are not known to be in sync."""
         self._deferred.clear()
         self._last.clear()
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the time that the block takes to `seconds[phase]`."""
+    started = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - started

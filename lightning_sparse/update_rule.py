@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse.context import State, StateSpec
 from lightning_sparse.layout import Segment
+from lightning_sparse.moments import moments_of
 from lightning_sparse.options import check
 
 OUTER_MOMENTUM = "outer_momentum"
@@ -29,9 +31,11 @@ class UpdateRule:
         outer_lr: factor on the mean of the updates.
         outer_momentum: Nesterov momentum of the means, on all ranks alike (DiLoCo, Douillard et al. 2023, arXiv
             2311.08105): with m ← μm + mean, weights change by outer_lr · (mean + μm).
+        delayed: whether ranks go on while they exchange, each as if the others had sent what it has sent, until the
+            mean is there at the next exchange; see `lightning_sparse.delayed`.
 
     Raises:
-        ValueError: a value out of range, or outer momentum without local steps.
+        ValueError: a value out of range, outer momentum without local steps, or an outer step that is delayed.
     """
 
     every: int = 1
@@ -39,9 +43,10 @@ class UpdateRule:
     rescale: bool = True
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
+    delayed: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("every", "momentum", "rescale", "outer_lr", "outer_momentum"):
+        for name in ("every", "momentum", "rescale", "outer_lr", "outer_momentum", "delayed"):
             object.__setattr__(self, name, check(name, getattr(self, name), "UpdateRule"))
         if self.every == 1 and self.outer_momentum:
             raise ValueError(
@@ -50,9 +55,56 @@ class UpdateRule:
                 f"outer_momentum=0."
             )
 
-    def with_every(self, every: int | None) -> UpdateRule:
-        """Return the rule with another number of steps; None keeps it."""
-        return self if every is None else replace(self, every=every)
+        if self.delayed and self.has_outer_step:
+            raise ValueError(
+                f"UpdateRule(delayed=True, outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}): until "
+                f"the mean is there, a rank goes on by what it has sent itself, which an outer step would change. "
+                f"Leave delayed out, or take a rule without an outer step."
+            )
+
+    def changed(self, every: int | None, delayed: bool) -> UpdateRule:
+        """Return the rule with another number of steps, None keeps it, and delayed where that is wanted."""
+        every, delayed = self.every if every is None else every, delayed or self.delayed
+        return replace(self, every=every, delayed=delayed)
+
+    def rescales(self, optimizer: Optimizer, size: int) -> bool:
+        """Return whether updates of one rank's batches are smaller than those of the batches of all `size` would be."""
+        kind = moments_of(optimizer)
+        if kind is None or kind.second is None or not self.rescale or size == 1:
+            return False
+        # Without a first moment there is no telling signal from noise; and several steps are not one of dense training.
+        return self.every == 1 and min(map(kind.beta, optimizer.param_groups)) > 0
+
+    def empties_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
+        """Return whether there is momentum whose delay adds to that of a residual; `density` None: there is none."""
+        kind = moments_of(optimizer)
+        if kind is None or density is None or self.momentum == "keep":
+            return False
+        beta = max(map(kind.beta, optimizer.param_groups))
+        # Entries that are sent about as often as momentum decays have no delay to make up for. After several steps
+        # there is less of it, since weights have moved by momentum meanwhile; "every 5" of `benchmarks.updates`.
+        return beta > 0 and (self.momentum == "mask" or density * self.every < 1 - beta)
+
+    def note(self, optimizers: Collection[Optimizer], density: float | None, size: int) -> str:
+        """Return one sentence about what is exchanged.
+
+        Args:
+            optimizers: whose updates.
+            density: after a warm-up; None where no entries wait in a residual.
+            size: P, the number of ranks.
+        """
+        text = f"Each rank steps its own {_names(optimizers)}, and the updates are exchanged"
+        if self.every > 1:
+            text += f" after every {self.every} steps"
+        if emptied := [optimizer for optimizer in optimizers if self.empties_momentum(optimizer, density)]:
+            text += f"; momentum of {_names(emptied)} is "
+            text += f"{'paid out' if self.momentum == 'pay_out' else 'set to zero'} where entries are sent"
+        unknown = [optimizer for optimizer in optimizers if moments_of(optimizer) is None]
+        if unknown and self.momentum != "keep" and density is not None:
+            text += f"; {_names(unknown)} is left alone, as where it keeps momentum is not known"
+        if rescaled := [optimizer for optimizer in optimizers if self.rescales(optimizer, size)]:
+            text += f"; updates of {_names(rescaled)} are made up to √{size} times as large, as of all ranks' batches"
+        return f"{text}."
 
     @property
     def state(self) -> tuple[StateSpec, ...]:
@@ -77,3 +129,8 @@ class UpdateRule:
         if self.outer_lr != 1:
             for mean in means:
                 mean.mul_(self.outer_lr)
+
+
+def _names(optimizers: Collection[Optimizer]) -> str:
+    """Return the names of optimizers' classes, each once."""
+    return " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.kernels.changes import changes_
+from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
 from lightning_sparse.options import listed
@@ -47,6 +48,9 @@ class Updates:
     Raises:
         ValueError: a parameter belongs to two optimizers, or is not the model's; or see `Reducer.setup`.
     """
+
+    in_flight = False
+    """Whether an exchange goes on, so that weights are each rank's own; see `DelayedUpdates`."""
 
     def __init__(self, reducer: Reducer, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._reducer, self._rule = reducer, reducer.method.update_rule or UpdateRule()
@@ -77,13 +81,16 @@ class Updates:
         self._frozen.difference_update(names)
         self._frozen.update(name for name in names if not self.parameters[name].requires_grad)
         if names:
-            params = [self.parameters[name].detach() for name in names]
-            weights = [self._weights[name] for name in names]
-            if unless is None:
-                torch._foreach_copy_(weights, params)
-            else:
-                for w, param in zip(weights, params, strict=True):
-                    torch.where(unless, w, param, out=w)
+            self._take_weights(names, unless)
+
+    def _take_weights(self, names: Sequence[str], unless: Tensor | None) -> None:
+        params = [self.parameters[name].detach() for name in names]
+        weights = [self._weights[name] for name in names]
+        if unless is None:
+            torch._foreach_copy_(weights, params)
+        else:
+            for w, param in zip(weights, params, strict=True):
+                torch.where(unless, w, param, out=w)
 
     @torch.no_grad()
     def changed(self, optimizer: Optimizer) -> Tensor | None:
@@ -96,10 +103,10 @@ class Updates:
 
     def adopt(self) -> None:
         """Take in parameters that optimizers were given since the last step; to be called before each step."""
-        model = self._model()
-        present = {id(param) for group in self._groups for param in group["params"] if not rests(param)}
-        if model is None or present == self._ids:
+        if not self._is_given_others:
             return
+        present, model = self._present, self._model()
+        assert model is not None
         if lost := [name for name, param in self.parameters.items() if id(param) not in present]:
             raise ValueError(
                 f"{type(self._optimizer_of[lost[0]]).__name__} no longer steps {listed([*map(repr, lost)])}, which it "
@@ -118,6 +125,15 @@ class Updates:
         self._weights.update({name: param.clone() for name, param in new.items()})
 
     @property
+    def _present(self) -> set[int]:
+        return {id(param) for group in self._groups for param in group["params"] if not rests(param)}
+
+    @property
+    def _is_given_others(self) -> bool:
+        """Whether optimizers have other parameters than those that are exchanged."""
+        return self._model() is not None and self._present != self._ids
+
+    @property
     def weights(self) -> Mapping[int, Tensor]:
         """The weights that all ranks agreed on last, by the id of the parameter."""
         return {id(param): self._weights[name] for name, param in self.parameters.items()}
@@ -133,21 +149,8 @@ class Updates:
     @property
     def note(self) -> str:
         """One sentence about what is exchanged."""
-        stepped = set(self._optimizer_of.values())
-        text = f"Each rank steps its own {_names(stepped)}, and the updates are exchanged"
-        if self._rule.every > 1:
-            text += f" after every {self._rule.every} steps"
-        density = self._reducer.method.density  # after the warm-up
-        if emptied := {optimizer for optimizer in stepped if self._empties_momentum(optimizer, density)}:
-            text += f"; momentum of {_names(emptied)} is "
-            text += f"{'paid out' if self._rule.momentum == 'pay_out' else 'set to zero'} where entries are sent"
-        unknown = {optimizer for optimizer in stepped if moments_of(optimizer) is None}
-        if unknown and self._rule.momentum != "keep" and self._reducer.method.is_sparse:
-            text += f"; {_names(unknown)} is left alone, as where it keeps momentum is not known"
-        if rescaled := {optimizer for optimizer in stepped if self._rescales(optimizer)}:
-            text += f"; updates of {_names(rescaled)} are made up to √{self._reducer.comm.size} times as large, "
-            text += "as of all ranks' batches"
-        return f"{text}."
+        method, size = self._reducer.method, self._reducer.comm.size
+        return self._rule.note({*self._optimizer_of.values()}, method.density if method.is_sparse else None, size)
 
     @torch.no_grad()
     def exchange(self, optimizer: Optimizer, ready: Callable[[Segment], None] = lambda _: None) -> None:
@@ -164,24 +167,13 @@ class Updates:
             RankFailure: another rank has failed, or is out of step.
             RuntimeError: `begin` was not called before the step.
         """
-        assert self._reducer.layout is not None
-        if optimizer not in self._begun:
-            raise RuntimeError(f"Updates.begin(optimizer) comes before {type(optimizer).__name__}.step().")
-        self._begun.remove(optimizer)
-        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        segments = [x for x in self._reducer.layout.segments if self._optimizer_of[x.names[0]] is optimizer]
+        segments, group_of = self._segments_of(optimizer)
         to_come = iter(segments)
         try:
             for segment in to_come:
                 ready(segment)
                 self._exchange_segment(segment, optimizer, group_of)
-            # A layer that was made during training may have started from other numbers on each rank. After the first
-            # exchange: that is where ranks whose parameters differ are told so.
-            new = [name for name in self._new if self._optimizer_of[name] is optimizer]
-            if new:
-                tensors = [self.parameters[name].detach() for name in new]
-                broadcast(self._reducer.comm, tensors, tensors[0].device)
-            self._new = [name for name in self._new if name not in new]
+            self._share_new(optimizer)
         except BaseException:  # some weights are updates, some are those of this rank, and some of all
             with contextlib.suppress(Exception):  # backward may have failed, too
                 for segment in to_come:
@@ -190,6 +182,36 @@ class Updates:
                 self.parameters[name].detach().copy_(self._weights[name])
             raise
         self._reducer.finish_step()
+
+    def wait(self) -> None:
+        """Wait for an exchange that goes on, on CUDA in the current stream; raise what it has raised."""
+
+    def land(self) -> None:
+        """End an exchange that goes on."""
+
+    def ends_soon(self) -> bool:
+        """Return whether an exchange that goes on ends soon, and without an error."""
+        return True
+
+    def _segments_of(self, optimizer: Optimizer) -> tuple[list[Segment], dict[int, Any]]:
+        """Return the segments of an optimizer whose step has begun, and its groups by the id of the parameter."""
+        assert self._reducer.layout is not None
+        if optimizer not in self._begun:
+            raise RuntimeError(f"Updates.begin(optimizer) comes before {type(optimizer).__name__}.step().")
+        self._begun.remove(optimizer)
+        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        return [x for x in self._reducer.layout.segments if self._optimizer_of[x.names[0]] is optimizer], group_of
+
+    def _share_new(self, optimizer: Optimizer) -> None:
+        """Make layers rank 0's that were made during training, and may have started from other numbers on each rank.
+
+        After their first exchange: that is where ranks whose parameters differ are told so.
+        """
+        new = [name for name in self._new if self._optimizer_of[name] is optimizer]
+        if new:
+            tensors = [self.parameters[name].detach() for name in new]
+            broadcast(self._reducer.comm, tensors, tensors[0].device)
+        self._new = [name for name in self._new if name not in new]
 
     def _exchange_segment(self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]) -> None:
         stepped = [self.parameters[name].detach() for name in segment.names]
@@ -201,13 +223,7 @@ class Updates:
         leaves_weights = (
             alone and reducer.method.compressor.is_exact(reducer.density) and (residual is None or not residual.any())
         )
-        rescales, empties = self._rescales(optimizer), self._empties_momentum(optimizer, reducer.density)
-        frozen = {name for name in self._frozen.intersection(segment.names) if not self.parameters[name].requires_grad}
-        moments = self._moments(segment, optimizer, group_of, frozen) if rescales or empties else None
-        rescaling = None
-        if moments and rescales:
-            before = [self._steps_before.get(name, 0) for name in segment.names]
-            rescaling = moments.rescaling(before, reducer.comm.size)
+        frozen, rescaling, payout, emptied = self._of_optimizer(segment, optimizer, group_of)
         flat, flat_weights = [[x.reshape(-1) for x in tensors] for tensors in (stepped, weights)]
         in_place = not leaves_weights and all(w.dtype == torch.float32 and w.is_contiguous() for w in stepped)
         if in_place:  # saves as much memory as the segment has, and a pass over it
@@ -216,10 +232,9 @@ class Updates:
             changes = segment.views(torch.empty(segment.numel, dtype=torch.float32, device=stepped[0].device))
         changes_(changes, flat_weights, flat, segment.bounds, rescaling)
         del flat  # copies, where weights are not contiguous
-        payout = moments.payout if moments and empties and self._rule.momentum == "pay_out" else None
         applied = reducer.reduce_segment_(segment, changes, frozen, payout)
-        if moments and empties and isinstance(applied, Entries):  # a dense segment has no second delay
-            moments.take_out(applied)
+        if emptied is not None and isinstance(applied, Entries):  # a dense segment has no second delay
+            emptied.take_out(applied)
         if leaves_weights:
             return
         self._rule.outer_step_(changes, segment, reducer.states[segment.index], frozen)
@@ -230,6 +245,27 @@ class Updates:
         if residual is not None:  # it keeps what rounding has added to the weights
             changes_(changes, [x.reshape(-1) for x in stepped], changes, segment.bounds)
             torch._foreach_add_(segment.views(residual), changes)
+
+    def _of_optimizer(
+        self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]
+    ) -> tuple[set[str], tuple[Tensor, Tensor] | None, Callable[[], Payout | None] | None, SegmentMoments | None]:
+        """Return what a segment's optimizer says about its step.
+
+        Returns:
+            The frozen parameters; the factors of `SegmentMoments.rescaling`; the payout, see `Reducer.reduce_segment_`;
+            and the moments, if they are to be emptied where entries are sent. None where nothing is to be done.
+        """
+        size, density = self._reducer.comm.size, self._reducer.density
+        rescales, empties = self._rule.rescales(optimizer, size), self._empties_momentum(optimizer, density)
+        frozen = {name for name in self._frozen.intersection(segment.names) if not self.parameters[name].requires_grad}
+        if not rescales and not empties:
+            return frozen, None, None, None
+        moments, rescaling = self._moments(segment, optimizer, group_of, frozen), None
+        if rescales:
+            before = [self._steps_before.get(name, 0) for name in segment.names]
+            rescaling = moments.rescaling(before, size)
+        pays = empties and self._rule.momentum == "pay_out"
+        return frozen, rescaling, moments.payout if pays else None, moments if empties else None
 
     def _moments(
         self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any], frozen: Collection[str]
@@ -245,28 +281,8 @@ class Updates:
         assert kind is not None
         return SegmentMoments(segment, kind, groups, states, params[0].device)
 
-    def _rescales(self, optimizer: Optimizer) -> bool:
-        """Return whether updates of one rank's batches are smaller than those of all ranks' batches would be."""
-        kind = moments_of(optimizer)
-        if kind is None or kind.second is None or not self._rule.rescale or self._reducer.comm.size == 1:
-            return False
-        # Without a first moment there is no telling signal from noise; and several steps are not one of dense training.
-        return self._rule.every == 1 and min(map(kind.beta, optimizer.param_groups)) > 0
-
     def _empties_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
-        """Return whether there is momentum whose delay adds to that of the residual."""
-        kind = moments_of(optimizer)
-        if kind is None or self._rule.momentum == "keep" or not self._reducer.method.is_sparse:
-            return False
-        beta = max(map(kind.beta, optimizer.param_groups))
-        # Entries that are sent about as often as momentum decays have no delay to make up for. After several steps
-        # there is less of it, since weights have moved by momentum meanwhile; "every 5" of `benchmarks.updates`.
-        return beta > 0 and (self._rule.momentum == "mask" or (density or 1) * self._rule.every < 1 - beta)
-
-
-def _names(optimizers: Collection[Optimizer]) -> str:
-    """Return the names of optimizers' classes, each once."""
-    return " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+        return self._rule.empties_momentum(optimizer, density if self._reducer.method.is_sparse else None)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ ALLOWED = {
     "context": {"kernels", "layout"},
     "compressors": {"layout", "context", "kernels", "options"},
     "memory": {"context", "compressors", "kernels", "options"},
-    "update_rule": {"context", "layout", "options"},
+    "update_rule": {"context", "layout", "moments", "options"},
     "framing": {"kernels"},
     "exchange": {"comm", "compressors", "context", "framing", "kernels"},
     "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels", "options"},
@@ -30,7 +30,9 @@ ALLOWED = {
     "overflow": {"comm", "exchange", "layout", "options"},
     "routing": {"aggregators", "comm", "compressors", "layout", "methods"},
     "gradients": {"compressors", "kernels", "layout"},
-    "segment_exchanges": {"aggregators", "comm", "context", "exchange"},
+    "segment_exchanges": {
+        *("aggregators", "comm", "compressors", "context", "exchange", "gradients", "memory", "observer"),
+    },
     "reducer": {
         *("observer", "options", "layout", "context", "comm", "compressors", "segment_exchanges"),
         *("exchange", "gradients", "kernels", "methods", "overflow", "routing", "state"),
@@ -49,7 +51,11 @@ ALLOWED = {
         "reducer",
         "update_rule",
     },
-    "hooks": {"_compat", "layout", "comm", "methods", "options", "parameters", "reducer", "update_rule", "updates"},
+    "delayed": {"comm", "compressors", "kernels", "layout", "reducer", "segment_exchanges", "updates"},
+    "hooks": {
+        *("_compat", "layout", "comm", "methods", "options", "parameters", "reducer", "update_rule", "updates"),
+        "delayed",
+    },
     "checkpoint": {"state"},
     "strategies": {
         "_compat",

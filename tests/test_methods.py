@@ -226,11 +226,11 @@ def test_every_option_of_every_part_is_reached_by_its_name(name):
     assert set(spec.options) - {"density"} <= set(values)
     assert method(name, **values) == made
     assert len(spec.options) == len(set(spec.options)), "no two parts share a name"
-    # Beside a method's options a strategy takes these; `density` and `every` mean the same in both.
+    # Beside a method's options a strategy takes these; those that are named last mean the same in both.
     others = {*inspect.signature(SparseDDPStrategy.__init__).parameters}
     others |= {*inspect.signature(DDPStrategy.__init__).parameters}
     others |= {*inspect.signature(DistributedDataParallel.__init__).parameters}
-    assert {*spec.options} & others <= {"density", "every"}
+    assert {*spec.options} & others <= {"density", "every", "delayed"}
 
 
 def test_constants_are_those_of_the_papers():

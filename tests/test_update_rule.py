@@ -270,7 +270,9 @@ def test_outer_momentum_is_loaded_with_another_number_of_steps():
         net = Net()
         saved = after_an_outer_step(comm, net)
         again = Reducer(
-            replace(method("diloco"), update_rule=method("diloco").update_rule.with_every(7)), comm, exchanged="update"
+            replace(method("diloco"), update_rule=method("diloco").update_rule.changed(7, False)),
+            comm,
+            exchanged="update",
         )
         again.setup(dict(net.named_parameters()))
         again.load_state_dict(saved)

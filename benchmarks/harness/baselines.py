@@ -7,6 +7,7 @@ process group.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse import Method, ProcessGroupComm, Reducer, UpdateRule, attach, attach_updates, method
+from lightning_sparse import (
+    Method,
+    ProcessGroupComm,
+    Reducer,
+    UpdateRule,
+    attach,
+    attach_updates,
+    exchange_pending,
+    method,
+)
 from lightning_sparse.aggregators import TwoLevel, TwoPass
 from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.updates import Updates
@@ -45,6 +55,7 @@ class Wrapped:
     reducer: Reducer | None = None  # of our methods
     all_reduced: Callable[[int, int], int] | None = None  # dense: bytes all-reduced, by number of parameters and steps
     every: int = 1  # steps from one exchange to the next
+    settle: Callable[[], None] = lambda: None  # ends an exchange that goes on, so that weights are equal on all ranks
 
     @property
     def counted_bytes(self) -> int:
@@ -140,7 +151,8 @@ def _naive_topk(model: nn.Module, options: Options, optimizer: Optimizer) -> Wra
 def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
     """Make a model ready for a method of ours, which exchanges updates if it has a rule for that."""
     if chosen.update_rule is not None:
-        return Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.every)
+        made = Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.every)
+        return replace(made, settle=partial(exchange_pending, optimizer)) if chosen.delayed else made
     ddp = data_parallel(model, **AS_OURS)
     reducer = attach(ddp, chosen)
     return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
@@ -168,13 +180,20 @@ def _within_backward(model: nn.Module, options: Options, optimizer: Optimizer) -
     return Wrapped(model, reducer=reducer)
 
 
-def _ours(name: str, sparse: bool = True, two_level: bool = False, updates: bool = False, **parts: Any) -> Contestant:
+def _ours(
+    name: str,
+    sparse: bool = True,
+    two_level: bool = False,
+    updates: bool = False,
+    delayed: bool = False,
+    **parts: Any,
+) -> Contestant:
     def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
         chosen = replace(method(name, density=options.density if sparse else None), **parts)
         if two_level:
             chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
         if updates:
-            chosen = replace(chosen, update_rule=replace(chosen.update_rule or UpdateRule(), every=options.every))
+            chosen = replace(chosen, update_rule=(chosen.update_rule or UpdateRule()).changed(options.every, delayed))
         return ours(chosen, model, optimizer)
 
     return Contestant(wrap, check_steps=2, sparse=sparse, updates=updates)
@@ -205,6 +224,7 @@ CONTESTANTS = {
     "topk_two_level": _ours("topk", two_level=True),
     "int4": _ours("int4", sparse=False),
     **{f"{name} updates": _ours(name, updates=True) for name in ("topk", "gaussiank")},
+    "topk updates, delayed": _ours("topk", updates=True, delayed=True),
     "topk updates within backward": Contestant(_within_backward, check_steps=2, sparse=True, updates=True),
     "two_pass updates": _ours("topk", updates=True, aggregator=TwoPass(second=3)),
     **{name: _ours(name, sparse=False, updates=True) for name in ("local_sgd", "diloco", "sparseloco")},

@@ -25,6 +25,7 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from examples.data.text import StandardLibrary
 from lightning_sparse import Comm, Method, NonFiniteGradient, Reducer, simulate
+from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.updates import Updates
 
 ROUNDS, TIMED_STEPS = 5, 8
@@ -89,6 +90,7 @@ class Trainee:
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Return mean loss and share of right answers over the held-out examples, the same on all ranks."""
+        self.wrapped.settle()
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         x, y = (part[self.evaluated] for part in self.data.held_out)
@@ -124,7 +126,7 @@ class Trainee:
 
 
 def attach_thread(
-    model: nn.Module, optimizer: Optimizer, method: Method, comm: Comm, *, seed: int = 0, updates: Any = Updates
+    model: nn.Module, optimizer: Optimizer, method: Method, comm: Comm, *, seed: int = 0, updates: Any = None
 ) -> Wrapped:
     """Exchange gradients, or updates, in an optimizer's steps: `attach` and `attach_updates` for ranks as threads."""
     reducer = Reducer(method, comm, seed=seed, exchanged="update" if method.update_rule else "gradient")
@@ -132,9 +134,12 @@ def attach_thread(
     if method.update_rule is None:
         before(lambda *_: reducer.reduce_({name: x.grad for name, x in model.named_parameters()}))  # type: ignore[misc]
     else:
+        updates = updates or (DelayedUpdates if method.delayed else Updates)
         exchanged, started, ended = updates(reducer, model, [optimizer]), itertools.count(), itertools.count(1)
         before(lambda *_: None if next(started) % method.every else exchanged.begin(optimizer))
         after(lambda *_: None if next(ended) % method.every else exchanged.exchange(optimizer))
+        if method.delayed:
+            return Wrapped(model, reducer=reducer, settle=exchanged.land)
     return Wrapped(model, reducer=reducer)
 
 
@@ -168,6 +173,7 @@ def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> Non
         sent = max(gather(trainee.sent_bytes - sent_before)) / TIMED_STEPS
         write(out, number=number, columns=columns, every=every, sent_bytes=sent, **found)
     for _, _, trainee in contestants:  # the last step of 3 + ROUNDS · (1 + TIMED_STEPS) has exchanged
+        trainee.wrapped.settle()
         check_weights(trainee.model)
 
 

@@ -151,7 +151,7 @@ class StepCallback(Callback, abc.ABC):
     def _report_observed(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         watch, started = self._timed_observer, time.perf_counter()
         assert watch is not None
-        # Backward has waited for the communication thread, which calls observers.
+        trainer.strategy.wait_for_exchange()  # in whose thread observers are called
         self._detach(trainer.strategy.reducer)
         if watch.observer is None:
             return  # no backward pass, or a skipped step

@@ -107,6 +107,7 @@ class Session:
         reducer: compresses and exchanges; its state is what a checkpoint needs.
         comm: the reducer's wire.
         stream: on CUDA the stream to exchange in.
+        device: where the parameters are.
 
     Raises:
         ValueError: a timeout that is no length of time; other options are the reducer's.
@@ -127,7 +128,7 @@ class Session:
     ) -> None:
         self._pid = os.getpid()
         self._parent = group
-        self._device = device
+        self.device = device
         self._closed = self._freed = False
         # High priority: otherwise each short kernel waits until all blocks of a running backward kernel are scheduled.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -157,7 +158,7 @@ class Session:
 
         def connect() -> dist.ProcessGroup:
             if self.stream is not None:
-                torch.cuda.set_device(self._device)
+                torch.cuda.set_device(self.device)
             return new_named_group(self._parent, name, timeout)
 
         def raise_if_peer_failed() -> None:
@@ -190,7 +191,7 @@ class Session:
                 self._rehearse(params)
             else:
                 # Residuals were allocated in the current stream and may be read there: order both streams around this.
-                current = torch.cuda.current_stream(self._device)
+                current = torch.cuda.current_stream(self.device)
                 self.stream.wait_stream(current)
                 with torch.cuda.stream(self.stream):
                     self._rehearse(params)
@@ -274,7 +275,7 @@ class Session:
             failed: whether training has failed here.
         """
         error = None
-        if not failed and not (failed := not _done_in_time(done)):
+        if not failed and not (failed := not done_in_time(done)):
             try:
                 self.reducer.raise_deferred()
             except Exception as found:  # no step follows that would raise it
@@ -286,7 +287,7 @@ class Session:
     @property
     def over_nccl(self) -> bool:
         """Whether collectives are kernels on the device, which wait there for other ranks."""
-        return self.stream is not None and backend_name(self.comm.group, self._device) == "nccl"
+        return self.stream is not None and backend_name(self.comm.group, self.device) == "nccl"
 
     def free_device(self) -> None:
         """End collectives that wait on the device for ranks that do not come, as NCCL's do until a timeout."""
@@ -296,7 +297,8 @@ class Session:
                 self.comm.group.abort()
 
 
-def _done_in_time(done: Callable[[], bool]) -> bool:
+def done_in_time(done: Callable[[], bool]) -> bool:
+    """Wait for the device, `JOIN_SECONDS` at most; return whether it is done."""
     deadline = time.monotonic() + JOIN_SECONDS
     try:
         while not done():

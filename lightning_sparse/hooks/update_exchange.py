@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import register_first, step_depth, step_hooks
-from lightning_sparse.comm.peers import Responder
+from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.hooks.closure import begin_step
+from lightning_sparse.hooks.device_watch import DeviceWatch
 from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.methods import Method
 from lightning_sparse.parameters import exchanged_parameters, others_settings
-from lightning_sparse.reducer import error_message
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates, broadcast
 
@@ -44,6 +44,7 @@ class UpdateExchange:
         optimizers: the optimizers; each parameter belongs to one of them at most.
         method: the compression method.
         every: number of steps of an optimizer before each exchange; None keeps the method's own.
+        delayed: whether an exchange ends with the next one, see `UpdateRule`.
         broadcast_buffers: whether buffers become rank 0's, now and after each exchange, as DistributedDataParallel
             does it.
         forward_sync_buffers: unless None, buffers become rank 0's now, and this says whether after each exchange too.
@@ -54,8 +55,8 @@ class UpdateExchange:
     Attributes:
         reducer: compresses and exchanges.
         comm: the reducer's wire.
-        is_consistent: whether no step is under way, so that residuals and weights belong together.
         note: what the summary of a run says about it.
+        updates: what is exchanged.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class UpdateExchange:
         method: Method,
         *,
         every: int | None = None,
+        delayed: bool = False,
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         group: dist.ProcessGroup | None = None,
@@ -72,8 +74,8 @@ class UpdateExchange:
         **options: Any,
     ) -> None:
         with told_to_others(group):
-            rule = (method.update_rule or UpdateRule()).with_every(every)
-        method = replace(method, update_rule=rule)
+            rule = (method.update_rule or UpdateRule()).changed(every, delayed)
+            method = replace(method, update_rule=rule)
         self.optimizers, self._every = optimizers, rule.every
         self._steps = [0] * len(optimizers)
         equal_at_start = broadcast_buffers or forward_sync_buffers is not None
@@ -102,47 +104,50 @@ class UpdateExchange:
         self._all += model.buffers() if equal_at_start else []
         try:
             self._become_rank_0s(self._all)
-            self._updates = Updates(self.reducer, model, optimizers)
+            make = partial(DelayedUpdates, stream=self._session.stream) if rule.delayed else Updates
+            self.updates = make(self.reducer, model, optimizers)
         except BaseException as error:  # such as too little memory for a copy of the weights
             self._session.fail(error)
             self._session.close(pending=self._session.over_nccl)
             raise
-        self.note = self._updates.note
+        self.note = self.updates.note
         self._hooks = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
             *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights
         ]
         wrap("step", self._scaled_step)
         self._others = OtherSteps(optimizers, model)
-        others = {name: param for name, param in model.named_parameters() if not self._updates.has(param)}
-        self._by_hand = ChangesByHand(others, self._updates.has)
+        others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
+        self._by_hand = ChangesByHand(others, self.updates.has)
         self._within: WithinBackward | None = None
-        self._stepped, self.is_consistent = False, True
-        self._error: BaseException | None = None
-        self._done: Callable[[], bool] = nothing_to_wait_for  # whether the device waits for no other rank any more
-        self._seen_done = self._done
-        self._responder = Responder(self._watch)
+        self._stepped = self._under_way = False
+        self._watch = DeviceWatch(self._session)
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether no step is under way, and no exchange, so that residuals and weights belong together."""
+        return not self._under_way and not self.updates.in_flight and self._watch.error is None
 
     def begin(self) -> None:
         """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
         self._become_rank_0s(self._all)
         for optimizer in self.optimizers:
-            self._updates.begin(optimizer)
+            self.updates.begin(optimizer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if step_depth(optimizer) > 1:  # `step` of a class from which the optimizer's derives
             return None
-        begin, changed = partial(self._begin_step, optimizer), partial(self._updates.changed, optimizer)
+        begin, changed = partial(self._begin_step, optimizer), partial(self.updates.changed, optimizer)
         return begin_step(optimizer, args, kwargs, begin, changed)
 
     def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
         if self._within is not None and self._within.begun:
             return
         if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
-            self._updates.begin(optimizer, unless)
+            self.updates.begin(optimizer, unless)
         else:
-            self._updates.adopt()
+            self.updates.adopt()
 
     def within_backward(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure of a step; the exchange goes on while backward does, as far as `WithinBackward` can.
@@ -151,9 +156,9 @@ class UpdateExchange:
             optimizer: of torch, the only one, with an exchange after each step; its step gets the closure.
             closure: forward and backward; after it nobody looks at the gradients before the step or changes them.
         """
-        parts = self._updates, self.reducer, optimizer, self._prepare_exchange, self._session.stream
+        parts = self.updates, self.reducer, optimizer, self._prepare_exchange, self._session.stream
         self._within = self._within or WithinBackward(*parts)
-        return partial(self._within.evaluate, closure, self._fail)
+        return partial(self._within.evaluate, closure, self._watch.fail)
 
     def before_backward(self) -> None:
         """Called right before backward: a training step may have backward passes of its own before."""
@@ -182,7 +187,7 @@ class UpdateExchange:
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if step_depth(optimizer) > 1:
             return
-        self._stepped, self.is_consistent = True, False  # until the exchange, weights differ among ranks
+        self._stepped = self._under_way = True  # until the exchange, weights differ among ranks
         self._count(optimizer)
 
     def _count(self, optimizer: Optimizer) -> None:
@@ -193,12 +198,12 @@ class UpdateExchange:
 
     def adopt(self) -> None:
         """Take in parameters that optimizers were given since the last step."""
-        self._updates.adopt()
+        self.updates.adopt()
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are steps whose exchange is still to come, so that weights differ among ranks."""
-        return any(steps % self._every for steps in self._steps)
+        """Whether there are steps whose exchange is still to come or to end, so that weights differ among ranks."""
+        return self.updates.in_flight or any(steps % self._every for steps in self._steps)
 
     def exchange_pending(self) -> None:
         """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it."""
@@ -206,65 +211,47 @@ class UpdateExchange:
             if self._steps[index] % self._every:
                 self._steps[index] = 0
                 self._exchange(optimizer)
+        if self.updates.in_flight:
+            self._during(self.updates.land)
+
+    def end_if_soon(self) -> None:
+        """End an exchange that goes on, if that needs no other rank: training has failed, perhaps on this one alone."""
+        if self.updates.in_flight and self.updates.ends_soon() and self._watch.ends_soon():
+            self.updates.land()
 
     def _become_rank_0s(self, tensors: Sequence[Tensor]) -> None:
         broadcast(self.comm, tensors, self._device)
 
     def weights_before_step(self) -> Mapping[int, Tensor]:
         """Return the weights before a step that is under way, by the id of the parameter; nothing between steps."""
-        return {} if self.is_consistent or self._within is None else self._updates.weights
+        under_way = self._within is not None or self.updates.in_flight
+        return self.updates.weights if under_way and not self.is_consistent else {}
 
     def _prepare_exchange(self) -> None:
-        if self._error is not None:
-            raise self._error
-        self.is_consistent = False
-        if self._session.over_nccl:
-            self._done = launching
+        self._under_way = True
+        self._watch.launching()
 
     def _exchange(self, optimizer: Optimizer) -> None:
+        within = self._within if self._within is not None and self._within.begun else None
+        self._during(within.finish if within else partial(self.updates.exchange, optimizer))
+
+    def _during(self, exchange: Callable[[], None]) -> None:
+        """Call what exchanges; note whether it has failed, and for how long training has waited."""
         self._prepare_exchange()
         self._by_hand.look()
         started = time.perf_counter()
         try:
-            if self._within is not None and self._within.begun:
-                self._within.finish()
-            else:
-                self._updates.exchange(optimizer)
-            if (model := self._model()) is not None:
+            exchange()
+            if not self.updates.in_flight and (model := self._model()) is not None:
                 self._become_rank_0s(list(model.buffers()))
         except Exception as error:
-            if self._error is not None:  # `_watch` has freed the device, and knows why
-                raise self._error from error
-            self._fail(error)
+            if self._watch.error is not None:  # it has freed the device, and knows why
+                raise self._watch.error from error
+            self._watch.fail(error)
             raise
-        if self._session.over_nccl:
-            self._done = torch.cuda.current_stream(self._device).record_event().query
+        self._watch.launched(self._session.stream if self.updates.in_flight else None)
         self.reducer.seconds["exposed"] += time.perf_counter() - started  # what does not hide behind backward
-        self.is_consistent = self._error is None
-
-    def _watch(self) -> None:
-        """Reply to failed ranks; and if this rank's device waits for one, free the device. Called every POLL.
-
-        The training thread may itself be waiting for the device.
-        """
-        self.comm.respond()
-        done = self._done
-        # Querying an event invalidates a CUDA graph that another thread captures: no query once our work is done.
-        if done is self._seen_done or self._error is not None:
-            return
-        try:
-            if done():
-                self._seen_done = done
-            else:
-                self.comm.raise_if_peer_failed()
-        except Exception as error:  # raised again in the next exchange
-            self._fail(error)
-            log.error(error_message(error, self.comm, self.reducer.step))
-
-    def _fail(self, error: BaseException) -> None:
-        self._error, self.is_consistent = error, False
-        self._session.fail(error)
-        self._session.free_device()
+        self._under_way = False
 
     def drain(self) -> bool:
         """Return whether the residuals belong to the weights."""
@@ -280,21 +267,10 @@ class UpdateExchange:
             hook.remove()
         unwrap("step", self._scaled_step)
         self._others.close()
-        self._responder.end()
+        self._watch.end()
         self._session.mark_done()
-        ended = self._within is None or self._within.close()
-        error = self._session.finish(self._done, failed=self._error is not None or not ended)
-        self._error = self._error or error
-
-
-def nothing_to_wait_for() -> bool:
-    """Return True."""
-    return True
-
-
-def launching() -> bool:
-    """Return False."""
-    return False
+        ended = self.updates.ends_soon() and (self._within is None or self._within.close())
+        self._watch.close(failed=not ended)
 
 
 def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:

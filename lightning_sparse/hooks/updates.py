@@ -40,6 +40,7 @@ def attach_updates(
     granularity: Granularity = "bucket",
     bucket_cap_mb: float = 25,
     every: int | None = None,
+    delayed: bool = False,
     seed: int = 0,
     warmup: Sequence[float] = (),
     warmup_steps: int | None = None,
@@ -60,6 +61,8 @@ def attach_updates(
         bucket_cap_mb: size of a "bucket" in MiB.
         every: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most. With more
             than one, call `exchange_pending` before weights are evaluated or saved, and at the end.
+        delayed: whether the next step goes on during an exchange, for links of high latency, see `UpdateRule`. Call
+            `exchange_pending` in the same places; nothing but optimizers may change weights then.
         seed: of all random choices; equal on all ranks.
         warmup: densities to use in turn before `density`, `warmup_steps` exchanges each.
         warmup_steps: number of exchanges for each density of `warmup`.
@@ -98,6 +101,7 @@ def attach_updates(
         optimizers,
         method,
         every=every,
+        delayed=delayed,
         timeout=timeout,
         granularity=granularity,
         bucket_cap_mb=bucket_cap_mb,
@@ -113,7 +117,7 @@ def attach_updates(
 
 
 def exchange_pending(optimizer: Optimizer) -> None:
-    """Exchange what an optimizer with `attach_updates(every=...)` has changed since its last exchange.
+    """Exchange what an optimizer of `attach_updates` has changed since its last exchange, or end one that goes on.
 
     Then weights are equal on all ranks: before they are evaluated or saved, and at the end. All ranks call it; nothing
     happens where nothing is pending.

@@ -80,6 +80,8 @@ class SparseDDP(UpdateOrGradientExchange):
             gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,
             such as AdamW.
         every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
+        delayed: whether the next step goes on during an exchange of updates, for links of high latency: a rank's
+            weights change by what it has sent itself, until the mean is there.
         overlap: whether updates are exchanged while backward goes on, where nothing needs all gradients before a step.
         gradient_as_bucket_view: of torch's DistributedDataParallel. Without it DDP copies every bucket into the
             gradients after backward, where nothing overlaps with the copy.
@@ -103,6 +105,7 @@ class SparseDDP(UpdateOrGradientExchange):
         two_level: bool = False,
         exchange: Literal["auto", "gradient", "update"] = "auto",
         every: int | None = None,
+        delayed: bool = False,
         overlap: bool = True,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -149,8 +152,14 @@ class SparseDDP(UpdateOrGradientExchange):
                 f"every={every!r} with exchange='gradient': gradients are exchanged in every step. Set "
                 f"exchange='update' to let each rank take {every} steps before each exchange."
             )
-        if self._every is not None:
-            (self._method.update_rule or UpdateRule()).with_every(self._every)  # raises where they do not go together
+        self._delayed = check("delayed", delayed)
+        if delayed and exchange == "gradient":
+            raise ValueError(
+                "delayed=True with exchange='gradient': every step waits for its gradients. Set exchange='update', and "
+                "the next step goes on while ranks exchange."
+            )
+        if self._every is not None or delayed:  # raises where they do not go together
+            replace(self._method, update_rule=(self._method.update_rule or UpdateRule()).changed(self._every, delayed))
         if self._choice()[0] == "update":  # whatever the optimizers, of which there are none yet
             check_updates(self._method, self.optimizers)
         self._exchange: CommThread | UpdateExchange | None = None
@@ -222,6 +231,8 @@ class SparseDDP(UpdateOrGradientExchange):
             return "update", "the method"
         if (self._every or 1) > 1:
             return "update", f"every={self._every}"
+        if self._delayed:
+            return "update", "delayed=True"
         if not self._method.is_sparse:
             return "gradient", "the method"
         adaptive = next(filter(is_adaptive, self.optimizers), None)

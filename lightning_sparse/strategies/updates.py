@@ -26,6 +26,7 @@ class UpdateOrGradientExchange(GradientExchange):
     """Exchanges either updates, with a model that is not wrapped, or gradients, through DistributedDataParallel."""
 
     _every: int | None
+    _delayed: bool
     _update_method: Method
     _first_callback: Any = None
     _overlaps: bool
@@ -46,6 +47,7 @@ class UpdateOrGradientExchange(GradientExchange):
             self.optimizers,
             self._update_method,
             every=self._every,
+            delayed=self._delayed,
             # None, torch's own default, is True; from a configuration file all defaults come by name.
             broadcast_buffers=ddp.get("broadcast_buffers") is not False,
             forward_sync_buffers=ddp.get("forward_sync_buffers"),
@@ -55,6 +57,8 @@ class UpdateOrGradientExchange(GradientExchange):
         )
         self._obstacle = self._find_obstacle(self._exchange)
         when = f"after backward: {self._obstacle}" if self._obstacle else "within backward"
+        if self._exchange.reducer.method.delayed:
+            when = "while the next step goes on"
         self._exchange.note += f" They are exchanged {when}."
 
     def _find_obstacle(self, exchange: UpdateExchange) -> str:
@@ -69,6 +73,7 @@ class UpdateOrGradientExchange(GradientExchange):
         obstacles = [
             (not self._overlaps, "overlap=False"),
             (exchange.reducer.method.every > 1, "there are several steps before"),
+            (exchange.reducer.method.delayed, "delayed=True"),
             (not module.automatic_optimization, "optimization is manual"),
             (self._lightnings_scaler is not None, "the gradient scaler looks at all gradients"),
             (trainer.gradient_clip_val, "gradient_clip_val needs all gradients"),
@@ -93,7 +98,8 @@ class UpdateOrGradientExchange(GradientExchange):
 
     def _exchange_before_callbacks(self, trainer: Any) -> None:
         """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last."""
-        if self.reducer.method.every > 1 and self._first_callback not in trainer.callbacks:
+        method = self.reducer.method
+        if (method.every > 1 or method.delayed) and self._first_callback not in trainer.callbacks:
             self._first_callback = import_module(self._namespace).Callback()
             self._first_callback.on_validation_start = lambda *_: self._exchange_pending()
             self._first_callback.on_train_end = lambda *_: self._exchange_pending()
@@ -107,12 +113,14 @@ class UpdateOrGradientExchange(GradientExchange):
             return
         for callback in trainer.callbacks:
             if _averages(callback, step_idx=trainer.global_step - 1):
-                every = self.reducer.method.every
+                method = self.reducer.method
+                option, remedy = f"every={method.every}", "or only steps with an exchange; or set every=1"
+                if method.delayed:
+                    option, remedy = "delayed=True", "or leave delayed out"
                 raise self._failed(
                     f"{type(callback).__name__} averages the weights after step {trainer.global_step}, but with "
-                    f"every={every} they are each rank's own until the next exchange, so averages would differ among "
-                    f"ranks. Let its should_update take the ends of epochs, or only steps with an exchange; or set "
-                    f"every=1."
+                    f"{option} they are each rank's own until the next exchange, so averages would differ among ranks. "
+                    f"Let its should_update take the ends of epochs, {remedy}."
                 )
 
     def _exchange_for_averages(self, trainer: Any) -> None:
@@ -131,6 +139,12 @@ class UpdateOrGradientExchange(GradientExchange):
             self._update_exchange.adopt()  # what callbacks such as BaseFinetuning gave the optimizers as fit started
         super().load_optimizer_state_dict(checkpoint)
 
+    def wait_for_exchange(self) -> None:
+        """Wait for an exchange that goes on, so that its observers have seen all of it; the next raises its errors."""
+        if self._update_exchange is not None:
+            with contextlib.suppress(Exception):
+                self._update_exchange.updates.wait()
+
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._exchange_pending()
@@ -142,7 +156,9 @@ class UpdateOrGradientExchange(GradientExchange):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         # A checkpoint has the weights of all ranks, unless one rank writes it as an error ends its training.
-        if self._update_exchange is not None and not self._may_be_alone:
+        if self._update_exchange is not None and self._may_be_alone:
+            self._update_exchange.end_if_soon()
+        elif self._update_exchange is not None:
             with contextlib.suppress(RankFailure) if self._interrupted else contextlib.nullcontext():
                 self._exchange_pending()
         state = super().lightning_module_state_dict()

@@ -500,7 +500,7 @@ def saving(
     return module.weights, run.strategy.reducer.state_dict(), states
 
 
-AVERAGING = [name for name, spec in METHODS.items() if spec.averages]
+AVERAGING = [name for name, spec in METHODS.items() if spec.aggregator.averages]
 
 
 def of_updates(name: str) -> dict[str, Any]:

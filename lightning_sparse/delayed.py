@@ -1,0 +1,242 @@
+"""Exchange of updates that goes on while ranks take their next step: no rank waits for a message.
+
+With x the weights that all ranks agree on, and c what a rank has sent last, the rank goes on from y = x − c at once:
+what it has sent itself stands for the mean of all ranks until that is there. At its next exchange, with w what its
+optimizer has made of y,
+
+    u = e + (y − w);  x ← x − mean of the c sent last;  c ← what is sent of u, e ← u − c;  y ← x − c
+
+So x is equal on all ranks, and nothing is lost; each gradient is taken where the other ranks' last updates are missing.
+The idea is that of DaSGD (Zhou et al. 2020, arXiv 2006.00441) and of eager updates (Kale et al. 2025, arXiv
+2502.12996), for sparse updates with error feedback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse.comm.peers import JOIN_SECONDS
+from lightning_sparse.comm.store import in_thread
+from lightning_sparse.compressors.base import Entries, Update
+from lightning_sparse.kernels.changes import changes_
+from lightning_sparse.layout import Segment
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.segment_exchanges import Begun
+from lightning_sparse.updates import Updates
+
+
+class _Flight(NamedTuple):
+    """A segment whose exchange goes on.
+
+    Attributes:
+        segment: what is exchanged.
+        mean: 1-D fp32; holds the mean of all ranks in the end.
+        places: where y differs from x: int64 indices, perhaps padded with the segment's length; None is everywhere.
+        x: its values there.
+        frozen: the parameters that are frozen.
+    """
+
+    segment: Segment
+    mean: Tensor
+    places: Tensor | None
+    x: Tensor
+    frozen: Collection[str]
+
+
+class DelayedUpdates(Updates):
+    """`Updates` whose exchanges end with the next one, or with `land`.
+
+    In between weights are each rank's own, and only optimizers may change them. On the CPU a thread exchanges. On CUDA
+    the training thread launches all of it, in a stream of its own, so that collectives have one order.
+
+    Args:
+        reducer, model, optimizers: as in `Updates`.
+        stream: on CUDA the stream to exchange in.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        super().__init__(reducer, model, optimizers)
+        self._stream = stream
+        self._flights: dict[int, _Flight] = {}  # by segment
+        self._exchange: Future[None] | None = None
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Make the weights of each segment one tensor, with one element more, for the places of padding."""
+        self._flat, self._layout = list[Tensor](), self._reducer.layout
+        assert self._layout is not None
+        for segment in self._layout.segments:
+            parts = [self._weights[name].reshape(-1) for name in segment.names]
+            self._flat.append(torch.cat([*parts, parts[0].new_zeros(1)]))
+            views = segment.views(self._flat[-1][:-1])
+            self._weights |= {
+                name: view.view(shape) for name, view, shape in zip(segment.names, views, segment.shapes, strict=True)
+            }
+
+    @property
+    def in_flight(self) -> bool:  # type: ignore[override]
+        return bool(self._flights)
+
+    @property
+    def weights(self) -> Mapping[int, Tensor]:
+        agreed = dict(super().weights)
+        for index, (segment, _, places, x, _) in self._flights.items():
+            flat = self._flat[index].clone()
+            flat[places if places is not None else slice(-1)] = x
+            for name, view, shape in zip(segment.names, segment.views(flat[:-1]), segment.shapes, strict=True):
+                agreed[id(self.parameters[name])] = view.view(shape)
+        return agreed
+
+    def _take_weights(self, names: Sequence[str], unless: Tensor | None) -> None:
+        if not self._flights:
+            super()._take_weights(names, unless)
+
+    def adopt(self) -> None:
+        if self._is_given_others:
+            self.land()
+        super().adopt()
+        if self._layout is not self._reducer.layout:
+            self._lay_out()
+
+    @torch.no_grad()
+    def exchange(self, optimizer: Optimizer, ready: Callable[[Segment], None] = lambda _: None) -> None:
+        """Begin to exchange what an optimizer has changed since `begin`, and end the exchange before.
+
+        If either fails, weights are those that all ranks have agreed on last.
+
+        Raises:
+            NonFiniteGradient, RankFailure: see `Updates.exchange`; those of an exchange come with the next one.
+        """
+        segments, group_of = self._segments_of(optimizer)
+        try:
+            self.wait()
+            own = {segment.index for segment in segments}
+            for flight in [each for index, each in self._flights.items() if index not in own]:  # another optimizer's
+                self._land(flight)
+                self._write(flight.segment)
+            begun = []
+            for segment in segments:
+                ready(segment)
+                begun.append(self._begin(segment, optimizer, group_of))
+            self._start(begun)
+        except BaseException:
+            self._give_back()
+            raise
+        self._reducer.finish_step()
+        if self._new:
+            self.land()  # not while another thread exchanges
+            self._share_new(optimizer)
+
+    def _begin(self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]) -> Begun:
+        """Change weights by the mean that is there, choose what to send, and go on as if it were the next mean."""
+        flat, params = self._flat[segment.index], [self.parameters[name].detach() for name in segment.names]
+        frozen, rescaling, payout, emptied = self._of_optimizer(segment, optimizer, group_of)
+        mean = torch.empty(segment.numel, dtype=torch.float32, device=flat.device)
+        changes, y = segment.views(mean), segment.views(flat[:-1])
+        changes_(changes, y, [param.reshape(-1) for param in params], segment.bounds, rescaling)
+        if segment.index in self._flights:
+            self._land(self._flights[segment.index])
+        begun = self._reducer.begin_segment(segment, changes, frozen, payout)
+        begun.exchange.ahead = payload, sent = begun.exchange.compress(begun.u, begun.compressor)
+        if self._stream is not None:
+            for tensor in (mean, begun.u, *payload, *(sent if isinstance(sent, Entries) else (sent,))):
+                tensor.record_stream(self._stream)
+        if emptied is not None and isinstance(sent, Entries):
+            emptied.take_out(sent)
+        self._flights[segment.index] = _Flight(segment, mean, *_step_ahead_(flat, sent), frozen)
+        self._write(segment)
+        return begun
+
+    def _start(self, begun: Sequence[Begun]) -> None:
+        threads = torch.get_num_threads()
+
+        def finish() -> None:
+            torch.set_num_threads(threads)  # OpenMP keeps this number per thread
+            for each in begun:
+                self._reducer.finish_segment_(each)
+
+        if self._stream is None:
+            self._exchange = in_thread(finish, "lightning_sparse")
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                finish()
+
+    def wait(self) -> None:
+        if self._exchange is not None:
+            self._exchange.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def ends_soon(self) -> bool:
+        if self._exchange is None:
+            return True
+        return not wait([self._exchange], JOIN_SECONDS).not_done and self._exchange.exception() is None
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """End the exchange that goes on, if any: weights are equal on all ranks. Needs no other rank to call it."""
+        try:
+            self.wait()
+        except BaseException:
+            self._give_back()
+            raise
+        for flight in [*self._flights.values()]:
+            self._land(flight)
+            self._write(flight.segment)
+
+    def _land(self, flight: _Flight) -> None:
+        """Change the weights of a segment by the mean, from those that all ranks agreed on before."""
+        segment, mean, _, _, frozen = flight
+        state = self._reducer.states[segment.index]
+        self._step_back(flight)
+        del self._flights[segment.index]
+        self._rule.outer_step_(segment.views(mean), segment, state, frozen)
+        flat = self._flat[segment.index][:-1]
+        exact = torch.sub(flat.float(), mean, out=mean)
+        flat.copy_(exact)
+        if flat.dtype != torch.float32 and (residual := state.get("residual")) is not None:
+            residual.add_(torch.sub(flat.float(), exact, out=exact))  # it keeps what rounding has added to the weights
+
+    def _step_back(self, flight: _Flight) -> None:
+        flat, places = self._flat[flight.segment.index], flight.places
+        flat[places if places is not None else slice(-1)] = flight.x
+
+    def _give_back(self) -> None:
+        """Give the model the weights that all ranks have agreed on last, as training has failed."""
+        for flight in self._flights.values():
+            self._step_back(flight)
+        self._flights.clear()
+        assert self._layout is not None
+        for segment in self._layout.segments:
+            with contextlib.suppress(RuntimeError):  # CUDA may be broken
+                self._write(segment)
+
+    def _write(self, segment: Segment) -> None:
+        params = [self.parameters[name].detach() for name in segment.names]
+        torch._foreach_copy_(params, [self._weights[name] for name in segment.names])
+
+
+def _step_ahead_(flat: Tensor, sent: Update) -> tuple[Tensor | None, Tensor]:
+    """Subtract what is sent from weights with one element of padding; return at which places, and what was there."""
+    if isinstance(sent, Entries):
+        places = sent.indices
+        x = flat[places]
+        flat[places] = (x.float() - sent.values).to(flat.dtype)
+        return places, x
+    x = flat[:-1].clone()
+    flat[:-1].copy_(x.float() - sent)
+    return None, x
