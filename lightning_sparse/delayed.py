@@ -14,7 +14,7 @@ The idea is that of DaSGD (Zhou et al. 2020, arXiv 2006.00441) and of eager upda
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -40,14 +40,12 @@ class _Flight(NamedTuple):
         mean: 1-D fp32; holds the mean of all ranks in the end.
         places: where y differs from x: int64 indices, perhaps padded with the segment's length; None is everywhere.
         x: its values there.
-        frozen: the parameters that are frozen.
     """
 
     segment: Segment
     mean: Tensor
     places: Tensor | None
     x: Tensor
-    frozen: Collection[str]
 
 
 class DelayedUpdates(Updates):
@@ -93,7 +91,7 @@ class DelayedUpdates(Updates):
     @property
     def weights(self) -> Mapping[int, Tensor]:
         agreed = dict(super().weights)
-        for index, (segment, _, places, x, _) in self._flights.items():
+        for index, (segment, _, places, x) in self._flights.items():
             flat = self._flat[index].clone()
             flat[places if places is not None else slice(-1)] = x
             for name, view, shape in zip(segment.names, segment.views(flat[:-1]), segment.shapes, strict=True):
@@ -156,7 +154,8 @@ class DelayedUpdates(Updates):
                 tensor.record_stream(self._stream)
         if emptied is not None and isinstance(sent, Entries):
             emptied.take_out(sent)
-        self._flights[segment.index] = _Flight(segment, mean, *_step_ahead_(flat, sent), frozen)
+        self._flights[segment.index] = _Flight(segment, mean, *_step_ahead_(flat, sent))
+        self._reducer.in_flight = True
         self._write(segment)
         return begun
 
@@ -200,15 +199,14 @@ class DelayedUpdates(Updates):
 
     def _land(self, flight: _Flight) -> None:
         """Change the weights of a segment by the mean, from those that all ranks agreed on before."""
-        segment, mean, _, _, frozen = flight
-        state = self._reducer.states[segment.index]
+        index, mean = flight.segment.index, flight.mean
         self._step_back(flight)
-        del self._flights[segment.index]
-        self._rule.outer_step_(segment.views(mean), segment, state, frozen)
-        flat = self._flat[segment.index][:-1]
+        del self._flights[index]
+        self._reducer.in_flight = self.in_flight
+        flat, residual = self._flat[index][:-1], self._reducer.states[index].get("residual")
         exact = torch.sub(flat.float(), mean, out=mean)
         flat.copy_(exact)
-        if flat.dtype != torch.float32 and (residual := state.get("residual")) is not None:
+        if flat.dtype != torch.float32 and residual is not None:
             residual.add_(torch.sub(flat.float(), exact, out=exact))  # it keeps what rounding has added to the weights
 
     def _step_back(self, flight: _Flight) -> None:
@@ -220,6 +218,7 @@ class DelayedUpdates(Updates):
         for flight in self._flights.values():
             self._step_back(flight)
         self._flights.clear()
+        self._reducer.in_flight = False
         assert self._layout is not None
         for segment in self._layout.segments:
             with contextlib.suppress(RuntimeError):  # CUDA may be broken

@@ -64,6 +64,7 @@ class Reducer:
         routing: which segments go dense, and the bytes of a step; after `setup`.
         gradient_check: loss scale, skipped steps and clipping.
         epoch: the present epoch, set from outside; it matters only for a warm-up by epochs.
+        in_flight: whether an exchange of updates goes on, so that the state cannot be saved.
         seconds: time per phase so far: "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
             exchange alone), "write", "keep"; "exposed": for how long training waited for a communication thread.
         observers: called for every segment; empty on most steps.
@@ -92,9 +93,8 @@ class Reducer:
         self.seed = check_seed(seed)
         self.granularity = granularity
         self.bucket_cap_mb = check_partition(granularity, bucket_cap_mb)
-        self.step = 0
-        self.skipped = 0
-        self.epoch = 0
+        self.step = self.skipped = self.epoch = 0
+        self.in_flight = False
         self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "keep", "exposed"), 0.0)
         self.observers: list[Observer] = []
         self.layout: Layout | None = None
@@ -262,16 +262,17 @@ class Reducer:
             version, method, rank and number of ranks.
 
         Raises:
+            RuntimeError: an exchange of updates goes on.
             NonFiniteGradient, RankFailure: see `raise_deferred`.
         """
+        if self.in_flight:
+            raise RuntimeError(
+                "Reducer.state_dict while an exchange goes on, as it does after each step with delayed=True: call "
+                "exchange_pending(optimizer) before, on all ranks, and save the weights after it."
+            )
         self.raise_deferred()
-        return {
-            "rank": self.comm.rank,
-            "size": self.comm.size,
-            "step": self.step,
-            "skipped": self.skipped,
-            **self._states.state_dict(),
-        }
+        own = self._states.state_dict()
+        return {"rank": self.comm.rank, "size": self.comm.size, "step": self.step, "skipped": self.skipped, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned on the same rank; another granularity is fine, another density, too.

@@ -39,6 +39,7 @@ class Case:
     size: int
     granularity: str
     bf16: bool
+    delayed: bool
     steps: list[Step]
 
 
@@ -61,6 +62,7 @@ cases = st.builds(
     size=st.sampled_from([1, 2, 3, 5]),
     granularity=st.sampled_from(["layer", "bucket", "model"]),
     bf16=st.booleans(),
+    delayed=st.booleans(),
     steps=st.lists(steps, min_size=1, max_size=5),
 )
 
@@ -106,6 +108,7 @@ def test_equal_on_all_ranks_and_nothing_lost(case):
             granularity=case.granularity,
             dtype=dtype,
             net=RandomNet(case),
+            delayed=case.delayed and make(case.method).aggregator.takes_all,
         )[0]
 
     first, *others = simulate(case.size, rank)

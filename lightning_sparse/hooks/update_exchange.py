@@ -214,10 +214,11 @@ class UpdateExchange:
         if self.updates.in_flight:
             self._during(self.updates.land)
 
-    def end_if_soon(self) -> None:
-        """End an exchange that goes on, if that needs no other rank: training has failed, perhaps on this one alone."""
+    def end_if_soon(self) -> bool:
+        """End an exchange that goes on, if that needs no other rank to go on; return whether none does any more."""
         if self.updates.in_flight and self.updates.ends_soon() and self._watch.ends_soon():
             self.updates.land()
+        return not self.updates.in_flight
 
     def _become_rank_0s(self, tensors: Sequence[Tensor]) -> None:
         broadcast(self.comm, tensors, self._device)
@@ -269,7 +270,7 @@ class UpdateExchange:
         self._others.close()
         self._watch.end()
         self._session.mark_done()
-        ended = self.updates.ends_soon() and (self._within is None or self._within.close())
+        ended = self.end_if_soon() and (self._within is None or self._within.close())
         self._watch.close(failed=not ended)
 
 

@@ -190,6 +190,16 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "powersgd": (AdamNet, {"method": method("powersgd", rank=2), "density": None, "exchange": "update"}, {}),
     "warm-up": (AdamNet, {"warmup": [0.5, 0.1], "warmup_steps": 2}, {}),
     "every third step": (AdamNet, {"every": 3}, {}),
+    "delayed": (AdamNet, {"delayed": True}, {}),
+    "delayed by layers": (AdamNet, {"delayed": True, "granularity": "layer"}, {}),
+    "delayed, 16-mixed": (AdamNet, {"delayed": True}, {"scaled": True}),
+    "delayed gan": (Gan, {"delayed": True}, {}),
+    "delayed, every third step": (AdamNet, {"delayed": True, "every": 3}, {}),
+    "delayed, dense": (AdamNet, {"method": "local_sgd", "density": None, "delayed": True, "every": 3}, {}),
+    "delayed, tied weights": (Tied, {"delayed": True}, {}),
+    "delayed, parameters without gradients": (Unused, {"delayed": True}, {}),
+    "delayed, compiled": (Compiled, {"delayed": True}, {}),
+    "delayed, manual optimization": (Manual, {"delayed": True}, {}),
     # As a configuration file gives what torch has by default.
     "defaults of a file": (AdamNet, {"broadcast_buffers": None, "gradient_as_bucket_view": True}, {}),
     "diloco": (AdamNet, {"method": "diloco", "density": None, "every": 3}, {}),
@@ -280,7 +290,11 @@ def test_sparse_gradients_of_torch_are_checked_like_others(option):
 
 
 @pytest.mark.parametrize(
-    "form", tiers(FORMS, ["accumulation", "16-mixed", "gan", "every third step", "defaults of a file"])
+    "form",
+    tiers(
+        FORMS,
+        ["accumulation", "16-mixed", "gan", "every third step", "defaults of a file", "delayed", "delayed gan"],
+    ),
 )
 def test_weights_and_buffers_are_equal_in_every_form(form):
     net, strategy, options = FORMS[form]
@@ -291,9 +305,13 @@ def test_weights_and_buffers_are_equal_in_every_form(form):
     # Every third of 16, and at the end what was left.
     assert first["steps"] == {
         "accumulation": 8,
-        "gan": 32,
+        **dict.fromkeys(["gan", "delayed gan"], 32),
         **dict.fromkeys(["every third step", "diloco", "sparseloco"], 6),
+        **dict.fromkeys(["delayed, every third step", "delayed, dense"], 6),
     }.get(form, 16)
+    if strategy.get("delayed"):
+        assert "They are exchanged while the next step goes on." in first["first line"]
+        return
     # Whether an exchange waits for the end of backward makes no difference, to the last bit.
     after, _ = lightning_ranks(2, partial(fit, max_epochs=2, **options), net, {**strategy, "overlap": False})
     assert "exchanged after backward: overlap=False." in after["first line"]
@@ -420,6 +438,36 @@ def test_what_is_saved_in_the_middle_of_a_step_has_the_weights_before_it():
         assert stepped
 
 
+class Stumbles(Net):
+    """Rank 1 fails in its fourth step."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        assert self.global_rank == 0 or index < 3, "stumbled"
+        return super().training_step(batch, index)
+
+
+class OnFailure(pl.Callback):
+    """Keeps what a checkpoint would have, where training fails."""
+
+    def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
+        self.state = trainer.strategy.lightning_module_state_dict()
+        self.consistent = trainer.strategy._exchange.is_consistent
+
+
+def test_what_is_saved_on_an_exception_during_an_exchange_has_weights_that_all_ranks_agreed_on():
+    def run(rank: int) -> Any:
+        module, kept = Stumbles(ADAMW, lr=0.01), OnFailure()
+        failed = caught(lambda: trainer(sparse(delayed=True), 2, callbacks=[kept]).fit(module, Loader(rank, 2)))
+        names = [name for name, _ in module.named_parameters()]
+        return failed, {name: kept.state[name] for name in names}, kept.consistent
+
+    (first, weights, _), (second, others, consistent) = lightning_ranks(2, run)
+    assert "stumbled" in first[1]
+    assert "stumbled" in second[1]
+    assert same(weights, others)
+    assert consistent  # on the rank that failed between two steps: the exchange before had all it needed
+
+
 class FailsInBackward(Net):
     """Rank 1 fails in its fourth backward pass, when a gradient has come already."""
 
@@ -510,13 +558,19 @@ def of_updates(name: str) -> dict[str, Any]:
     return options | ({"every": 3} if method(name).every > 1 else {})
 
 
-@pytest.mark.parametrize("name", tiers(AVERAGING, ["topk", "diloco"]))
-def test_resume_is_bit_for_bit(tmp_path, name):
+RESUMED = [(name, {}) for name in AVERAGING] + [(name, {"delayed": True}) for name in ("topk", "randk", "local_sgd")]
+
+
+@pytest.mark.parametrize(
+    ("name", "further"), tiers(RESUMED, [case for case in RESUMED if case[0] in ("topk", "diloco")])
+)
+def test_resume_is_bit_for_bit(tmp_path, name, further):
     def run(rank: int) -> bool:
-        whole = saving(rank, tmp_path, AdamNet, of_updates(name), 2)
+        options = of_updates(name) | further
+        whole = saving(rank, tmp_path, AdamNet, options, 2)
         dist.barrier()
         start = tmp_path / "step=5.ckpt"  # for diloco between two exchanges
-        return same(whole, saving(rank, tmp_path / "again", AdamNet, of_updates(name), 2, ckpt_path=start))
+        return same(whole, saving(rank, tmp_path / "again", AdamNet, options, 2, ckpt_path=start))
 
     assert lightning_ranks(2, run) == [True, True]
 
@@ -731,6 +785,12 @@ def test_plain_torch():
         ({"method": "signum", "exchange": "update", "two_level": True}, "makes no mean of what ranks send"),
         ({"method": "median", "exchange": "update"}, "makes no mean of what ranks send"),
         ({"method": "signsgd", "every": 4}, "makes no mean of what ranks send"),
+        ({"delayed": 1}, "delayed=1 must be True or False"),
+        ({"exchange": "gradient", "delayed": True}, "every step waits for its gradients. Set exchange='update'"),
+        ({"method": "gtopk", "delayed": True}, r"delayed=True with GlobalTopK\(.*\): .* take 'topk'"),
+        ({"method": "topk", "delayed": True, "two_level": True}, r"delayed=True with TwoLevel\("),
+        ({"method": "diloco", "delayed": True}, "Leave delayed out, or take a rule without an outer step"),
+        ({"method": "signsgd", "delayed": True}, r"delayed=True with MajorityVote\("),
         (
             {"method": Method(Sign(), NoMemory(), MajorityVote(), UpdateRule(every=4))},
             "makes no mean of what ranks send",
@@ -836,9 +896,10 @@ class Killed(Net):
         return super().training_step(batch, index)
 
 
-def test_a_rank_that_is_killed_is_named():
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_rank_that_is_killed_is_named(delayed):
     def run(rank: int) -> tuple[str, str, float]:
-        return caught(lambda: fit(rank, partial(Killed, ADAMW, lr=0.01), {}, 3))
+        return caught(lambda: fit(rank, partial(Killed, ADAMW, lr=0.01), {"delayed": delayed}, 3))
 
     first, killed, third = lightning_ranks(3, run)
     assert killed is None
@@ -868,19 +929,25 @@ def test_ranks_that_would_exchange_different_things_are_told_so(differ, said):
         assert seconds < SOON
 
 
-def test_callbacks_show_updates(tmp_path):
-    def run(rank: int) -> None:
-        watching = [GradientDistribution(), ContractionRatio(), CommunicationMonitor()]
-        logger = TensorBoardLogger(tmp_path, name="", version="")
-        fit(rank, AdamNet, {}, callbacks=watching, log_every_n_steps=2, logger=logger)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_callbacks_show_updates(tmp_path, delayed):
+    def run(rank: int, watch: bool = True) -> Tensor:
+        watching = [GradientDistribution(), ContractionRatio(), CommunicationMonitor()] if watch else []
+        logger = TensorBoardLogger(tmp_path, name="", version="") if watch else False
+        options = {"callbacks": watching, "log_every_n_steps": 2, "logger": logger}
+        return fit(rank, AdamNet, {"delayed": delayed}, **options)["weights"]
 
-    lightning_ranks(2, run)
+    watched, _ = lightning_ranks(2, run)
+    assert torch.equal(watched, lightning_ranks(2, partial(run, watch=False))[0])
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     tags = found.Tags()
     assert {"distribution/update g", "distribution/residual e", "distribution/u = g + e"} <= set(tags["histograms"])
     shares = [scalar.value for scalar in found.Scalars("seconds/hidden_share")]
-    assert all(share < 0.5 for share in shares), shares
+    assert delayed or all(share < 0.5 for share in shares), shares
+    assert {scalar.value for scalar in found.Scalars("communication/bytes_per_step")[1:]} == {
+        found.Scalars("communication/bytes_per_step")[0].value
+    }
     assert 0 < found.Scalars("contraction/measured")[-1].value < 1
 
 
@@ -1026,11 +1093,12 @@ class Validated(Net):
         return Loader(0, 1, 1)
 
 
-def test_callbacks_that_swap_weights_find_them_exchanged():
+@pytest.mark.parametrize("options", [{"every": 3}, {"delayed": True}], ids=str)
+def test_callbacks_that_swap_weights_find_them_exchanged(options):
     def run(rank: int) -> list[Tensor]:
         net, found = Validated(ADAMW, lr=0.01), []
         run = trainer(
-            sparse(every=3), 2, callbacks=[Swapping()], num_sanity_val_steps=0, val_check_interval=5, max_epochs=2
+            sparse(**options), 2, callbacks=[Swapping()], num_sanity_val_steps=0, val_check_interval=5, max_epochs=2
         )
         for _ in range(2):  # the second fit goes on with the same Trainer
             run.fit(net, Loader(rank, 2, 10))
@@ -1060,12 +1128,18 @@ if hasattr(pl.callbacks, "WeightAveraging"):  # since Lightning 2.6
     AVERAGES += [(WeightAveraging, True), *((partial(Averaging, n), n == 2) for n in (2, 4, None))]
 
 
-@pytest.mark.parametrize(("average", "fails"), AVERAGES)
-def test_averages_are_of_weights_that_are_equal_on_all_ranks(average, fails):
+DELAYED_AVERAGES = [(*case, {"delayed": True}) for case in AVERAGES if not isinstance(case[0], partial)]
+DELAYED_AVERAGES += [(*case, {"delayed": True}) for case in AVERAGES if case[0] == AVERAGES[1][0]]
+
+
+@pytest.mark.parametrize(
+    ("average", "fails", "options"), [*((*case, {"every": 4}) for case in AVERAGES), *DELAYED_AVERAGES]
+)
+def test_averages_are_of_weights_that_are_equal_on_all_ranks(average, fails, options):
     def run(rank: int) -> Any:
         net = AdamNet()
         net.layers[1] = nn.LayerNorm(24)  # whose averages are those of parameters alone
-        run = trainer(sparse(every=4), 2, callbacks=[average()], max_epochs=3)
+        run = trainer(sparse(**options), 2, callbacks=[average()], max_epochs=3)
         outcome = caught(lambda: run.fit(net, Loader(rank, 2, 10)))
         return outcome[1], net.weights
 
@@ -1191,11 +1265,11 @@ def test_updates_are_not_exchanged_twice():
         assert "The updates of this AdamW are exchanged already: attach_updates was called with it before" in text
 
 
-def with_pending_steps(rank: int) -> list[Tensor]:
+def with_pending_steps(rank: int, **options: Any) -> list[Tensor]:
     torch.manual_seed(rank)
     net = nn.Linear(6, 3)
     optimizer = ADAMW(net.parameters(), lr=0.1)
-    attach_updates(net, optimizer, density=0.5, every=3)
+    attach_updates(net, optimizer, density=0.5, **options)
     found = []
     for _ in range(7):
         optimizer.zero_grad()
@@ -1207,8 +1281,9 @@ def with_pending_steps(rank: int) -> list[Tensor]:
     return [*found, torch.cat([param.detach().flatten() for param in net.parameters()])]
 
 
-def test_pending_updates_are_exchanged_when_it_is_asked_for():
-    first, second = run_ranks(2, with_pending_steps)
+@pytest.mark.parametrize("options", [{"every": 3}, {"delayed": True}, {"every": 3, "delayed": True}], ids=str)
+def test_pending_updates_are_exchanged_when_it_is_asked_for(options):
+    first, second = run_ranks(2, partial(with_pending_steps, **options))
     assert not torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     assert torch.equal(first[1], first[2])

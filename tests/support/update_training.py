@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sparse import Method, Reducer, method
 from lightning_sparse.comm import Comm
+from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.layout import Layout
 from lightning_sparse.moments import SegmentMoments, moments_of
@@ -82,20 +83,24 @@ def train(
     granularity: Any = "model",
     dtype: torch.dtype = torch.float32,
     net: Net | None = None,
+    delayed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Train, and check in every step that what ranks have changed is what all apply and what they keep.
+
+    With `delayed` over all steps together, as what is sent in one is applied in the next.
 
     Returns:
         The weights, what was lost, and what rounding explains.
     """
     net = net or Net(dtype)
     optim = OPTIMIZERS[optimizer](net.parameters())
-    chosen = replace(chosen, update_rule=UpdateRule(rescale=False))  # so that the weights say what is exchanged
-    reducer = Reducer(chosen, comm, granularity=granularity, exchanged="update")
-    updates = Updates(reducer, net, [optim])
+    rule = UpdateRule(rescale=False, delayed=delayed)  # so that the weights say what is exchanged
+    reducer = Reducer(replace(chosen, update_rule=rule), comm, granularity=granularity, exchanged="update")
+    updates = (DelayedUpdates if delayed else Updates)(reducer, net, [optim])
     reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
     kind = moments_of(optim)
-    lost, bound = torch.zeros_like(weights(net)), torch.zeros_like(weights(net))
+    lost, bound, start = torch.zeros_like(weights(net)), torch.zeros_like(weights(net)), weights(net)
+    differences, largest = torch.zeros_like(start, dtype=torch.float64), 0.0
     for step in range(steps):
         before, kept = weights(net), residual(reducer)
         net.backward(comm.rank, step)
@@ -104,18 +109,22 @@ def train(
         changed = before - weights(net)
         owed = still_to_come(optim, net, kind)
         updates.exchange(optim)
+        updates.wait()
+        if delayed and step == steps - 1:
+            updates.land()
         # The mean over the ranks of (x − w) + e + (momentum to come), before, is what x moves by and what is left.
         left = residual(reducer) + still_to_come(optim, net, kind)
         difference = changed.double() + kept + owed - left
-        total = difference.clone()
-        total = sum(comm.all_gather(difference)) / comm.size
-        lost = (total - (before - weights(net))).abs()
-        largest = max(
-            part.abs().max() for part in comm.all_gather(torch.cat([before, kept, owed, changed, torch.zeros(1)]))
-        )
+        differences += difference
+        total = sum(comm.all_gather(differences if delayed else difference)) / comm.size
+        terms = comm.all_gather(torch.cat([before, kept, owed, changed, torch.zeros(1)]))
+        largest = max(largest if delayed else 0.0, *(float(part.abs().max()) for part in terms))
+        if delayed and step < steps - 1:
+            continue
+        lost = (total - ((start if delayed else before) - weights(net))).abs()
         eps = 2.0 ** (-8 if dtype == torch.bfloat16 else -23)
-        # The weights are rounded once, each rank's terms three times.
-        bound = torch.full_like(lost, float(largest) * (eps + 8 * 2.0**-23))
+        # The weights are rounded once, each rank's terms three times; with delay, in each step before, too.
+        bound = torch.full_like(lost, largest * (eps + 8 * 2.0**-23) * (2 * steps if delayed else 1))
         assert (lost <= bound).all(), (step, lost.max(), bound.max())
     return weights(net), lost, bound
 

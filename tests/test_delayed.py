@@ -1,0 +1,363 @@
+"""Exchanges that go on during the next step: equal weights, nothing lost, and what it comes to without the delay."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse import METHODS, Method, NonFiniteGradient, RankFailure, Reducer, method, simulate
+from lightning_sparse.aggregators import GlobalTopK, TwoLevel, TwoPass
+from lightning_sparse.comm import Comm
+from lightning_sparse.compressors import Identity, TopK
+from lightning_sparse.delayed import DelayedUpdates
+from lightning_sparse.memory import NoMemory
+from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates import Updates
+from tests.support.tiers import tiers
+from tests.support.training import make
+from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, residual, train, weights
+
+RULE = UpdateRule(delayed=True)
+# Those whose ranks know what goes into the result when they have compressed, and that have no outer step.
+NAMES = [name for name, spec in METHODS.items() if spec.aggregator.takes_all and name != "diloco"]
+
+
+def delayed(name: str, **options: Any) -> Method:
+    made = method(name, **options)
+    return replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, True))
+
+
+def exchanging(
+    comm: Comm, net: nn.Module, optimizers: Any, made: Method, granularity: Any = "model"
+) -> tuple[Updates, Reducer]:
+    reducer = Reducer(made, comm, granularity=granularity, exchanged="update")
+    reducer_updates = (DelayedUpdates if made.delayed else Updates)(reducer, net, optimizers)
+    reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense
+    return reducer_updates, reducer
+
+
+def test_two_ranks_by_hand():
+    """SGD at rate 1. Each rank sends one of three entries, and goes on at once by it, all of it, not half."""
+
+    def rank(comm: Comm) -> list[list[float]]:
+        net = nn.Module()
+        net.w = nn.Parameter(torch.tensor([10.0, 20.0, 30.0]))
+        optimizer = SGD(net.parameters(), 1.0)
+        updates, reducer = exchanging(comm, net, [optimizer], Method(TopK(density=0.34), update_rule=RULE))
+        seen = []
+        for gradients in ([[4.0, 1.0, 2.0], [1.0, 2.0, 8.0]], [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]):
+            net.w.grad = torch.tensor(gradients[comm.rank])
+            updates.begin(optimizer)
+            optimizer.step()
+            updates.exchange(optimizer)
+            updates.wait()
+            seen += [net.w.tolist(), reducer.states[0]["residual"].tolist()]
+        updates.land()
+        return [*seen, net.w.tolist()]
+
+    first, second = simulate(2, rank)
+    # x is [8, 20, 26] after the first exchange, and [8, 18.5, 24.5] after the second.
+    assert first == [[6, 20, 30], [0, 1, 2], [8, 20, 23], [0, 1, 0], [8, 18.5, 24.5]]
+    assert second == [[10, 20, 22], [1, 2, 0], [8, 17, 26], [1, 0, 0], [8, 18.5, 24.5]]
+
+
+CASES = [
+    (optimizer, name, size)
+    for row, optimizer in enumerate(OPTIMIZERS)
+    for column, name in enumerate(["topk", "gaussiank", "randk", "chunktopk"])
+    for size in [[1, 2, 3, 5, 8][(row + column) % 5]]
+]
+
+
+@pytest.mark.parametrize(("optimizer", "name", "size"), tiers(CASES, [case for case in CASES if case[2] in (2, 3)]))
+def test_equal_on_all_ranks_and_nothing_lost(optimizer, name, size):
+    ranks = simulate(size, lambda comm: train(comm, optimizer, make(name), delayed=True)[0])
+    assert all(torch.equal(other, ranks[0]) for other in ranks)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "bucket", "model"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype, granularity):
+    chosen = method("topk", density=0.05)
+    ranks = simulate(
+        2, lambda comm: train(comm, "momentum", chosen, granularity=granularity, dtype=dtype, delayed=True)[0]
+    )
+    assert torch.equal(*ranks)
+
+
+def trained(
+    comm: Comm, made: Method, dtype: torch.dtype, land: bool, kind: str = "adamw"
+) -> tuple[Tensor, Any, list[Tensor]]:
+    net = Net(dtype)
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    updates, reducer = exchanging(comm, net, [optimizer], made, "layer")
+    for step in range(5):
+        updates.begin(optimizer)
+        net.backward(comm.rank, step)
+        optimizer.step()
+        updates.exchange(optimizer)
+        if land or step == 4:
+            updates.land()
+    moments = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return weights(net), reducer.state_dict()["elements"], moments
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_without_the_delay_it_is_the_same_exchange_bit_for_bit(name, dtype, size):
+    options = dict(METHODS[name].traits.test_options)
+    later = delayed(name, **options)
+    now = replace(later, update_rule=replace(later.update_rule, delayed=False))
+    landed = simulate(size, lambda comm: trained(comm, later, dtype, land=True))
+    for found, expected in zip(landed, simulate(size, lambda comm: trained(comm, now, dtype, land=False)), strict=True):
+        if size > 1 or options:  # one rank that sends all of it leaves weights as its optimizer has made them
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_that_goes_on_ends_equal(name):
+    """Dense ones too, among which are those segments of sparse methods that go dense."""
+    made = delayed(name, **METHODS[name].traits.test_options)
+    ranks = [found[0] for found in simulate(3, lambda comm: trained(comm, made, torch.float32, land=False))]
+    assert all(torch.equal(ranks[0], other) for other in ranks)
+
+
+def test_everything_sent_by_one_rank_is_the_plain_optimizer_up_to_rounding():
+    (found,) = simulate(1, lambda comm: trained(comm, delayed("topk", density=1.0), torch.float32, land=False))
+    net = Net()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    for step in range(5):
+        net.backward(0, step)
+        optimizer.step()
+    # In each step x is rounded once, and so is y.
+    assert (found[0] - weights(net)).abs().max() <= 5 * 2 * 2**-23 * weights(net).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_flight_are_those_that_all_ranks_have_agreed_on(dtype):
+    def rank(comm: Comm) -> list[Tensor]:
+        net = Net(dtype)
+        optimizer = ADAMW(net.parameters(), 0.01)
+        updates, reducer = exchanging(comm, net, [optimizer], delayed("topk", density=0.1))
+        agreed, own = [weights(net)], []
+        for step in range(3):
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            updates.exchange(optimizer)
+            assert updates.in_flight
+            with pytest.raises(RuntimeError, match=r"call exchange_pending\(optimizer\) before"):
+                reducer.state_dict()
+            found = [updates.weights[id(param)] for _, param in sorted(net.named_parameters())]
+            agreed.append(torch.cat([x.float().reshape(-1) for x in found]))
+            own.append(weights(net))
+            updates.wait()
+        assert torch.equal(agreed[0], agreed[1])  # the first mean is still on its way
+        assert not torch.equal(agreed[1], own[0])
+        updates.land()
+        assert not updates.in_flight
+        reducer.state_dict()
+        return [*agreed, weights(net)]
+
+    first, *others = simulate(3, rank)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("lands", [False, True])
+def test_an_update_that_is_not_finite_is_named_and_weights_are_those_before_it(bad, lands):
+    def rank(comm: Comm) -> tuple[str, Tensor, bool]:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        updates, _ = exchanging(comm, net, [optimizer], delayed("topk", density=0.1))
+        before = weights(net)
+        for step in range(3):
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            if step == 1 and comm.rank == 1:
+                net.c.grad[0, 1, 2] = bad
+            optimizer.step()
+            try:
+                updates.exchange(optimizer)
+                if lands and step == 1:
+                    updates.land()
+            except NonFiniteGradient as error:
+                return str(error), weights(net), torch.equal(weights(net), before)
+            if step == 0:
+                updates.land()
+                before = weights(net)
+        raise AssertionError("it was not seen")
+
+    found = simulate(2, rank)
+    assert all(text.startswith("The update of 'c' is not finite on rank 1 at step 1") for text, _, _ in found)
+    assert all(given_back for _, _, given_back in found)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_rank_that_does_not_come_is_named():
+    def rank(comm: Comm) -> str:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        updates, _ = exchanging(comm, net, [optimizer], delayed("topk", density=0.1))
+        if comm.rank == 1:
+            return ""
+        updates.begin(optimizer)
+        net.backward(comm.rank, 0)
+        optimizer.step()
+        updates.exchange(optimizer)
+        with pytest.raises(RankFailure, match="waits in a collective for rank 1, which has ended") as caught:
+            updates.land()
+        assert not updates.in_flight
+        return str(caught.value)
+
+    assert simulate(2, rank)[0]
+
+
+def test_each_optimizer_ends_the_exchange_of_the_other():
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        net = Net()
+        first, second = SGD([net.a], 0.1), ADAMW([net.b, net.c], 0.01)
+        updates, _ = exchanging(comm, net, [first, second], delayed("topk", density=0.2))
+        for step in range(6):
+            optimizer = (first, second)[step % 2]
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            updates.exchange(optimizer)
+        agreed = net.a.detach().clone()
+        updates.land()
+        return agreed, weights(net)
+
+    (a, end), (other_a, other_end) = simulate(2, rank)
+    assert torch.equal(a, other_a)  # of the first optimizer, though the second's exchange goes on
+    assert torch.equal(end, other_end)
+
+
+def test_parameters_that_are_given_later_and_frozen_ones():
+    def rank(comm: Comm) -> tuple[list[Tensor], Tensor]:
+        net = Net()
+        optimizer = ADAMW([net.a, net.b], 0.01)
+        updates, _ = exchanging(comm, net, [optimizer], delayed("topk", density=0.2))
+        path = []
+        for step in range(9):
+            if step == 2:
+                net.new = nn.Parameter(torch.full((2, 3), 1.0 + comm.rank))  # becomes rank 0's
+                optimizer.add_param_group({"params": [net.c, net.new]})
+            net.a.requires_grad_(not 4 <= step < 7)
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            if 4 <= step < 7:
+                net.a.grad = None
+            optimizer.step()
+            updates.exchange(optimizer)
+            path.append(net.a.detach().clone())
+        updates.land()
+        return path, weights(net)
+
+    (path, end), (_, other) = simulate(2, rank)
+    assert torch.equal(end, other)
+    assert torch.equal(path[4], path[5])  # the mean of the step before it was frozen has come with path[4]
+    assert torch.equal(path[5], path[6])
+    assert not torch.equal(path[6], path[8])
+
+
+@pytest.mark.parametrize("name", ["topk", "local_sgd", "sparseloco"])
+def test_several_steps_before_each_exchange(name):
+    def rank(comm: Comm) -> Tensor:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        made = make(name)
+        rule = (made.update_rule or UpdateRule()).changed(3, True)
+        updates, _ = exchanging(comm, net, [optimizer], replace(made, update_rule=rule))
+        for step in range(9):
+            if step % 3 == 0:
+                updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            if step % 3 == 2:
+                updates.exchange(optimizer)
+        updates.land()
+        return weights(net)
+
+    first, *others = simulate(3, rank)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_nothing_is_left_in_the_residual_that_was_sent():
+    """After `wait` the residual is what was not sent, whatever the main thread does meanwhile."""
+
+    def rank(comm: Comm) -> float:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.5)
+        updates, reducer = exchanging(comm, net, [optimizer], delayed("topk", density=0.3))
+        before = weights(net)
+        updates.begin(optimizer)
+        net.backward(comm.rank, 0)
+        optimizer.step()
+        changed = before - weights(net)
+        updates.exchange(optimizer)
+        updates.wait()
+        sent = before - weights(net)  # by which the rank has gone on
+        return float((residual(reducer) - (changed - sent)).abs().max())
+
+    assert max(simulate(2, rank)) <= 4 * 2**-23 * 4  # weights below 4 are rounded
+
+
+@pytest.mark.parametrize("aggregator", [GlobalTopK(), TwoPass(), TwoLevel(ranks_per_node=2)])
+def test_aggregators_that_decide_later_are_refused(aggregator):
+    with pytest.raises(ValueError, match=r"delayed=True with .*take 'topk', 'gaussiank'"):
+        Method(TopK(density=0.1), aggregator=aggregator, update_rule=RULE)
+
+
+def test_an_outer_step_is_refused():
+    with pytest.raises(ValueError, match="Leave delayed out, or take a rule without an outer step"):
+        UpdateRule(every=4, outer_lr=0.7, delayed=True)
+    with pytest.raises(ValueError, match=r"UpdateRule\(delayed=.yes.\): delayed must be True or False"):
+        UpdateRule(delayed="yes")
+    assert Method(Identity(), NoMemory(), METHODS["dense"].aggregator, RULE).delayed
+
+
+def test_on_cuda_both_streams_wait_for_each_other(monkeypatch):
+    """Seen without a GPU, by stand-ins that keep a log: the training thread launches all of it, in its own order."""
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name, self.device = name, "cuda:0"
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self):
+            log.append("exchange")
+
+        def __exit__(self, *_):
+            log.append("exchanged")
+
+    callers, ours = Stream("caller"), Stream("ours")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: callers)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append("record"))
+
+    def rank(comm: Comm) -> None:
+        net = Net(shapes={"w": (30,)})
+        optimizer = SGD(net.parameters(), 0.1)
+        reducer = Reducer(delayed("topk", density=0.1), comm, exchanged="update")
+        updates = DelayedUpdates(reducer, net, [optimizer], ours)
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+        for step in range(2):
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            updates.exchange(optimizer)
+        updates.land()
+
+    simulate(1, rank)
+    payload = log.count("record") // 2
+    assert payload >= 5  # the mean, u, what is sent, and the message of indices and values
+    step = ["caller waits for ours", *["record"] * payload, "ours waits for caller", "exchange", "exchanged"]
+    assert log == [*step, *step, "caller waits for ours"]
