@@ -11,12 +11,15 @@ here; where gradients are clipped by their norm, or scaled, updates wait for its
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +30,7 @@ from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method, resolve_update_method
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 
 TIMED_ELEMENTS = 25_000_000
@@ -134,16 +138,32 @@ def measure(chosen: Method, params: int, exchanged: Exchanged = "gradient", *, a
     return Costs(element=element, entry=entry)
 
 
+class Estimate(NamedTuple):
+    """What a method, or a dense baseline, would take.
+
+    Attributes:
+        name: the method's.
+        step: its step.
+        point: its break-even bandwidth, see `break_even_bandwidth`; None for a baseline.
+        delayed: its step with `delayed=True`; None where it exchanges no updates, or cannot.
+    """
+
+    name: str
+    step: Step
+    point: float | None = None
+    delayed: Step | None = None
+
+
 def estimates(
     work: Workload, workers: int, link: Link, density: float | None, adaptive: bool
-) -> tuple[list[tuple[str, Step, float | None]], dict[str, str]]:
-    """Return (name, step, break-even bandwidth) of methods and dense baselines, fastest first, and failures.
+) -> tuple[list[Estimate], dict[str, str]]:
+    """Return what methods and dense baselines would take, fastest first, and failures.
 
     A failure is the name of a method that could not be timed here, to the reason. `adaptive`: whether the optimizer
     divides by past gradients.
     """
-    rows: list[tuple[str, Step, float | None]] = [
-        (name, step(DENSE, work, workers, link, Costs(), dense_bytes=each), None) for name, each in BASELINES.items()
+    rows = [
+        Estimate(name, step(DENSE, work, workers, link, Costs(), dense_bytes=each)) for name, each in BASELINES.items()
     ]
     timed: dict[str, Costs] = {}
     failed: dict[str, str] = {}
@@ -163,10 +183,15 @@ def estimates(
             costs = timed[kind]
             found = step(chosen, work, workers, link, costs, exchanged=what)
             point = break_even_bandwidth(chosen, work, workers, link, costs, list(BASELINES.values()), what)
-            rows.append((name, found, point))
+            later = None
+            if what == "update":
+                with contextlib.suppress(ValueError):  # it cannot be delayed
+                    rule = (chosen.update_rule or UpdateRule()).changed(None, True)
+                    later = step(replace(chosen, update_rule=rule), work, workers, link, costs)
+            rows.append(Estimate(name, found, point, later))
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
-    return sorted(rows, key=lambda row: row[1].seconds), failed
+    return sorted(rows, key=lambda row: row.step.seconds), failed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -212,13 +237,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine's CPU"
     print(f"Timing every method on {where}; for a large model that takes minutes.", file=sys.stderr, flush=True)
     rows, failed = estimates(work, args.workers, link, args.density, adaptive)
-    ddp = next(found for name, found, _ in rows if name == "ddp").seconds
+    ddp = next(row.step for row in rows if row.name == "ddp").seconds
     print(
         f"{args.params:,.0f} parameters, {args.workers} workers, {gbit(args.bandwidth)}, forward and "
         f"backward {1e3 * (work.forward + work.backward):g} ms; selection timed on {where}.\n"
     )
     print(f"{'':18}{'ms/step':>10}{'x ddp':>8}{'waiting, ms':>13}{'MB/step':>10}  pays below")
-    for name, found, point in rows:
+    for name, found, point, _ in rows:
         if point is None:
             pays = ""
         elif point == 0:
@@ -233,8 +258,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     for name, reason in failed.items():
         print(f"{name:18} cannot be timed here: {reason}")
-    best, fastest, _ = next(row for row in rows if row[0] not in cautions)
-    dense_name, dense, _ = next(row for row in rows if row[0] in BASELINES)
+    best, fastest, _, _ = next(row for row in rows if row.name not in cautions)
+    dense_name, dense, _, _ = next(row for row in rows if row.name in BASELINES)
     if best in BASELINES:
         print(f"\nDense training wins here: stay with {best}.")
     elif dense.seconds < 1.1 * fastest.seconds:
@@ -246,4 +271,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(
             f"\n{best} takes {fastest.seconds / dense.seconds:.0%} of the time of {dense_name}, the better dense way, "
             f"if it needs as many steps. Check that first."
+        )
+    delayed = [(row.delayed.seconds, row.name) for row in rows if row.delayed and row.name not in cautions]
+    if delayed and min(delayed)[0] < 0.9 * fastest.seconds:
+        seconds, name = min(delayed)
+        print(
+            f"With delayed=True {name} would take {1e3 * seconds:.1f} ms a step, as ranks go on while they exchange: see "
+            f"High latency in docs/optimizers.md."
         )

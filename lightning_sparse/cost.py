@@ -6,10 +6,10 @@
 The model: backward delivers the segments one after the other. Each is selected, sent and added up; the link carries one
 at a time and does so beside backward, while selecting and adding up take their time from backward where one device does
 both (`Costs.shared`). A message takes the link's latency, and its bytes over the bandwidth. Updates of optimizers go
-beside backward, too, but one segment after the other; those of several steps go after it. The optimizer's own step is
-left out. Not in the model: slow workers, other traffic, the collectives' own weaknesses, and what keeps updates until
-backward has ended, such as clipping by norm. `benchmarks/scaling.py` fits it to measured steps, and says how far off it
-is.
+beside backward, too, but one segment after the other; those of several steps go after it, and those that are delayed
+while the next steps go on. The optimizer's own step is left out. Not in the model: slow workers, other traffic, the
+collectives' own weaknesses, and what keeps updates until backward has ended, such as clipping by norm.
+`benchmarks/scaling.py` fits it to measured steps, and says how far off it is.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ def step(
     dense_messages = 2 * (workers - 1)
     device = work.forward  # when the device is free again
     arrival, wire, sent = 0.0, 0.0, 0.0
+    own, travel, added = 0.0, 0.0, 0.0  # seconds of selecting, on the link, and of adding up, of all segments
     done: list[
         tuple[float, float]
     ] = []  # per segment: when its exchange ends, and the time to add up the received entries
@@ -164,6 +165,8 @@ def step(
         else:
             nbytes, messages, before, after = dense, dense_messages, 0.0, 0.0
             before = dense * costs.dense_byte
+        own, added = own + before, added + after
+        travel += messages * link.latency + nbytes / link.bandwidth
         if costs.shared:
             # Backward is interrupted.
             device += (fraction - arrival) * work.backward + before
@@ -183,6 +186,9 @@ def step(
         end = max(end, received) + after
     computing = work.forward + work.backward
     exposed = (end - computing) / method.every
+    if method.delayed:  # a thread waits for the link, and adds up, until the next exchange
+        busy = computing + (own + added * costs.shared) / method.every
+        exposed = max(busy, (travel + added) / method.every) - computing
     return Step(computing + exposed, exposed, sent / method.every)
 
 

@@ -96,6 +96,20 @@ def test_updates_go_segment_by_segment():
     assert step(DENSE, work, 2, link, costs, exchanged="update").exposed == pytest.approx(0.6)  # 0.05 more
 
 
+def test_delayed_updates_go_beside_the_next_steps():
+    """Two segments of 10 entries: 0.1 s of selecting, 0.05 s of adding up, and a message of 80 bytes, each."""
+    work, costs = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0), Costs(element=0.1e-3, entry=0.005)
+    topk = Method(TopK(density=0.01, index_format="int32"), update_rule=UpdateRule(delayed=True))
+    beside = replace(costs, shared=False)
+    assert step(topk, work, 2, Link(80 / 0.2, latency=0.3), costs).exposed == pytest.approx(0.2 + 0.1)
+    assert step(topk, work, 2, Link(80 / 0.2, latency=0.3), beside).exposed == pytest.approx(0.2)
+    # The link's second and the third that it takes to add up are longer than a step of two seconds, or than two steps.
+    assert step(topk, work, 2, Link(80 / 0.2, latency=1.3), costs).exposed == pytest.approx(3.0 + 0.1 - 2)
+    rarer = replace(topk, update_rule=UpdateRule(delayed=True, every=2))
+    assert step(rarer, work, 2, Link(80 / 0.2, latency=1.3), costs).exposed == pytest.approx((0.2 + 0.1) / 2)
+    assert step(rarer, work, 2, Link(80 / 0.2, latency=3.3), costs).exposed == pytest.approx((7.0 + 0.1 - 4) / 2)
+
+
 def test_messages_of_each_way():
     messages = {name: [method(name).aggregator.messages(size) for size in (1, 2, 5, 8)] for name in METHODS}
     assert messages == {
@@ -174,6 +188,13 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
     assert "x ddp" in slow
     assert re.search(r"\w+ takes \d+% of the time of ddp, 16-bit hook", slow)
     assert "Dense training wins here: stay with ddp" in table(capsys, "--bandwidth", "400Gbit", "--backward", "0.5")
+
+
+def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
+    monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in ("topk", "gtopk", "sparseloco")})
+    far = table(capsys, "--bandwidth", "1Mbit", "--backward", "1", "--latency", "0.05")
+    assert re.search(r"^With delayed=True topk would take 15\d\d\.\d ms a step", far, re.MULTILINE)
+    assert "delayed" not in table(capsys, "--bandwidth", "1Gbit", "--backward", "1")
 
 
 def test_advise_says_that_it_takes_its_time_before_it_does(capsys, monkeypatch):

@@ -77,7 +77,9 @@ ALLOWED = {
     "memsgd": {"compressors", "exchange", "options"},
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
-    "advise": {"aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "updates"},
+    "advise": {
+        *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "update_rule", "updates"),
+    },
     "reproduce": {
         *("aggregators", "comm", "compressors", "context", "exchange", "memory", "memsgd", "methods", "observer"),
         *("layout", "options", "reducer", "robust"),
