@@ -194,6 +194,9 @@ TRIED = [
         (2, 300, 0.002, [0], 0.05, ["topk", "not paid out"]),
         (2, 300, 0.002, [0], 0.1, ["topk", "always paid out"]),
         (2, 300, 0.002, [0], 0.3, ["topk"]),
+        (2, 300, 0.002, [0, 1, 2], 0.01, ["delayed"]),
+        (2, 300, 0.002, [0], 0.01, ["every 10, delayed"]),
+        *((ranks, BEGUN, 0.002, [0, 1, 2], 0.01, ["delayed"]) for ranks in (4, 8)),
     )
     for seed in seeds
     for variant in variants

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
-from benchmarks.language import AT_SITES, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
+from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -59,7 +59,7 @@ NAMES = {
 }
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "loopback": "no limit (loopback)"}
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
-UPDATES = ["topk updates", "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
+UPDATES = ["topk updates", DELAYED, "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
 SENDS = {
     "topk": ("the k entries of largest magnitude, exactly", "2k(P − 1)"),
     "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),

@@ -276,6 +276,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if delayed and min(delayed)[0] < 0.9 * fastest.seconds:
         seconds, name = min(delayed)
         print(
-            f"With delayed=True {name} would take {1e3 * seconds:.1f} ms a step, as ranks go on while they exchange: see "
-            f"High latency in docs/optimizers.md."
+            f"With delayed=True {name} would take {1e3 * seconds:.1f} ms a step, as ranks go on while they exchange: "
+            f"see High latency in docs/optimizers.md."
         )

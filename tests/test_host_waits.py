@@ -4,8 +4,11 @@ torch's fake tensors know device and shape but no values, so whatever has to loo
 host and device is seen by a dispatch mode.
 """
 
+import contextlib
 import itertools
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +20,10 @@ from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors import GaussianK, Identity, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.robust import Attacked
+from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, HostWait, on_fake_cuda
 from tests.support.tiers import tiers
@@ -165,7 +170,11 @@ def steps_of_updates(made, dtype, size, optimizer):
     if name == "adamw, rate on the device":
         optimizer.param_groups[0]["lr"] = torch.empty((), device=CUDA)
     comm = counting(made, size)
-    updates = Updates(Reducer(made, comm, granularity="model", exchanged="update"), model, [optimizer])
+    reducer = Reducer(made, comm, granularity="model", exchanged="update")
+    updates = Updates(reducer, model, [optimizer])
+    if made.delayed:
+        ours = SimpleNamespace(device=CUDA, wait_stream=lambda other: None)
+        updates = DelayedUpdates(reducer, model, [optimizer], ours)
     for comm.steps in range(4):
         model.b.grad = None if comm.steps == 0 else torch.empty_like(model.b)
         if comm.steps == 3:
@@ -199,6 +208,16 @@ def test_no_step_of_updates_waits(name, density, optimizer, dtype, size, fake_cu
     assert steps_of_updates(made, dtype, size, optimizer) == 4 + isinstance(made.aggregator, (OkTopK, ScaleCom))
     if density == 0.01 and name == "topk":
         assert {"_changes", "_add_with_payout", "_histogram", "_count", "_write", "_gather", "_clear"} <= set(fake_cuda)
+
+
+@pytest.mark.parametrize("dtype", tiers([torch.float32, torch.bfloat16], [torch.float32]))
+@pytest.mark.parametrize("name", tiers(["topk", "gaussiank", "randk", "efsignsgd", "local_sgd"], ["topk", "local_sgd"]))
+def test_no_delayed_step_waits(name, dtype, fake_cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    made = method(name)
+    made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, True))
+    assert steps_of_updates(made, dtype, 2, "adamw, fused") == 4
 
 
 @pytest.mark.parametrize("attack", ["scale", "flip", "negate"])

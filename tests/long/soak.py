@@ -2,6 +2,7 @@
 
     python -m tests.long.soak                      # 2,000 steps, some minutes
     python -m tests.long.soak --exchange update    # AdamW, and updates instead of gradients
+    python -m tests.long.soak --exchange delayed   # which are exchanged while the next step goes on
 
 Two or three workers train a small network with Lightning, over gloo. They fit again and again, each time from the last
 checkpoint, with another mix of precision, gradient scaler, accumulation, granularity and overflows on random ranks. In
@@ -12,10 +13,12 @@ what rounding explains. At the end the last workers fit on and on, without being
 memory, open descriptors, threads.
 
 With updates, given is what each rank's optimizer has changed, and what momentum still owed where entries were sent;
-and the weights have to be those of the start minus what was applied.
+and the weights have to be those of the start minus what was applied. Where exchanges go on during the next step, that
+is looked at after every third step and before each checkpoint, when they have ended.
 
-Written: `results/soak.csv` or `soak_updates.csv`, a row per fit and rank. "error" is the largest absolute difference so
-far, "error_bound" what rounding to fp32 allows; memory, descriptors and threads are counted after the fit.
+Written: `results/soak.csv`, `soak_updates.csv` or `soak_delayed.csv`, a row per fit and rank. "error" is the largest
+absolute difference so far, "error_bound" what rounding to fp32 allows; memory, descriptors and threads are counted
+after the fit.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,7 @@ TIMEOUT = 60.0  # of the groups, in seconds
 ENDED = 30.0  # within which the others of a killed worker have to end
 WARM_FITS = 4  # after which memory has to be flat
 FLAT_MB = 8.0
+FILES = {"gradient": "soak.csv", "update": "soak_updates.csv", "delayed": "soak_delayed.csv"}
 QUIET_SHARE = 0.6  # of the steps, after which no worker is killed
 COLUMNS = (
     *("life", "workers", "fit", "rank", "first_step", "last_step", "precision", "accumulate", "granularity"),
@@ -146,16 +150,16 @@ class Ledger(pl.Callback):
         else:
             self.count(trainer, mine, {name: param.grad for name, param in params.items()})
 
-    def count(self, trainer: pl.Trainer, given: dict[str, Tensor], applied: dict[str, Tensor]) -> None:
+    def count(self, trainer: pl.Trainer, given: dict[str, Tensor], applied: dict[str, Tensor], steps: int = 1) -> None:
         for kind, values in (("given", given), ("applied", applied)):
             flat = torch.cat([values[name].double().flatten() for name in names_of(trainer)])
             if kind == "given":
                 largest = float(flat.abs().max())
                 flat = trainer.strategy.reduce(flat, reduce_op="mean")
             self.sums[kind] = self.sums.get(kind, torch.zeros(())) + flat
-        self.check(trainer, largest)
+        self.check(trainer, largest, steps)
 
-    def check(self, trainer: pl.Trainer, largest: float = 0.0) -> None:
+    def check(self, trainer: pl.Trainer, largest: float = 0.0, steps: int = 1) -> None:
         if not self.sums:
             return
         names = names_of(trainer)
@@ -166,7 +170,7 @@ class Ledger(pl.Callback):
         # written and kept.
         most = largest + float(kept.abs().max())
         worst = trainer.strategy.reduce(torch.tensor([most], dtype=torch.float64), reduce_op="max").item()
-        self.bound += (trainer.world_size + 6) * worst * 2**-24
+        self.bound += steps * (trainer.world_size + 6) * worst * 2**-24
         difference = self.sums["given"] - self.sums["applied"] - trainer.strategy.reduce(kept, reduce_op="mean")
         self.error = max(self.error, float(difference.abs().max()))
         if not self.error <= self.bound:
@@ -180,44 +184,66 @@ def names_of(trainer: pl.Trainer) -> list[str]:
 
 
 class UpdateLedger(Observer, Ledger):
-    """Adds up what optimizers change and momentum pays out, and what all ranks make of it."""
+    """Adds up what optimizers change and momentum pays out, and what all ranks make of it.
+
+    Looks after steps that are multiples of one of `every`.
+    """
+
+    def __init__(self, *every: int) -> None:
+        super().__init__()
+        self.every = every
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.given: dict[str, Tensor] = {}
         self.applied: dict[str, Tensor] = {}
+        self.payouts: dict[int, Tensor] = {}
+        self.looked_at = trainer.global_step
         self.sums.setdefault("start", weights_of(module))
         trainer.strategy.reducer.observers.append(self)
 
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
-        self.given |= {name: grad.double() for name, grad in zip(ctx.segment.names, grads, strict=True)}
+        add_up(self.given, ctx.segment.names, grads)
 
     def compensated(self, u: Tensor, ctx: Context) -> None:
-        self.payout = None if ctx.payout is None else u.double() - ctx.state["residual"].double()
+        if ctx.payout is not None:
+            self.payouts[ctx.segment.index] = u.double() - ctx.state["residual"].double()
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
-        if self.payout is not None:
+        if ctx.payout is not None:
             assert isinstance(applied, Entries)
-            sent = drop_padding(applied, len(u)).indices
-            paid = torch.zeros_like(self.payout).index_copy_(0, sent, self.payout[sent])
+            payout, sent = self.payouts.pop(ctx.segment.index), drop_padding(applied, len(u)).indices
+            paid = torch.zeros_like(payout).index_copy_(0, sent, payout[sent])
             for name, part in zip(ctx.segment.names, ctx.segment.views(paid), strict=True):
                 self.given[name] = self.given[name] + part
 
     def written(self, grads: list[Tensor], ctx: Context) -> None:
-        self.applied |= {name: grad.double() for name, grad in zip(ctx.segment.names, grads, strict=True)}
+        add_up(self.applied, ctx.segment.names, grads)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         self.skipped += any(param.grad is None or not param.grad.isfinite().all() for param in module.parameters())
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        if self.applied:
-            self.count(trainer, self.given, self.applied)
-            self.given, self.applied = {}, {}
+        if any(trainer.global_step % each == 0 for each in self.every):
+            self.on_train_end(trainer, module)
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        steps = trainer.global_step - self.looked_at
+        if steps and self.given:
+            trainer.strategy._exchange_pending()
+            self.count(trainer, self.given, self.applied, steps)
+            self.given, self.applied, self.looked_at = {}, {}, trainer.global_step
             # Each step rounds weights once.
             weights = weights_of(module)
-            self.sums["rounded"] = self.sums.get("rounded", torch.zeros(())) + weights.abs() * 2**-23
+            self.sums["rounded"] = self.sums.get("rounded", torch.zeros(())) + steps * weights.abs() * 2**-23
             off = self.sums["start"] - self.sums["applied"] - weights
             if (off.abs() > self.sums["rounded"]).any():
                 raise AssertionError(f"Weights are not the start minus what was applied: {off.abs().max()} off")
+
+
+def add_up(sums: dict[str, Tensor], names: Sequence[str], values: Sequence[Tensor]) -> None:
+    """Add values to sums by name, in double precision."""
+    for name, value in zip(names, values, strict=True):
+        sums[name] = sums.get(name, 0) + value.double()
 
 
 def weights_of(module: pl.LightningModule) -> Tensor:
@@ -246,7 +272,8 @@ class Killer(pl.Callback):
 def fit(folder: Path, plan: Plan, method: str, exchange: Any, rank: int, size: int) -> dict[str, Any]:
     """Train from the last checkpoint on, as planned, and return a row about this rank."""
     last, first = folder / "last.ckpt", steps_done(folder)
-    ledger, note = Ledger() if exchange == "gradient" else UpdateLedger(), folder / f"killed {plan.key}"
+    delayed, note = exchange == "delayed", folder / f"killed {plan.key}"
+    ledger = Ledger() if exchange == "gradient" else UpdateLedger(*((3, plan.every) if delayed else (1,)))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=25)
     run = pl.Trainer(
         accelerator="cpu",
@@ -256,7 +283,8 @@ def fit(folder: Path, plan: Plan, method: str, exchange: Any, rank: int, size: i
             None if make_method(method).density is None else 0.05,
             plan.granularity,
             bucket_cap_mb=0.01,
-            exchange=exchange,
+            exchange="update" if delayed else exchange,
+            delayed=delayed,
             on_nonfinite="skip",
             process_group_backend="gloo",
             timeout=timedelta(seconds=TIMEOUT),
@@ -286,7 +314,7 @@ def fit(folder: Path, plan: Plan, method: str, exchange: Any, rank: int, size: i
     }
     try:
         run.fit(
-            Net(plan, first, exchange == "update"),
+            Net(plan, first, exchange != "gradient"),
             Batches(f"{plan.key} {rank}"),
             ckpt_path=last if last.exists() else None,
         )
@@ -352,11 +380,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps, default 2000")
     parser.add_argument("--method", default="topk", choices=METHODS, help="default topk")
-    parser.add_argument("--exchange", default="gradient", choices=["gradient", "update"], help="default gradient")
+    parser.add_argument("--exchange", default="gradient", choices=list(FILES), help="default gradient")
     parser.add_argument("--seed", type=int, default=0, help="of all that happens, default 0")
     parser.add_argument("--result", type=Path, help="CSV to write")
     args = parser.parse_args()
-    args.result = args.result or RESULTS / ("soak.csv" if args.exchange == "gradient" else "soak_updates.csv")
+    args.result = args.result or RESULTS / FILES[args.exchange]
     torch.set_num_threads(1)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as place:

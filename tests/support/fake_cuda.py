@@ -117,7 +117,9 @@ def on_fake_cuda():
                 if is_kernel(value):
                     replace(module, name, Launched(name))
         replace(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
-        replace(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        replace(
+            torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
+        )
         replace(launch, "KEEPS", (torch.Tensor, torch._subclasses.FakeTensor))  # kept, as long as the mode lasts
         replace(launch, "_kept", {})
         replace(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0)
