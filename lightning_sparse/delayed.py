@@ -51,12 +51,13 @@ class _Flight(NamedTuple):
 class DelayedUpdates(Updates):
     """`Updates` whose exchanges end with the next one, or with `land`.
 
-    In between weights are each rank's own, and only optimizers may change them. On the CPU a thread exchanges. On CUDA
-    the training thread launches all of it, in a stream of its own, so that collectives have one order.
+    In between weights are each rank's own, and only optimizers may change them. A thread exchanges; but over NCCL,
+    which needs one order of all collectives, the training thread launches all of it, and the host waits for nothing.
 
     Args:
         reducer, model, optimizers: as in `Updates`.
         stream: on CUDA the stream to exchange in.
+        over_nccl: whether collectives are kernels on the device.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class DelayedUpdates(Updates):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         stream: torch.cuda.Stream | None = None,
+        over_nccl: bool = False,
     ) -> None:
         super().__init__(reducer, model, optimizers)
-        self._stream = stream
+        self._stream, self._over_nccl = stream, over_nccl
         self._flights: dict[int, _Flight] = {}  # by segment
         self._exchange: Future[None] | None = None
         self._lay_out()
@@ -131,7 +133,7 @@ class DelayedUpdates(Updates):
                 begun.append(self._begin(segment, optimizer, group_of))
             self._start(begun)
         except BaseException:
-            self._give_back()
+            self._give_back(segments)
             raise
         self._reducer.finish_step()
         if self._new:
@@ -160,19 +162,20 @@ class DelayedUpdates(Updates):
         return begun
 
     def _start(self, begun: Sequence[Begun]) -> None:
-        threads = torch.get_num_threads()
+        threads, stream = torch.get_num_threads(), self._stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
         def finish() -> None:
             torch.set_num_threads(threads)  # OpenMP keeps this number per thread
-            for each in begun:
-                self._reducer.finish_segment_(each)
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):  # and CUDA the stream
+                for each in begun:
+                    self._reducer.finish_segment_(each)
 
-        if self._stream is None:
-            self._exchange = in_thread(finish, "lightning_sparse")
+        if self._over_nccl:
+            finish()
         else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
-                finish()
+            self._exchange = in_thread(finish, "lightning_sparse")
 
     def wait(self) -> None:
         if self._exchange is not None:
@@ -213,16 +216,15 @@ class DelayedUpdates(Updates):
         flat, places = self._flat[flight.segment.index], flight.places
         flat[places if places is not None else slice(-1)] = flight.x
 
-    def _give_back(self) -> None:
-        """Give the model the weights that all ranks have agreed on last, as training has failed."""
+    def _give_back(self, segments: Sequence[Segment] = ()) -> None:
+        """Give the model the weights that all ranks have agreed on last, of these segments too: training has failed."""
         for flight in self._flights.values():
             self._step_back(flight)
-        self._flights.clear()
-        self._reducer.in_flight = False
-        assert self._layout is not None
-        for segment in self._layout.segments:
+        for segment in (*segments, *(flight.segment for flight in self._flights.values())):
             with contextlib.suppress(RuntimeError):  # CUDA may be broken
                 self._write(segment)
+        self._flights.clear()
+        self._reducer.in_flight = False
 
     def _write(self, segment: Segment) -> None:
         params = [self.parameters[name].detach() for name in segment.names]

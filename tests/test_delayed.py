@@ -1,5 +1,6 @@
 """Exchanges that go on during the next step: equal weights, nothing lost, and what it comes to without the delay."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -321,9 +322,10 @@ def test_an_outer_step_is_refused():
     assert Method(Identity(), NoMemory(), METHODS["dense"].aggregator, RULE).delayed
 
 
-def test_on_cuda_both_streams_wait_for_each_other(monkeypatch):
-    """Seen without a GPU, by stand-ins that keep a log: the training thread launches all of it, in its own order."""
-    log = []
+@pytest.mark.parametrize("over_nccl", [False, True])
+def test_on_cuda_both_streams_wait_for_each_other(over_nccl, monkeypatch):
+    """Seen without a GPU, by stand-ins that keep a log; over NCCL the training thread launches all of it."""
+    log, threads = [], set()
 
     class Stream:
         def __init__(self, name):
@@ -333,6 +335,7 @@ def test_on_cuda_both_streams_wait_for_each_other(monkeypatch):
             log.append(f"{self.name} waits for {other.name}")
 
         def __enter__(self):
+            threads.add(threading.current_thread())
             log.append("exchange")
 
         def __exit__(self, *_):
@@ -347,7 +350,7 @@ def test_on_cuda_both_streams_wait_for_each_other(monkeypatch):
         net = Net(shapes={"w": (30,)})
         optimizer = SGD(net.parameters(), 0.1)
         reducer = Reducer(delayed("topk", density=0.1), comm, exchanged="update")
-        updates = DelayedUpdates(reducer, net, [optimizer], ours)
+        updates = DelayedUpdates(reducer, net, [optimizer], ours, over_nccl)
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
         for step in range(2):
             updates.begin(optimizer)
@@ -355,6 +358,8 @@ def test_on_cuda_both_streams_wait_for_each_other(monkeypatch):
             optimizer.step()
             updates.exchange(optimizer)
         updates.land()
+        assert (threading.current_thread() in threads) == over_nccl
+        assert len(threads) == (1 if over_nccl else 2)
 
     simulate(1, rank)
     payload = log.count("record") // 2

@@ -104,7 +104,8 @@ class UpdateExchange:
         self._all += model.buffers() if equal_at_start else []
         try:
             self._become_rank_0s(self._all)
-            make = partial(DelayedUpdates, stream=self._session.stream) if rule.delayed else Updates
+            stream, over_nccl = self._session.stream, self._session.over_nccl
+            make = partial(DelayedUpdates, stream=stream, over_nccl=over_nccl) if rule.delayed else Updates
             self.updates = make(self.reducer, model, optimizers)
         except BaseException as error:  # such as too little memory for a copy of the weights
             self._session.fail(error)
