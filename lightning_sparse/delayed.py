@@ -29,7 +29,7 @@ from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.segment_exchanges import Begun
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates import Updates, broadcast
 
 
 class _Flight(NamedTuple):
@@ -49,13 +49,14 @@ class _Flight(NamedTuple):
 
 
 class DelayedUpdates(Updates):
-    """`Updates` whose exchanges end with the next one, or with `land`.
+    """`Updates` whose exchanges end with the next one of the same optimizer, or with `land`.
 
     In between weights are each rank's own, and only optimizers may change them. A thread exchanges; but over NCCL,
     which needs one order of all collectives, the training thread launches all of it, and the host waits for nothing.
 
     Args:
         reducer, model, optimizers: as in `Updates`.
+        buffers: returns the buffers that are to become rank 0's with each exchange, by name.
         stream: on CUDA the stream to exchange in.
         over_nccl: whether collectives are kernels on the device.
     """
@@ -65,12 +66,15 @@ class DelayedUpdates(Updates):
         reducer: Reducer,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
         stream: torch.cuda.Stream | None = None,
         over_nccl: bool = False,
     ) -> None:
         super().__init__(reducer, model, optimizers)
-        self._stream, self._over_nccl = stream, over_nccl
+        self._buffers, self._stream, self._over_nccl = buffers, stream, over_nccl
         self._flights: dict[int, _Flight] = {}  # by segment
+        self._unwritten: dict[int, Segment] = {}  # whose weights the model does not have yet
+        self._rank_0s: dict[str, Tensor] = {}  # copies of buffers, which become rank 0's while the exchange goes on
         self._exchange: Future[None] | None = None
         self._lay_out()
 
@@ -91,6 +95,10 @@ class DelayedUpdates(Updates):
         return bool(self._flights)
 
     @property
+    def is_unwritten(self) -> bool:  # type: ignore[override]
+        return bool(self._unwritten)
+
+    @property
     def weights(self) -> Mapping[int, Tensor]:
         agreed = dict(super().weights)
         for index, (segment, _, places, x) in self._flights.items():
@@ -101,8 +109,10 @@ class DelayedUpdates(Updates):
         return agreed
 
     def _take_weights(self, names: Sequence[str], unless: Tensor | None) -> None:
-        if not self._flights:
-            super()._take_weights(names, unless)
+        self._write_all()
+        waiting = {name for flight in self._flights.values() for name in flight.segment.names}
+        if others := [name for name in names if name not in waiting]:
+            super()._take_weights(others, unless)
 
     def adopt(self) -> None:
         if self._is_given_others:
@@ -123,10 +133,8 @@ class DelayedUpdates(Updates):
         segments, group_of = self._segments_of(optimizer)
         try:
             self.wait()
-            own = {segment.index for segment in segments}
-            for flight in [each for index, each in self._flights.items() if index not in own]:  # another optimizer's
-                self._land(flight)
-                self._write(flight.segment)
+            self._take_buffers()
+            self._write_all()
             begun = []
             for segment in segments:
                 ready(segment)
@@ -162,7 +170,8 @@ class DelayedUpdates(Updates):
         return begun
 
     def _start(self, begun: Sequence[Begun]) -> None:
-        threads, stream = torch.get_num_threads(), self._stream
+        self._rank_0s = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        threads, stream, copies = torch.get_num_threads(), self._stream, list(self._rank_0s.values())
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
@@ -171,6 +180,8 @@ class DelayedUpdates(Updates):
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):  # and CUDA the stream
                 for each in begun:
                     self._reducer.finish_segment_(each)
+                if copies:
+                    broadcast(self._reducer.comm, copies, copies[0].device)
 
         if self._over_nccl:
             finish()
@@ -189,16 +200,41 @@ class DelayedUpdates(Updates):
         return not wait([self._exchange], JOIN_SECONDS).not_done and self._exchange.exception() is None
 
     @torch.no_grad()
-    def land(self) -> None:
-        """End the exchange that goes on, if any: weights are equal on all ranks. Needs no other rank to call it."""
+    def land(self, write: bool = True) -> None:
+        """End the exchange that goes on, if any: weights are equal on all ranks. Needs no other rank to call it.
+
+        What has been changed since, other than by optimizers, is left to the residual. Without `write` the model gets
+        its weights and buffers before the next step only: backward may need those that it has.
+        """
         try:
             self.wait()
         except BaseException:
             self._give_back()
             raise
-        for flight in [*self._flights.values()]:
-            self._land(flight)
-            self._write(flight.segment)
+        for segment, mean, *_ in [*self._flights.values()]:
+            own, residual = segment.views(torch.empty_like(mean)), self._reducer.states[segment.index].get("residual")
+            params = [self.parameters[name].detach().reshape(-1) for name in segment.names]
+            changes_(own, segment.views(self._flat[segment.index][:-1]), params, segment.bounds)
+            if residual is not None:
+                torch._foreach_add_(segment.views(residual), own)
+            self._land(self._flights[segment.index])
+            self._unwritten[segment.index] = segment
+        if write:
+            self._take_buffers()
+            self._write_all()
+
+    def _take_buffers(self) -> None:
+        present, rank_0s = self._buffers(), self._rank_0s
+        self._rank_0s = {}
+        if self._reducer.comm.rank:
+            for name, buffer in present.items():
+                if name in rank_0s and buffer.shape == rank_0s[name].shape:
+                    buffer.copy_(rank_0s[name])
+
+    def _write_all(self) -> None:
+        for segment in self._unwritten.values():
+            self._write(segment)
+        self._unwritten.clear()
 
     def _land(self, flight: _Flight) -> None:
         """Change the weights of a segment by the mean, from those that all ranks agreed on before."""

@@ -49,8 +49,8 @@ class Updates:
         ValueError: a parameter belongs to two optimizers, or is not the model's; or see `Reducer.setup`.
     """
 
-    in_flight = False
-    """Whether an exchange goes on, so that weights are each rank's own; see `DelayedUpdates`."""
+    in_flight = is_unwritten = False
+    """Whether an exchange goes on, and whether the model lacks the weights of one that has ended; `DelayedUpdates`."""
 
     def __init__(self, reducer: Reducer, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._reducer, self._rule = reducer, reducer.method.update_rule or UpdateRule()
@@ -186,7 +186,7 @@ class Updates:
     def wait(self) -> None:
         """Wait for an exchange that goes on, on CUDA in the current stream; raise what it has raised."""
 
-    def land(self) -> None:
+    def land(self, write: bool = True) -> None:
         """End an exchange that goes on."""
 
     def ends_soon(self) -> bool:

@@ -174,7 +174,7 @@ def steps_of_updates(made, dtype, size, optimizer):
     updates = Updates(reducer, model, [optimizer])
     if made.delayed:
         ours = SimpleNamespace(device=CUDA, wait_stream=lambda other: None)
-        updates = DelayedUpdates(reducer, model, [optimizer], ours, over_nccl=True)
+        updates = DelayedUpdates(reducer, model, [optimizer], stream=ours, over_nccl=True)
     for comm.steps in range(4):
         model.b.grad = None if comm.steps == 0 else torch.empty_like(model.b)
         if comm.steps == 3:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -130,20 +130,37 @@ class RefuseDDP:
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 
 
-def keep_attached(model: nn.Module, close: Callable[[], None], optimizers: Sequence[Optimizer]) -> None:
+class Attached(Protocol):
+    """An exchange of a model's updates."""
+
+    def close(self) -> None:
+        """Exchange no more."""
+
+    def end_if_soon(self) -> None:
+        """End an exchange that goes on."""
+
+
+def keep_attached(model: nn.Module, exchange: Attached, optimizers: Sequence[Optimizer]) -> None:
     """Close the exchange of a model's updates when the model is gone, or attached anew. An earlier one is closed now.
 
     Further steps of its optimizers are refused then.
     """
     detach(model)
-    _attached[model] = weakref.finalize(model, _abandon, close, optimizers, GONE)
+    _attached[model] = weakref.finalize(model, _abandon, exchange, optimizers, GONE)
+
+
+def attached(model: nn.Module) -> Attached | None:
+    """Return the exchange of a model's updates, if there is one."""
+    finalizer = _attached.get(model)
+    found = finalizer and finalizer.peek()
+    return found[2][0] if found else None
 
 
 def detach(model: nn.Module) -> None:
     """End the exchange of a model's updates, if there is one, for another one."""
     if (finalizer := _attached.pop(model, None)) and (found := finalizer.detach()):
-        _, _, (close, optimizers, _), _ = found
-        _abandon(close, optimizers, "the model was attached anew, with other optimizers")
+        _, _, (exchange, optimizers, _), _ = found
+        _abandon(exchange, optimizers, "the model was attached anew, with other optimizers")
 
 
 GONE = (
@@ -152,8 +169,8 @@ GONE = (
 )
 
 
-def _abandon(close: Callable[[], None], optimizers: Sequence[Optimizer], why: str) -> None:
-    close()
+def _abandon(exchange: Attached, optimizers: Sequence[Optimizer], why: str) -> None:
+    exchange.close()
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
         raise RuntimeError(f"{type(optimizer).__name__} steps, but {why}.")

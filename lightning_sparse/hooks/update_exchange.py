@@ -82,6 +82,7 @@ class UpdateExchange:
         # Looked up each time: a module may put another tensor in a buffer's place.
         synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self._model = weakref.ref(model) if synced else lambda: None
+        self._delayed = rule.delayed
         self._device = next(model.parameters()).device
 
         def parameters() -> Mapping[str, Tensor]:
@@ -105,8 +106,8 @@ class UpdateExchange:
         try:
             self._become_rank_0s(self._all)
             stream, over_nccl = self._session.stream, self._session.over_nccl
-            make = partial(DelayedUpdates, stream=stream, over_nccl=over_nccl) if rule.delayed else Updates
-            self.updates = make(self.reducer, model, optimizers)
+            later = partial(DelayedUpdates, buffers=self._buffers, stream=stream, over_nccl=over_nccl)
+            self.updates: Updates = (later if rule.delayed else Updates)(self.reducer, model, optimizers)
         except BaseException as error:  # such as too little memory for a copy of the weights
             self._session.fail(error)
             self._session.close(pending=self._session.over_nccl)
@@ -147,7 +148,7 @@ class UpdateExchange:
             return
         if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
             self.updates.begin(optimizer, unless)
-        else:
+        elif not self.updates.in_flight:  # which could not end in the middle of a period
             self.updates.adopt()
 
     def within_backward(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -206,28 +207,35 @@ class UpdateExchange:
         """Whether there are steps whose exchange is still to come or to end, so that weights differ among ranks."""
         return self.updates.in_flight or any(steps % self._every for steps in self._steps)
 
-    def exchange_pending(self) -> None:
-        """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it."""
+    def exchange_pending(self, write: bool = True) -> None:
+        """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it.
+
+        Without `write` an exchange that goes on ends, and the model gets its weights before the next step only.
+        """
         for index, optimizer in enumerate(self.optimizers):
             if self._steps[index] % self._every:
                 self._steps[index] = 0
                 self._exchange(optimizer)
-        if self.updates.in_flight:
-            self._during(self.updates.land)
+        if self.updates.in_flight or self.updates.is_unwritten:
+            self._during(partial(self.updates.land, write))
 
-    def end_if_soon(self) -> bool:
-        """End an exchange that goes on, if that needs no other rank to go on; return whether none does any more."""
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that become rank 0's with each exchange."""
+        model = self._model()
+        return {} if model is None else dict(model.named_buffers())
+
+    def end_if_soon(self) -> None:
+        """End an exchange that goes on, if that needs no other rank to go on."""
         if self.updates.in_flight and self.updates.ends_soon() and self._watch.ends_soon():
             self.updates.land()
-        return not self.updates.in_flight
 
     def _become_rank_0s(self, tensors: Sequence[Tensor]) -> None:
         broadcast(self.comm, tensors, self._device)
 
     def weights_before_step(self) -> Mapping[int, Tensor]:
-        """Return the weights before a step that is under way, by the id of the parameter; nothing between steps."""
-        under_way = self._within is not None or self.updates.in_flight
-        return self.updates.weights if under_way and not self.is_consistent else {}
+        """Return the weights that all ranks agreed on last, by the id of the parameter, where the model has others."""
+        under_way = not self.is_consistent and (self._within is not None or self.updates.in_flight)
+        return self.updates.weights if under_way or self.updates.is_unwritten else {}
 
     def _prepare_exchange(self) -> None:
         self._under_way = True
@@ -244,8 +252,8 @@ class UpdateExchange:
         started = time.perf_counter()
         try:
             exchange()
-            if not self.updates.in_flight and (model := self._model()) is not None:
-                self._become_rank_0s(list(model.buffers()))
+            if not self._delayed and (buffers := self._buffers()):
+                self._become_rank_0s([*buffers.values()])
         except Exception as error:
             if self._watch.error is not None:  # it has freed the device, and knows why
                 raise self._watch.error from error
@@ -271,7 +279,7 @@ class UpdateExchange:
         self._others.close()
         self._watch.end()
         self._session.mark_done()
-        ended = self.end_if_soon() and (self._within is None or self._within.close())
+        ended = self.updates.ends_soon() and (self._within is None or self._within.close())
         self._watch.close(failed=not ended)
 
 

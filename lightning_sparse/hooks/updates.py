@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.misuse import RefuseDDP, check_optimizers, keep_attached
+from lightning_sparse.hooks.misuse import RefuseDDP, attached, check_optimizers, keep_attached
 from lightning_sparse.hooks.session import told_to_others
 from lightning_sparse.hooks.update_exchange import UpdateExchange, exchange_of
 from lightning_sparse.layout import Granularity
@@ -96,6 +96,8 @@ def attach_updates(
         warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
+    if (earlier := attached(model)) is not None:
+        earlier.end_if_soon()  # before weights become rank 0's
     exchange = UpdateExchange(
         model,
         optimizers,
@@ -112,7 +114,7 @@ def attach_updates(
     if exchange.comm.rank == 0:
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")
     RefuseDDP(model)
-    keep_attached(model, exchange.close, optimizers)
+    keep_attached(model, exchange, optimizers)
     return exchange.reducer
 
 

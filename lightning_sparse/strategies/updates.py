@@ -159,10 +159,12 @@ class UpdateOrGradientExchange(GradientExchange):
         if self._update_exchange is not None and self._may_be_alone:
             self._update_exchange.end_if_soon()
         elif self._update_exchange is not None:
+            # A signal's handler may save in the middle of a batch, whose backward needs the weights that there are.
+            write = not _within_batch(self.lightning_module.trainer)
             with contextlib.suppress(RankFailure) if self._interrupted else contextlib.nullcontext():
-                self._exchange_pending()
+                self._update_exchange.exchange_pending(write)
         state = super().lightning_module_state_dict()
-        # A signal's handler, or an error's, may save in the middle of a step.
+        # An error's handler may, too, and in the middle of a step.
         before = {} if self._update_exchange is None else self._update_exchange.weights_before_step()
         for name, param in self.lightning_module.named_parameters(remove_duplicate=False):
             if id(param) in before and name in state:
@@ -225,6 +227,12 @@ def _total_norm(grads: list[torch.Tensor]) -> float:
     return math.hypot(
         *(float(torch.linalg.vector_norm(grad.to(torch.promote_types(grad.dtype, torch.double)))) for grad in grads)
     )
+
+
+def _within_batch(trainer: Any) -> bool:
+    """Return whether a batch is being trained on."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(trainer.training and progress.started > progress.processed)
 
 
 def _averages(callback: Any, **when: int) -> bool:

@@ -559,9 +559,9 @@ def waits_on_the_device(rank: int, how: str) -> tuple[list[str], str, dict[str, 
 
         if how == "host waits":
             patched.setattr(Session, "free_device", lambda self: (freed.append("freed"), device.set()))
-            patched.setattr(exchange._updates, "exchange", exchanged)
+            patched.setattr(exchange.updates, "exchange", exchanged)
         else:  # the host has launched all, and goes on
-            patched.setattr(exchange._updates, "exchange", lambda optimizer: None)
+            patched.setattr(exchange.updates, "exchange", lambda optimizer: None)
             event = SimpleNamespace(query=lambda: False)
             patched.setattr(
                 torch.cuda, "current_stream", lambda device=None: SimpleNamespace(record_event=lambda: event)

@@ -193,7 +193,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "delayed": (AdamNet, {"delayed": True}, {}),
     "delayed by layers": (AdamNet, {"delayed": True, "granularity": "layer"}, {}),
     "delayed, 16-mixed": (AdamNet, {"delayed": True}, {"scaled": True}),
-    "delayed gan": (Gan, {"delayed": True}, {}),
+    "delayed gan": (partial(Gan, lr=0.005), {"delayed": True}, {}),
     "delayed, every third step": (AdamNet, {"delayed": True, "every": 3}, {}),
     "delayed, dense": (AdamNet, {"method": "local_sgd", "density": None, "delayed": True, "every": 3}, {}),
     "delayed, tied weights": (Tied, {"delayed": True}, {}),
@@ -466,6 +466,55 @@ def test_what_is_saved_on_an_exception_during_an_exchange_has_weights_that_all_r
     assert "stumbled" in second[1]
     assert same(weights, others)
     assert consistent  # on the rank that failed between two steps: the exchange before had all it needed
+
+
+class SavesInForward(Net):
+    """Saves in the middle of a forward pass, as a signal's handler may."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        hidden = self.layers(self.embedding(batch[0]))
+        if index == 3:
+            self.trainer.save_checkpoint(self.options["path"])
+        return nn.functional.cross_entropy(hidden, batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ADAMW(self.parameters(), 0.01)
+
+
+def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights(tmp_path):
+    def run(rank: int) -> Any:
+        path = tmp_path / "saved.ckpt"
+        module = SavesInForward(path=path)
+        messages = Messages()
+        trainer(sparse(delayed=True), 2).fit(module, Loader(rank, 2))
+        dist.barrier()
+        saved = torch.load(path, weights_only=True)
+        started = AdamNet()
+        again = trainer(sparse(delayed=True), 2, max_steps=3)  # as many as were done: it goes on for none
+        again.fit(started, Loader(rank, 2), ckpt_path=path)
+        same_weights = all(same(saved["state_dict"][name], param) for name, param in started.named_parameters())
+        elements = again.strategy.reducer.state_dict()["elements"]
+        return module.weights, same_weights, any(x.any() for x in elements["residual"].values()), messages.texts
+
+    (first, fits, kept, texts), (second, _, others_kept, _) = lightning_ranks(2, run)
+    assert torch.equal(first, second)
+    assert fits
+    assert kept
+    assert others_kept
+    assert not any("residuals" in text for text in texts)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_rank_with_fewer_batches_is_named_though_there_are_buffers(delayed):
+    def run(rank: int) -> tuple[str, str, float]:
+        strategy = sparse(delayed=delayed)
+        return caught(lambda: trainer(strategy, 2).fit(AdamNet(), Loader(rank, 2, 8 if rank else 4)))
+
+    (kind, _, _), (other, text, seconds) = lightning_ranks(2, run)
+    assert kind == "no error"
+    assert other == "RankFailure"
+    assert "Rank 0 has ended training after 4 steps, while other ranks go on" in text
+    assert seconds < SOON
 
 
 class FailsInBackward(Net):
@@ -1265,6 +1314,32 @@ def test_updates_are_not_exchanged_twice():
         assert "The updates of this AdamW are exchanged already: attach_updates was called with it before" in text
 
 
+def attached_during_an_exchange(rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    found = []
+    for rate in (0.1, 0.2):  # the second takes the place of the first, whose exchange goes on
+        optimizer = ADAMW(net.parameters(), lr=rate)
+        attach_updates(net, optimizer, density=0.5, delayed=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(8, 6) + rank).square().mean().backward()
+            optimizer.step()
+        found.append(flat(net))
+    exchange_pending(optimizer)
+    return [*found, flat(net)]
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in net.parameters()])
+
+
+def test_updates_are_attached_anew_during_an_exchange():
+    first, second = run_ranks(2, attached_during_an_exchange)
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[2], second[2])
+
+
 def with_pending_steps(rank: int, **options: Any) -> list[Tensor]:
     torch.manual_seed(rank)
     net = nn.Linear(6, 3)
@@ -1276,9 +1351,9 @@ def with_pending_steps(rank: int, **options: Any) -> list[Tensor]:
         net(torch.randn(8, 6)).square().mean().backward()
         optimizer.step()
     for _ in range(2):  # the second time nothing is pending
-        found.append(torch.cat([param.detach().flatten() for param in net.parameters()]))
+        found.append(flat(net))
         exchange_pending(optimizer)
-    return [*found, torch.cat([param.detach().flatten() for param in net.parameters()])]
+    return [*found, flat(net)]
 
 
 @pytest.mark.parametrize("options", [{"every": 3}, {"delayed": True}, {"every": 3, "delayed": True}], ids=str)
