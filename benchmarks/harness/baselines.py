@@ -56,6 +56,7 @@ class Wrapped:
     all_reduced: Callable[[int, int], int] | None = None  # dense: bytes all-reduced, by number of parameters and steps
     every: int = 1  # steps from one exchange to the next
     settle: Callable[[], None] = lambda: None  # ends an exchange that goes on, so that weights are equal on all ranks
+    delayed: bool = False  # whether exchanges go on after a step
 
     @property
     def counted_bytes(self) -> int:
@@ -152,7 +153,7 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
     """Make a model ready for a method of ours, which exchanges updates if it has a rule for that."""
     if chosen.update_rule is not None:
         made = Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.every)
-        return replace(made, settle=partial(exchange_pending, optimizer)) if chosen.delayed else made
+        return replace(made, settle=partial(exchange_pending, optimizer), delayed=True) if chosen.delayed else made
     ddp = data_parallel(model, **AS_OURS)
     reducer = attach(ddp, chosen)
     return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)

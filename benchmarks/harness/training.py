@@ -6,6 +6,7 @@ turns on the same ranks: a benchmark's `work` calls `take_turns` on every rank, 
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +88,13 @@ class Trainee:
         """The bytes that this rank has put on the wire so far."""
         return self.wrapped.sent_bytes(self.done) - self.not_counted
 
+    @property
+    def settled_bytes(self) -> int:
+        """The same, when the exchange that goes on, if one does, has begun to send: a thread counts its bytes."""
+        if self.wrapped.delayed:
+            time.sleep(0.1)
+        return self.sent_bytes
+
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Return mean loss and share of right answers over the held-out examples, the same on all ranks."""
@@ -139,7 +147,7 @@ def attach_thread(
         before(lambda *_: None if next(started) % method.every else exchanged.begin(optimizer))
         after(lambda *_: None if next(ended) % method.every else exchanged.exchange(optimizer))
         if method.delayed:
-            return Wrapped(model, reducer=reducer, settle=exchanged.land)
+            return Wrapped(model, reducer=reducer, settle=exchanged.land, delayed=True)
     return Wrapped(model, reducer=reducer)
 
 
@@ -168,9 +176,9 @@ def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> Non
             trainee.step()
     for number, (columns, every, trainee) in list(enumerate(contestants)) * ROUNDS:
         trainee.step()  # brings the model back into the caches
-        sent_before = trainee.sent_bytes
+        sent_before = trainee.settled_bytes
         found = timed(trainee.step, TIMED_STEPS)
-        sent = max(gather(trainee.sent_bytes - sent_before)) / TIMED_STEPS
+        sent = max(gather(trainee.settled_bytes - sent_before)) / TIMED_STEPS
         write(out, number=number, columns=columns, every=every, sent_bytes=sent, **found)
     for _, _, trainee in contestants:  # the last step of 3 + ROUNDS · (1 + TIMED_STEPS) has exchanged
         trainee.wrapped.settle()
