@@ -56,7 +56,7 @@ class DelayedUpdates(Updates):
 
     Args:
         reducer, model, optimizers: as in `Updates`.
-        buffers: returns the buffers that are to become rank 0's with each exchange, by name.
+        buffers: returns the buffers that are to become rank 0's where an exchange lands, by name.
         stream: on CUDA the stream to exchange in.
         over_nccl: whether collectives are kernels on the device.
     """
@@ -74,7 +74,7 @@ class DelayedUpdates(Updates):
         self._buffers, self._stream, self._over_nccl = buffers, stream, over_nccl
         self._flights: dict[int, _Flight] = {}  # by segment
         self._unwritten: dict[int, Segment] = {}  # whose weights the model does not have yet
-        self._rank_0s: dict[str, Tensor] = {}  # copies of buffers, which become rank 0's while the exchange goes on
+        self._rank_0s: dict[str, Tensor] = {}  # copies of buffers, which the exchange that goes on makes rank 0's
         self._exchange: Future[None] | None = None
         self._lay_out()
 
@@ -130,18 +130,20 @@ class DelayedUpdates(Updates):
         Raises:
             NonFiniteGradient, RankFailure: see `Updates.exchange`; those of an exchange come with the next one.
         """
+        self._end()
         segments, group_of = self._segments_of(optimizer)
         try:
-            self.wait()
-            self._take_buffers()
             self._write_all()
             begun = []
             for segment in segments:
                 ready(segment)
                 begun.append(self._begin(segment, optimizer, group_of))
             self._start(begun)
-        except BaseException:
+        except BaseException as error:  # some segments are of this exchange, and some of the one before
             self._give_back(segments)
+            if not isinstance(error, Exception):
+                self._exchange = Future()
+                self._exchange.set_exception(RuntimeError("An exchange of updates was interrupted as it began."))
             raise
         self._reducer.finish_step()
         if self._new:
@@ -158,10 +160,7 @@ class DelayedUpdates(Updates):
         if segment.index in self._flights:
             self._land(self._flights[segment.index])
         begun = self._reducer.begin_segment(segment, changes, frozen, payout)
-        begun.exchange.ahead = payload, sent = begun.exchange.compress(begun.u, begun.compressor)
-        if self._stream is not None:
-            for tensor in (mean, begun.u, *payload, *(sent if isinstance(sent, Entries) else (sent,))):
-                tensor.record_stream(self._stream)
+        begun.exchange.ahead = _, sent = begun.exchange.compress(begun.u, begun.compressor)
         if emptied is not None and isinstance(sent, Entries):
             emptied.take_out(sent)
         self._flights[segment.index] = _Flight(segment, mean, *_step_ahead_(flat, sent))
@@ -173,6 +172,8 @@ class DelayedUpdates(Updates):
         self._rank_0s = {name: buffer.clone() for name, buffer in self._buffers().items()}
         threads, stream, copies = torch.get_num_threads(), self._stream, list(self._rank_0s.values())
         if stream is not None:
+            for tensor in (tensor for each in begun for tensor in each.tensors):
+                tensor.record_stream(stream)
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
         def finish() -> None:
@@ -199,37 +200,44 @@ class DelayedUpdates(Updates):
             return True
         return not wait([self._exchange], JOIN_SECONDS).not_done and self._exchange.exception() is None
 
+    def _end(self) -> None:
+        """Wait for the exchange that goes on. Where it has failed, give back weights; after an interrupt it goes on."""
+        try:
+            self.wait()
+        except Exception:
+            self._give_back()
+            raise
+
     @torch.no_grad()
     def land(self, write: bool = True) -> None:
         """End the exchange that goes on, if any: weights are equal on all ranks. Needs no other rank to call it.
 
-        What has been changed since, other than by optimizers, is left to the residual. Without `write` the model gets
-        its weights and buffers before the next step only: backward may need those that it has.
+        What has been changed since is left to the residual; where there is none, it stays in the weights. Without
+        `write` the model gets weights and buffers before the next step only: backward may need those that it has.
         """
-        try:
-            self.wait()
-        except BaseException:
-            self._give_back()
-            raise
+        self._end()
+        kept: list[tuple[Tensor, Tensor]] = []
         for segment, mean, *_ in [*self._flights.values()]:
             own, residual = segment.views(torch.empty_like(mean)), self._reducer.states[segment.index].get("residual")
-            params = [self.parameters[name].detach().reshape(-1) for name in segment.names]
-            changes_(own, segment.views(self._flat[segment.index][:-1]), params, segment.bounds)
+            params = [self.parameters[name].detach() for name in segment.names]
+            y = segment.views(self._flat[segment.index][:-1])
+            changes_(own, y, [param.reshape(-1) for param in params], segment.bounds)
             if residual is not None:
                 torch._foreach_add_(segment.views(residual), own)
+            else:
+                kept += zip(params, own, strict=True)
             self._land(self._flights[segment.index])
             self._unwritten[segment.index] = segment
         if write:
-            self._take_buffers()
             self._write_all()
-
-    def _take_buffers(self) -> None:
-        present, rank_0s = self._buffers(), self._rank_0s
-        self._rank_0s = {}
-        if self._reducer.comm.rank:
-            for name, buffer in present.items():
-                if name in rank_0s and buffer.shape == rank_0s[name].shape:
-                    buffer.copy_(rank_0s[name])
+            for param, change in kept:
+                param.sub_(change.view(param.shape))
+            present, rank_0s = self._buffers(), self._rank_0s
+            self._rank_0s = {}
+            for name in present.keys() & rank_0s.keys():
+                if present[name].shape == rank_0s[name].shape:
+                    present[name].copy_(rank_0s[name])
+        self._reducer.raise_deferred()
 
     def _write_all(self) -> None:
         for segment in self._unwritten.values():
@@ -260,7 +268,7 @@ class DelayedUpdates(Updates):
             with contextlib.suppress(RuntimeError):  # CUDA may be broken
                 self._write(segment)
         self._flights.clear()
-        self._reducer.in_flight = False
+        self._reducer.in_flight = True  # its state is of no complete step
 
     def _write(self, segment: Segment) -> None:
         params = [self.parameters[name].detach() for name in segment.names]

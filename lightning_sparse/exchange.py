@@ -68,7 +68,7 @@ class Exchange:
     Attributes:
         rank, size: as in `Comm`.
         step_ok: on CUDA, after `finish`, a bool on the device: False if a rank reported an error. None on the CPU.
-        ahead: what `compress` returns, where it was called before the aggregator is; None where it was not.
+        worst, ahead: the status so far; what `compress` returns, where it was called before the aggregator, else None.
         deferred: on CUDA, after `finish`, a function that raises the error; call it one step later. None on the CPU.
     """
 
@@ -91,7 +91,7 @@ class Exchange:
         self._fingerprint, self._messages, self._parent = fingerprint, 0, parent
         if device not in comm.statuses:
             comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK], device="cpu"), device)
-        self._senders, self._worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
+        self._senders, self.worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
         self._by_triton = uses_triton(self._senders)
         self._found: tuple[Tensor, Tensor] | None = None  # on CUDA, a status and whether it is OK
 
@@ -148,7 +148,7 @@ class Exchange:
 
     def check_sum(self, x: Tensor) -> None:
         """Set the status if an all-reduced tensor is not finite: it is identical on all ranks, and so is the status."""
-        fine = x.isfinite().all() | (self._root._worst != OK)  # keep an earlier error: it caused this one
+        fine = x.isfinite().all() | (self._root.worst != OK)  # keep an earlier error: it caused this one
         self._note_status(torch.where(fine, OK, self._senders[0] + TOO_LARGE))
 
     def pin(self, x: Tensor) -> None:
@@ -162,7 +162,7 @@ class Exchange:
         """
         rows = self.all_gather(payload)
         if not self._by_triton or (strict and not self.in_sync):
-            worst: Any = self.comm.to_host_async(self._root._worst)()
+            worst: Any = self.comm.to_host_async(self._root.worst)()
             self._raise(worst - OK)
         return rows
 
@@ -190,7 +190,7 @@ class Exchange:
 
     def all_reduce_with_status(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks of a short fp32 `x` (1-D), with one more element for errors since `agree`."""
-        worst = self._root._worst
+        worst = self._root.worst
         total = self.comm.all_reduce(torch.cat([x, (worst != OK).float().view(1)]))
         self._note_status(torch.where((total[-1] == 0) | (worst != OK), worst, self._senders[self.rank] + FAILED))
         return total[:-1]
@@ -201,7 +201,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
-        status = self._root._worst
+        status = self._root.worst
         worst: Callable[[], Any] = self.comm.to_host_async(status)
         if not self._by_triton:
             self._raise(worst() - OK)
@@ -224,10 +224,10 @@ class Exchange:
 
     def _note_broken(self, u: Tensor, indices: Tensor | None, made: Sequence[Tensor], ctx: Context) -> None:
         """Note, by Triton, where `u` is not finite at the indices, None for all, or else a tensor made of it."""
-        self._root._worst = note_broken(u, indices, self._first_element(ctx), self._root._worst, OK)
+        self._root.worst = note_broken(u, indices, self._first_element(ctx), self._root.worst, OK)
         for part in made:
             flat = part.contiguous().view(-1)
-            self._root._worst = note_broken(flat, None, self._too_large, self._root._worst, OK, place=False)
+            self._root.worst = note_broken(flat, None, self._too_large, self._root.worst, OK, place=False)
 
     def _first_element(self, ctx: Context) -> int:
         """Return the status of this rank where the first element of `ctx`'s segment, a part of ours, is not finite."""
@@ -243,25 +243,25 @@ class Exchange:
 
         In TwoLevel, a NaN of one rank is in the sum of its node.
         """
-        self._note_status(torch.where(self._root._worst != OK, OK, status))
+        self._note_status(torch.where(self._root.worst != OK, OK, status))
 
     def _note_status(self, status: Tensor) -> None:
-        self._root._worst = torch.minimum(self._root._worst, status)
+        self._root.worst = torch.minimum(self._root.worst, status)
 
     def _frame(self, payload: Payload) -> Tensor:
         """Return a payload with the fingerprint and the status before it, and a checksum behind."""
         self._messages += 1
         self._sent = self._fingerprint + (self._messages << 40)
-        return seal(payload, self._sent, self._root._worst)
+        return seal(payload, self._sent, self._root.worst)
 
     def _receive(self, messages: Tensor, like: Payload, senders: Tensor) -> Payload:
         """Return the payloads of messages, one per row, and note errors in them or their senders."""
         payload = unframe(messages, like, HEADER_BYTES)
         if self._by_triton:
-            known = self._sent, senders, self._root._worst
+            known = self._sent, senders, self._root.worst
             codes = INTACT, CORRUPT, OUT_OF_STEP, OK
             self._root._found = worst_status(messages.view(torch.int64), partial_sums(messages), *known, *codes)
-            self._root._worst = self._root._found[0]
+            self._root.worst = self._root._found[0]
             return payload
         words, senders_on_host = words_on_host(messages), senders.cpu().numpy()
         statuses = np.where(words[:, 0] == int(self._sent), words[:, 1], senders_on_host + OUT_OF_STEP)
@@ -269,7 +269,7 @@ class Exchange:
         if worst != OK:
             self._note_status(torch.tensor(worst, device=self.device))
             # Non-finite gradients are raised later: first all ranks have to learn of them.
-            self._raise(int(self._root._worst) - OK, only=(CORRUPT, OUT_OF_STEP))
+            self._raise(int(self._root.worst) - OK, only=(CORRUPT, OUT_OF_STEP))
         return payload
 
     def _raise(self, difference: int, only: Sequence[int] | None = None) -> None:

@@ -205,7 +205,8 @@ class Reducer:
         payout: Callable[[], Payout | None] | None = None,
     ) -> Begun:
         """Do the part of `reduce_segment_` that needs no other rank; `finish_segment_` does the rest."""
-        self._exchanges.raise_deferred(before=self.step)
+        # An exchange that goes on is waited for by the device alone.
+        self._exchanges.raise_deferred(before=self.step - self.method.delayed)
         density = self.density
         self.routing.log_dense(density)
         compressor, aggregator = parts = self.routing.parts(segment, density)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm
-from lightning_sparse.compressors.base import Compressor, Update
+from lightning_sparse.compressors.base import Compressor, Entries, Update
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange, Exchanged
 from lightning_sparse.gradients import write_
@@ -40,6 +40,13 @@ class Begun(NamedTuple):
     exchange: Exchange
     masked: list[tuple[Tensor, Tensor]]
     observers: list[Observer]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What completing it reads and writes, but for the state."""
+        payload, update = self.exchange.ahead or ((), self.u)
+        sent = update if isinstance(update, Entries) else (update,)
+        return [self.u, *self.grads, self.exchange.worst, *payload, *sent, *(value for _, value in self.masked)]
 
 
 class SegmentExchanges:

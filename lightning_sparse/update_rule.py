@@ -96,6 +96,8 @@ class UpdateRule:
         text = f"Each rank steps its own {_names(optimizers)}, and the updates are exchanged"
         if self.every > 1:
             text += f" after every {self.every} steps"
+        if self.delayed:
+            text += " while the next step goes on"
         if emptied := [optimizer for optimizer in optimizers if self.empties_momentum(optimizer, density)]:
             text += f"; momentum of {_names(emptied)} is "
             text += f"{'paid out' if self.momentum == 'pay_out' else 'set to zero'} where entries are sent"

@@ -282,6 +282,91 @@ def test_parameters_that_are_given_later_and_frozen_ones():
     assert not torch.equal(path[6], path[8])
 
 
+@pytest.mark.parametrize("name", ["topk", "local_sgd"])
+def test_parameters_are_taken_in_while_another_optimizer_has_taken_steps_of_its_own(name):
+    """Its steps are not lost: in the residual, or, where there is none, in the weights."""
+
+    def rank(comm: Comm) -> list[float]:
+        net = nn.Module()
+        for key in "abc":
+            net.register_parameter(key, nn.Parameter(torch.zeros(4)))
+        first, second = SGD([net.a], 1.0), SGD([net.b], 1.0)
+        made = method(name, **({"density": 1.0} if name == "topk" else {}))
+        rule = UpdateRule(every=3, momentum="keep", rescale=False, delayed=True)
+        updates, _ = exchanging(comm, net, [first, second], replace(made, update_rule=rule))
+        taken = {first: 0, second: 0}
+        for optimizer in [*[second] * 5, *[first] * 3, *[second] * 4]:
+            if optimizer is first and taken[first] == 0:
+                first.add_param_group({"params": [net.c]})  # two steps after an exchange of the second
+            if taken[optimizer] % 3 == 0:
+                updates.begin(optimizer)
+            for param in net.parameters():
+                param.grad = -torch.ones(4)
+            optimizer.step()
+            taken[optimizer] += 1
+            if taken[optimizer] % 3 == 0:
+                updates.exchange(optimizer)
+        updates.land()
+        return [param.mean().item() for param in (net.a, net.b, net.c)]
+
+    assert simulate(2, rank) == [[3.0, 9.0, 3.0]] * 2
+
+
+def test_an_interrupt_while_waiting_leaves_the_exchange_to_go_on(monkeypatch):
+    def rank(comm: Comm) -> Tensor:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        updates, reducer = exchanging(comm, net, [optimizer], delayed("topk", density=0.1))
+        for step in range(3):
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            if step == 2 and comm.rank == 0:
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(updates, "wait", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        updates.exchange(optimizer)
+                assert updates.in_flight
+                with pytest.raises(RuntimeError, match="call exchange_pending"):
+                    reducer.state_dict()
+            elif step < 2:
+                updates.exchange(optimizer)
+        updates.land()
+        return weights(net)
+
+    assert torch.equal(*simulate(2, rank))
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_as_an_exchange_begins_is_remembered(monkeypatch):
+    def rank(comm: Comm) -> None:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        updates, reducer = exchanging(comm, net, [optimizer], delayed("topk", density=0.1), "layer")
+        before = weights(net)
+        for step in range(2):
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            if step == 1:
+                monkeypatch.setattr(updates, "_start", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    updates.exchange(optimizer)
+            else:
+                updates.exchange(optimizer)
+                updates.land()
+                before = weights(net)
+        assert torch.equal(weights(net), before)
+        for later in (updates.land, reducer.state_dict):
+            with pytest.raises(RuntimeError, match=r"interrupted|call exchange_pending"):
+                later()
+
+    simulate(1, rank)
+
+
 @pytest.mark.parametrize("name", ["topk", "local_sgd", "sparseloco"])
 def test_several_steps_before_each_exchange(name):
     def rank(comm: Comm) -> Tensor:

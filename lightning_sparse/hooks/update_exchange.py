@@ -57,6 +57,7 @@ class UpdateExchange:
         comm: the reducer's wire.
         note: what the summary of a run says about it.
         updates: what is exchanged.
+        in_step: whether an optimizer's step is under way, its exchange included, or was interrupted.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class UpdateExchange:
         self._all = [param.detach() for param in model.parameters()]
         self._all += model.buffers() if equal_at_start else []
         try:
-            self._become_rank_0s(self._all)
+            broadcast(self.comm, self._all, self._device)
             stream, over_nccl = self._session.stream, self._session.over_nccl
             later = partial(DelayedUpdates, buffers=self._buffers, stream=stream, over_nccl=over_nccl)
             self.updates: Updates = (later if rule.delayed else Updates)(self.reducer, model, optimizers)
@@ -122,7 +123,7 @@ class UpdateExchange:
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
         self._by_hand = ChangesByHand(others, self.updates.has)
         self._within: WithinBackward | None = None
-        self._stepped = self._under_way = False
+        self._stepped = self._under_way = self.in_step = False
         self._watch = DeviceWatch(self._session)
 
     @property
@@ -132,7 +133,7 @@ class UpdateExchange:
 
     def begin(self) -> None:
         """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
-        self._become_rank_0s(self._all)
+        broadcast(self.comm, self._all, self._device)
         for optimizer in self.optimizers:
             self.updates.begin(optimizer)
 
@@ -146,6 +147,7 @@ class UpdateExchange:
     def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
         if self._within is not None and self._within.begun:
             return
+        self.in_step = True
         if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
             self.updates.begin(optimizer, unless)
         elif not self.updates.in_flight:  # which could not end in the middle of a period
@@ -184,6 +186,7 @@ class UpdateExchange:
             self._begin_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
             self._stepped = True
             self._count(optimizer)
+            self.in_step = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -191,16 +194,13 @@ class UpdateExchange:
             return
         self._stepped = self._under_way = True  # until the exchange, weights differ among ranks
         self._count(optimizer)
+        self.in_step = False
 
     def _count(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
         self._steps[index] += 1
         if self._steps[index] % self._every == 0:
             self._exchange(optimizer)
-
-    def adopt(self) -> None:
-        """Take in parameters that optimizers were given since the last step."""
-        self.updates.adopt()
 
     @property
     def is_pending(self) -> bool:
@@ -212,6 +212,11 @@ class UpdateExchange:
 
         Without `write` an exchange that goes on ends, and the model gets its weights before the next step only.
         """
+        if self.in_step:
+            raise RuntimeError(
+                "Pending updates cannot be exchanged in the middle of a step, as by a signal's handler, or after one that "
+                "was interrupted. Call exchange_pending between steps; after an interrupt start from a checkpoint."
+            )
         for index, optimizer in enumerate(self.optimizers):
             if self._steps[index] % self._every:
                 self._steps[index] = 0
@@ -228,9 +233,8 @@ class UpdateExchange:
         """End an exchange that goes on, if that needs no other rank to go on."""
         if self.updates.in_flight and self.updates.ends_soon() and self._watch.ends_soon():
             self.updates.land()
-
-    def _become_rank_0s(self, tensors: Sequence[Tensor]) -> None:
-        broadcast(self.comm, tensors, self._device)
+        elif self.updates.in_flight:
+            log.warning("An exchange of updates has not ended in time: what other ranks have sent in it is lost.")
 
     def weights_before_step(self) -> Mapping[int, Tensor]:
         """Return the weights that all ranks agreed on last, by the id of the parameter, where the model has others."""
@@ -253,7 +257,7 @@ class UpdateExchange:
         try:
             exchange()
             if not self._delayed and (buffers := self._buffers()):
-                self._become_rank_0s([*buffers.values()])
+                broadcast(self.comm, [*buffers.values()], self._device)
         except Exception as error:
             if self._watch.error is not None:  # it has freed the device, and knows why
                 raise self._watch.error from error
@@ -278,8 +282,8 @@ class UpdateExchange:
         unwrap("step", self._scaled_step)
         self._others.close()
         self._watch.end()
-        self._session.mark_done()
         ended = self.updates.ends_soon() and (self._within is None or self._within.close())
+        self._session.mark_done()
         self._watch.close(failed=not ended)
 
 

@@ -57,9 +57,7 @@ class UpdateOrGradientExchange(GradientExchange):
         )
         self._obstacle = self._find_obstacle(self._exchange)
         when = f"after backward: {self._obstacle}" if self._obstacle else "within backward"
-        if self._exchange.reducer.method.delayed:
-            when = "while the next step goes on"
-        self._exchange.note += f" They are exchanged {when}."
+        self._exchange.note += "" if self._exchange.reducer.method.delayed else f" They are exchanged {when}."
 
     def _find_obstacle(self, exchange: UpdateExchange) -> str:
         """Return why an exchange waits for the end of backward; "" where segments may be stepped before."""
@@ -136,7 +134,7 @@ class UpdateOrGradientExchange(GradientExchange):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._update_exchange is not None:
-            self._update_exchange.adopt()  # what callbacks such as BaseFinetuning gave the optimizers as fit started
+            self._update_exchange.updates.adopt()  # what BaseFinetuning and its kin gave the optimizers as fit started
         super().load_optimizer_state_dict(checkpoint)
 
     def wait_for_exchange(self) -> None:
@@ -156,13 +154,14 @@ class UpdateOrGradientExchange(GradientExchange):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         # A checkpoint has the weights of all ranks, unless one rank writes it as an error ends its training.
-        if self._update_exchange is not None and self._may_be_alone:
-            self._update_exchange.end_if_soon()
-        elif self._update_exchange is not None:
+        exchange = self._update_exchange if self._update_exchange and not self._update_exchange.in_step else None
+        if exchange is not None and self._may_be_alone:
+            exchange.end_if_soon()
+        elif exchange is not None:
             # A signal's handler may save in the middle of a batch, whose backward needs the weights that there are.
             write = not _within_batch(self.lightning_module.trainer)
             with contextlib.suppress(RankFailure) if self._interrupted else contextlib.nullcontext():
-                self._update_exchange.exchange_pending(write)
+                exchange.exchange_pending(write)
         state = super().lightning_module_state_dict()
         # An error's handler may, too, and in the middle of a step.
         before = {} if self._update_exchange is None else self._update_exchange.weights_before_step()
