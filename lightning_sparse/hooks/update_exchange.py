@@ -214,8 +214,8 @@ class UpdateExchange:
         """
         if self.in_step:
             raise RuntimeError(
-                "Pending updates cannot be exchanged in the middle of a step, as by a signal's handler, or after one that "
-                "was interrupted. Call exchange_pending between steps; after an interrupt start from a checkpoint."
+                "Pending updates cannot be exchanged in the middle of a step, as by a signal's handler, or after one "
+                "that was interrupted. Call exchange_pending between steps; after an interrupt start from a checkpoint."
             )
         for index, optimizer in enumerate(self.optimizers):
             if self._steps[index] % self._every:
