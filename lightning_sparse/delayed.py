@@ -13,7 +13,9 @@ The idea is that of DaSGD (Zhou et al. 2020, arXiv 2006.00441) and of eager upda
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
@@ -30,6 +32,16 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.segment_exchanges import Begun
 from lightning_sparse.updates import Updates, broadcast
+
+_THREAD = "lightning_sparse updates"
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait for threads that exchange, `JOIN_SECONDS` each: other ranks need this one, and C++ may abort."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join(JOIN_SECONDS)
 
 
 class _Flight(NamedTuple):
@@ -187,7 +199,7 @@ class DelayedUpdates(Updates):
         if self._over_nccl:
             finish()
         else:
-            self._exchange = in_thread(finish, "lightning_sparse")
+            self._exchange = in_thread(finish, _THREAD)
 
     def wait(self) -> None:
         if self._exchange is not None:

@@ -3,6 +3,8 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.integration.failing import SOON, caught, of_both
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
-from tests.processes import run_ranks
+from tests.processes import reserve_port, run_ranks
 from tests.support.tiers import full, tiers
 
 ADAMW, SGD, LBFGS = torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS
@@ -1355,6 +1357,49 @@ def attached_during_an_exchange(rank: int) -> list[Tensor]:
         found.append(flat(net))
     exchange_pending(optimizer)
     return [*found, flat(net)]
+
+
+LEAVING = """
+import atexit, os, threading, time, torch
+
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.endswith("updates")]))  # runs last
+from lightning_sparse import attach_updates, exchange_pending
+
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo")
+net = torch.nn.Linear(50, 50)
+optimizer = torch.optim.AdamW(net.parameters())
+attach_updates(net, optimizer, delayed=True)
+for step in range(4):
+    if rank == 0 and step == 3:
+        time.sleep(1)
+    optimizer.zero_grad()
+    net(torch.ones(4, 50)).square().mean().backward()
+    optimizer.step()
+if rank == 0:  # only this one asks for what is on its way; the other one has come to its end, a second before
+    exchange_pending(optimizer)
+"""
+
+
+def test_a_process_ends_after_its_last_exchange():
+    with reserve_port() as holder:
+        ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1]), "WORLD_SIZE": "2"}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", LEAVING],
+                env={**os.environ, **ports, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            ends = [(process.communicate(timeout=60)[0], process.returncode) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    assert ends == [("[]\n", 0)] * 2  # a thread that comes back to an interpreter that has ended may abort it
 
 
 def flat(net: nn.Module) -> Tensor:
