@@ -7,7 +7,6 @@ process group.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +23,10 @@ from lightning_sparse import (
     UpdateRule,
     attach,
     attach_updates,
-    exchange_pending,
     method,
 )
 from lightning_sparse.aggregators import TwoLevel, TwoPass
+from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.updates import Updates
 
@@ -56,7 +55,7 @@ class Wrapped:
     all_reduced: Callable[[int, int], int] | None = None  # dense: bytes all-reduced, by number of parameters and steps
     every: int = 1  # steps from one exchange to the next
     settle: Callable[[], None] = lambda: None  # ends an exchange that goes on, so that weights are equal on all ranks
-    delayed: bool = False  # whether exchanges go on after a step
+    wait: Callable[[], None] = lambda: None  # until the exchange that goes on has sent; it goes on
 
     @property
     def counted_bytes(self) -> int:
@@ -153,7 +152,10 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
     """Make a model ready for a method of ours, which exchanges updates if it has a rule for that."""
     if chosen.update_rule is not None:
         made = Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.every)
-        return replace(made, settle=partial(exchange_pending, optimizer), delayed=True) if chosen.delayed else made
+        exchange = exchange_of(optimizer)
+        if exchange is not None and chosen.delayed:
+            made = replace(made, settle=exchange.exchange_pending, wait=exchange.updates.wait)
+        return made
     ddp = data_parallel(model, **AS_OURS)
     reducer = attach(ddp, chosen)
     return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)

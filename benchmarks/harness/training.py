@@ -6,7 +6,6 @@ turns on the same ranks: a benchmark's `work` calls `take_turns` on every rank, 
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,9 +89,8 @@ class Trainee:
 
     @property
     def settled_bytes(self) -> int:
-        """The same, when the exchange that goes on, if one does, has begun to send: a thread counts its bytes."""
-        if self.wrapped.delayed:
-            time.sleep(0.1)
+        """The same, when the exchange that goes on, if one does, has sent all: a thread counts its bytes."""
+        self.wrapped.wait()
         return self.sent_bytes
 
     @torch.no_grad()
@@ -147,7 +145,7 @@ def attach_thread(
         before(lambda *_: None if next(started) % method.every else exchanged.begin(optimizer))
         after(lambda *_: None if next(ended) % method.every else exchanged.exchange(optimizer))
         if method.delayed:
-            return Wrapped(model, reducer=reducer, settle=exchanged.land, delayed=True)
+            return Wrapped(model, reducer=reducer, settle=exchanged.land, wait=exchanged.wait)
     return Wrapped(model, reducer=reducer)
 
 
