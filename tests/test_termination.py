@@ -98,6 +98,31 @@ def test_who_does_not_finish_is_not_waited_for(pair, monkeypatch):
     assert first.finish()
 
 
+@pytest.fixture
+def of_rank_0_and_1(monkeypatch):
+    monkeypatch.setattr(termination, "Responder", lambda watch: None)
+    store = dist.HashStore()
+    return [Termination(store, "group", rank, [0, 1]) for rank in range(2)]
+
+
+def test_the_rank_that_hosts_the_store_leaves_last(of_rank_0_and_1):
+    host, other = of_rank_0_and_1
+    finish(of_rank_0_and_1)
+    with futures.ThreadPoolExecutor() as pool:
+        left = pool.submit(host.leave)
+        assert not futures.wait([left], 0.3).done
+        other.leave()
+        left.result(60)
+
+
+def test_it_does_not_wait_after_a_failure_nor_for_a_rank_that_does_not_leave(of_rank_0_and_1, monkeypatch):
+    monkeypatch.setattr(termination, "FINISH_SECONDS", 3600)
+    of_rank_0_and_1[0].leave()
+    monkeypatch.setattr(termination, "FINISH_SECONDS", 0.2)
+    finish(of_rank_0_and_1)
+    of_rank_0_and_1[0].leave()
+
+
 def without_answers(rank, error, monkeypatch, names=("check", "get", "set", "compare_set")):
     def fail(*_):
         raise error("no answer")

@@ -4,6 +4,8 @@
     termination.tell()           # in the signal's handler
     last = termination.begin()   # before each batch: whether it is the last one
     told = termination.finish()  # after the last of all: whether to end by an error nevertheless
+    termination.end()
+    termination.leave()          # before the process may end: rank 0's, which hosts the store, goes last
 
 Ranks agree through the store, and only when one was told:
 
@@ -54,7 +56,7 @@ class Termination:
         self._begun_when_told: tuple[int, int] | None = None
         self._last_begun: tuple[int, int] | None = None  # by any rank, when it heard of it
         self._lock = threading.RLock()  # not a Lock: a signal may interrupt the thread that holds it
-        self._said = self._ended = self._store_is_gone = False
+        self._said = self._ended = self._store_is_gone = self._all_finished = False
         self._finished = 0  # trainings: a learning rate finder has one before the other
         self.told, self.reason = False, ""
         self._watcher = Responder(self._watch)
@@ -93,7 +95,7 @@ class Termination:
             while time.monotonic() < deadline:
                 if self._store.check(keys):
                     reasons = [self._store.get(key).decode() for key in keys]
-                    self.reason = next(filter(None, reasons), "")
+                    self.reason, self._all_finished = next(filter(None, reasons), ""), True
                     return bool(self.reason)
                 time.sleep(0.02)
         return self.told
@@ -102,6 +104,20 @@ class Termination:
         """End the thread, and say nothing to other ranks from now on. May be called twice."""
         self._ended = True
         self._watcher.end()
+
+    def leave(self) -> None:
+        """Let the others go first where this is rank 0, whose process hosts the store, and all have finished.
+
+        Those that still ask would get no answer, and torch prints a trace of its calls.
+        """
+        others = [key + "/left" for key in self._keys if key != self._own_key]
+        deadline = time.monotonic() + FINISH_SECONDS
+        with contextlib.suppress(StoreSilent, dist.DistError):
+            if self._own_rank != 0:
+                self._store.set(self._own_key + "/left", "")
+            elif self._all_finished:
+                while time.monotonic() < deadline and not self._store.check(others):
+                    time.sleep(0.01)
 
     def _watch(self) -> None:
         with contextlib.suppress(Exception):  # the thread goes on: other ranks wait for what it says

@@ -56,6 +56,11 @@ class EndTogether:
         self._termination.end()
         self._undo()
 
+    def leave(self) -> None:
+        """Keep rank 0's process, which hosts the store, until no rank needs it any more, if training ended in order."""
+        if os.getpid() == self._pid:  # no forked child
+            self._termination.leave()
+
     def _end(self) -> None:
         self._ends = True
         if self._launched:

@@ -280,13 +280,15 @@ class SparseDDP(UpdateOrGradientExchange):
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.
         unwrap("scale", self._scaled_loss)
-        if self._sigterm is not None:
-            self._sigterm.close()
-            self._sigterm = None
+        sigterm, self._sigterm = self._sigterm, None
+        if sigterm is not None:
+            sigterm.close()
         if self._exchange is not None:
             self._exchange.close()
             self._consistent = self._exchange.is_consistent
             self._exchange = None
+        if sigterm is not None:
+            sigterm.leave()
         super().teardown()
 
     @classmethod
