@@ -172,7 +172,8 @@ class DelayedUpdates(Updates):
         if segment.index in self._flights:
             self._land(self._flights[segment.index])
         begun = self._reducer.begin_segment(segment, changes, frozen, payout)
-        begun.exchange.ahead = _, sent = begun.exchange.compress(begun.u, begun.compressor)
+        begun.exchange.ahead = begun.exchange.compress(begun.u, begun.compressor)
+        _, sent = begun.exchange.ahead
         if emptied is not None and isinstance(sent, Entries):
             emptied.take_out(sent)
         self._flights[segment.index] = _Flight(segment, mean, *_step_ahead_(flat, sent))
