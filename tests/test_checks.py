@@ -53,7 +53,7 @@ def test_messages_of_an_exchange_have_the_same_bytes(index_format, pinned, lead,
     for kernels, device in (("torch", "cpu"), ("triton", DEVICE)):
         use(kernels)
         made = Exchange(Echo(4), Context.of(numel), fingerprint=7, device=torch.device(device))
-        made._worst = torch.tensor(BROKEN, device=device)
+        made.worst = torch.tensor(BROKEN, device=device)
         if pinned:
             made.pin(torch.arange(9, device=device))
         entries = Entries(indices.to(device), values.to(device))
@@ -75,7 +75,7 @@ def received(damage, size: int = 5):
     made._raise = lambda *args, **kwargs: None  # as on CUDA, where nobody looks yet
     (rows,) = made._receive(messages, payload, made._senders)
     assert rows.shape == (size, 20)
-    return int(made._worst)
+    return int(made.worst)
 
 
 def nothing(messages):
@@ -169,7 +169,7 @@ def told(comm: Comm) -> int:
     made = Exchange(comm, Context.of(50), device=torch.device("cpu"))
     payload, _ = made.compress(u, TopK(0.1))
     made._frame(payload)
-    return int(made._worst)
+    return int(made.worst)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

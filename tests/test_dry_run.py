@@ -36,7 +36,7 @@ class Log(list):
 def session_of(reducer: Reducer, stream: Any = None) -> Session:
     session = Session.__new__(Session)
     session.reducer, session.comm, session.stream = reducer, reducer.comm, stream
-    session._device, session._closed, session._pid = torch.device("cpu"), False, -1
+    session.device, session._closed, session._pid = torch.device("cpu"), False, -1
     return session
 
 
