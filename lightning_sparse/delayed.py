@@ -63,8 +63,9 @@ class _Flight(NamedTuple):
 class DelayedUpdates(Updates):
     """`Updates` whose exchanges end with the next one of the same optimizer, or with `land`.
 
-    In between weights are each rank's own, and only optimizers may change them. A thread exchanges; but over NCCL,
-    which needs one order of all collectives, the training thread launches all of it, and the host waits for nothing.
+    In between weights are each rank's own, and only optimizers may change them. A thread exchanges, for one optimizer
+    after another; but over NCCL, which needs one order of all collectives, the training thread launches all of it, and
+    the host waits for nothing.
 
     Args:
         reducer, model, optimizers: as in `Updates`.
@@ -225,8 +226,8 @@ class DelayedUpdates(Updates):
     def land(self, write: bool = True) -> None:
         """End the exchange that goes on, if any: weights are equal on all ranks. Needs no other rank to call it.
 
-        What has been changed since is left to the residual; where there is none, it stays in the weights. Without
-        `write` the model gets weights and buffers before the next step only: backward may need those that it has.
+        What has been changed since is left to the residual; where there is none, it stays in what is written. Without
+        `write` the model keeps its buffers, and gets weights before the next step only: backward may need those it has.
         """
         self._end()
         kept: list[tuple[Tensor, Tensor]] = []

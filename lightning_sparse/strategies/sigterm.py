@@ -2,7 +2,7 @@
 
 Lightning 2.6 broadcasts in each batch whether rank 0 was told, and all ranks wait for it: a round trip, and on CUDA for
 the device. Its handler of the signal is a collective, too, which may meet another one of other ranks: gloo then aborts
-their processes. Here nothing is sent until a rank is told or training ends, and then through the store.
+their processes. Here no rank waits until one is told or training ends: a thread of each looks into the store.
 """
 
 from __future__ import annotations
