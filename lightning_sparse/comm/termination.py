@@ -30,7 +30,7 @@ from lightning_sparse.comm.store import BoundedStore, StoreSilent
 AGREE_SECONDS = 10.0
 """Seconds to wait for what the other ranks' threads say: longer than they take, unless their processes have ended."""
 FINISH_SECONDS = 5.0
-"""Seconds to wait after the last batch for ranks that are still in it."""
+"""Seconds to wait after the last batch for ranks that are still in it, and at the end for those that need the store."""
 
 
 class Termination:
@@ -75,6 +75,7 @@ class Termination:
         with self._lock:
             training, validations = self._begun
             self._begun = (training, validations + 1) if validation else (training + 1, 0)
+            self._all_finished = False
             if self._begun_when_told is None:
                 return False
         if self._last_begun is None:
@@ -89,15 +90,12 @@ class Termination:
         self._finished += 1
         end = f"/finished/{self._finished}"
         keys = [key + end for key in self._keys]
-        deadline = time.monotonic() + FINISH_SECONDS
         with contextlib.suppress(StoreSilent, dist.DistError):
             self._store.set(self._own_key + end, self.reason if self.told else "")
-            while time.monotonic() < deadline:
-                if self._store.check(keys):
-                    reasons = [self._store.get(key).decode() for key in keys]
-                    self.reason, self._all_finished = next(filter(None, reasons), ""), True
-                    return bool(self.reason)
-                time.sleep(0.02)
+            if self._wait_for(keys):
+                reasons = [self._store.get(key).decode() for key in keys]
+                self.reason, self._all_finished = next(filter(None, reasons), ""), True
+                return bool(self.reason)
         return self.told
 
     def end(self) -> None:
@@ -106,18 +104,26 @@ class Termination:
         self._watcher.end()
 
     def leave(self) -> None:
-        """Let the others go first where this is rank 0, whose process hosts the store, and all have finished.
+        """After a training that all ranks have finished: have rank 0, whose process hosts the store, end last.
 
-        Those that still ask would get no answer, and torch prints a trace of its calls.
+        For those that still ask a store that has gone torch prints a trace of its calls.
         """
-        others = [key + "/left" for key in self._keys if key != self._own_key]
-        deadline = time.monotonic() + FINISH_SECONDS
+        if not self._all_finished:
+            return
         with contextlib.suppress(StoreSilent, dist.DistError):
-            if self._own_rank != 0:
+            if self._own_rank == 0:
+                self._wait_for([key + "/left" for key in self._keys if key != self._own_key])
+            else:
                 self._store.set(self._own_key + "/left", "")
-            elif self._all_finished:
-                while time.monotonic() < deadline and not self._store.check(others):
-                    time.sleep(0.01)
+
+    def _wait_for(self, keys: list[str]) -> bool:
+        """Return whether all keys are set within `FINISH_SECONDS`."""
+        deadline = time.monotonic() + FINISH_SECONDS
+        while time.monotonic() < deadline:
+            if self._store.check(keys):
+                return True
+            time.sleep(0.02)
+        return False
 
     def _watch(self) -> None:
         with contextlib.suppress(Exception):  # the thread goes on: other ranks wait for what it says

@@ -186,7 +186,6 @@ class UpdateExchange:
             self._begin_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
             self._stepped = True
             self._count(optimizer)
-            self.in_step = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -194,13 +193,13 @@ class UpdateExchange:
             return
         self._stepped = self._under_way = True  # until the exchange, weights differ among ranks
         self._count(optimizer)
-        self.in_step = False
 
     def _count(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
         self._steps[index] += 1
         if self._steps[index] % self._every == 0:
             self._exchange(optimizer)
+        self.in_step = False
 
     @property
     def is_pending(self) -> bool:
@@ -236,7 +235,7 @@ class UpdateExchange:
         elif self.updates.in_flight:
             log.warning("An exchange of updates has not ended in time: what other ranks have sent in it is lost.")
 
-    def weights_before_step(self) -> Mapping[int, Tensor]:
+    def agreed_weights(self) -> Mapping[int, Tensor]:
         """Return the weights that all ranks agreed on last, by the id of the parameter, where the model has others."""
         under_way = not self.is_consistent and (self._within is not None or self.updates.in_flight)
         return self.updates.weights if under_way or self.updates.is_unwritten else {}

@@ -164,7 +164,7 @@ class UpdateOrGradientExchange(GradientExchange):
                 exchange.exchange_pending(write)
         state = super().lightning_module_state_dict()
         # An error's handler may, too, and in the middle of a step.
-        before = {} if self._update_exchange is None else self._update_exchange.weights_before_step()
+        before = {} if self._update_exchange is None else self._update_exchange.agreed_weights()
         for name, param in self.lightning_module.named_parameters(remove_duplicate=False):
             if id(param) in before and name in state:
                 state[name] = before[id(param)].clone()
