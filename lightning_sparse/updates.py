@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -287,11 +288,14 @@ class Updates:
 
 @torch.no_grad()
 def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Overwrite tensors with rank 0's, by one message for each dtype, from `device`, where `comm` can send from."""
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in same])
-        comm.broadcast(flat.view(torch.uint8), 0)  # as bytes: gloo does not know all dtypes
-        if comm.rank != 0:
-            parts = flat.split([tensor.numel() for tensor in same])
-            torch._foreach_copy_(same, [part.view(tensor.shape) for tensor, part in zip(same, parts, strict=True)])
+    """Overwrite tensors with rank 0's, by one message of all dtypes from `device`, where `comm` can send from."""
+    longest_first = sorted(tensors, key=lambda x: (-x.element_size(), str(x.dtype)))  # aligned in the message, then
+    parts = [tensor.to(device).contiguous().view(-1).view(torch.uint8) for tensor in longest_first]
+    message = torch.cat(parts)
+    comm.broadcast(message, 0)  # as bytes: gloo does not know all dtypes
+    if comm.rank == 0:
+        return
+    received = message.split([part.numel() for part in parts])
+    views = [part.view(x.dtype).view(x.shape) for x, part in zip(longest_first, received, strict=True)]
+    for _, pairs in groupby(zip(longest_first, views, strict=True), lambda pair: pair[0].dtype):
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))

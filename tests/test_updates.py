@@ -484,3 +484,27 @@ def test_rank_0_copies_no_buffers():
     (written, _), (_, received) = simulate(2, rank)
     assert written == [0, 0, 0]
     assert all(not tensor.any() for tensor in received)
+
+
+def test_a_broadcast_is_one_message_whatever_the_tensors():
+    def made(rank: int) -> list[Tensor]:
+        return [
+            torch.full((3,), rank == 0),
+            torch.full((5,), rank + 0.5, dtype=torch.bfloat16),
+            torch.tensor(rank + 7),
+            torch.full((4, 3), float(rank)).t(),
+            torch.full((6,), float(rank))[::2],
+            torch.full((2,), complex(rank, 1)),
+            torch.full((0, 2), rank, dtype=torch.int16),
+            torch.full((1,), rank + 0.1, dtype=torch.float64),
+        ]
+
+    def rank(comm: Comm) -> tuple[int, list[Tensor]]:
+        tensors, before = made(comm.rank), comm._begun
+        broadcast(comm, tensors, torch.device("cpu"))
+        return comm._begun - before, tensors
+
+    for messages, received in simulate(3, rank):
+        assert messages == 1
+        assert all(map(torch.equal, received, made(0)))
+        assert [x.dtype for x in received] == [x.dtype for x in made(0)]
