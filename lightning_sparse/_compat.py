@@ -35,7 +35,9 @@ def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) ->
     `torch.distributed.new_group` names a group by the number of groups that a rank has made before; if ranks differ in
     that, they wait for each other under different names until the timeout.
 
-    Over NCCL its kernels come before those of backward that wait for room on the device, as ours do.
+    Over NCCL its kernels come before those of backward that wait for room on the device, as ours do, and it connects
+    anew: a default group with a device bound to it would split its communicator, for which all of its ranks must call,
+    and nothing may be under way in it.
     """
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
@@ -43,18 +45,23 @@ def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) ->
     if "nccl" in dist.get_backend_config(parent):
         options["backend_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options["backend_options"]._timeout = timeout
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        dist.get_rank(parent),
-        ranks,
-        dist.get_backend(parent),
-        default_store(),
-        name,
-        timeout=timeout,
-        device_id=getattr(dist.group.WORLD, "bound_device_id", None),
-        group_desc="lightning_sparse",
-        **options,
-    )
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            dist.get_rank(parent),
+            ranks,
+            dist.get_backend(parent),
+            default_store(),
+            name,
+            timeout=timeout,
+            device_id=device,
+            group_desc="lightning_sparse",
+            **options,
+        )
+    finally:
+        world.bound_device_id = device
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group  # type: ignore[no-any-return]
 

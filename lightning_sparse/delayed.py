@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.store import in_thread
+from lightning_sparse.comm.store import as_here, in_thread
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
@@ -184,24 +184,29 @@ class DelayedUpdates(Updates):
 
     def _start(self, begun: Sequence[Begun]) -> None:
         self._rank_0s = {name: buffer.clone() for name, buffer in self._buffers().items()}
-        threads, stream, copies = torch.get_num_threads(), self._stream, list(self._rank_0s.values())
+        stream, copies = self._stream, list(self._rank_0s.values())
         if stream is not None:
             for tensor in (tensor for each in begun for tensor in each.tensors):
                 tensor.record_stream(stream)
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
         def finish() -> None:
-            torch.set_num_threads(threads)  # OpenMP keeps this number per thread
-            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):  # and CUDA the stream
-                for each in begun:
-                    self._reducer.finish_segment_(each)
-                if copies:
-                    broadcast(self._reducer.comm, copies, copies[0].device)
+            for each in begun:
+                self._reducer.finish_segment_(each)
+            if copies:
+                broadcast(self._reducer.comm, copies, self._flat[0].device)
 
         if self._over_nccl:
+            with torch.cuda.stream(stream):
+                finish()
+            return
+        prepare = as_here(stream)
+
+        def alone() -> None:
+            prepare()
             finish()
-        else:
-            self._exchange = in_thread(finish, _THREAD)
+
+        self._exchange = in_thread(alone, _THREAD)
 
     def wait(self) -> None:
         if self._exchange is not None:

@@ -206,7 +206,7 @@ class Exchange:
         if not self._by_triton:
             self._raise(worst() - OK)
             return
-        self.ctx = replace(self.ctx, stats=None, payout=None)  # `deferred` does not need their memory
+        self.ctx, self.ahead = replace(self.ctx, stats=None, payout=None), None  # `deferred` does not need their memory
         found, fine = self._root._found or (None, None)
         self.step_ok = fine if found is status else status == OK
         self.deferred = lambda: self._raise(worst() - OK)

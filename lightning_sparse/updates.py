@@ -298,4 +298,5 @@ def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> No
     received = message.split([part.numel() for part in parts])
     views = [part.view(x.dtype).view(x.shape) for x, part in zip(longest_first, received, strict=True)]
     for _, pairs in groupby(zip(longest_first, views, strict=True), lambda pair: pair[0].dtype):
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        own, theirs = zip(*pairs, strict=True)
+        torch._foreach_copy_(own, theirs)

@@ -327,6 +327,26 @@ def test_a_group_has_the_name_it_is_given_whatever_groups_a_rank_has_made():
     assert run_ranks(2, named_group) == [("a name of ours", [3], True, False)] * 2
 
 
+def group_of_a_bound_device(rank: int) -> tuple[list[object], bool]:
+    c10d, world, asked = dist.distributed_c10d, dist.group.WORLD, []
+    device = torch.device("cuda", 0)
+    world.bound_device_id = device
+
+    def passed_on(*args, device_id, **_):
+        asked.extend([world.bound_device_id, device_id])
+        raise ZeroDivisionError
+
+    c10d._new_process_group_helper = passed_on
+    with pytest.raises(ZeroDivisionError):
+        _compat.new_named_group(world, "a name of ours", timedelta(seconds=30))
+    return asked, world.bound_device_id == device
+
+
+def test_a_group_does_not_split_the_communicator_of_the_default_one():
+    """It would, as Lightning has bound a device to it; with others than all ranks that would wait for ever."""
+    assert run_ranks(1, group_of_a_bound_device) == [([None, torch.device("cuda", 0)], True)]
+
+
 def hooks(rank: int) -> tuple[list[str], str | None, str | None]:
     bare, hooked = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
     hooked.register_comm_hook("a state", default_hooks.allreduce_hook)

@@ -442,9 +442,15 @@ def test_on_cuda_both_streams_wait_for_each_other(over_nccl, monkeypatch):
         def __exit__(self, *_):
             log.append("exchanged")
 
+    def set_stream(stream):
+        threads.add(threading.current_thread())
+        log.append(f"exchange on {stream.name}")
+
     callers, ours = Stream("caller"), Stream("ours")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: callers)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: log.append(f"use {device}"))
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append("record"))
 
     def rank(comm: Comm) -> None:
@@ -465,5 +471,7 @@ def test_on_cuda_both_streams_wait_for_each_other(over_nccl, monkeypatch):
     simulate(1, rank)
     payload = log.count("record") // 2
     assert payload >= 5  # the mean, u, what is sent, and the message of indices and values
-    step = ["caller waits for ours", *["record"] * payload, "ours waits for caller", "exchange", "exchanged"]
+    # A thread's device is 0 until it is set, and stays what it is set to: there a context would take memory.
+    launched = ["exchange", "exchanged"] if over_nccl else ["use cuda:0", "exchange on ours"]
+    step = ["caller waits for ours", *["record"] * payload, "ours waits for caller", *launched]
     assert log == [*step, *step, "caller waits for ours"]

@@ -33,14 +33,20 @@ def test_it_is_kept_for_as_long_as_gradients_stay_where_they_are():
     assert gradient_table([both[0]], [0, 99]) is not first
 
 
-def test_not_more_is_kept_than_a_few_thousand(monkeypatch):
-    monkeypatch.setattr(launch, "_kept", {})
-    monkeypatch.setattr(launch, "KEPT", 3)
+def test_not_more_bytes_are_kept_than_a_limit(monkeypatch):
+    monkeypatch.setattr(launch, "_kept", launch.Cache())
+    monkeypatch.setattr(launch, "KEPT", 1536)
     x = torch.zeros(1)
-    made = [launch.kept(key, x, lambda key=key: torch.tensor(key)) for key in range(5)]
-    assert [int(each) for each in made] == [*range(5)]
-    assert len(launch._kept) == 2
-    assert launch.kept(4, x, lambda: torch.tensor(7)) is made[4]
+
+    def kept_of(elements):
+        """Ask for five tensors in turn; return which are kept."""
+        launch._kept = launch.Cache()
+        made = [launch.kept(key, x, lambda key=key: torch.full((elements,), float(key))) for key in range(5)]
+        assert [int(each[0]) for each in made] == [*range(5)]
+        return [key for key in range(5) if any(each is made[key] for each in launch._kept.tensors.values())]
+
+    assert kept_of(256) == [4]
+    assert kept_of(1) == [3, 4]  # as on a device, which takes 512 bytes for the smallest
 
 
 def test_what_is_kept_belongs_to_a_kind_a_device_and_a_stream(monkeypatch):

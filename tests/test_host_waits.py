@@ -7,6 +7,7 @@ host and device is seen by a dispatch mode.
 import contextlib
 import itertools
 import math
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -218,6 +219,26 @@ def test_no_delayed_step_waits(name, dtype, fake_cuda, monkeypatch):
     made = method(name)
     made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, True))
     assert steps_of_updates(made, dtype, 2, "adamw, fused") == 4
+
+
+@pytest.mark.parametrize("name", ["topk", "efsignsgd"])
+def test_a_delayed_exchange_keeps_nothing_of_what_it_has_sent(name, fake_cuda, monkeypatch):
+    """Not even until the next step, which raises its error."""
+    sent = []
+    start = DelayedUpdates._start
+
+    def started(updates, begun):
+        sent.extend(weakref.ref(part) for each in begun for part in each.exchange.ahead[0])
+        start(updates, begun)
+
+    monkeypatch.setattr(DelayedUpdates, "_start", started)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    made = method(name)
+    made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, True))
+    assert steps_of_updates(made, torch.float32, 2, "adamw, fused") == 4
+    assert sent
+    assert not any(reference() is not None for reference in sent)
 
 
 @pytest.mark.parametrize("attack", ["scale", "flip", "negate"])

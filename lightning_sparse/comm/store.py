@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
@@ -60,6 +61,19 @@ class BoundedStore:
                 raise
             self._late = answer
             raise StoreSilent from error
+
+
+def as_here(stream: torch.cuda.Stream | None) -> Callable[[], None]:
+    """Return what a new thread calls to compute as this one does, on CUDA in a stream of its own."""
+    threads = torch.get_num_threads()
+
+    def apply() -> None:
+        torch.set_num_threads(threads)  # OpenMP keeps this number per thread
+        if stream is not None:
+            torch.cuda.set_device(stream.device)  # and CUDA the current device and stream
+            torch.cuda.set_stream(stream)
+
+    return apply
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:

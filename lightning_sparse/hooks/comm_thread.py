@@ -26,7 +26,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse._compat import at_end_of_backward
 from lightning_sparse.comm import POLL
 from lightning_sparse.comm.peers import JOIN_SECONDS
+from lightning_sparse.comm.store import as_here
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
@@ -129,7 +130,7 @@ class CommThread:
         if self._thread is None and not self._closed:
             # Started here, in the process that trains: a thread does not survive fork, nor can it be pickled.
             self._thread = threading.Thread(
-                target=self._run, args=(torch.get_num_threads(),), name="lightning_sparse", daemon=True
+                target=self._run, args=(as_here(self._stream),), name="lightning_sparse", daemon=True
             )
             self._thread.start()
         arrived = Bucket(future, buffer, views, unused, ready)
@@ -234,11 +235,8 @@ class CommThread:
 
     # In the communication thread:
 
-    def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # OpenMP keeps this number per thread
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)  # and CUDA the current device and stream
-            torch.cuda.set_stream(self._stream)
+    def _run(self, prepare: Callable[[], None]) -> None:
+        prepare()
         while (bucket := self._next()) is not None:
             try:
                 if self._error is None:

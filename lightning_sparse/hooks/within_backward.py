@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import collectives_so_far, gradient_hooks, in_backward, step_without_hooks
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.store import in_thread
+from lightning_sparse.comm.store import as_here, in_thread
 from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.updates import Updates
@@ -256,13 +256,13 @@ class WithinBackward:
         self._stepped = [threading.Semaphore(0) for _ in self._params]
         self._updates.begin(self._optimizer)
         self._prepare()
-        self.begun, threads = True, torch.get_num_threads()
+        self.begun, prepare_thread = True, as_here(self._stream)
+        if self._stream is not None:  # a state that an exchange replaces may be of the caller's stream
+            for x in (x for state in self._reducer.states for x in state.values()):
+                x.record_stream(self._stream)
 
         def exchange() -> None:
-            torch.set_num_threads(threads)  # OpenMP keeps this number per thread
-            if self._stream is not None:
-                torch.cuda.set_device(self._stream.device)  # and CUDA the current device and stream
-                torch.cuda.set_stream(self._stream)
+            prepare_thread()
             self._updates.exchange(self._optimizer, self._wait_for)
 
         self._exchange = in_thread(exchange, "lightning_sparse")

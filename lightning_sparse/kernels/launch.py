@@ -82,11 +82,29 @@ def same_dtype(tensors: Sequence[Tensor]) -> bool:
     return len({x.dtype for x in tensors}) == 1
 
 
-KEPT = 4096
-"""Size of the cache of constant tensors; when it is full, it is emptied."""
+KEPT = 1 << 26
+"""The most bytes of constant tensors that are cached; then the cache is emptied."""
 KEEPS: tuple[type[Tensor], ...] = (Tensor,)
 """Types of tensors that are cached: others, such as torch's fake tensors, belong to a mode that ends."""
-_kept: dict[Hashable, Tensor] = {}
+
+
+class Cache:
+    """Constant tensors, and the bytes that they take on the device: 512 or more each."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Hashable, Tensor] = {}
+        self.nbytes = 0
+
+    def add(self, key: Hashable, x: Tensor) -> None:
+        """Keep a tensor; none of the others if they would be too many."""
+        self.nbytes += max(512, x.nbytes)
+        if self.nbytes > KEPT:
+            self.tensors.clear()
+            self.nbytes = max(512, x.nbytes)
+        self.tensors[key] = x
+
+
+_kept = Cache()
 
 
 def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -101,11 +119,10 @@ def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
         return make()
     # A cache for each stream: another one is not ordered after the copy to the device, nor before the memory is freed.
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
-    found = _kept.get((key, like.device, stream))
+    found = _kept.tensors.get((key, like.device, stream))
     if found is None:
-        if len(_kept) >= KEPT:
-            _kept.clear()
-        found = _kept[key, like.device, stream] = make()
+        found = make()
+        _kept.add((key, like.device, stream), found)
     return found
 
 

@@ -87,7 +87,7 @@ def simulate_on_cuda(size: int, fn: Callable[[Comm], T]) -> list[T]:
             (torch.cuda, "current_stream", lambda device: stream),
             (torch.cuda, "Event", lambda: event),
             (launch, "KEEPS", (Tensor, OnCuda)),
-            (launch, "_kept", {}),
+            (launch, "_kept", launch.Cache()),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(mock.patch.dict(os.environ, {launch.KERNELS: "torch"}))

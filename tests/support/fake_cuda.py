@@ -121,7 +121,7 @@ def on_fake_cuda():
             torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
         )
         replace(launch, "KEEPS", (torch.Tensor, torch._subclasses.FakeTensor))  # kept, as long as the mode lasts
-        replace(launch, "_kept", {})
+        replace(launch, "_kept", launch.Cache())
         replace(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0)
         # On the host.
         replace(randk, "draw", lambda numel, k, generator: torch.empty(k, dtype=torch.int64))
