@@ -1,10 +1,11 @@
 """What does the whole way of a gradient add to a step of GPT-2 small on one GPU?
 
 A world of one, so that nothing travels: but each gradient is added to the residual, the entries are selected, encoded,
-decoded and written back, as among many. Plain DDP, `attach` with each method and `attach_updates`, which in a world of
-one rescales nothing, train the same model on random tokens, in turn, a few steps in a row each; times are by CUDA
-events, the median of all turns. Before a method is timed, one step shows that nothing is lost: the average and the
-residual add up to the gradient, bit for bit; of updates, that few weights change.
+decoded and written back, as among many. Plain DDP, `attach` with each method and the exchange of updates, which in a
+world of one rescales nothing, train the same model on random tokens, in turn, a few steps in a row each; times are by
+CUDA events, the median of all turns. Updates go after the step, within backward, or during the next step. Before a
+method is timed, one step shows that nothing is lost: the average and the residual add up to the gradient, bit for bit;
+of updates, that few weights change.
 
     python -m benchmarks.gpt            # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
     python -m benchmarks.gpt --small    # a rehearsal on the CPU, over gloo; nothing is written
@@ -32,7 +33,8 @@ from examples.models import GPT
 
 PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 """Name to dtype of parameters and gradients; calculated is in bf16."""
-METHODS = ("topk", "gaussiank", "randk", "topk updates")
+UPDATES = ("topk updates", "topk updates within backward", "topk updates, delayed")
+METHODS = ("topk", "gaussiank", "randk", *UPDATES)
 UPDATE_BYTES = {torch.float32: 60, torch.bfloat16: 74}
 """Of a parameter whose update is exchanged, by the kernels' loads and stores: see docs/gpu.md, without rescaling."""
 FLOORS, CONSTANT_MS = 1.6, 1.0

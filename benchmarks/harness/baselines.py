@@ -164,7 +164,8 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
 def _within_backward(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     reducer = Reducer(method("topk", density=options.density), ProcessGroupComm(), exchanged="update")
     updates, step_all = Updates(reducer, model, [optimizer]), optimizer.step
-    within = WithinBackward(updates, reducer, optimizer)
+    stream = torch.cuda.Stream(priority=-1) if next(model.parameters()).is_cuda else None
+    within = WithinBackward(updates, reducer, optimizer, stream=stream)
 
     def step() -> None:
         within.end()

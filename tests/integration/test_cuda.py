@@ -158,12 +158,12 @@ class AdamNet(Net):
         return torch.optim.AdamW(self.parameters(), 0.01)
 
 
-def within_and_after(rank: int, device: str, size: int) -> list[Tensor]:
+def fits_with_adamw(rank: int, device: str, size: int, fits: list[dict[str, Any]]) -> list[Tensor]:
     found = []
-    for overlap in (True, False):
+    for options in fits:
         net = AdamNet(device)
         backend = {} if size == 1 else {"process_group_backend": "gloo"}
-        strategy = SparseDDPStrategy("topk", density=0.01, granularity="layer", overlap=overlap, **backend)
+        strategy = SparseDDPStrategy("topk", density=0.01, granularity="layer", **backend, **options)
         run = trainer(strategy, 1, accelerator={"cpu": "cpu", "cuda": "gpu"}[device], num_nodes=size)
         run.fit(net, Batches(batches(rank)))
         found.append(bits(net.parameters()))
@@ -172,10 +172,12 @@ def within_and_after(rank: int, device: str, size: int) -> list[Tensor]:
 
 @on_both
 @pytest.mark.parametrize("size", [1, 2])
-def test_updates_exchanged_within_backward_are_those_after_it(device, size):
-    """One rank over NCCL where there is a GPU; two over gloo."""
-    found = ranks(device, size, within_and_after, size, backend=None if device == "cuda" else "gloo")
+@pytest.mark.parametrize("fits", [[{"overlap": True}, {"overlap": False}], [{"delayed": True}] * 2])
+def test_updates_are_exchanged_alike_in_each_fit(device, size, fits):
+    """Within backward and after it, or during the next step. One rank over NCCL where there is a GPU; two over gloo."""
+    found = ranks(device, size, fits_with_adamw, size, fits, backend=None if device == "cuda" else "gloo")
     assert all(torch.equal(weights, found[0][0]) for each in found for weights in each)
+    assert not torch.equal(found[0][0], bits(layers(device).parameters()))
 
 
 def over_gloo(rank: int, device: str) -> dict[str, dict[str, Any]]:
