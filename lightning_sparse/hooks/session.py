@@ -130,6 +130,7 @@ class Session:
         self._parent = group
         self.device = device
         self._closed = self._freed = False
+        self._explained: int | None = None  # id of an error
         # High priority: otherwise each short kernel waits until all blocks of a running backward kernel are scheduled.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.comm = ProcessGroupComm(group)
@@ -231,7 +232,8 @@ class Session:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        if _is_broken(error):
+        if _is_broken(error) and self._explained != id(error):
+            self._explained = id(error)  # a checkpoint on the exception tells of it, too
             # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
             with contextlib.suppress(Exception):
                 error.args = (f"{self.comm.diagnose()} ({first_line(error)})",)

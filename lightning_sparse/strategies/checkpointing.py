@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import CommThread, UpdateExchange
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.strategies.meetings import Meetings
 from lightning_sparse.strategies.saves import Saves, writes_at_once
 from lightning_sparse.strategies.sigterm import EndTogether
 
@@ -50,6 +51,7 @@ class Checkpointing(DDPStrategy):
         super().__init__(**kwargs)
         self._loaded_from: Any = None
         self._saves = Saves()  # on rank 0
+        self._meetings = Meetings()
 
     @property
     def reducer(self) -> Reducer:
@@ -122,11 +124,7 @@ class Checkpointing(DDPStrategy):
         """Return the optimizers' states, on the host, where they differ from rank to rank."""
         if self._reducer is None or self._reducer.exchanged == "gradient":
             return {}
-        states = {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)}
-        for state in states.values():
-            state["state"] = {param: _plain(own) for param, own in state["state"].items()}
-            state["param_groups"] = [_plain(group) for group in state["param_groups"]]
-        return {"optimizers": states}
+        return {"optimizers": {str(i): _plain(each.state_dict()) for i, each in enumerate(self.optimizers)}}
 
     def _agree(self, filepath: Any) -> tuple[str, str] | None:
         """Agree on rank 0's path and on a tag; None if the ranks' residuals are not of the same step.
@@ -143,7 +141,7 @@ class Checkpointing(DDPStrategy):
             self._consistent = exchange.drain()
         own = (sidecars.absolute(filepath), secrets.token_hex(8)), (self._reducer.step, self._consistent)
         try:
-            ranks = self._gather(own)
+            ranks: list[Any] = self._gather(own) if self._all_come else [own, None]
         except Exception:
             if not interrupted:
                 raise
@@ -167,6 +165,18 @@ class Checkpointing(DDPStrategy):
     def _may_be_alone(self) -> bool:
         """Whether an error has ended training, perhaps on this rank alone."""
         return self._interrupted and not (self._sigterm is not None and self._sigterm.ends_by(sys.exc_info()[1]))
+
+    @property
+    def _all_come(self) -> bool:
+        """Whether all ranks come to the collective that this one is about to call."""
+        return not self._may_be_alone or self._meetings.all_come()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._all_come:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return super().broadcast(obj, src) if self._all_come else obj
 
     def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""
@@ -204,6 +214,7 @@ class Checkpointing(DDPStrategy):
             super().teardown()
             self._saves.confirm_earlier()  # CheckpointIO.teardown has waited for all of them
         finally:
+            self._meetings.end_fit()
             self._saves.sweep(super().remove_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -229,8 +240,9 @@ class Checkpointing(DDPStrategy):
                 if self.reducer.exchanged == "update":
                     for i, optimizer in enumerate(self.optimizers):
                         if (own := state.get("optimizers", {}).get(str(i))) is not None:
+                            needed = _options(optimizer)
                             optimizer.load_state_dict(own)
-                            if foreign := _of_another_kind(optimizer, own):
+                            if foreign := _of_another_kind(optimizer, needed, own):
                                 raise ValueError(foreign)
         except Exception as caught:
             error = f"rank {self.global_rank}: {caught}"
@@ -253,11 +265,13 @@ class Checkpointing(DDPStrategy):
     def _load_rank_0s_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states that Lightning has saved, on all ranks or on none."""
         error: Exception | None = None
+        needed = [*map(_options, self.optimizers)]
         try:
             super().load_optimizer_state_dict(checkpoint)
         except Exception as caught:  # for states of another kind a KeyError, in some of torch's
             error = caught
-        foreign = next(filter(None, map(_of_another_kind, self.optimizers, checkpoint["optimizer_states"])), None)
+        found = map(_of_another_kind, self.optimizers, needed, checkpoint["optimizer_states"])
+        foreign = next(filter(None, found), None)
         if errors := self._gather_errors(foreign or self._error_message(error)):
             path = str(self._loaded_from)
             raise ValueError(
@@ -267,15 +281,20 @@ class Checkpointing(DDPStrategy):
             ) from error
 
 
-def _of_another_kind(optimizer: Optimizer, loaded: Mapping[str, Any]) -> str | None:
-    """Return what an optimizer lacks after a state was loaded into it, whose parameter groups it has taken over.
+def _options(optimizer: Optimizer) -> list[str]:
+    """Return which options all parameter groups of an optimizer have; not those that schedulers keep there."""
+    return [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
+
+
+def _of_another_kind(optimizer: Optimizer, needed: Sequence[str], loaded: Mapping[str, Any]) -> str | None:
+    """Return which options an optimizer lacks after a state was loaded, whose parameter groups it has taken over.
 
     Adam's suffice for AdamW; of those of older versions torch adds what is new when it loads them.
     """
-    lacks = [key for key in optimizer.defaults if any(key not in group for group in optimizer.param_groups)]
+    lacks = [key for key in needed if any(key not in group for group in optimizer.param_groups)]
     if not lacks:
         return None
-    has = dict.fromkeys(key for group in loaded["param_groups"] for key in group if key != "params")
+    has = dict.fromkeys(key for group in loaded.get("param_groups", ()) for key in group if key != "params")
     return (
         f"{type(optimizer).__name__} needs {listed(lacks, NAMED)}, but another kind of optimizer wrote these: their "
         f"parameter groups have {listed(list(has), NAMED)}"

@@ -21,11 +21,14 @@ ADAPTIVE = (
     *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor),
 )
 """Optimizers that divide by the size of past gradients."""
+MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # from torch 2.9 on
 
 
-def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer divides by the size of past gradients."""
-    return isinstance(optimizer, ADAPTIVE)
+def why_updates(optimizer: Optimizer) -> str | None:
+    """Return what an optimizer does that makes updates better to exchange than gradients; None for others."""
+    if isinstance(optimizer, ADAPTIVE):
+        return "divides by past gradients"
+    return "orthogonalises its steps" if isinstance(optimizer, MUON) else None
 
 
 def method_options(strategy: type, method: str | Method, options: Mapping[str, Any]) -> list[str]:
@@ -78,13 +81,14 @@ def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer], *, chosen: bool
         optimizers: of all that is trained.
         chosen: whether the user has chosen to exchange gradients.
     """
-    adaptive = next(filter(is_adaptive, optimizers), None)
-    unknown = next((x for x in optimizers if not isinstance(x, (*ADAPTIVE, torch.optim.SGD, torch.optim.ASGD))), None)
+    adaptive = next(filter(why_updates, optimizers), None)
+    known = (*ADAPTIVE, *MUON, torch.optim.SGD, torch.optim.ASGD)
+    unknown = next((x for x in optimizers if not isinstance(x, known)), None)
     if adaptive is not None:
         log.warning(
-            f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: a GPT needed 4 to 6 "
-            f"times as many steps with them as with dense ones. Let ranks exchange updates, exchange='update', which "
-            f"needed no more; see docs/optimizers.md."
+            f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: with AdamW a GPT "
+            f"needed 4 to 6 times as many steps with them as with dense ones. Let ranks exchange updates, "
+            f"exchange='update', which needed no more; see docs/optimizers.md."
         )
     elif unknown is not None and not chosen:
         log.warning(

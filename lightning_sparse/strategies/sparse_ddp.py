@@ -32,10 +32,10 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
     check_placement,
-    is_adaptive,
     method_options,
     warn_of_adaptive_optimizers,
     warn_of_two_momenta,
+    why_updates,
 )
 from lightning_sparse.strategies.sigterm import EndTogether
 from lightning_sparse.strategies.summary import run_summary
@@ -78,7 +78,7 @@ class SparseDDP(UpdateOrGradientExchange):
             network card. Nodes must have equal numbers of devices.
         exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
             gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,
-            such as AdamW.
+            such as AdamW, or orthogonalise their steps, as Muon does.
         every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
         delayed: whether the next step goes on during an exchange of updates, for links of high latency: a rank's
             weights change by what it has sent itself, until the mean is there.
@@ -235,10 +235,10 @@ class SparseDDP(UpdateOrGradientExchange):
             return "update", "delayed=True"
         if not self._method.is_sparse:
             return "gradient", "the method"
-        adaptive = next(filter(is_adaptive, self.optimizers), None)
-        if adaptive is None:
-            return "gradient", "the optimizer, which is not known to divide by past gradients"
-        return "update", f"{type(adaptive).__name__}, which divides by past gradients"
+        for optimizer in self.optimizers:
+            if does := why_updates(optimizer):
+                return "update", f"{type(optimizer).__name__}, which {does}"
+        return "gradient", "the optimizer, which is not known to divide by past gradients"
 
     def on_train_start(self) -> None:
         super().on_train_start()

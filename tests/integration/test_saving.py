@@ -29,7 +29,7 @@ from tests.integration.checkpoints import (
     sidecar_names,
     with_warnings,
 )
-from tests.integration.trainers import Net, lightning_ranks, same
+from tests.integration.trainers import Loader, Net, lightning_ranks, same, trainer
 from tests.support.tiers import full, tiers
 
 BEST = {"monitor": "score", "mode": "max"}
@@ -289,6 +289,58 @@ def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
         return error, records, same(start.state, expected.state)
 
     assert lightning_ranks(2, rank) == [("of the user", [], True)] * 2
+
+
+class FailingOutsideSteps(Net):
+    """Raises on rank 1, where the others wait for it in a collective of Lightning's, or in none."""
+
+    def __init__(self, where, rank):
+        super().__init__(**MOMENTUM)
+        self.where, self.rank = where, rank
+
+    def fail(self, where):
+        if (self.where, self.rank) == (where, 1):
+            raise ArithmeticError("of the user")
+
+    def configure_optimizers(self):
+        self.fail("optimizers")
+        return super().configure_optimizers()
+
+    def validation_step(self, batch, index):
+        self.fail("validation")
+        self.log("loss", self.training_step(batch, index), sync_dist=True)
+
+    def on_train_epoch_end(self):
+        self.fail("epoch end")
+
+
+@pytest.mark.reliability(
+    "an exception of one rank outside a step, and a checkpoint on it",
+    checked="its own error on that rank, an error on the other, within 20 s",
+    methods=["topk"],
+)
+@pytest.mark.parametrize("exchange", tiers(["gradient", "update"], ["update"]))
+@pytest.mark.parametrize("where", tiers(["optimizers", "validation", "epoch end"], ["optimizers", "validation"]))
+def test_a_checkpoint_on_an_exception_of_one_rank_alone(where, exchange, tmp_path):
+    def rank(rank):
+        started = time.monotonic()
+        run = trainer(
+            SparseDDPStrategy("topk", density=0.05, exchange=exchange, process_group_backend="gloo"),
+            2,
+            callbacks=[pl.callbacks.OnExceptionCheckpoint(tmp_path)],
+            max_epochs=2,
+        )
+        loaders = [Loader(rank, 2, 6) for _ in range(2)]
+        error = error_of(run.fit, FailingOutsideSteps(where, rank), *loaders)
+        if rank == 1:
+            (tmp_path / "error").write_text(error)
+            os._exit(1)  # as a script ends that the error has left
+        return error, time.monotonic() - started
+
+    (error, seconds), _ = lightning_ranks(2, rank)
+    assert (tmp_path / "error").read_text() == "of the user"
+    assert error.count("of the user") == 1, error
+    assert seconds < 20
 
 
 AFTER_FORK = """

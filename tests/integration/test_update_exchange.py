@@ -653,11 +653,56 @@ def test_resume_is_bit_for_bit(tmp_path, name, further):
     assert lightning_ranks(2, run) == [True, True]
 
 
+class OwnFormat(torch.optim.SGD):
+    """Wraps an optimizer: keeps what that one keeps in a format of its own, and options apart from its groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.defaults["every"] = 5
+
+    def state_dict(self) -> Any:
+        return {"wrapped": super().state_dict(), "every": 5}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict["wrapped"])
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps by signs; has no options but the rate, and none of those that torch's optimizers have."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
+                    param.add_(param.grad.sign(), alpha=-group["lr"] / self.state[param]["steps"])
+        return loss
+
+
+@of_both
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, Signs, OwnFormat])
+def test_optimizers_without_usual_options_resume_bit_for_bit(optimizer, tmp_path, exchange):
+    net = partial(Net, optimizer, lr=0.01)
+
+    def run(rank: int) -> bool:
+        whole = saving(rank, tmp_path, net, {"exchange": exchange}, 2)
+        dist.barrier()
+        return same(
+            whole, saving(rank, tmp_path / "again", net, {"exchange": exchange}, 2, ckpt_path=tmp_path / "step=5.ckpt")
+        )
+
+    assert lightning_ranks(2, run) == [True, True]
+
+
 class OneRankNeedsMore(Net):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = super().configure_optimizers()
         if self.trainer.global_rank == 1:
-            optimizer.defaults["slowness"] = 3
+            optimizer.defaults["slowness"] = optimizer.param_groups[0]["slowness"] = 3
         return optimizer
 
 
@@ -1102,9 +1147,23 @@ class TwoKinds(Gan):
         return [ADAMW(self.generator.parameters(), lr=0.01), Unknown(self.discriminator.parameters(), lr=0.01)]
 
 
+class MuonNet(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Muon([param for param in self.parameters() if param.dim() == 2], lr=0.01)
+
+
+OF_MUON = pytest.param(
+    MuonNet,
+    {},
+    ["Each rank steps its own Muon", "Chosen by Muon, which orthogonalises its steps."],
+    marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on"),
+)
+
+
 @pytest.mark.parametrize(
     ("net", "options", "said"),
     [
+        OF_MUON,
         (AdamNet, {}, ["momentum of AdamW is paid out where entries are sent", "updates of AdamW are made up to √2"]),
         (AdamNet, {}, ["Chosen by AdamW, which divides by past gradients."]),
         (

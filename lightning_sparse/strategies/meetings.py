@@ -1,0 +1,54 @@
+"""Whether ranks that an error has ended still call collectives together: each may be alone with its error."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch.distributed as dist
+
+from lightning_sparse.comm import RankFailure
+from lightning_sparse.comm.peers import ANSWER_SECONDS
+from lightning_sparse.comm.process_group import default_store
+from lightning_sparse.comm.store import BoundedStore, StoreSilent
+
+MEET_SECONDS = 5.0
+"""Seconds to wait for the others: longer than ranks need to hear of an error, unless they are not in a step."""
+
+
+class Meetings:
+    """One rank's way to the others after an error, by the process group's store.
+
+    All ranks call the same methods in the same order. A rank that has once been alone stays so until the next fit.
+    """
+
+    def __init__(self) -> None:
+        self._fits = self._calls = 0
+        self._alone = False
+
+    def end_fit(self) -> None:
+        """Forget the fit that has ended, by an error or not."""
+        self._fits, self._calls, self._alone = self._fits + 1, 0, False
+
+    def all_come(self) -> bool:
+        """Return whether all ranks come to the collective that this one is about to call; the same on all."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return True
+        if not self._alone:
+            self._calls += 1
+            self._alone = not self._meet(f"lightning_sparse/meeting/{self._fits}/{self._calls}")
+        return not self._alone
+
+    @staticmethod
+    def _meet(key: str) -> bool:
+        with contextlib.suppress(StoreSilent, dist.DistError, RankFailure):
+            store = BoundedStore(default_store(), ANSWER_SECONDS)
+            store.set(f"{key}/{dist.get_rank()}", "")
+            keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+            deadline = time.monotonic() + MEET_SECONDS
+            while not (here := store.check(keys)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            # The first one decides for all: one may come just as another goes.
+            store.compare_set(f"{key}/decision", "", "together" if here else "alone")
+            return store.get(f"{key}/decision") == b"together"
+        return False
