@@ -88,6 +88,7 @@ class UpdateExchange:
 
         def parameters() -> Mapping[str, Tensor]:
             check_updates(method, optimizers)
+            warn_of_evaluation(optimizers)
             return exchanged_parameters(model, optimizers)[0]
 
         self._session = Session(
@@ -303,6 +304,17 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(
                 "LBFGS keeps differences of gradients from step to step, and weights that other ranks change as well "
                 "make them wrong. Use an optimizer that needs one gradient a step, or train with strategy='ddp'."
+            )
+
+
+def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
+    """Warn on rank 0 of optimizers that evaluate other weights than they train: those are of each rank's own state."""
+    for optimizer in optimizers:
+        if callable(getattr(optimizer, "eval", None)) and dist.get_rank() == 0:
+            log.warning(
+                f"{type(optimizer).__name__}.eval() makes weights of its own state, in which ranks differ where they "
+                f"exchange updates: each evaluates, and saves, other weights. Exchange gradients, or train with an "
+                f"optimizer without it."
             )
 
 

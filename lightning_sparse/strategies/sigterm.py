@@ -7,12 +7,15 @@ their processes. Here no rank waits until one is told or training ends: a thread
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from typing import Any
 
 from lightning_sparse._compat import receive_sigterm, replace_sigterm_notifier, sigterm_exception
 from lightning_sparse.comm import ProcessGroupComm, Termination
+
+log = logging.getLogger(__name__)
 
 
 class EndTogether:
@@ -65,6 +68,8 @@ class EndTogether:
         self._ends = True
         if self._launched:
             raise sigterm_exception(self._trainer)(self._reason())
+        if self._termination.told:  # the other ranks end with this text
+            log.warning(self._reason())
         receive_sigterm(self._trainer)
 
     def _reason(self) -> str:

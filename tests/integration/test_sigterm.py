@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse import _compat
-from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
+from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, strategy, trainer
 from tests.support.tiers import full
 
 BATCHES = 60
@@ -118,12 +118,13 @@ def test_between_two_exchanges_a_checkpoint_has_the_updates_of_all_ranks(tmp_pat
 
 
 def one_told(rank, size, folder):
+    messages = Messages()
     ended = fit(rank, size, "topk", folder, ("on_train_batch_start", 7) if rank == 1 else None)
-    return ended, sorted(path.name for path in Path(folder, "on_exception.ckpt.residuals").iterdir())
+    return ended, sorted(path.name for path in Path(folder, "on_exception.ckpt.residuals").iterdir()), messages.texts
 
 
-def test_those_that_were_not_told_say_who_was_and_end_with_an_error(tmp_path):
-    ranks, files = zip(*lightning_ranks(3, one_told, 3, tmp_path), strict=True)
+def test_all_say_who_was_told_and_those_that_were_not_end_with_an_error(tmp_path):
+    ranks, files, messages = zip(*lightning_ranks(3, one_told, 3, tmp_path), strict=True)
     assert [rank[:2] for rank in ranks] == [
         ("SIGTERMException", OTHERS),
         ("SIGTERMException", None),
@@ -131,6 +132,7 @@ def test_those_that_were_not_told_say_who_was_and_end_with_an_error(tmp_path):
     ]
     assert len({rank[2] for rank in ranks}) == 1
     assert [len(names) for names in files] == [3] * 3
+    assert [OTHERS in texts for texts in messages] == [False, True, False]  # the others raise it
 
 
 def told_in_validation(rank, size, folder):

@@ -1142,6 +1142,24 @@ def test_an_unknown_optimizer_is_warned_of_unless_the_exchange_is_chosen():
     assert "set exchange='update'" in first[0][0]
 
 
+class ScheduleFree(Unknown):
+    """Has an `eval`, as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        raise AssertionError("not called by this package")
+
+
+def test_an_optimizer_that_evaluates_other_weights_is_warned_of_where_they_differ():
+    def run(rank: int) -> list[list[str]]:
+        net = partial(Net, ScheduleFree, lr=0.01)
+        return [fit(rank, net, {"exchange": exchange})["messages"] for exchange in ("gradient", "update")]
+
+    (first, warned), others = lightning_ranks(2, run)
+    assert (first, others) == ([], [[], []])
+    assert len(warned) == 1
+    assert warned[0].startswith("ScheduleFree.eval() makes weights of its own state, in which ranks differ")
+
+
 class TwoKinds(Gan):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [ADAMW(self.generator.parameters(), lr=0.01), Unknown(self.discriminator.parameters(), lr=0.01)]
