@@ -169,7 +169,8 @@ class Checkpointing(DDPStrategy):
     @property
     def _all_come(self) -> bool:
         """Whether all ranks come to the collective that this one is about to call."""
-        return not self._may_be_alone or self._meetings.all_come()
+        # A process that has forked the ranks has no process group, nor its module a trainer.
+        return not dist.is_initialized() or not self._may_be_alone or self._meetings.all_come()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._all_come:
