@@ -109,7 +109,7 @@ def train(task: str, run: Run, data: Data, steps: int = STEPS) -> list[Row]:
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         optimizer = optimizer_for(task, method, model, run.lr)
-        wrapped = attach_thread(model, optimizer, method, comm, seed=run.seed)
+        wrapped = attach_thread(model, [optimizer], method, comm, seed=run.seed)
         found = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=batch_size, steps=STEPS)
         # One rank evaluates, as statistics of batch normalisation are a rank's own.
         found.evaluated = slice(None) if comm.rank == 0 else slice(0)

@@ -275,7 +275,7 @@ def train(run: Run, data: Data) -> list[Row]:
         optimizer = torch.optim.AdamW(model.parameters(), run.lr, (variant.beta1, 0.999), weight_decay=decay)
         wrapped = Wrapped(model)
         if not variant.alone:
-            wrapped = attach_thread(model, optimizer, made, comm, updates=trial)
+            wrapped = attach_thread(model, [optimizer], made, comm, updates=trial)
 
         def decay_all(*_: Any) -> None:
             shrunk = 1 - optimizer.param_groups[0]["lr"] * variant.weight_decay

@@ -132,21 +132,27 @@ class Trainee:
 
 
 def attach_thread(
-    model: nn.Module, optimizer: Optimizer, method: Method, comm: Comm, *, seed: int = 0, updates: Any = None
+    model: nn.Module, optimizers: Sequence[Optimizer], method: Method, comm: Comm, *, seed: int = 0, updates: Any = None
 ) -> Wrapped:
-    """Exchange gradients, or updates, in an optimizer's steps: `attach` and `attach_updates` for ranks as threads."""
+    """Exchange gradients, or updates, in optimizers' steps: `attach` and `attach_updates` for ranks as threads."""
     reducer = Reducer(method, comm, seed=seed, exchanged="update" if method.update_rule else "gradient")
-    before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
     if method.update_rule is None:
-        before(lambda *_: reducer.reduce_({name: x.grad for name, x in model.named_parameters()}))  # type: ignore[misc]
-    else:
-        updates = updates or (DelayedUpdates if method.delayed else Updates)
-        exchanged, started, ended = updates(reducer, model, [optimizer]), itertools.count(), itertools.count(1)
-        before(lambda *_: None if next(started) % method.every else exchanged.begin(optimizer))
-        after(lambda *_: None if next(ended) % method.every else exchanged.exchange(optimizer))
-        if method.delayed:
-            return Wrapped(model, reducer=reducer, settle=exchanged.land, wait=exchanged.wait)
+        optimizers[0].register_step_pre_hook(
+            lambda *_: reducer.reduce_({name: x.grad for name, x in model.named_parameters()})  # type: ignore[misc]
+        )
+        return Wrapped(model, reducer=reducer)
+    exchanged = (updates or (DelayedUpdates if method.delayed else Updates))(reducer, model, optimizers)
+    for optimizer in optimizers:
+        _exchange_steps(exchanged, optimizer, method.every)
+    if method.delayed:
+        return Wrapped(model, reducer=reducer, settle=exchanged.land, wait=exchanged.wait)
     return Wrapped(model, reducer=reducer)
+
+
+def _exchange_steps(exchanged: Updates, optimizer: Optimizer, every: int) -> None:
+    started, ended = itertools.count(), itertools.count(1)
+    optimizer.register_step_pre_hook(lambda *_: None if next(started) % every else exchanged.begin(optimizer))
+    optimizer.register_step_post_hook(lambda *_: None if next(ended) % every else exchanged.exchange(optimizer))
 
 
 def train_threads(

@@ -92,8 +92,9 @@ def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer], *, chosen: bool
         )
     elif unknown is not None and not chosen:
         log.warning(
-            f"{type(unknown).__name__} is not known, so ranks exchange gradients. If it divides by past gradients, or "
-            f"takes their signs, it wants updates: set exchange='update'; see docs/optimizers.md."
+            f"{type(unknown).__name__} is not known, so ranks exchange gradients. If it divides by past gradients, it "
+            f"wants updates: set exchange='update'. If it takes signs, as Lion does, it wants every element: take "
+            f"'int4'. See docs/optimizers.md."
         )
 
 
