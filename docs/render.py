@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
 from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
+from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -512,6 +513,20 @@ def updates() -> str:
     return table(["ranks, steps", "variant", "density", "rate", "seeds", "steps to 2.6", "loss", "% of bytes"], rows)
 
 
+def optimizers() -> str:
+    """Each optimizer at the rate that is best for dense training; gradients at the better of that rate and its half."""
+    rows = []
+    for name, runs in optimizers_summary(read("optimizers")).groupby("optimizer", sort=False):
+        best = runs.loc[runs.groupby("exchanged").val_loss.idxmin()].set_index("exchanged")
+        cells = [f"{best.lr['dense']:g}", f"{best.val_loss['dense']:.3f}"]
+        for exchanged in ("updates", "gradients"):
+            steps = best.dense_steps[exchanged]
+            cells += [f"{best.val_loss[exchanged]:.3f}", "more" if math.isnan(steps) else f"{steps:.0f}"]
+        rows.append([str(name), *cells])
+    heads = ["", "rate", "dense", "updates", "step", "gradients", "step"]
+    return table(heads, rows)
+
+
 def updates_by_ranks() -> str:
     """Variants that were tried with 2, 4 and 8 ranks, of as many steps each: the mean over seeds, and their range."""
     begun = read("updates").query("step <= @BEGUN and lr == 0.002 and workers <= 8").assign(steps=BEGUN)
@@ -822,6 +837,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "within-backward": within_backward,
     **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
     "updates": updates,
+    "optimizers": optimizers,
     "updates-by-ranks": updates_by_ranks,
     "volume": volume,
     "selection": selection,

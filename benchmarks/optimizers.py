@@ -1,0 +1,148 @@
+"""With which optimizers do ranks exchange gradients, and with which updates? The same training with each of them.
+
+The GPT, the data, their order and the schedule are those of `benchmarks.updates`, and ranks are threads as there: two,
+topk with density 0.01. A run is the start of a training of 1,000 steps. The rate is the best of dense training, of
+three or more. Gradients take half of it: with AdamW that is better than the whole. Signs, of Lion, are tried with
+int4 too, which sends every element of the gradients.
+
+    python -m benchmarks.optimizers   # train what `optimizers.csv` lacks of `TRIED`, and print
+
+Muon steps the matrices of the layers, and AdamW the rest.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.harness import results
+from benchmarks.harness.results import Row
+from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
+from benchmarks.language import BATCH_SIZE, LENGTH, VAL_SEQUENCES
+from benchmarks.updates import steps_to
+from examples.models.gpt import GPT
+from lightning_sparse import Comm, UpdateRule, method
+
+RANKS, STEPS, SCHEDULED, EVERY = 2, 200, 1000, 25
+METHODS = {"dense": method("dense"), "int4": method("int4")}
+"""What is exchanged, where it is neither sparse "gradients" nor sparse "updates"."""
+
+
+class Lion(Optimizer):
+    """Steps by the sign of a momentum (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                moment = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(moment.lerp(param.grad, 1 - beta1).sign_(), alpha=-group["lr"])
+                moment.lerp_(param.grad, 1 - beta2)
+
+
+class Together(Optimizer):
+    """Several optimizers, of one schedule."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})  # which they keep as they are
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step all of them."""
+        for part in self.parts:
+            part.step()
+
+
+def optimizers(name: str, model: nn.Module, lr: float) -> list[Optimizer]:
+    """Return the optimizers of a training, by the name of the one that the training is about."""
+    if name == "Lion":
+        return [Lion(model.parameters(), lr)]
+    if name != "Muon":
+        options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+        return [getattr(torch.optim, name)(model.parameters(), lr=lr, **options)]
+    matrices, rest = list[Tensor](), list[Tensor]()
+    for param_name, param in model.named_parameters():
+        (matrices if param_name.startswith("layers.") and param.dim() == 2 else rest).append(param)
+    return [torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(rest, lr=lr)]
+
+
+class Run(NamedTuple):
+    """One training: an optimizer, what ranks exchange, and the learning rate."""
+
+    optimizer: str
+    exchanged: str
+    lr: float
+
+
+RATES = {
+    "AdamW": [0.001, 0.002, 0.004],
+    "RMSprop": [0.00025, 0.0005, 0.001],
+    "Adagrad": [0.01, 0.02, 0.04],
+    "Adadelta": [0.25, 0.5, 1.0, 2.0],
+    "Adafactor": [0.01, 0.02, 0.04, 0.08],
+    "Lion": [0.00025, 0.0005, 0.001],
+    "SGD": [0.025, 0.05, 0.1, 0.2],
+    "Muon": [0.001, 0.002, 0.004, 0.008, 0.016],
+}
+"""Of dense training."""
+BEST = {
+    "AdamW": 0.002,
+    "RMSprop": 0.0005,
+    "Adagrad": 0.02,
+    "Adadelta": 0.5,
+    "Adafactor": 0.04,
+    "Lion": 0.0005,
+    "SGD": 0.05,
+    "Muon": 0.016,
+}
+"""The best of them; Muon's is the highest tried, as a run takes minutes where the processor has no bf16."""
+TRIED = [Run(name, "dense", lr) for name, rates in RATES.items() for lr in rates]
+TRIED += [Run("AdamW", "gradients", BEST["AdamW"]), Run("Lion", "int4", BEST["Lion"])]
+TRIED += [run for name, lr in BEST.items() for run in (Run(name, "gradients", lr / 2), Run(name, "updates", lr))]
+
+
+def train(run: Run, data: Data) -> list[Row]:
+    """Train with ranks as threads; return loss and bytes every `EVERY` steps."""
+    made = METHODS.get(run.exchanged, method("topk", density=0.01))
+    made = replace(made, update_rule=UpdateRule() if run.exchanged == "updates" else None)
+
+    def trainee(model: nn.Module, comm: Comm) -> Trainee:
+        parts = optimizers(run.optimizer, model, run.lr)
+        wrapped = attach_thread(model, parts, made, comm)
+        together = parts[0] if len(parts) == 1 else Together(parts)
+        return Trainee(model, wrapped, together, data, comm, seed=0, batch_size=BATCH_SIZE, steps=SCHEDULED)
+
+    return train_threads(lambda: GPT(context=LENGTH), trainee, RANKS, 0, STEPS, EVERY)
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the last loss of each run, and after how many steps dense training had that loss: at its best rate."""
+    rows = []
+    for name, of_optimizer in table.groupby("optimizer", sort=False):
+        curves = dict(iter(of_optimizer.groupby(["exchanged", "lr"], sort=False)))
+        dense = min((curve for key, curve in curves.items() if key[0] == "dense"), key=lambda x: x.val_loss.iloc[-1])
+        for (exchanged, lr), curve in curves.items():
+            last = curve.val_loss.iloc[-1]
+            steps = steps_to(dense, last) if math.isfinite(last) else 0.0
+            rows.append(Run(name, exchanged, lr)._asdict() | {"val_loss": last, "dense_steps": steps})
+    return pd.DataFrame(rows)
+
+
+if __name__ == "__main__":
+    args = results.command_line(__doc__, figure=False).parse_args()
+    path = args.out / "optimizers.csv"
+    torch.set_num_threads(1)  # ranks run side by side
+    data = text(LENGTH, VAL_SEQUENCES)
+    results.save_each(path, results.missing(results.load(path), TRIED), lambda run: train(run, data), digits=7)
+    print(summary(results.load(path)).to_string(index=False, float_format="{:.4g}".format))
