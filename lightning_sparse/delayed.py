@@ -199,14 +199,8 @@ class DelayedUpdates(Updates):
         if self._over_nccl:
             with torch.cuda.stream(stream):
                 finish()
-            return
-        prepare = as_here(stream)
-
-        def alone() -> None:
-            prepare()
-            finish()
-
-        self._exchange = in_thread(alone, _THREAD)
+        else:
+            self._exchange = in_thread(finish, _THREAD, as_here(stream))
 
     def wait(self) -> None:
         if self._exchange is not None:

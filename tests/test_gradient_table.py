@@ -43,6 +43,7 @@ def test_not_more_bytes_are_kept_than_a_limit(monkeypatch):
         launch._kept = launch.Cache()
         made = [launch.kept(key, x, lambda key=key: torch.full((elements,), float(key))) for key in range(5)]
         assert [int(each[0]) for each in made] == [*range(5)]
+        assert launch.kept(4, x, lambda: torch.tensor(7)) is made[4]
         return [key for key in range(5) if any(each is made[key] for each in launch._kept.tensors.values())]
 
     assert kept_of(256) == [4]

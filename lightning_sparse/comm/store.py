@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -46,6 +47,13 @@ class BoundedStore:
         """Set a key."""
         self._in_time(lambda: self._store.set(key, value))
 
+    def has_within(self, seconds: float, keys: list[str]) -> bool:
+        """Return whether all keys are set, or come to be within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not (found := self.check(keys)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
     def compare_set(self, key: str, expected: str, value: str) -> None:
         """Set a key if it has the expected value, or "" is expected and it is not set."""
         self._in_time(lambda: self._store.compare_set(key, expected, value))
@@ -76,12 +84,13 @@ def as_here(stream: torch.cuda.Stream | None) -> Callable[[], None]:
     return apply
 
 
-def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Return a future of what `call` returns or raises in a daemon thread of this name."""
+def in_thread(call: Callable[[], T], name: str, prepare: Callable[[], None] = lambda: None) -> Future[T]:
+    """Return a future of what `call`, after `prepare`, returns or raises in a daemon thread of this name."""
     result: Future[T] = Future()
 
     def run() -> None:
         try:
+            prepare()
             result.set_result(call())
         except BaseException as error:
             result.set_exception(error)

@@ -92,7 +92,7 @@ class Termination:
         keys = [key + end for key in self._keys]
         with contextlib.suppress(StoreSilent, dist.DistError):
             self._store.set(self._own_key + end, self.reason if self.told else "")
-            if self._wait_for(keys):
+            if self._store.has_within(FINISH_SECONDS, keys):
                 reasons = [self._store.get(key).decode() for key in keys]
                 self.reason, self._all_finished = next(filter(None, reasons), ""), True
                 return bool(self.reason)
@@ -112,18 +112,9 @@ class Termination:
             return
         with contextlib.suppress(StoreSilent, dist.DistError):
             if self._own_rank == 0:
-                self._wait_for([key + "/left" for key in self._keys if key != self._own_key])
+                self._store.has_within(FINISH_SECONDS, [key + "/left" for key in self._keys if key != self._own_key])
             else:
                 self._store.set(self._own_key + "/left", "")
-
-    def _wait_for(self, keys: list[str]) -> bool:
-        """Return whether all keys are set within `FINISH_SECONDS`."""
-        deadline = time.monotonic() + FINISH_SECONDS
-        while time.monotonic() < deadline:
-            if self._store.check(keys):
-                return True
-            time.sleep(0.02)
-        return False
 
     def _watch(self) -> None:
         with contextlib.suppress(Exception):  # the thread goes on: other ranks wait for what it says

@@ -314,7 +314,7 @@ def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
             log.warning(
                 f"{type(optimizer).__name__}.eval() makes weights of its own state, in which ranks differ where they "
                 f"exchange updates: each evaluates, and saves, other weights. Exchange gradients, or train with an "
-                f"optimizer without it."
+                f"optimizer that has no eval()."
             )
 
 

@@ -22,6 +22,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -256,16 +257,13 @@ class WithinBackward:
         self._stepped = [threading.Semaphore(0) for _ in self._params]
         self._updates.begin(self._optimizer)
         self._prepare()
-        self.begun, prepare_thread = True, as_here(self._stream)
+        self.begun = True
         if self._stream is not None:  # a state that an exchange replaces may be of the caller's stream
             for x in (x for state in self._reducer.states for x in state.values()):
                 x.record_stream(self._stream)
 
-        def exchange() -> None:
-            prepare_thread()
-            self._updates.exchange(self._optimizer, self._wait_for)
-
-        self._exchange = in_thread(exchange, "lightning_sparse")
+        exchange = partial(self._updates.exchange, self._optimizer, self._wait_for)
+        self._exchange = in_thread(exchange, "lightning_sparse", as_here(self._stream))
 
     def _step(self, index: int) -> None:
         part = self._parts[index]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import torch.distributed as dist
 
@@ -17,9 +16,9 @@ MEET_SECONDS = 5.0
 
 
 class Meetings:
-    """One rank's way to the others after an error, by the process group's store.
+    """One rank's way to find, through the process group's store, whether the others come to a collective.
 
-    All ranks call the same methods in the same order. A rank that has once been alone stays so until the next fit.
+    All ranks call the same methods in the same order. A rank that was alone once stays so until the next fit.
     """
 
     def __init__(self) -> None:
@@ -45,9 +44,7 @@ class Meetings:
             store = BoundedStore(default_store(), ANSWER_SECONDS)
             store.set(f"{key}/{dist.get_rank()}", "")
             keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
-            deadline = time.monotonic() + MEET_SECONDS
-            while not (here := store.check(keys)) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            here = store.has_within(MEET_SECONDS, keys)
             # The first one decides for all: one may come just as another goes.
             store.compare_set(f"{key}/decision", "", "together" if here else "alone")
             return store.get(f"{key}/decision") == b"together"
