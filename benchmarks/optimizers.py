@@ -51,6 +51,30 @@ class Lion(Optimizer):
                 moment.lerp_(param.grad, 1 - beta2)
 
 
+class Lamb(Optimizer):
+    """Steps as Adam, as far as a weight of its size may go (You et al. 2019, arXiv 1904.00962). Not one of torch's."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                state = self.state[param]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(param))
+                step = state["step"] = state.get("step", 0) + 1
+                first = state["exp_avg"].lerp_(param.grad, 1 - beta1) / (1 - beta1**step)
+                second = state["exp_avg_sq"].lerp_(param.grad.square(), 1 - beta2) / (1 - beta2**step)
+                update = first.div_(second.sqrt_().add_(1e-6)).add_(param, alpha=group["weight_decay"])
+                size, length = param.norm(), update.norm()
+                trust = torch.where((size > 0) & (length > 0), size / length, 1.0)
+                param.sub_(update * trust, alpha=group["lr"])
+
+
 class Together(Optimizer):
     """Several optimizers, of one schedule."""
 
@@ -66,8 +90,8 @@ class Together(Optimizer):
 
 def optimizers(name: str, model: nn.Module, lr: float) -> list[Optimizer]:
     """Return the optimizers of a training, by the name of the one that the training is about."""
-    if name == "Lion":
-        return [Lion(model.parameters(), lr)]
+    if name in ("Lamb", "Lion"):
+        return [(Lamb if name == "Lamb" else Lion)(model.parameters(), lr)]
     if name != "Muon":
         options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
         return [getattr(torch.optim, name)(model.parameters(), lr=lr, **options)]
@@ -91,6 +115,7 @@ RATES = {
     "Adagrad": [0.01, 0.02, 0.04],
     "Adadelta": [0.25, 0.5, 1.0, 2.0],
     "Adafactor": [0.01, 0.02, 0.04, 0.08],
+    "Lamb": [0.005, 0.01, 0.02],
     "Lion": [0.00025, 0.0005, 0.001],
     "SGD": [0.025, 0.05, 0.1, 0.2],
     "Muon": [0.001, 0.002, 0.004, 0.008, 0.016],
@@ -102,6 +127,7 @@ BEST = {
     "Adagrad": 0.02,
     "Adadelta": 0.5,
     "Adafactor": 0.04,
+    "Lamb": 0.01,
     "Lion": 0.0005,
     "SGD": 0.05,
     "Muon": 0.016,

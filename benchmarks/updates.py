@@ -12,6 +12,7 @@ A run of fewer steps than `STEPS` is the start of a training of `STEPS`: its sch
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -217,8 +218,8 @@ class Trial(Updates):
         rescaled = moments.rescaling([0] * len(segment.names), self._reducer.comm.size) if share is None else None
         factors, made = rescaled[0] if rescaled else share, moments.payout
 
-        def varied() -> Payout | None:
-            if (payout := made()) is None:
+        def varied(changes: Sequence[Tensor]) -> Payout | None:
+            if (payout := made(changes)) is None:
                 return None
             coefficients = payout.coefficients.clone()
             coefficients[0] *= factors

@@ -5,6 +5,8 @@ still move by p = β / (1 − β) times the present update. Where entries are se
 residual's. So p is paid out at once where an entry is sent, and the moment is set to zero there. (Momentum factor
 masking, Lin et al. 2018, arXiv 1712.01887, sets it to zero and drops p.) p is sent without the factor below, although
 those later updates would have got it: with four ranks the GPT of `benchmarks.updates` was worse with p rescaled.
+Optimizers that are not torch's keep their moments as they like. Where one keeps them under Adam's names, p is taken as
+that multiple of what it has changed, its weight decay included: right if its steps are linear in the first moment.
 
 **Rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's batch has P times
 the variance of the mean over P ranks. So where noise dominates, a rank's v is P times as large as in dense training,
@@ -40,7 +42,8 @@ class Moments(NamedTuple):
         first: key of the first moment in the optimizer's state of a parameter.
         beta: what the moment is multiplied with in each step, from a parameter group.
         payout: what would still be subtracted is a·m / (b·√v + c): returns a, b and c, each a number or 1-D, for a
-            parameter group, the steps of some of its parameters, 1-D, and their states.
+            parameter group, the steps of some of its parameters, 1-D, and their states. None: β/(1 − β) times what has
+            been changed, of parameters whose second moment is in the state, too.
         divisor: key of what the first moment is divided by, from a parameter group; None if there is no such thing.
         root: whether it is divided by the root of that.
         second: key of the second moment, the mean of squared gradients, if the update is that of Adam: then it can be
@@ -49,7 +52,7 @@ class Moments(NamedTuple):
 
     first: str
     beta: Callable[[State], float]
-    payout: Callable[[State, Tensor, Sequence[State]], tuple[Any, Any, Any]]
+    payout: Callable[[State, Tensor, Sequence[State]], tuple[Any, Any, Any]] | None
     divisor: Callable[[State], str] | None = None
     root: bool = True
     second: str | None = None
@@ -76,7 +79,11 @@ class SegmentMoments:
     ) -> None:
         self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
         self._first: list[Tensor | None] = [state.get(kind.first) for state in states]
+        if kind.payout is None:
+            plain = map(_has_adams_names, states, segment.shapes)
+            self._first = [m if is_plain else None for m, is_plain in zip(self._first, plain, strict=True)]
         self._flat_first = _flat(self._first)
+        self._factors: Tensor | None = None  # of each parameter, by which `rescaling` has it rescaled
 
     def rescaling(self, steps_before: Sequence[Any], size: int) -> tuple[Tensor, Tensor] | None:
         """Return by which factors to rescale what the optimizer has changed in a step.
@@ -102,23 +109,37 @@ class SegmentMoments:
             corrections = _correction(beta, steps), _correction(beta_of_second, steps)
             return *corrections, (1 - beta) / (1 + beta), decay, stepped.to(steps.dtype)
 
-        second = _flat(state.get(self._kind.second or "") for state in self._states)
+        pairs = zip(self._states, self._first, strict=True)
+        second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
         numbers = self._numbers(rows, without=(1.0, 1.0, 0.0, 0.0, 0.0))
-        return rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
+        factors, rests = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
+        self._factors = factors
+        return factors, rests
 
-    def payout(self) -> Payout | None:
-        """Return what would still be subtracted from the segment's weights; None if there is no momentum yet."""
+    def payout(self, changes: Sequence[Tensor]) -> Payout | None:
+        """Return what would still be subtracted from the segment's weights; None if there is no momentum yet.
+
+        Args:
+            changes: what the optimizer has subtracted, 1-D fp32, of each parameter.
+        """
         if all(moment is None for moment in self._first):
             return None
 
         def rows(group: State, steps: Tensor, indices: Sequence[int]) -> tuple[Any, ...]:
-            return self._kind.payout(group, steps, [self._states[index] for index in indices])
+            if self._kind.payout is not None:
+                return self._kind.payout(group, steps, [self._states[index] for index in indices])
+            beta = group["betas"][0]
+            return beta / (1 - beta), 0.0, 1.0
 
-        second, divisor = None, self._kind.divisor
+        first, second, divisor = self._flat_first, None, self._kind.divisor
+        coefficients = self._numbers(rows, without=(0.0, 0.0, 1.0))
+        if self._kind.payout is None:
+            first = [None if m is None else change for m, change in zip(first, changes, strict=True)]
+            if self._factors is not None:
+                coefficients[0] /= self._factors  # the changes are rescaled
         if divisor is not None:
             second = _flat(state.get(divisor(group)) for group, state in zip(self._groups, self._states, strict=True))
-        coefficients = self._numbers(rows, without=(0.0, 0.0, 1.0))
-        return Payout(self._flat_first, second, coefficients, self._kind.root)
+        return Payout(first, second, coefficients, self._kind.root)
 
     def take_out(self, applied: Entries) -> None:
         """Set the moments to zero where entries were applied."""
@@ -189,7 +210,22 @@ def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 def moments_of(optimizer: Optimizer) -> Moments | None:
     """Return how an optimizer keeps its momentum; None if it is not known."""
-    return next((MOMENTS[kind] for kind in type(optimizer).__mro__ if kind in MOMENTS), None)
+    known = next((MOMENTS[kind] for kind in type(optimizer).__mro__ if kind in MOMENTS), None)
+    if known is None and all(_has_betas(group) for group in optimizer.param_groups):
+        return OTHERS
+    return known
+
+
+def _has_betas(group: State) -> bool:
+    betas = group.get("betas")
+    return isinstance(betas, Sequence) and len(betas) == 2 and all(isinstance(x, int | float | Tensor) for x in betas)
+
+
+def _has_adams_names(state: State, shape: Sequence[int]) -> bool:
+    """Return whether a state has both moments of Adam, each a number for each element of its parameter."""
+    moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
+    # Others have quantized ones, in classes of their own, or factors of a matrix.
+    return all(type(m) is Tensor and m.shape == torch.Size(shape) and m.is_floating_point() for m in moments)
 
 
 def _sgd(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
@@ -272,3 +308,5 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
     torch.optim.Adamax: Moments("exp_avg", _beta, _adamax, lambda group: "exp_inf", root=False),
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""
+OTHERS = Moments("exp_avg", _beta, None, second="exp_avg_sq")
+"""Optimizers of others that have betas, if their state has Adam's names."""

@@ -23,7 +23,7 @@ from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.gradients import check_fits, check_one_device, check_tensor
-from lightning_sparse.kernels.payout import Payout
+from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.observer import Observer
@@ -181,7 +181,7 @@ class Reducer:
         segment: Segment,
         grads: list[Tensor],
         unused: Collection[str] = (),
-        payout: Callable[[], Payout | None] | None = None,
+        payout: FindPayout | None = None,
     ) -> Update:
         """Replace one segment's gradients by the agreed result, in place. All ranks go through segments in one order.
 
@@ -190,7 +190,7 @@ class Reducer:
             grads: one 1-D gradient per parameter, in the segment's order.
             unused: parameters that took no part in this backward pass: their gradients count as zero, and their
                 residuals stay for a step in which they do.
-            payout: returns what the optimizer's momentum would still change, see `Context`.
+            payout: called with `grads`; returns what the optimizer's momentum would still change, see `Context`.
 
         Returns:
             The part of this rank's gradients, residual and payout that went into the result.
@@ -202,7 +202,7 @@ class Reducer:
         segment: Segment,
         grads: list[Tensor],
         unused: Collection[str] = (),
-        payout: Callable[[], Payout | None] | None = None,
+        payout: FindPayout | None = None,
     ) -> Begun:
         """Do the part of `reduce_segment_` that needs no other rank; `finish_segment_` does the rest."""
         # An exchange that goes on is waited for by the device alone.
@@ -219,7 +219,7 @@ class Reducer:
             seed=self.seed,
             rank=self.comm.rank,
             stats=None if aggregator.divides else compressor.block_stats(segment.numel, density),
-            payout=None if payout is None or parts is DENSE else payout(),
+            payout=None if payout is None or parts is DENSE else payout(grads),
         )
         masked = []
         if unused:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.context import State, StateSpec
 from lightning_sparse.layout import Segment
-from lightning_sparse.moments import moments_of
+from lightning_sparse.moments import OTHERS, moments_of
 from lightning_sparse.options import check
 
 OUTER_MOMENTUM = "outer_momentum"
@@ -54,7 +54,6 @@ class UpdateRule:
                 f"every step, and a second one on top delays it. Take several local steps, every=8 for example, or "
                 f"outer_momentum=0."
             )
-
         if self.delayed and self.has_outer_step:
             raise ValueError(
                 f"UpdateRule(delayed=True, outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}): until "
@@ -80,6 +79,8 @@ class UpdateRule:
         kind = moments_of(optimizer)
         if kind is None or density is None or self.momentum == "keep":
             return False
+        if kind.payout is None and self.momentum == "pay_out" and self.every > 1:
+            return False  # the change is that of several steps
         beta = max(map(kind.beta, optimizer.param_groups))
         # Entries that are sent about as often as momentum decays have no delay to make up for. After several steps
         # there is less of it, since weights have moved by momentum meanwhile; "every 5" of `benchmarks.updates`.
@@ -98,14 +99,18 @@ class UpdateRule:
             text += f" after every {self.every} steps"
         if self.delayed:
             text += " while the next step goes on"
-        if emptied := [optimizer for optimizer in optimizers if self.empties_momentum(optimizer, density)]:
+        torchs = [optimizer for optimizer in optimizers if moments_of(optimizer) not in (None, OTHERS)]
+        if emptied := [optimizer for optimizer in torchs if self.empties_momentum(optimizer, density)]:
             text += f"; momentum of {_names(emptied)} is "
             text += f"{'paid out' if self.momentum == 'pay_out' else 'set to zero'} where entries are sent"
+        if rescaled := [optimizer for optimizer in torchs if self.rescales(optimizer, size)]:
+            text += f"; updates of {_names(rescaled)} are made up to √{size} times as large, as of all ranks' batches"
+        others = [optimizer for optimizer in optimizers if moments_of(optimizer) is OTHERS]
+        if any(self.empties_momentum(optimizer, density) or self.rescales(optimizer, size) for optimizer in others):
+            text += f"; {_names(others)} is treated as Adam is, if its state has Adam's exp_avg and exp_avg_sq"
         unknown = [optimizer for optimizer in optimizers if moments_of(optimizer) is None]
         if unknown and self.momentum != "keep" and density is not None:
             text += f"; {_names(unknown)} is left alone, as where it keeps momentum is not known"
-        if rescaled := [optimizer for optimizer in optimizers if self.rescales(optimizer, size)]:
-            text += f"; updates of {_names(rescaled)} are made up to √{size} times as large, as of all ranks' batches"
         return f"{text}."
 
     @property

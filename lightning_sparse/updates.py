@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.kernels.changes import changes_
-from lightning_sparse.kernels.payout import Payout
+from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
 from lightning_sparse.options import listed
@@ -249,7 +249,7 @@ class Updates:
 
     def _of_optimizer(
         self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any]
-    ) -> tuple[set[str], tuple[Tensor, Tensor] | None, Callable[[], Payout | None] | None, SegmentMoments | None]:
+    ) -> tuple[set[str], tuple[Tensor, Tensor] | None, FindPayout | None, SegmentMoments | None]:
         """Return what a segment's optimizer says about its step.
 
         Returns:

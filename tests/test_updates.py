@@ -4,6 +4,8 @@ import gc
 import itertools
 import math
 import weakref
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +17,24 @@ from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulat
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
+from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.moments import moments_of
+from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates, broadcast
 from tests.support.tiers import tiers
-from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, flat, residual, still_to_come, train, weights
+from tests.support.update_training import (
+    ADAMW,
+    OPTIMIZERS,
+    SGD,
+    Net,
+    OthersAdam,
+    flat,
+    residual,
+    still_to_come,
+    train,
+    weights,
+)
 
 SIZES = [1, 2, 3, 5, 8]
 
@@ -203,6 +218,85 @@ def test_a_payout_that_is_not_sent_stays_in_the_moment():
         sent = after == 0
         assert int(sent.sum()) == round(0.05 * before.numel())
         assert torch.equal(after[~sent], before[~sent])
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_adam_by_others_is_exchanged_as_torchs(delayed):
+    """Of others only the names in the state are known, yet the payout and the factor are the same."""
+
+    def rank(comm: Comm, kind: Any) -> tuple[Tensor, Tensor, Tensor]:
+        net = Net()
+        optimizer = kind(net.parameters(), 0.01)
+        rule = UpdateRule(delayed=delayed)
+        chosen = replace(method("topk", density=0.1), update_rule=rule)
+        reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
+        updates: Any = None
+        for step in range(9):
+            net.backward(comm.rank if updates else 0, step)
+            if step == 3:  # in Adam's first steps all updates are about as large, and rounding decides what is sent
+                updates = (DelayedUpdates if delayed else Updates)(reducer, net, [optimizer])
+                reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+            if updates:
+                updates.begin(optimizer)
+            optimizer.step()
+            if updates:
+                updates.exchange(optimizer)
+        updates.land()
+        return weights(net), residual(reducer), flat(optimizer.state[x]["exp_avg"] for x in net.parameters()) == 0
+
+    of_others, of_torch = (simulate(3, partial(rank, kind=kind)) for kind in (OthersAdam, torch.optim.Adam))
+    for found, expected in zip(of_others, of_torch, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+class Elsewhere(OthersAdam):
+    first = "momentum"
+
+
+class Quantized(Tensor):
+    pass
+
+
+class EightBit(OthersAdam):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for state in self.state.values():
+            state["exp_avg"] = state["exp_avg"].as_subclass(Tensor)
+        super().step()
+        for state in self.state.values():
+            state["exp_avg"] = state["exp_avg"].as_subclass(Quantized)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "every"),
+    [
+        (Elsewhere, {}, 1),
+        (EightBit, {}, 1),
+        (OthersAdam, {"betas": (0.9, 0.999, 0.9)}, 1),
+        (OthersAdam, {}, 2),  # what is changed in two steps says nothing of the momentum
+    ],
+)
+def test_moments_that_are_kept_otherwise_are_left_alone(kind, options, every):
+    def rank(comm: Comm) -> tuple[bool, Tensor, Tensor]:
+        net = Net()
+        optimizer = kind(net.parameters(), 0.01, **options)
+        chosen = replace(method("topk", density=0.05), update_rule=UpdateRule(every=every))
+        reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+        updates.begin(optimizer)
+        before = weights(net)
+        for step in range(every):
+            net.backward(0, step)
+            optimizer.step()
+        changed = before - weights(net)
+        updates.exchange(optimizer)
+        # Ranks are alike, so what was sent and what was kept is what each has changed.
+        kept = before - weights(net) + residual(reducer)
+        return all(bool((state[kind.first] != 0).all()) for state in optimizer.state.values()), kept, changed
+
+    for untouched, kept, changed in simulate(2, rank):
+        assert untouched
+        torch.testing.assert_close(kept, changed, rtol=0, atol=1e-6)
 
 
 def test_without_a_payout_the_optimizer_is_left_alone():

@@ -310,12 +310,17 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
 def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
     """Warn on rank 0 of optimizers that evaluate other weights than they train: those are of each rank's own state."""
     for optimizer in optimizers:
-        if callable(getattr(optimizer, "eval", None)) and dist.get_rank() == 0:
+        if evaluates_others(optimizer) and dist.get_rank() == 0:
             log.warning(
                 f"{type(optimizer).__name__}.eval() makes weights of its own state, in which ranks differ where they "
                 f"exchange updates: each evaluates, and saves, other weights. Exchange gradients, or train with an "
                 f"optimizer that has no eval()."
             )
+
+
+def evaluates_others(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has an `eval`, as schedule-free ones do, which makes weights for evaluation."""
+    return callable(getattr(optimizer, "eval", None))
 
 
 def exchange_of(optimizer: Optimizer) -> UpdateExchange | None:

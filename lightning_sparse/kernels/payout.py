@@ -81,6 +81,10 @@ class Payout:
             torch.addcdiv(term, m, out.add_(c / b), value=a / b, out=out)
 
 
+FindPayout = Callable[[list[Tensor]], Payout | None]
+"""Returns a segment's payout, given what its parameters change by, 1-D fp32 each; None if there is no momentum yet."""
+
+
 def add_with_payout_(
     residual: Tensor,
     bounds: Sequence[int],

@@ -11,24 +11,28 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.hooks.update_exchange import evaluates_others
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import METHODS, Method, option_hint
 
 log = logging.getLogger(__name__)
 
-ADAPTIVE = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor),
-)
-"""Optimizers that divide by the size of past gradients."""
-MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # from torch 2.9 on
+KIN = {
+    "divides by past gradients": ("ada", "rmsprop", "lamb"),
+    "orthogonalises its steps": ("muon",),
+}
+"""What optimizers do that want updates, and what is in their names: AdamW, Adagrad, FusedAdam, AdamW8bit, ..."""
 
 
 def why_updates(optimizer: Optimizer) -> str | None:
     """Return what an optimizer does that makes updates better to exchange than gradients; None for others."""
-    if isinstance(optimizer, ADAPTIVE):
-        return "divides by past gradients"
-    return "orthogonalises its steps" if isinstance(optimizer, MUON) else None
+    if evaluates_others(optimizer):
+        return None
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    for does, kin in KIN.items():
+        if any(each in name for name in names for each in kin):
+            return does
+    return None
 
 
 def method_options(strategy: type, method: str | Method, options: Mapping[str, Any]) -> list[str]:
@@ -82,8 +86,7 @@ def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer], *, chosen: bool
         chosen: whether the user has chosen to exchange gradients.
     """
     adaptive = next(filter(why_updates, optimizers), None)
-    known = (*ADAPTIVE, *MUON, torch.optim.SGD, torch.optim.ASGD)
-    unknown = next((x for x in optimizers if not isinstance(x, known)), None)
+    unknown = next((x for x in optimizers if not isinstance(x, torch.optim.SGD | torch.optim.ASGD)), None)
     if adaptive is not None:
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: with AdamW a GPT "

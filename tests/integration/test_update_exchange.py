@@ -39,12 +39,14 @@ from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAver
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
+from lightning_sparse.strategies.fit_checks import why_updates
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.integration.failing import SOON, caught, of_both
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
 from tests.processes import reserve_port, run_ranks
 from tests.support.tiers import full, tiers
+from tests.support.update_training import OthersAdam
 
 ADAMW, SGD, LBFGS = torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS
 AdamNet = partial(Net, ADAMW, lr=0.01)
@@ -1130,6 +1132,24 @@ class Unknown(torch.optim.Optimizer):
         return loss
 
 
+@pytest.mark.parametrize(
+    ("name", "base", "expected"),
+    [
+        ("FusedAdam", Unknown, "divides by past gradients"),
+        ("PagedAdamW8bit", Unknown, "divides by past gradients"),
+        ("Mine", torch.optim.RMSprop, "divides by past gradients"),
+        ("SingleDeviceMuon", Unknown, "orthogonalises its steps"),
+        ("Lion", Unknown, None),
+        ("Mine", SGD, None),
+    ],
+)
+def test_optimizers_that_want_updates_are_known_by_their_names(name, base, expected):
+    optimizer = type(name, (base,), {})([torch.ones(1, requires_grad=True)], lr=0.1)
+    assert why_updates(optimizer) == expected
+    type(optimizer).eval = lambda self: None  # makes weights of each rank's own state
+    assert why_updates(optimizer) is None
+
+
 def test_an_unknown_optimizer_is_warned_of_unless_the_exchange_is_chosen():
     net = partial(Net, Unknown, lr=0.01)
 
@@ -1140,6 +1160,15 @@ def test_an_unknown_optimizer_is_warned_of_unless_the_exchange_is_chosen():
     assert [len(texts) for texts in first] == [1, 0, 0]
     assert "Unknown is not known, so ranks exchange gradients." in first[0][0]
     assert "set exchange='update'" in first[0][0]
+
+
+class AdamW8bit(OthersAdam):
+    """Is not torch's, and takes no closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        super().step()
+        return loss
 
 
 class ScheduleFree(Unknown):
@@ -1190,12 +1219,21 @@ OF_MUON = pytest.param(
             ["Each rank steps its own SGD, and the updates are exchanged.", "Chosen by exchange='update'."],
         ),
         (Net, {}, ["Gradients are exchanged. Chosen by the optimizer, which is not known to divide"]),
+        (
+            partial(Net, AdamW8bit, lr=0.01),
+            {},
+            [
+                "exchanged; AdamW8bit is treated as Adam is, if its state has Adam's exp_avg and exp_avg_sq. They",
+                "Chosen by AdamW8bit, which divides by past gradients.",
+                "They are exchanged after backward: AdamW8bit may look at all gradients.",
+            ],
+        ),
         (AdamNet, {"method": "int4", "density": None}, ["Gradients are exchanged. Chosen by the method."]),
         (partial(Net, torch.optim.RMSprop), {}, ["RMSprop is left alone, as where it keeps momentum is not known"]),
         (
             TwoKinds,
             {"exchange": "update"},
-            ["momentum of AdamW is paid out where entries are sent; Unknown is left alone, as where it keeps"],
+            ["momentum of AdamW is paid out where entries are sent; ", "; Unknown is left alone, as where it keeps"],
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """A model, optimizers, and steps whose updates are exchanged, with a check of what is lost."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,36 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.layout import Layout
-from lightning_sparse.moments import SegmentMoments, moments_of
+from lightning_sparse.moments import MOMENTS, OTHERS, SegmentMoments, moments_of
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.support.kernels import Echo
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+
+
+class OthersAdam(torch.optim.Optimizer):
+    """Adam, as others than torch write it; names in the state are `first` and "exp_avg_sq"."""
+
+    first = "exp_avg"
+
+    def __init__(self, params: Any, lr: float, betas: Sequence[float] = (0.9, 0.999)) -> None:
+        # The last one is what torch's has besides, for tests that compare.
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"][:2]
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                for name in (self.first, "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(param))
+                step = state["step"] = state.get("step", 0) + 1
+                first = state[self.first].lerp_(param.grad, 1 - beta1)
+                second = state["exp_avg_sq"].lerp_(param.grad.square(), 1 - beta2)
+                divisor = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+                param.addcdiv_(first, divisor, value=-group["lr"] / (1 - beta1**step))
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -32,6 +56,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "nadam": lambda params: torch.optim.NAdam(params, 0.01),
     "radam": lambda params: torch.optim.RAdam(params, 0.01),
     "adamax": lambda params: torch.optim.Adamax(params, 0.01),
+    "adam of others": lambda params: OthersAdam(params, 0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01),
 }
 
@@ -133,6 +158,8 @@ def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, kind: Any) -> Te
     """Return what the momentum would still change, by parameter name."""
     if kind is None:
         return torch.zeros_like(weights(net))
+    if kind is OTHERS:
+        kind = MOMENTS[torch.optim.Adam]
     groups = {param: group for group in optim.param_groups for param in group["params"]}
     params = dict(sorted(net.named_parameters()))
     (segment,) = Layout.of({name: tuple(param.shape) for name, param in params.items()}, "model").segments
@@ -140,7 +167,7 @@ def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, kind: Any) -> Te
     groups_and_states = [of.get(name, ({}, {})) for name in segment.names]
     moments = SegmentMoments(segment, kind, *map(list, zip(*groups_and_states, strict=True)), torch.device("cpu"))
     found = torch.zeros(segment.numel)
-    if (payout := moments.payout()) is not None:
+    if (payout := moments.payout([])) is not None:
         found = add_with_payout_(torch.zeros(segment.numel), segment.bounds, segment.views(found), 1.0, payout, None)
     parts = dict(zip(segment.names, segment.views(found), strict=True))
     return flat(parts[name] for name in params)
