@@ -65,8 +65,14 @@ def partial_sums(messages: Tensor) -> Tensor:
 
 def join(parts: Sequence[Tensor], nbytes: int) -> Tensor:
     """Return tensors (1-D) one after the other, as bytes, each aligned to 8, with zeros behind; see `unframe`."""
-    blank = torch.zeros(nbytes, dtype=torch.uint8, device=parts[0].device)
-    return torch.cat([*_pieces(parts, blank), blank[: nbytes - joined_bytes(parts)]])
+    return join_rows([parts], nbytes, parts[0].device)[0]
+
+
+def join_rows(rows: Sequence[Sequence[Tensor]], nbytes: int, device: torch.device) -> Tensor:
+    """Return several lists of tensors, each as by `join`, as rows."""
+    blank = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    pieces = [piece for row in rows for piece in (*_pieces(row, blank), blank[: nbytes - joined_bytes(row)])]
+    return torch.cat(pieces).view(len(rows), nbytes)
 
 
 def joined_bytes(parts: Sequence[Tensor]) -> int:

@@ -81,6 +81,13 @@ def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
     return tuple(regions)
 
 
+@functools.lru_cache(maxsize=1024)
+def joined(segments: tuple[Segment, ...]) -> Segment:
+    """Return the parameters of several segments as one, with the index and the start of the first."""
+    names, shapes = ([each for segment in segments for each in getattr(segment, x)] for x in ("names", "shapes"))
+    return Segment(segments[0].index, tuple(names), tuple(shapes), segments[0].start)
+
+
 def _pieces(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[int, ...]]:
     """Return the shapes of what a parameter has from one of its elements to another, see `cut`."""
     if begin >= end or end - begin == math.prod(shape):

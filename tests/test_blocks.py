@@ -11,9 +11,10 @@ from lightning_sparse.aggregators import TwoPass
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import launch
-from lightning_sparse.layout import Segment
+from lightning_sparse.layout import Segment, cut, joined
 from lightning_sparse.memory import Residual
 from tests.support import inputs
+from tests.support.kernels import EITHER
 from tests.support.tiers import in_diagonals
 from tests.support.updates import decoded
 
@@ -197,3 +198,22 @@ def test_the_rows_have_one_option():
         method("int4", bits=8)
     with pytest.raises(TypeError, match="'int8' has no option 'density'"):
         method("int8", density=0.1)
+
+
+@pytest.mark.parametrize("kernels", ["torch", *EITHER])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_two_segments_together_are_both_joined(bits, kernels, use):
+    """So that one launch does for the regions of many ranks: `TwoPass` compresses and decodes them at once."""
+    use(kernels)
+    whole = Segment(0, ("a", "b", "c", "d"), ((5, 13), (7,), (2, 3, 70), (0, 4)), 0)
+    for count in (1, 2, 3, 8):
+        parts, u = cut(whole, count), torch.randn(whole.numel, generator=torch.Generator().manual_seed(count))
+        made = Blocks(bits)
+        payload, update = made.compress(u, Context(joined(parts)))
+        each = [
+            made.compress(x, Context(part)) for x, part in zip(u.split([x.numel for x in parts]), parts, strict=True)
+        ]
+        for found, expected in zip(payload, zip(*(x for x, _ in each), strict=True), strict=True):
+            assert torch.equal(found, torch.cat(expected))
+        assert torch.equal(update, torch.cat([x for _, x in each]))
+        assert torch.equal(made.decode(payload, Context(joined(parts))), update)

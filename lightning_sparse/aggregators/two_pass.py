@@ -16,10 +16,10 @@ from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.framing import join, joined_bytes, unframe
+from lightning_sparse.framing import join, join_rows, joined_bytes, unframe
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
-from lightning_sparse.layout import Segment, cut
+from lightning_sparse.layout import Segment, cut, joined
 from lightning_sparse.options import check
 
 
@@ -59,35 +59,35 @@ class TwoPass(Aggregator[Compressor]):
         # Regions hold other parameters, so their payloads may differ in length; messages are of equal length.
         nbytes = max(map(joined_bytes, likes))
 
-        rows: list[Tensor] = []
+        before, after = (_at_once(compressor, each) for each in (regions[:rank], regions[rank + 1 :]))
+        shapes = iter([*likes[:rank], *likes[rank + 1 :]])
+        payloads: list[Payload] = []
         sent: list[Update] = []
-        for region, part in zip(regions, parts, strict=True):
-            if region is own:
-                rows.append(torch.zeros(nbytes, dtype=torch.uint8, device=u.device))
-                continue
-            payload, update = exchange.compress(part, compressor, region)
-            rows.append(join(payload, nbytes))
+        for group, count in (*before, *after):
+            start = group.segment.start - ctx.segment.start
+            payload, update = exchange.compress(u[start : start + group.segment.numel], compressor, group)
+            payloads += _split(payload, [next(shapes) for _ in range(count)])
             sent.append(update)
-        (received,) = exchange.all_to_all((torch.stack(rows),))
+        payloads.insert(rank, ())
+        (received,) = exchange.all_to_all((join_rows(payloads, nbytes, u.device),))
 
         mean = parts[rank] / size
         entries: list[tuple[Tensor, Tensor]] = []
-        for row in (*received[:rank], *received[rank + 1 :]):
-            update = compressor.decode(unframe(row, likes[rank]), own)
+        rows = [*received[:rank], *received[rank + 1 :]]
+        for update in _decode(compressor, rows, [likes[rank]] * len(rows), [own] * len(rows)):
             # Divided before it is added, so that sums stay in range.
             add_(mean, update, 1 / size)
             entries += update.lists if isinstance(update, Entries) else []
 
-        regions = [replace(region, density=self._second(ctx.density)) for region in regions]
-        likes = [_payload_like(compressor, region.segment, region.density, u.device) for region in regions]
-        payload, _ = exchange.compress(mean, compressor, regions[rank])
+        again = [replace(region, density=self._second(ctx.density)) for region in regions]
+        likes = [_payload_like(compressor, region.segment, region.density, u.device) for region in again]
+        payload, _ = exchange.compress(mean, compressor, again[rank])
         (gathered,) = exchange.all_gather((join(payload, max(map(joined_bytes, likes))),))
-        result = [
-            compressor.decode(unframe(row, like), region)
-            for row, like, region in zip(gathered, likes, regions, strict=True)
-        ]
-        applied = [*sent[:rank], _applied(parts[rank], mean, entries, result[rank], size), *sent[rank:]]
-        return _of_segment(result, regions, ctx.segment), _of_segment(applied, regions, ctx.segment)
+        result = _decode(compressor, list(gathered), likes, again)
+        own_part = _applied(parts[rank], mean, entries, result[rank], size)
+        applied = [*sent[: len(before)], own_part, *sent[len(before) :]]
+        groups = [*(group for group, _ in before), own, *(group for group, _ in after)]
+        return _of_segment(result, regions, ctx.segment), _of_segment(applied, groups, ctx.segment)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         passes = (density, self._second(density))
@@ -111,6 +111,35 @@ class TwoPass(Aggregator[Compressor]):
     def _second(self, density: float | None) -> float | None:
         """Return the density of the second pass, None where the compressor has none."""
         return None if density is None else min(1.0, density * self.second)
+
+
+def _at_once(compressor: Compressor, regions: Sequence[Context]) -> list[tuple[Context, int]]:
+    """Return the contexts of regions that are compressed together, and how many they are: all, or each alone."""
+    if not compressor.by_parameter or not regions:
+        return [(region, 1) for region in regions]
+    return [(replace(regions[0], segment=joined(tuple(region.segment for region in regions))), len(regions))]
+
+
+def _split(payload: Payload, likes: Sequence[Payload]) -> list[Payload]:
+    """Return the payloads of regions that were compressed together, given some of the same shapes."""
+    parts = (part.split([like[i].numel() for like in likes]) for i, part in enumerate(payload))
+    return list(zip(*parts, strict=True))
+
+
+def _decode(
+    compressor: Compressor, rows: Sequence[Tensor], likes: Sequence[Payload], regions: Sequence[Context]
+) -> list[Update]:
+    """Return what each of some joined payloads stands for, given their shapes and their regions."""
+    payloads = [unframe(row, like) for row, like in zip(rows, likes, strict=True)]
+    updates: list[Update] = []
+    for group, count in _at_once(compressor, regions):
+        if count == 1:
+            updates.append(compressor.decode(payloads[len(updates)], group))
+            continue
+        update = compressor.decode(tuple(map(torch.cat, zip(*payloads, strict=True))), group)
+        assert isinstance(update, Tensor)
+        updates += update.split([region.segment.numel for region in regions])
+    return updates
 
 
 @functools.lru_cache(maxsize=4096)

@@ -96,6 +96,9 @@ class Compressor(abc.ABC):
     exposes_nonfinite: bool = False
     """Whether a NaN or an infinity in u always is among the update's values; if not, all of u is scanned."""
 
+    by_parameter: bool = False
+    """Whether each part of a payload is made parameter by parameter: that of two segments together is both, joined."""
+
     @property
     def contracts(self) -> bool:
         """Whether ‖u − update‖ is below ‖u‖ in expectation: else a residual would grow without bound."""

@@ -43,6 +43,7 @@ class Blocks(Compressor):
     block: int = 64
 
     exposes_nonfinite = True  # the scale of a block with a NaN or an infinity is one
+    by_parameter = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in (4, 8):
