@@ -27,7 +27,7 @@ torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
 
 
 # Of the cases that a test has in the full tier, `make test-all` runs the first, and then one in so many.
-ONE_IN = 9
+ONE_IN = 27
 
 
 def pytest_collection_modifyitems(items):

@@ -12,7 +12,7 @@ from lightning_sparse.kernels.payout import Payout, add_with_payout_
 from lightning_sparse.kernels.rescaling import rescaling
 from lightning_sparse.kernels.write_back import clear_entries_, write_entries_
 from tests.support.kernels import DEVICE, EITHER, HOSTILE, needs_native, needs_triton
-from tests.support.tiers import tiers
+from tests.support.tiers import in_diagonals, tiers
 from tests.support.update_training import exchanged_twice
 
 LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [3, 8196, 8192, 9001], [4096], [3] * 50, [140_000]]
@@ -178,8 +178,10 @@ def test_clearing(dtype, kernels, use):
 
 
 @needs_triton
-@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "radam", "adamax", "nesterov"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    in_diagonals([torch.float32, torch.bfloat16], ["adamw", "nadam", "radam", "adamax", "nesterov"], 2),
+)
 def test_an_exchange_by_kernels_is_that_by_torch(optimizer, dtype, use):
     """Same weights and residual but for rounding."""
     use("triton")
