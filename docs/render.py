@@ -397,6 +397,14 @@ def language_far() -> str:
     return table(["", *(f"{n} workers, {what}" for n in (2, 4) for what in ("ms per step", "s to 2.6 / 2.0"))], rows)
 
 
+def start() -> str:
+    """Seconds from `fit` to the first batch, by whether ranks have the same weights."""
+    medians = read("start").set_index(["contestant", "start"]).ms / 1e3
+    names = {"ddp": "stock `ddp`", "topk": "**`topk`**", "topk updates": "**`topk`**, updates"}
+    starts = list(dict.fromkeys(medians.index.get_level_values("start")))
+    return table(["", *starts], [[text, *(f"{medians[name, x]:.1f}" for x in starts)] for name, text in names.items()])
+
+
 def sites() -> str:
     """Trainer over links with a round trip of 50 ms: ms of a step, without and with Lightning's broadcast."""
     medians = read("sites").set_index("contestant").ms
@@ -827,6 +835,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "language-ratios": language_ratios,
     "language-far": language_far,
     "sites": sites,
+    "start": start,
     "momentum": momentum,
     "adamw": partial(
         language,

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.comm.peers import JOIN_SECONDS
+from lightning_sparse.comm.rank_0 import broadcast
 from lightning_sparse.comm.store import as_here, in_thread
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.segment_exchanges import Begun
-from lightning_sparse.updates import Updates, broadcast
+from lightning_sparse.updates import Updates
 
 _THREAD = "lightning_sparse updates"
 

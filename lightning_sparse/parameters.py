@@ -88,11 +88,16 @@ def others_settings(
             for key, value in group.items()
             for number in _numbers(value)
         ],
-        "frozen parameters and buffers": [
-            f"{name.replace('_orig_mod.', '')}{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-            for name, x in rest.items()
-        ],
+        "frozen parameters and buffers": described(rest),
     }
+
+
+def described(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return name, shape and dtype of each of some tensors, for ranks to compare."""
+    return [
+        f"{name.replace('_orig_mod.', '')}{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        for name, x in tensors.items()
+    ]
 
 
 def _numbers(value: Any) -> list[float]:

@@ -16,14 +16,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.comm import Comm
+from lightning_sparse.comm.rank_0 import broadcast
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.kernels.payout import FindPayout
@@ -284,19 +283,3 @@ class Updates:
 
     def _empties_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
         return self._rule.empties_momentum(optimizer, density if self._reducer.method.is_sparse else None)
-
-
-@torch.no_grad()
-def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Overwrite tensors with rank 0's, by one message of all dtypes from `device`, where `comm` can send from."""
-    longest_first = sorted(tensors, key=lambda x: (-x.element_size(), str(x.dtype)))  # aligned in the message, then
-    parts = [tensor.to(device).contiguous().view(-1).view(torch.uint8) for tensor in longest_first]
-    message = torch.cat(parts)
-    comm.broadcast(message, 0)  # as bytes: gloo does not know all dtypes
-    if comm.rank == 0:
-        return
-    received = message.split([part.numel() for part in parts])
-    views = [part.view(x.dtype).view(x.shape) for x, part in zip(longest_first, received, strict=True)]
-    for _, pairs in groupby(zip(longest_first, views, strict=True), lambda pair: pair[0].dtype):
-        own, theirs = zip(*pairs, strict=True)
-        torch._foreach_copy_(own, theirs)

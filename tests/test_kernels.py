@@ -1189,7 +1189,7 @@ def test_whole_steps_compile_for_gpus():
         assert kernel["warps"] in launched.get(kernel["function"], [4]), (name, kernel, launched)
 
 
-@full
+@exhaustive  # that the kernels compile at all, the test above has seen
 @needs_triton
 @on_linux
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -21,7 +21,7 @@ from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.moments import moments_of
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates, broadcast
+from lightning_sparse.updates import Updates
 from tests.support.tiers import tiers
 from tests.support.update_training import (
     ADAMW,
@@ -566,39 +566,3 @@ def test_beginning_after_the_closure_makes_no_copy_of_the_model():
         return new.count, torch.equal(kept.sort().values, before.flatten().sort().values)
 
     assert simulate(1, rank) == [(0, True)]
-
-
-def test_rank_0_copies_no_buffers():
-    def rank(comm: Comm) -> tuple[list[int], list[Tensor]]:
-        tensors = [torch.full((2,), comm.rank), torch.tensor(comm.rank), torch.full((3,), float(comm.rank))]
-        before = [tensor._version for tensor in tensors]
-        broadcast(comm, tensors, torch.device("cpu"))
-        return [tensor._version - since for tensor, since in zip(tensors, before, strict=True)], tensors
-
-    (written, _), (_, received) = simulate(2, rank)
-    assert written == [0, 0, 0]
-    assert all(not tensor.any() for tensor in received)
-
-
-def test_a_broadcast_is_one_message_whatever_the_tensors():
-    def made(rank: int) -> list[Tensor]:
-        return [
-            torch.full((3,), rank == 0),
-            torch.full((5,), rank + 0.5, dtype=torch.bfloat16),
-            torch.tensor(rank + 7),
-            torch.full((4, 3), float(rank)).t(),
-            torch.full((6,), float(rank))[::2],
-            torch.full((2,), complex(rank, 1)),
-            torch.full((0, 2), rank, dtype=torch.int16),
-            torch.full((1,), rank + 0.1, dtype=torch.float64),
-        ]
-
-    def rank(comm: Comm) -> tuple[int, list[Tensor]]:
-        tensors, before = made(comm.rank), comm._begun
-        broadcast(comm, tensors, torch.device("cpu"))
-        return comm._begun - before, tensors
-
-    for messages, received in simulate(3, rank):
-        assert messages == 1
-        assert all(map(torch.equal, received, made(0)))
-        assert [x.dtype for x in received] == [x.dtype for x in made(0)]

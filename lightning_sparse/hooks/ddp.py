@@ -6,7 +6,7 @@ attach(ddp, "gaussiank", density=0.001)
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and refuses strings.
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states
+from lightning_sparse.comm.rank_0 import broadcast_differing
 from lightning_sparse.hooks.comm_thread import CommThread
 from lightning_sparse.hooks.misuse import detach
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.options import OnNonFinite, check_warmup
+from lightning_sparse.parameters import described
 from lightning_sparse.reducer import Reducer
 
 
@@ -94,9 +96,21 @@ def attach(
 
 
 def start_comm_thread(
-    ddp: DistributedDataParallel, method: Method, *, timeout: timedelta | None = None, **options: Any
+    ddp: DistributedDataParallel,
+    method: Method,
+    *,
+    timeout: timedelta | None = None,
+    from_rank_0: Mapping[str, Tensor] | None = None,
+    **options: Any,
 ) -> CommThread:
-    """Do what `attach` does, and return the communication thread; `options` are the reducer's."""
+    """Do what `attach` does, and return the communication thread.
+
+    Args:
+        ddp, method, timeout: see `attach`.
+        from_rank_0: tensors that become rank 0's, by name, where `ddp` was made with init_sync=False.
+        options: of the reducer.
+    """
+    states = from_rank_0 or {}
 
     def parameters() -> dict[str, Tensor]:
         check_no_hook(ddp)
@@ -108,12 +122,14 @@ def start_comm_thread(
         group=ddp.process_group,  # need not be all the ranks
         device=ddp.device,
         timeout=timeout,
+        settings=lambda: {"parameters and buffers": described(states)} if states else {},
         bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
         **options,
     )
     session.reducer.takes_buckets(parameters())
     thread = CommThread(session, ddp, parameters())
     try:
+        broadcast_differing(session.comm, list(states.values()), ddp.device)
         if session.stream is not None:
             session.dry_run(parameters())
         ddp.register_comm_hook(thread, on_bucket)

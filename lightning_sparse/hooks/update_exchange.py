@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import register_first, step_depth, step_hooks
+from lightning_sparse.comm.rank_0 import broadcast, broadcast_differing
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.device_watch import DeviceWatch
@@ -31,7 +32,7 @@ from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.methods import Method
 from lightning_sparse.parameters import exchanged_parameters, others_settings
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates, broadcast
+from lightning_sparse.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class UpdateExchange:
         self._all = [param.detach() for param in model.parameters()]
         self._all += model.buffers() if equal_at_start else []
         try:
-            broadcast(self.comm, self._all, self._device)
+            broadcast_differing(self.comm, self._all, self._device)
             stream, over_nccl = self._session.stream, self._session.over_nccl
             later = partial(DelayedUpdates, buffers=self._buffers, stream=stream, over_nccl=over_nccl)
             self.updates: Updates = (later if rule.delayed else Updates)(self.reducer, model, optimizers)
@@ -134,7 +135,7 @@ class UpdateExchange:
 
     def begin(self) -> None:
         """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
-        broadcast(self.comm, self._all, self._device)
+        broadcast_differing(self.comm, self._all, self._device)
         for optimizer in self.optimizers:
             self.updates.begin(optimizer)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import ddp_options
 from lightning_sparse.hooks import CommThread, start_comm_thread
 from lightning_sparse.methods import Method
 from lightning_sparse.strategies.checkpointing import Checkpointing
@@ -22,11 +24,30 @@ class GradientExchange(Checkpointing):
     _method: Method
     _compresses: bool
     _options: dict[str, Any]
+    _syncs = True  # whether weights become rank 0's as training starts
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
         self._reductions = 0  # steps reduced before the present backward
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        options = ddp_options(self)
+        self._syncs = options.get("init_sync", True)
+        try:
+            options["init_sync"] = False  # DDP would send all weights; we send those that differ
+            return super()._setup_model(model)  # type: ignore[no-any-return]
+        finally:
+            options["init_sync"] = self._syncs
+
+    def _from_rank_0(self) -> dict[str, Tensor]:
+        """Return what DDP would make rank 0's as it is made, by name."""
+        ddp, options = self.model, ddp_options(self)
+        assert isinstance(ddp, DistributedDataParallel)
+        states: dict[str, Tensor] = {name: param.detach() for name, param in ddp.module.named_parameters()}
+        if options.get("broadcast_buffers") is not False or options.get("forward_sync_buffers") is not None:
+            states.update(ddp.module.named_buffers())
+        return {name: x for name, x in states.items() if self._syncs and name not in ddp.parameters_to_ignore}
 
     def _register_ddp_hooks(self) -> None:
         scaler = self._lightnings_scaler
@@ -41,6 +62,7 @@ class GradientExchange(Checkpointing):
             self._method,
             timeout=self._timeout,
             loss_scale=scaler and scaler.get_scale,
+            from_rank_0=self._from_rank_0(),
             **self._options,
         )
 

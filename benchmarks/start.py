@@ -1,0 +1,97 @@
+"""How long does a training over a slow link take to begin?
+
+Two workers, each on a host of its own, 100 Mbit/s between them; an MLP of 25.2 M parameters. From the call of `fit` to
+the first batch, in which DistributedDataParallel has sent all weights; each contestant once in each of some rounds, in
+turn. Nothing is reported unless all workers start with the same weights.
+
+    sudo python -m benchmarks.start
+"""
+
+import os
+import time
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.harness import results
+from benchmarks.harness.launch import check_weights, run_ranks, write
+from benchmarks.harness.timing import spread
+from examples.train import quiet
+from lightning_sparse import SparseDDPStrategy
+
+WORKERS, ROUNDS, RATE = 2, 3, "100mbit"
+WIDTH, LAYERS = 1024, 24
+EXCHANGES = {"ddp": None, "topk": "gradient", "topk updates": "update"}
+STARTS = "equal weights", "weights of each rank's own"
+
+
+class Net(pl.LightningModule):
+    """A stack of layers, drawn by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_train_batch_start(self, *_: object) -> int:
+        """Take the time, and end training."""
+        self.first = time.perf_counter()
+        return -1
+
+
+def work(job: dict[str, Any]) -> None:
+    """Let a rank's contestants take turns; `run_ranks` calls this on each."""
+    quiet()
+    warnings.simplefilter("ignore")  # Lightning's advice on a toy run
+    rank = dist.get_rank()
+    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(rank), "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "start"}
+    for _ in range(ROUNDS):
+        for name, exchange in EXCHANGES.items():
+            for start in STARTS:
+                model = Net(0 if start == STARTS[0] else rank)
+                strategy: Any = DDPStrategy(process_group_backend="gloo")
+                if exchange is not None:
+                    strategy = SparseDDPStrategy("topk", exchange=exchange, process_group_backend="gloo")  # type: ignore[arg-type]
+                trainer = pl.Trainer(
+                    accelerator="cpu",
+                    devices=1,
+                    num_nodes=WORKERS,
+                    strategy=strategy,
+                    max_epochs=1,
+                    use_distributed_sampler=False,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                )
+                begun = time.perf_counter()
+                trainer.fit(model, DataLoader(torch.zeros(1, 1, WIDTH), batch_size=None))
+                check_weights(model)
+                write(job["out"], contestant=name, start=start, ms=1e3 * (model.first - begun))
+
+
+if __name__ == "__main__":
+    args = results.command_line(__doc__, figure=False).parse_args()
+    records, links = run_ranks("benchmarks.start", {}, WORKERS, RATE)
+    params = LAYERS * (WIDTH + 1) * WIDTH
+    case = {"params": params, "rate": RATE, "workers": WORKERS, "rounds": ROUNDS}
+    case["largest_calibration_error"] = max(abs(row["ratio_to_expected"] - 1) for row in links)
+    rows = []
+    for name in EXCHANGES:
+        for start in STARTS:
+            taken = spread([x["ms"] for x in records if (x["contestant"], x["start"]) == (name, start)])
+            rows.append({"contestant": name, "start": start, **taken, **case, **results.origin("pytorch-lightning")})
+            print(f"{name}, {start}: {taken['ms']:.0f} ms, {taken['ms_p20']:.0f} to {taken['ms_p80']:.0f}")
+    results.save(args.out / "start.csv", rows, ["contestant", "start", "rate"], digits=3)
