@@ -27,7 +27,7 @@ from lightning_sparse.compressors.base import Entries
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Segment
-from lightning_sparse.moments import SegmentMoments, moments_of, steps_of
+from lightning_sparse.moments import OTHERS, SegmentMoments, moments_of, steps_of
 from lightning_sparse.options import listed
 from lightning_sparse.parameters import exchanged_parameters, rests
 from lightning_sparse.reducer import Reducer
@@ -271,14 +271,17 @@ class Updates:
         self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any], frozen: Collection[str]
     ) -> SegmentMoments:
         params = [self.parameters[name] for name in segment.names]
-        groups = [group_of[id(param)] for param in params]
-        # The momentum of a frozen parameter is neither paid out nor emptied.
+        groups, kind = [group_of[id(param)] for param in params], moments_of(optimizer)
+        assert kind is not None
+
+        def keeps_momentum(name: str, param: Tensor) -> bool:
+            """Return whether its momentum is neither paid out nor emptied: what was not changed may owe anything."""
+            return name in frozen or (kind is OTHERS and param.grad is None)
+
         states = [
-            {} if name in frozen else optimizer.state.get(param, {})
+            {} if keeps_momentum(name, param) else optimizer.state.get(param, {})
             for name, param in zip(segment.names, params, strict=True)
         ]
-        kind = moments_of(optimizer)
-        assert kind is not None
         return SegmentMoments(segment, kind, groups, states, params[0].device)
 
     def _empties_momentum(self, optimizer: Optimizer, density: float | None) -> bool:

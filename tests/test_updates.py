@@ -249,6 +249,30 @@ def test_adam_by_others_is_exchanged_as_torchs(delayed):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
+    """What it has changed is nothing then, and says nothing of what it owes."""
+
+    def rank(comm: Comm) -> tuple[bool, bool]:
+        net = Net()
+        optimizer = OthersAdam(net.parameters(), 0.01, betas=(0.2, 0.999))
+        reducer = Reducer(method("topk", density=0.7), comm, granularity="model", exchanged="update")
+        updates = Updates(reducer, net, [optimizer])
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
+        for step in range(2):
+            net.backward(0, step)
+            if step:
+                net.a.grad = None
+                reducer.states[0]["residual"].fill_(1.0)  # so that entries of all parameters are sent
+            updates.begin(optimizer)
+            optimizer.step()
+            moments = [optimizer.state[x]["exp_avg"] for x in (net.a, net.c)]
+            before = [x.clone() for x in moments]
+            updates.exchange(optimizer)
+        return torch.equal(moments[0], before[0]), torch.equal(moments[1], before[1])
+
+    assert simulate(2, rank) == [(True, False)] * 2
+
+
 class Elsewhere(OthersAdam):
     first = "momentum"
 
