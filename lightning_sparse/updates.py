@@ -270,18 +270,15 @@ class Updates:
     def _moments(
         self, segment: Segment, optimizer: Optimizer, group_of: Mapping[int, Any], frozen: Collection[str]
     ) -> SegmentMoments:
-        params = [self.parameters[name] for name in segment.names]
-        groups, kind = [group_of[id(param)] for param in params], moments_of(optimizer)
+        params, kind = [self.parameters[name] for name in segment.names], moments_of(optimizer)
         assert kind is not None
-
-        def keeps_momentum(name: str, param: Tensor) -> bool:
-            """Return whether its momentum is neither paid out nor emptied: what was not changed may owe anything."""
-            return name in frozen or (kind is OTHERS and param.grad is None)
-
-        states = [
-            {} if keeps_momentum(name, param) else optimizer.state.get(param, {})
+        groups = [group_of[id(param)] for param in params]
+        # A frozen parameter's momentum is neither paid out nor emptied, nor one that only the change would tell.
+        keeps = [
+            name in frozen or (kind is OTHERS and param.grad is None)
             for name, param in zip(segment.names, params, strict=True)
         ]
+        states = [{} if keep else optimizer.state.get(param, {}) for keep, param in zip(keeps, params, strict=True)]
         return SegmentMoments(segment, kind, groups, states, params[0].device)
 
     def _empties_momentum(self, optimizer: Optimizer, density: float | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -42,7 +43,9 @@ def broadcast_differing(comm: Comm, tensors: Sequence[Tensor], device: torch.dev
     if comm.size == 1 or not tensors:
         return
     sent = comm.sent_bytes
-    hashes = comm.all_gather_rows(torch.tensor([*map(_hash, tensors)], dtype=torch.int64, device=device))
+    with ThreadPoolExecutor() as pool:  # a processor hashes about 0.7 GB/s
+        own = torch.tensor([*pool.map(_hash, tensors)], dtype=torch.int64, device=device)
+    hashes = comm.all_gather_rows(own)
     differ = comm.to_host_async((hashes != hashes[0]).any(0))()
     batches: list[list[Tensor]] = []
     length = AT_ONCE
@@ -59,7 +62,7 @@ def broadcast_differing(comm: Comm, tensors: Sequence[Tensor], device: torch.dev
 
 def _hash(x: Tensor) -> int:
     """Return 64 bits of a cryptographic hash of a tensor's elements, in the order of its shape."""
-    digest = hashlib.sha256(_as_bytes(x.cpu()).numpy().data).digest()
+    digest = hashlib.sha256(_as_bytes(x.detach().cpu()).numpy().data).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
