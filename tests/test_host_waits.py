@@ -28,7 +28,7 @@ from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, HostWait, on_fake_cuda
 from tests.support.tiers import tiers
-from tests.support.update_training import ADAMW
+from tests.support.update_training import ADAMW, OthersAdam
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh_copy")
 STARTS_WITH_COUNT = ("aten::nonzero", "aten::masked_select", "aten::_unique", "aten::unique", "aten::bincount")
@@ -158,6 +158,7 @@ OPTIMIZERS = {
     "radam, capturable": lambda params: torch.optim.RAdam(params, 0.01, capturable=True),
     "adamax, capturable": lambda params: torch.optim.Adamax(params, 0.01, capturable=True),
     "momentum": lambda params: torch.optim.SGD(params, 0.01, momentum=0.9),
+    "adam of others": lambda params: OthersAdam(params, 0.01),
 }
 
 

@@ -177,11 +177,11 @@ def test_clearing(dtype, kernels, use):
     clear_entries_([None, None], (0, 1, 2), torch.tensor([0]))
 
 
+WITH_MOMENTS = ["adamw", "nadam", "radam", "adamax", "nesterov", "adam of others"]
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    ("dtype", "optimizer"),
-    in_diagonals([torch.float32, torch.bfloat16], ["adamw", "nadam", "radam", "adamax", "nesterov"], 2),
-)
+@pytest.mark.parametrize(("dtype", "optimizer"), in_diagonals([torch.float32, torch.bfloat16], WITH_MOMENTS, 2))
 def test_an_exchange_by_kernels_is_that_by_torch(optimizer, dtype, use):
     """Same weights and residual but for rounding."""
     use("triton")
