@@ -118,7 +118,7 @@ RATES = {
     "Lamb": [0.005, 0.01, 0.02],
     "Lion": [0.00025, 0.0005, 0.001],
     "SGD": [0.025, 0.05, 0.1, 0.2],
-    "Muon": [0.001, 0.002, 0.004, 0.008, 0.016],
+    "Muon": [0.001, 0.002, 0.004, 0.008, 0.016, 0.032],
 }
 """Of dense training."""
 BEST = {
@@ -132,7 +132,7 @@ BEST = {
     "SGD": 0.05,
     "Muon": 0.016,
 }
-"""The best of them; Muon's is the highest tried, as a run takes minutes where the processor has no bf16."""
+"""The best of them."""
 TRIED = [Run(name, "dense", lr) for name, rates in RATES.items() for lr in rates]
 TRIED += [Run("AdamW", "gradients", BEST["AdamW"]), Run("Lion", "int4", BEST["Lion"])]
 TRIED += [run for name, lr in BEST.items() for run in (Run(name, "gradients", lr / 2), Run(name, "updates", lr))]
