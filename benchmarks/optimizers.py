@@ -90,11 +90,10 @@ class Together(Optimizer):
 
 def optimizers(name: str, model: nn.Module, lr: float) -> list[Optimizer]:
     """Return the optimizers of a training, by the name of the one that the training is about."""
-    if name in ("Lamb", "Lion"):
-        return [(Lamb if name == "Lamb" else Lion)(model.parameters(), lr)]
     if name != "Muon":
         options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
-        return [getattr(torch.optim, name)(model.parameters(), lr=lr, **options)]
+        kind = {"Lamb": Lamb, "Lion": Lion}.get(name) or getattr(torch.optim, name)
+        return [kind(model.parameters(), lr=lr, **options)]
     matrices, rest = list[Tensor](), list[Tensor]()
     for param_name, param in model.named_parameters():
         (matrices if param_name.startswith("layers.") and param.dim() == 2 else rest).append(param)

@@ -9,23 +9,20 @@ all workers end with the same weights.
     sudo python -m benchmarks.sites
 """
 
-import os
 import time
-import warnings
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.harness import results
 from benchmarks.harness.launch import check_weights, run_ranks, write
+from benchmarks.harness.lightning import as_if_by_torchrun, bare_trainer
 from benchmarks.harness.timing import spread
 from benchmarks.language import FAR
-from examples.train import quiet
 from lightning_sparse import SparseDDPStrategy
 
 WORKERS, ROUNDS = 2, 5
@@ -68,10 +65,7 @@ class Clock(pl.Callback):
 
 def work(job: dict[str, Any]) -> None:
     """Let a rank's contestants take turns; `run_ranks` calls this on each."""
-    quiet()
-    warnings.simplefilter("ignore")  # Lightning's advice on a toy run
-    rank = dist.get_rank()
-    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(rank), "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "sites"}
+    rank = as_if_by_torchrun()
     batches = torch.randn(UNTIMED + TIMED + 1, BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(rank))
     for number in range(ROUNDS):
         for contestant in CONTESTANTS:
@@ -82,19 +76,7 @@ def work(job: dict[str, Any]) -> None:
             else:
                 method, options = METHODS[name]
                 strategy = SparseDDPStrategy(method, process_group_backend="gloo", **options)
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                devices=1,
-                num_nodes=WORKERS,
-                strategy=strategy,
-                max_epochs=1,
-                use_distributed_sampler=False,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                callbacks=[clock],
-            )
+            trainer = bare_trainer(strategy, [clock])
             trainer.fit(model, DataLoader(batches, batch_size=None))
             check_weights(model)
             seconds = clock.starts[UNTIMED + TIMED] - clock.starts[UNTIMED]

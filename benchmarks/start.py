@@ -1,28 +1,25 @@
 """How long does a training over a slow link take to begin?
 
 Two workers, each on a host of its own, 100 Mbit/s between them; an MLP of 25.2 M parameters. From the call of `fit` to
-the first batch, in which DistributedDataParallel has sent all weights; each contestant once in each of some rounds, in
+the first batch, before which DistributedDataParallel sends all weights; each contestant once in each of some rounds, in
 turn. Nothing is reported unless all workers start with the same weights.
 
     sudo python -m benchmarks.start
 """
 
-import os
 import time
-import warnings
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.harness import results
 from benchmarks.harness.launch import check_weights, run_ranks, write
+from benchmarks.harness.lightning import as_if_by_torchrun, bare_trainer
 from benchmarks.harness.timing import spread
-from examples.train import quiet
 from lightning_sparse import SparseDDPStrategy
 
 WORKERS, ROUNDS, RATE = 2, 3, "100mbit"
@@ -53,10 +50,7 @@ class Net(pl.LightningModule):
 
 def work(job: dict[str, Any]) -> None:
     """Let a rank's contestants take turns; `run_ranks` calls this on each."""
-    quiet()
-    warnings.simplefilter("ignore")  # Lightning's advice on a toy run
-    rank = dist.get_rank()
-    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(rank), "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "start"}
+    rank = as_if_by_torchrun()
     for _ in range(ROUNDS):
         for name, exchange in EXCHANGES.items():
             for start in STARTS:
@@ -64,18 +58,7 @@ def work(job: dict[str, Any]) -> None:
                 strategy: Any = DDPStrategy(process_group_backend="gloo")
                 if exchange is not None:
                     strategy = SparseDDPStrategy("topk", exchange=exchange, process_group_backend="gloo")  # type: ignore[arg-type]
-                trainer = pl.Trainer(
-                    accelerator="cpu",
-                    devices=1,
-                    num_nodes=WORKERS,
-                    strategy=strategy,
-                    max_epochs=1,
-                    use_distributed_sampler=False,
-                    logger=False,
-                    enable_checkpointing=False,
-                    enable_progress_bar=False,
-                    enable_model_summary=False,
-                )
+                trainer = bare_trainer(strategy)
                 begun = time.perf_counter()
                 trainer.fit(model, DataLoader(torch.zeros(1, 1, WIDTH), batch_size=None))
                 check_weights(model)

@@ -80,7 +80,7 @@ class SegmentMoments:
         self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
         self._first: list[Tensor | None] = [state.get(kind.first) for state in states]
         if kind.payout is None:
-            plain = map(_has_adams_names, states, segment.shapes)
+            plain = map(_has_adams_moments, states, segment.shapes)
             self._first = [m if is_plain else None for m, is_plain in zip(self._first, plain, strict=True)]
         self._flat_first = _flat(self._first)
         self._factors: Tensor | None = None  # of each parameter, by which `rescaling` has it rescaled
@@ -221,7 +221,7 @@ def _has_betas(group: State) -> bool:
     return isinstance(betas, Sequence) and len(betas) == 2 and all(isinstance(x, int | float | Tensor) for x in betas)
 
 
-def _has_adams_names(state: State, shape: Sequence[int]) -> bool:
+def _has_adams_moments(state: State, shape: Sequence[int]) -> bool:
     """Return whether a state has both moments of Adam, each a number for each element of its parameter."""
     moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
     # Others have quantized ones, in classes of their own, or factors of a matrix.
@@ -309,4 +309,4 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""
 OTHERS = Moments("exp_avg", _beta, None, second="exp_avg_sq")
-"""Optimizers of others that have betas, if their state has Adam's names."""
+"""Optimizers that are not torch's, but have betas; the parameters whose state has Adam's moments, by their names."""

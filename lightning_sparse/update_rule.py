@@ -79,7 +79,7 @@ class UpdateRule:
         kind = moments_of(optimizer)
         if kind is None or density is None or self.momentum == "keep":
             return False
-        if kind.payout is None and self.momentum == "pay_out" and self.every > 1:
+        if kind is OTHERS and self.momentum == "pay_out" and self.every > 1:
             return False  # the change is that of several steps
         beta = max(map(kind.beta, optimizer.param_groups))
         # Entries that are sent about as often as momentum decays have no delay to make up for. After several steps

@@ -79,11 +79,11 @@ class TwoPass(Aggregator[Compressor]):
             add_(mean, update, 1 / size)
             entries += update.lists if isinstance(update, Entries) else []
 
-        again = [replace(region, density=self._second(ctx.density)) for region in regions]
-        likes = [_payload_like(compressor, region.segment, region.density, u.device) for region in again]
-        payload, _ = exchange.compress(mean, compressor, again[rank])
+        denser = [replace(region, density=self._second(ctx.density)) for region in regions]
+        likes = [_payload_like(compressor, region.segment, region.density, u.device) for region in denser]
+        payload, _ = exchange.compress(mean, compressor, denser[rank])
         (gathered,) = exchange.all_gather((join(payload, max(map(joined_bytes, likes))),))
-        result = _decode(compressor, list(gathered), likes, again)
+        result = _decode(compressor, list(gathered), likes, denser)
         own_part = _applied(parts[rank], mean, entries, result[rank], size)
         applied = [*sent[: len(before)], own_part, *sent[len(before) :]]
         groups = [*(group for group, _ in before), own, *(group for group, _ in after)]
@@ -117,7 +117,12 @@ def _at_once(compressor: Compressor, regions: Sequence[Context]) -> list[tuple[C
     """Return the contexts of regions that are compressed together, and how many they are: all, or each alone."""
     if not compressor.by_parameter or not regions:
         return [(region, 1) for region in regions]
-    return [(replace(regions[0], segment=joined(tuple(region.segment for region in regions))), len(regions))]
+    return [(_together(regions), len(regions))]
+
+
+def _together(regions: Sequence[Context]) -> Context:
+    """Return the context of several regions as of one segment."""
+    return replace(regions[0], segment=joined(tuple(region.segment for region in regions)))
 
 
 def _split(payload: Payload, likes: Sequence[Payload]) -> list[Payload]:
@@ -131,15 +136,11 @@ def _decode(
 ) -> list[Update]:
     """Return what each of some joined payloads stands for, given their shapes and their regions."""
     payloads = [unframe(row, like) for row, like in zip(rows, likes, strict=True)]
-    updates: list[Update] = []
-    for group, count in _at_once(compressor, regions):
-        if count == 1:
-            updates.append(compressor.decode(payloads[len(updates)], group))
-            continue
-        update = compressor.decode(tuple(map(torch.cat, zip(*payloads, strict=True))), group)
-        assert isinstance(update, Tensor)
-        updates += update.split([region.segment.numel for region in regions])
-    return updates
+    if not compressor.by_parameter or len(regions) < 2:
+        return [compressor.decode(payload, region) for payload, region in zip(payloads, regions, strict=True)]
+    update = compressor.decode(tuple(map(torch.cat, zip(*payloads, strict=True))), _together(regions))
+    assert isinstance(update, Tensor)
+    return list(update.split([region.segment.numel for region in regions]))
 
 
 @functools.lru_cache(maxsize=4096)

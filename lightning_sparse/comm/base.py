@@ -30,7 +30,7 @@ class Comm(abc.ABC):
         ranks: global rank numbers, for error messages; a sub-communicator uses its parent's.
         sent_bytes: bytes that this rank has put on the wire so far, protocol overhead not counted. All-gather counts
             (P − 1) times its input, all-reduce 2(P − 1)/P times, as the ring algorithms do; broadcast (source only)
-            and sendrecv their input, all-to-all the chunks for others. Without what ranks start from.
+            and sendrecv their input, all-to-all the chunks for others. Weights before the first step are not counted.
         seconds: time spent inside collectives so far, waiting for slower ranks included. Over NCCL only what the host
             takes to start them: it does not wait for the device.
         statuses: kept by `Exchange`, for `ranks`.

@@ -97,7 +97,7 @@ class Compressor(abc.ABC):
     """Whether a NaN or an infinity in u always is among the update's values; if not, all of u is scanned."""
 
     by_parameter: bool = False
-    """Whether each part of a payload is made parameter by parameter: that of two segments together is both, joined."""
+    """Whether a payload is made parameter by parameter: that of two segments joined is both payloads, part by part."""
 
     @property
     def contracts(self) -> bool:

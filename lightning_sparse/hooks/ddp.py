@@ -122,7 +122,7 @@ def start_comm_thread(
         group=ddp.process_group,  # need not be all the ranks
         device=ddp.device,
         timeout=timeout,
-        settings=lambda: {"parameters and buffers": described(states)} if states else {},
+        settings=lambda: {"parameters and buffers": described(states)},
         bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
         **options,
     )

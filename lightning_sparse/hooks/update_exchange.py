@@ -311,7 +311,7 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
 def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
     """Warn on rank 0 of optimizers that evaluate other weights than they train: those are of each rank's own state."""
     for optimizer in optimizers:
-        if evaluates_others(optimizer) and dist.get_rank() == 0:
+        if evaluates_other_weights(optimizer) and dist.get_rank() == 0:
             log.warning(
                 f"{type(optimizer).__name__}.eval() makes weights of its own state, in which ranks differ where they "
                 f"exchange updates: each evaluates, and saves, other weights. Exchange gradients, or train with an "
@@ -319,7 +319,7 @@ def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def evaluates_others(optimizer: Optimizer) -> bool:
+def evaluates_other_weights(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has an `eval`, as schedule-free ones do, which makes weights for evaluation."""
     return callable(getattr(optimizer, "eval", None))
 

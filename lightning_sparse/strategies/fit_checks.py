@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.update_exchange import evaluates_others
+from lightning_sparse.hooks.update_exchange import evaluates_other_weights
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import METHODS, Method, option_hint
 
@@ -26,7 +26,7 @@ KIN = {
 
 def why_updates(optimizer: Optimizer) -> str | None:
     """Return what an optimizer does that makes updates better to exchange than gradients; None for others."""
-    if evaluates_others(optimizer):
+    if evaluates_other_weights(optimizer):
         return None
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     for does, kin in KIN.items():

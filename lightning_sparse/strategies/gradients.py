@@ -44,10 +44,12 @@ class GradientExchange(Checkpointing):
         """Return what DDP would make rank 0's as it is made, by name."""
         ddp, options = self.model, ddp_options(self)
         assert isinstance(ddp, DistributedDataParallel)
+        if not self._syncs:
+            return {}
         states: dict[str, Tensor] = {name: param.detach() for name, param in ddp.module.named_parameters()}
         if options.get("broadcast_buffers") is not False or options.get("forward_sync_buffers") is not None:
             states.update(ddp.module.named_buffers())
-        return {name: x for name, x in states.items() if self._syncs and name not in ddp.parameters_to_ignore}
+        return {name: x for name, x in states.items() if name not in ddp.parameters_to_ignore}
 
     def _register_ddp_hooks(self) -> None:
         scaler = self._lightnings_scaler
