@@ -140,15 +140,3 @@ def test_tensors_are_made_on_a_device_that_is_named(file):
     made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKES_TENSORS}]
     if part(file) != "reproduce":
         assert [ast.unparse(call) for call in made if "device" not in {word.arg for word in call.keywords}] == []
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_files_and_classes_stay_short_enough_to_read(file):
-    text = file.read_text()
-    assert len(text.splitlines()) <= 330
-    classes = {node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(ast.parse(text)) if is_class(node)}
-    assert {name: lines for name, lines in classes.items() if lines > 250} == {}
-
-
-def is_class(node):
-    return isinstance(node, ast.ClassDef)
