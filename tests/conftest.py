@@ -6,6 +6,8 @@ from collections import Counter
 
 # Before torch is imported. One thread each: a process that has used OpenMP cannot be forked safely.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Before torch 2.11 deterministic products on CUDA raise an error without it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch

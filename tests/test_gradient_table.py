@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.kernels import launch
+from lightning_sparse.kernels import block_stats, launch
 from lightning_sparse.kernels.gradient_table import TILE, gradient_table
 from tests.support.fake_cuda import CUDA, on_fake_cuda
 
@@ -62,3 +62,22 @@ def test_what_is_kept_belongs_to_a_kind_a_device_and_a_stream(monkeypatch):
         assert launch.kept("key", y, lambda: y) is y
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 1}))
         assert launch.kept("key", y, lambda: y + 1) is not y
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_constant_made_within_a_capture_is_not_kept(capturing, monkeypatch):
+    """Its copy to the device is a node of that graph: without a replay its memory holds anything."""
+    with on_fake_cuda():
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        x = torch.empty(1, device=CUDA)
+        first = launch.kept("table", x, lambda: torch.empty(3, device=CUDA))
+        again = launch.kept("table", x, lambda: torch.empty(3, device=CUDA))
+        assert (again is first) is not capturing
+
+
+def test_a_tensor_of_the_host_is_not_handed_to_a_kernel():
+    """The interpreter takes it, and a GPU does not."""
+    with on_fake_cuda():
+        block_stats._add_with_stats[1](torch.empty(3, device=CUDA))
+        with pytest.raises(AssertionError, match="_add_with_stats got a tensor on cpu"):
+            block_stats._add_with_stats[1](torch.empty(3, device=CUDA), torch.empty(3))

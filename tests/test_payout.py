@@ -11,7 +11,7 @@ from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.kernels.payout import Payout, add_with_payout_
 from lightning_sparse.kernels.rescaling import rescaling
 from lightning_sparse.kernels.write_back import clear_entries_, write_entries_
-from tests.support.kernels import DEVICE, EITHER, HOSTILE, needs_native, needs_triton
+from tests.support.kernels import DEVICE, EITHER, HOSTILE, interpreted, needs_native, needs_triton
 from tests.support.tiers import in_diagonals, tiers
 from tests.support.update_training import exchanged_twice
 
@@ -209,6 +209,7 @@ def fenced(lengths, draw):
     return tensors, lambda: all(bool((fence == FENCE).all()) for fence in fences)
 
 
+@interpreted  # by default its tensors would be on the GPU, which C does not read
 @needs_native
 @pytest.mark.parametrize("name", tiers(HOSTILE, ["student", "nan and inf", "largest"]))
 @pytest.mark.parametrize("lengths", [*LENGTHS[:6], [0], [0, 3, 0, 0, 1030, 0]])

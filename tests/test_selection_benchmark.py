@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import selection
 from lightning_sparse.compressors import TopK
+from lightning_sparse.kernels.chunks import CHUNK
 from tests import run_kernels
 
 
@@ -36,6 +37,19 @@ def test_times_are_held_against_the_floor_and_against_each_other():
     assert "limit" not in gaussian
     step["scratch"] = 0.2
     assert [row.get("within") for row in selection.compared([copy, step], 400_000_000, 0.001)] == [None, True]
+
+
+def test_chunks_are_checked_all_at_once(monkeypatch):
+    """Chunk by chunk the host would wait for the device 400,000 times at 400 million elements."""
+    u = torch.randint(-50, 50, (100 * CHUNK + 77,)).float()  # ties, of which the first are right
+    chosen = selection.sparsifiers(0.001)["ChunkTopK"].select(u)
+    calls, check = [], selection.check
+    monkeypatch.setattr(selection, "check", lambda *args: (calls.append(args), check(*args)))
+    selection.check("ChunkTopK", u, chosen, 0.001)
+    assert len(calls) == 2  # and one for the last, which is shorter
+    for wrong in (chosen[1:], chosen[:-1], chosen + 1, chosen[:0]):
+        with pytest.raises(SystemExit, match="TopK selects wrongly"):
+            selection.check("ChunkTopK", u, wrong, 0.001)
 
 
 def test_steps_leave_a_trace_of_every_contestant():

@@ -7,11 +7,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+T = TypeVar("T")
 EVICTION = {"cpu": 32_000_000, "cuda": 64_000_000}  # elements of 4 bytes: more than the caches of a device hold
 FOREIGN_LOAD = 0.05  # share of the processors that other programs may use during a measurement
 
@@ -55,6 +56,23 @@ def in_turns(
             for cache in ("cold", "warm"):
                 times[name, cache].append(elapsed_ms(run, device, **options))
     return {case: ms[1:] for case, ms in times.items()}  # the first round compiles and warms up
+
+
+def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Capture `run` in a CUDA graph. Return the graph, and the result that each replay writes anew.
+
+    The capture has a stream of its own, in which `run` runs once before: so the constant tensors that it keeps for this
+    stream exist, and no replay copies them to the device. Before torch 2.10 such a copy within a capture is an error.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = run()
+    return graph, result
 
 
 def spent() -> Any:

@@ -122,7 +122,9 @@ def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
     found = _kept.tensors.get((key, like.device, stream))
     if found is None:
         found = make()
-        _kept.add((key, like.device, stream), found)
+        # Within a CUDA graph's capture the copy to the device only happens when that graph is replayed, if ever.
+        if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _kept.add((key, like.device, stream), found)
     return found
 
 

@@ -136,7 +136,7 @@ def lightning_ranks(size: int, fn: Callable[..., Any], *args: Any, **options: An
 
 
 class Watch(pl.Callback):
-    """Adds up what backward produces on this rank, unscaled, and what is applied: flat, row by row."""
+    """Adds up this rank's gradients, unscaled, and the gradients that the optimizer gets: flat, on their device."""
 
     def __init__(self) -> None:
         self.sums: dict[str, dict[str, Tensor]] = {"given": {}, "mass": {}, "applied": {}}
@@ -151,7 +151,7 @@ class Watch(pl.Callback):
                 self.sums["mass"][name] += grad.abs()
 
             for sums in self.sums.values():
-                sums[name] = torch.zeros(param.numel(), dtype=torch.float64)
+                sums[name] = torch.zeros(param.numel(), dtype=torch.float64, device=param.device)
             param.register_hook(add)
 
         self.names = {id(param): name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
@@ -163,6 +163,10 @@ class Watch(pl.Callback):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if fresh and param.grad is not None:
                 self.sums["applied"][self.names[id(param)]] += param.grad.double().flatten()
+
+    def on_host(self) -> dict[str, dict[str, Tensor]]:
+        """Return the sums as tensors of the CPU, for another process and for `lost`."""
+        return {kind: {name: x.cpu() for name, x in sums.items()} for kind, sums in self.sums.items()}
 
 
 def lost(sums: list[dict[str, Any]], states: list[dict[str, Any]]) -> float:

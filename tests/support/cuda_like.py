@@ -85,6 +85,7 @@ def simulate_on_cuda(size: int, fn: Callable[[Comm], T]) -> list[T]:
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "current_stream", lambda device: stream),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "Event", lambda: event),
             (launch, "KEEPS", (Tensor, OnCuda)),
             (launch, "_kept", launch.Cache()),

@@ -104,7 +104,13 @@ def on_fake_cuda():
             self.name = name
 
         def __getitem__(self, grid):
-            return lambda *args, **constants: launched.append(self.name)
+            def run(*args, **constants):
+                # On a GPU Triton refuses a tensor of the CPU; its interpreter, on a machine without one, does not.
+                wrong = [x.device for x in args if isinstance(x, torch.Tensor) and x.device != CUDA]
+                assert not wrong, f"{self.name} got a tensor on {wrong[0]}"
+                launched.append(self.name)
+
+            return run
 
     with contextlib.ExitStack() as stack:
 
@@ -117,6 +123,7 @@ def on_fake_cuda():
                 if is_kernel(value):
                     replace(module, name, Launched(name))
         replace(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+        replace(torch.cuda, "is_current_stream_capturing", lambda: False)
         replace(
             torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
         )
