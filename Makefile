@@ -35,10 +35,10 @@ docs: .venv/installed
 reliability: .venv/installed
 	$(PYTEST) -m reliability --reliability=docs/reliability.md
 
-# All that needs a GPU, without a network: tests, sanitizers and benchmarks, each part in less than ten minutes, and at the
-# end which promises hold. Some parts, written elsewhere: make gpu PARTS="kernels gpt" OUT=~/results
+# All that needs a GPU, without a network: tests, sanitizers and benchmarks, and at the end which promises hold. Some parts,
+# written elsewhere: make gpu PARTS="kernels gpt" OUT=~/results. In five minutes: python3 -m tests.gpu quick
 gpu:
-	$(GPU_PYTHON) -m tests.gpu $(PARTS) $(if $(OUT),--out $(OUT))
+	$(GPU_PYTHON) -m tests.gpu full $(PARTS) $(if $(OUT),--out $(OUT))
 
 # The quick tests with the oldest, the newest and other versions of torch and Lightning, each in an environment of its
 # own: downloads about 3 GB for each row, and takes 10 GB of disk while it runs. One row: make matrix ROWS=oldest

@@ -7,16 +7,18 @@ CUDA events, the median of all turns. Updates go after the step, within backward
 method is timed, one step shows that nothing is lost: the average and the residual add up to the gradient, bit for bit;
 of updates, that few weights change.
 
-    python -m benchmarks.gpt            # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
-    python -m benchmarks.gpt --small    # a rehearsal on the CPU, over gloo; nothing is written
+    python -m benchmarks.gpt                          # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
+    python -m benchmarks.gpt --contestants ddp topk   # some of them, at all precisions
+    python -m benchmarks.gpt --rehearse               # on the CPU, over gloo, small: to see that all of it runs
 
-Written: `results/gpt_cuda.csv`. "added" is a method's time less plain DDP's; its limit is 1.6 floors and a millisecond.
-The floor is to read the gradient, to read and write the residual in fp32, and to write the result, at the rate at which
-the card copies fp32 numbers; of exchanged updates it is what the kernels load and store, see `UPDATE_BYTES`.
+Written: `gpt_cuda.csv`, after each precision. "added" is a method's time less plain DDP's. Its limit is 1.6 floors and
+a millisecond. The floor is to read the gradient, to read and write the residual in fp32, and to write the result, at
+the rate at which the card copies fp32 numbers; of exchanged updates it is the kernels' loads and stores, see
+`UPDATE_BYTES`.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
@@ -27,6 +29,7 @@ from torch.nn import functional
 
 from benchmarks.harness import results
 from benchmarks.harness.baselines import AS_OURS, CONTESTANTS, Options, Wrapped, data_parallel
+from benchmarks.harness.rehearsal import device_of_run
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import in_turns, spread
 from examples.models import GPT
@@ -34,7 +37,7 @@ from examples.models import GPT
 PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 """Name to dtype of parameters and gradients; calculated is in bf16."""
 UPDATES = ("topk updates", "topk updates within backward", "topk updates, delayed")
-METHODS = ("topk", "gaussiank", "randk", *UPDATES)
+METHODS = ("topk", "topk, whole model", "gaussiank", "randk", *UPDATES)
 UPDATE_BYTES = {torch.float32: 60, torch.bfloat16: 74}
 """Of a parameter whose update is exchanged, by the kernels' loads and stores: see docs/gpu.md, without rescaling."""
 FLOORS, CONSTANT_MS = 1.6, 1.0
@@ -96,11 +99,20 @@ class Contestant:
             raise SystemExit(f"{self.method} changes {changed:,} of {self.numel:,} weights: no times for that.")
 
 
-def measured(shape: dict[str, int], turns: int, device: str, batch: int = 16, steps: int = 5) -> Iterator[Row]:
-    """Check and time all contestants, some steps in a row in each turn; to be called in a world of one."""
-    for precision, dtype in PRECISIONS.items():
-        contestants = {name: Contestant(name, shape, precision, batch, device) for name in ("ddp", *METHODS)}
-        for name in METHODS:
+def measured(
+    shape: dict[str, int],
+    turns: int,
+    device: str,
+    batch: int = 16,
+    steps: int = 5,
+    precisions: Iterable[str] = tuple(PRECISIONS),
+    methods: Iterable[str] = METHODS,
+) -> Iterator[Row]:
+    """Check and time DDP and some methods, some steps in a row in each turn; to be called in a world of one."""
+    for precision in precisions:
+        dtype = PRECISIONS[precision]
+        contestants = {name: Contestant(name, shape, precision, batch, device) for name in ("ddp", *methods)}
+        for name in methods:
             (contestants[name].check_updates if CONTESTANTS[name].updates else contestants[name].check)()
         numel = contestants["ddp"].numel
         x = torch.randn(numel, device=device)
@@ -125,18 +137,23 @@ def measured(shape: dict[str, int], turns: int, device: str, batch: int = 16, st
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--small", action="store_true", help="a small model, written nowhere")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with a small model")
     parser.add_argument("--turns", type=int, default=15, help="timed turns of each contestant")
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--contestants", nargs="+", default=list(METHODS), choices=["ddp", *METHODS])
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not arguments.small:
-        raise SystemExit("There is no GPU here. --small rehearses on the CPU.")
+    device, context = device_of_run(arguments.rehearse)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     where = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if device == "cuda" else {"backend": "gloo"}
     dist.init_process_group(**where, store=store, rank=0, world_size=1)
-    rows = list(measured(SMALL if arguments.small else GPT2, arguments.turns, device))
-    columns = ["precision", "contestant", "ms", "ms_p20", "ms_p80", "added_ms", "limit_ms", "floor_ms", "within"]
-    print(pd.DataFrame(rows)[columns].to_string(index=False, na_rep=""))
-    if device == "cuda" and not arguments.small:
-        results.save(arguments.out / "gpt_cuda.csv", [row | results.device() for row in rows], digits=5)
+    methods = [name for name in arguments.contestants if name != "ddp"]  # which the others are held against
+    for precision in arguments.precisions:
+        with context():
+            small = {"batch": 2, "steps": 1} if arguments.rehearse else {}
+            shape = SMALL if arguments.rehearse else GPT2
+            rows = list(measured(shape, arguments.turns, device, precisions=[precision], methods=methods, **small))
+        columns = ["precision", "contestant", "ms", "ms_p20", "ms_p80", "added_ms", "limit_ms", "floor_ms", "within"]
+        print(pd.DataFrame(rows).reindex(columns=columns).to_string(index=False, na_rep=""), flush=True)
+        rows = [row | results.device() for row in rows]
+        results.save(arguments.out / "gpt_cuda.csv", rows, ["precision", "contestant"], digits=5)
     dist.destroy_process_group()

@@ -7,7 +7,8 @@ turn is timed twice: "cold", after the caches were filled with other data, as be
     python -m benchmarks.selection                                     # 1 M to 25 M elements
     python -m benchmarks.selection --numel 100000000 --repetitions 5   # replaces the rows of this length only
     python -m benchmarks.selection --figure                            # draws the CSV files, measures nothing
-    python -m benchmarks.selection --parts cuda                        # on the GPU, or, with --numel, a rehearsal
+    python -m benchmarks.selection --parts cuda                        # on the GPU
+    python -m benchmarks.selection --parts cuda --rehearse --numel 20000 --out /tmp/rehearsal
 
 Written: `results/selection_cpu.csv`. Its parts: "selection" of a Gaussian `u`; "step", the whole of error feedback;
 "hostile" inputs; "memory", the highest that a process needs for one selection beyond what it needs before. On CUDA
@@ -22,7 +23,7 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import results
+from benchmarks.harness.rehearsal import device_of_run, rehearsal
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import captured, in_turns, peak_bytes, reset_peak, spread
 from lightning_sparse import METHODS, method
@@ -42,7 +44,7 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
 
 SIZES = {"cpu": (1_000_000, 10_000_000, 25_000_000), "cuda": (1_000_000, 25_000_000, 100_000_000, 400_000_000)}
-LIMITS = {400_000_000: 1.4, 100_000_000: 1.6, 25_000_000: 2.5}
+LIMITS = {400_000_000: 1.3, 100_000_000: 1.5, 25_000_000: 2.0}
 """Elements to the floors that a step with TopK may take; by a CUDA graph, where launches count."""
 SCRATCH_LIMIT = 0.2  # share of a residual that a step may need beside it, at density 0.001
 
@@ -226,8 +228,10 @@ def memory(name: str, numel: int, density: float) -> int:
     return peak_bytes() - before
 
 
-def on_device(numel: int, density: float, repetitions: int, device: str) -> list[Row]:
-    """Check and time selections and whole steps, on CUDA, or, as a rehearsal, on the CPU."""
+def on_device(
+    numel: int, density: float, repetitions: int, device: str, contestants: Sequence[str] = ON_CUDA
+) -> list[Row]:
+    """Check and time selections and whole steps, on CUDA, or, within `rehearsal`, on the CPU."""
     grad = torch.randn(numel, device=device)
     rows: list[Row] = []
 
@@ -238,9 +242,9 @@ def on_device(numel: int, density: float, repetitions: int, device: str) -> list
     add("copy", "copy_", functools.partial(torch.empty_like(grad).copy_, grad))
     rows[0]["bytes_per_s"] = 8e3 * numel / rows[0]["ms"]
     for part in ("selection", "step"):
-        for name, run in checked(part, ON_CUDA, grad, density):
+        for name, run in checked(part, list(contestants), grad, density):
             add(part, name, run)
-            if device == "cuda" and part == "step":
+            if part == "step":
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
                 run()
@@ -287,9 +291,7 @@ def draw(path: Path) -> None:
 
 
 def measure(part: str, name: str, numel: int, density: float, repetitions: int) -> list[Row]:
-    """Measure one part, with an input of `INPUTS`."""
-    if part == "cuda":
-        return on_device(numel, density, repetitions, "cuda" if torch.cuda.is_available() else "cpu")
+    """Measure one part on the CPU, with an input of `INPUTS`."""
     if part != "memory":
         return in_memory(part, INPUTS[name](numel), density, repetitions)
     names = ON_CPU["selection"]
@@ -306,25 +308,29 @@ if __name__ == "__main__":
     parts = [*ON_CPU, "memory"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=[*parts, "cuda"])
     parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--contestants", nargs="+", default=ON_CUDA, choices=ON_CUDA, help="on the GPU, default: all")
+    parser.add_argument("--rehearse", action="store_true", help="run the part for a GPU on the CPU")
     args = parser.parse_args()
     torch.manual_seed(0)
     paths = {device: args.out / f"selection_{device}.csv" for device in SIZES}
     device = "cuda" if "cuda" in args.parts else "cpu"
+    on, context = device_of_run(args.rehearse) if device == "cuda" and not args.figure else ("cpu", rehearsal)
     sizes, parts = args.numel or SIZES[device], ["cuda"] if device == "cuda" else args.parts
     cases = [] if args.figure else itertools.product(sizes, args.density, parts, INPUTS)
     for numel, density, part, name in cases:
         if (part == "hostile") == (name == "Gaussian"):
             continue
-        rows = measure(part, name, numel, density, args.repetitions)
+        if part == "cuda":
+            with context():
+                rows = on_device(numel, density, args.repetitions, on, args.contestants)
+        else:
+            rows = measure(part, name, numel, density, args.repetitions)
         print(f"\n{part}, {name}, {numel:,} elements, density {density}")
         print(pd.DataFrame(rows).to_string(na_rep=""), flush=True)
-        if device == "cuda" and not torch.cuda.is_available():
-            print("There is no GPU here: a rehearsal, nothing is written.")
-            continue
         case = {"part": part, "input": name, "numel": numel, "density": density, "repetitions": args.repetitions}
         where = results.device() if device == "cuda" else {"threads": torch.get_num_threads()} | results.origin("numpy")
         key = ["part", "input", "numel", "density"]
         results.save(paths[device], [case | row | where for row in rows], key, digits=4)
     for path in paths.values():
-        if path.exists() and (args.figure or device == "cuda"):
+        if path.exists() and args.figure:
             draw(path)

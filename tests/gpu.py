@@ -1,33 +1,61 @@
-"""All that needs a GPU, in parts of less than ten minutes each, and which promises hold.
+"""What only a GPU can show: tests, checks and benchmarks in parts, each with a time limit, and which promises hold.
 
-    python3 -m tests.gpu                                     # all parts, one after the other: about half an hour
-    python3 -m tests.gpu kernels lightning --out ~/results   # some of them
+    python3 -m tests.gpu quick                               # the first run of two, 345 seconds
+    python3 -m tests.gpu quick second                        # the second, 310 seconds
+    python3 -m tests.gpu quick kernels gpt --out ~/results   # parts by name, such as those that failed
+    python3 -m tests.gpu quick --rehearse                    # on a CPU, with stand-ins, to see that all of it runs
+    python3 -m tests.gpu full                                # everything, without haste: `make gpu`
 
-Runs from the root of the repository with whatever Python has torch and what the extra `dev` lists; it needs no network
-and installs nothing. Results, and gpu.csv with a row for each promise, are written to `--out`; a part that is run again
-replaces its rows, so that parts may be run by several commands. The exit status is 1 unless all that was asked for
-holds.
+Parts that check results run side by side; parts that measure times run alone. A part that reaches its limit is killed
+with all processes that it has started, and the others go on. BUDGET in the environment is the limit of the whole run in
+seconds. Runs from the root of the repository with any Python that has torch and the packages of the extra `dev`; it
+needs no network and installs nothing.
+
+Written to `--out`, or to the folder that OUT names: `gpu.csv` with a row for each promise, after each part; `log.txt`
+with the output of all parts; and the CSV files of the benchmarks. A part that runs again replaces its rows. The exit
+status is 0 if all promises hold, 1 if one does not or was not shown, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import importlib.metadata
+import importlib.util
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+
+from tests.triton_cache import CACHE, TRITON, unpack
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 560
-"""A part is cut off after these."""
 HOLDS, BROKEN, OPEN = "holds", "does not hold", "not shown"
+LEAST = 10.0
+"""Seconds that a part must have left, or it is not begun."""
+RESERVE = 5.0
+"""Seconds of the budget that are kept for the summary."""
+GRACE = 2.0
+"""Seconds from SIGTERM, at which pytest and compute-sanitizer write what they know, to SIGKILL."""
+SHOWN = {HOLDS: 300, BROKEN: 1200, OPEN: 700}
+"""Characters of a part's output that are printed, by verdict; `log.txt` has all of it."""
+PRINTED = 8000
+"""Most characters of all parts' output together that are printed."""
+REHEARSED = 400.0
+"""Limit of a part in a rehearsal, in seconds: a CPU is slower than a GPU."""
+LOG_BYTES = 1 << 20
+"""Of each part's output in `log.txt`: the end."""
 Rows = list[dict[str, str]]
+Judge = Callable[[Rows], str]
 
 
 def read(file: Path) -> Rows:
@@ -35,147 +63,512 @@ def read(file: Path) -> Rows:
     return list(csv.DictReader(file.read_text().splitlines()))
 
 
-def within(rows: Iterable[dict[str, str]]) -> str:
+# Verdicts on the rows of a benchmark.
+
+
+def within(rows: Iterable[Mapping[str, str]]) -> str:
     """Say whether all rows with a limit are within it."""
     said = [row["within"] for row in rows if row.get("within")]
     return OPEN if not said else HOLDS if set(said) == {"True"} else BROKEN
 
 
 def topk_steps(rows: Rows) -> Rows:
-    """Return the rows of whole steps with TopK at the smallest density, from a cold cache where that was asked."""
+    """Return the rows of whole steps with TopK at the smallest density, from a cold cache if that was asked."""
     rows = [row for row in rows if (row["part"], row["contestant"]) == ("step", "TopK")]
     rows = [row for row in rows if row.get("cache", "cold") == "cold"]
     least = min((float(row["density"]) for row in rows), default=0.0)
     return [row for row in rows if float(row["density"]) == least]
 
 
+TIMES_FASTER = {25_000_000: 3, 100_000_000: 4, 400_000_000: 4}
+"""Elements to how many times as fast as with torch.topk a step with TopK is."""
+
+
+def for_all_lengths(judge: Judge) -> Judge:
+    """Return a judge that only says of all lengths of `TIMES_FASTER` together that a promise holds."""
+
+    def judged(rows: Rows) -> str:
+        rows = topk_steps(rows)
+        verdict = judge(rows)
+        there = TIMES_FASTER.keys() <= {int(row["numel"]) for row in rows}
+        return OPEN if verdict == HOLDS and not there else verdict
+
+    return judged
+
+
 def faster(rows: Rows) -> str:
-    """Say whether steps with TopK are so many times faster than those with torch.topk as is promised."""
-    wanted = {1_000_000: 1, 25_000_000: 3, 100_000_000: 4, 400_000_000: 4}
-    shares = {int(row["numel"]): float(row["times_torch.topk"]) for row in topk_steps(rows)}
-    if not wanted.keys() <= shares.keys():
-        return OPEN
-    return HOLDS if all(shares[numel] <= 1 / times for numel, times in wanted.items()) else BROKEN
+    """Say whether all steps are as many times as fast as with torch.topk as `TIMES_FASTER` says."""
+    shares = {int(row["numel"]): float(row["times_torch.topk"]) for row in rows}
+    enough = [shares[numel] <= 1 / times for numel, times in TIMES_FASTER.items() if numel in shares]
+    return OPEN if not enough else HOLDS if all(enough) else BROKEN
+
+
+def at_most(column: str) -> Judge:
+    """Return a judge: a column of the one row of `segment.csv` that has a limit for it."""
+
+    def judge(rows: Rows) -> str:
+        found = [row for row in rows if row.get(f"limit_{column}")]
+        if not found or not re.search("H[12]00", found[0]["device"]):
+            return OPEN  # on another GPU the limits mean nothing
+        return HOLDS if float(found[0][column]) <= float(found[0][f"limit_{column}"]) else BROKEN
+
+    return judge
+
+
+def beside_products(rows: Rows) -> str:
+    """Say whether a segment of `topk` beside products takes at most twice its own time and the host's."""
+    for row in rows:
+        if (row["method"], row["ranks"]) == ("topk", "2"):
+            limit = 2 * float(row["device_us"]) + float(row["host_us"])
+            return HOLDS if float(row["beside_us"]) <= limit else BROKEN
+    return OPEN
+
+
+def topk_adds_little(rows: Rows) -> str:
+    """Say whether `topk` adds at most its limit to a step of GPT-2 small in bf16-mixed."""
+    return within(row for row in rows if (row["precision"], row["contestant"]) == ("bf16-mixed", "topk"))
+
+
+# The parts.
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command, and what it shows.
+    """A command, and the promises that it shows.
 
     Attributes:
-        command: what Python runs, with `--out` behind it if there is a `file`.
+        command: for the shell, with {python} and {out}.
+        seconds: its limit.
         promises: each with a function of the rows of `file`; None: it holds if the command succeeds.
-        file: what the command writes.
-        tool: what it needs beside Python, and how it is called.
+        file: the CSV file that the command writes into {out}.
+        needs: programs and Python packages without which the command shows nothing.
+        group: parts of one group run side by side, groups one after the other.
+        rehearsal: stands for `command` on a CPU.
     """
 
     command: str
-    promises: dict[str, Callable[[Rows], str] | None]
+    seconds: float
+    promises: Mapping[str, Judge | None]
     file: str = ""
-    tool: str = ""
+    needs: Sequence[str] = ()
+    group: int = 0
+    rehearsal: str = ""
 
 
-PARTS = {
-    "kernels": Part(
-        "-m pytest -q -m '' tests/test_kernels.py",
-        {"kernels select, add and pack to the same bits as plain torch": None},
+# Without other people's plugins: some warn as they load, and here a warning is an error.
+PYTEST = (
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {python} -m pytest -p xdist.plugin --dist loadgroup -v -p no:cacheprovider "
+    "--tb=short --durations=5"
+)
+QUICK = (
+    "-m 'not full and not exhaustive' "
+    "-k 'not native and not bases and not loops and not in_c and not large_inputs' "
+    "tests/test_kernels.py tests/test_payout.py"
+)
+ON_CUDA = "tests/integration/test_cuda.py -m '' -k"
+SMALL = "--numel 20000 --repetitions 2"
+SEGMENT = {
+    "a segment of 7.09 M elements takes at most 150 μs of an H100 or H200": at_most("device_us"),
+    "and at most 600 μs of the host": at_most("host_us"),
+    "beside products it takes at most twice its time and the host's": beside_products,
+}
+SELECTION = {
+    "a step with TopK takes at most 2.0, 1.5, 1.3 times its 12 bytes at 25, 100, 400 M elements": for_all_lengths(
+        within
     ),
-    "updates": Part(
-        "-m pytest -q -m '' tests/test_payout.py",
-        {"kernels form, rescale and pay out updates as plain torch does": None},
+    "a step with TopK is 3, 4, 4 times as fast as with torch.topk there": for_all_lengths(faster),
+}
+GPT = {"topk adds at most 1.6 floors and 1 ms to a step of GPT-2 small, bf16-mixed": topk_adds_little}
+SANITIZER = "compute-sanitizer --error-exitcode 1 --tool"
+MEMCHECK = f"PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZER} memcheck {{python}} -m tests.run_kernels"
+# `first` and `second` fill fifteen minutes of a lent GPU, the machine's start included: see docs/gpu.md.
+FIRST = {
+    "probe": Part(
+        "{python} -m tests.gpu_probe",
+        45,
+        {"torch and Triton work on this GPU": None},
+        rehearsal="{python} -m tests.gpu_probe --rehearse",
+    ),
+    "kernels": Part(
+        f"{PYTEST} -n 8 {QUICK}",
+        120,
+        {"kernels select, add, pack, rescale and pay out as plain torch does": None},
+        needs=("triton", "xdist"),
+        group=1,
+        rehearsal=f"{PYTEST} -n 2 -m 'not full and not exhaustive' -k oracle tests/test_kernels.py",
+    ),
+    "nccl": Part(
+        "{python} -m tests.wired",
+        120,
+        {"every collective goes through NCCL, the weights stay the same, and no step waits for the device": None},
+        needs=("triton",),
+        group=1,
+        rehearsal="{python} -m tests.wired",
     ),
     "lightning": Part(
-        "-m pytest -q -m '' tests/integration/test_cuda.py -k 'not cpu'",
-        {"Lightning trains over NCCL; no step waits for the device; every run ends with the same bits": None},
+        f"{PYTEST} -n 4 {ON_CUDA} 'not cpu and (one_rank or streams or collectives or alike or spawned)'",
+        125,
+        {"Lightning trains over NCCL and gloo: gradients, updates, updates within backward and delayed": None},
+        needs=("xdist",),
+        group=1,
+        rehearsal=f"{PYTEST} -n 2 {ON_CUDA} 'cpu and (one_rank or streams or collectives or alike or spawned)'",
     ),
-    "memcheck": Part(
-        "-m tests.run_kernels",
-        {"no kernel reads or writes where it must not": None},
-        tool="compute-sanitizer --tool memcheck --error-exitcode 1",
-    ),
-    "racecheck": Part(
-        "-m tests.run_kernels",
-        {"no kernel has a race": None},
-        tool="compute-sanitizer --tool racecheck --error-exitcode 1",
+    "segment": Part(
+        "{python} -m benchmarks.segment --out {out}",
+        60,
+        SEGMENT,
+        "segment.csv",
+        needs=("triton",),
+        group=2,
+        rehearsal="{python} -m benchmarks.segment --rehearse --repetitions 3 --out {out}",
     ),
     "selection": Part(
-        "-m benchmarks.selection --parts cuda --repetitions 10 --density 0.001",
-        {
-            "a step with TopK takes at most its limit of copies, and its scratch": lambda rows: within(
-                topk_steps(rows)
-            ),
-            "a step with TopK is up to 4 times faster than with torch.topk": faster,
-        },
-        file="selection_cuda.csv",
-    ),
-    "gpt": Part(
-        "-m benchmarks.gpt --turns 8",
-        {"what a step of GPT-2 takes longer than with DDP is within its limit": within},
-        file="gpt_cuda.csv",
+        "{python} -m benchmarks.selection --parts cuda --contestants torch.topk TopK GaussianK --density 0.001 "
+        "--numel 25000000 100000000 400000000 --repetitions 10 --out {out}",
+        80,
+        SELECTION,
+        "selection_cuda.csv",
+        needs=("triton",),
+        group=3,
+        rehearsal="{python} -m benchmarks.selection --parts cuda --rehearse --contestants torch.topk TopK GaussianK "
+        f"{SMALL} --density 0.01 --out {{out}}",
     ),
 }
+SECOND = {
+    "gpt": Part(
+        "{python} -m benchmarks.gpt --turns 6 --precisions bf16-mixed --contestants ddp topk 'topk, whole model' "
+        "'topk updates' 'topk updates within backward' --out {out}",
+        100,
+        GPT,
+        "gpt_cuda.csv",
+        needs=("triton",),
+        group=4,
+        rehearsal="{python} -m benchmarks.gpt --rehearse --turns 2 --out {out}",
+    ),
+    "nowait": Part(
+        f"{PYTEST} -n 9 {ON_CUDA} 'not cpu and (no_step or plain_torch or captured or (two_ranks and some))'",
+        85,
+        {"no step of 21 methods waits for the device, two runs end with the same bits, two ranks train": None},
+        needs=("triton", "xdist"),
+        group=5,
+        rehearsal=f"{PYTEST} -n 2 {ON_CUDA} 'cpu and ((no_step and topk) or plain_torch or (two_ranks and some))'",
+    ),
+    "memcheck": Part(
+        f"{MEMCHECK} --small",
+        95,
+        {"no kernel reads or writes outside its tensors": None},
+        needs=("compute-sanitizer", "triton"),
+        group=6,
+        rehearsal="TRITON_INTERPRET=1 {python} -m tests.run_kernels --small",
+    ),
+}
+RUNS = {"first": (FIRST, 330), "second": (SECOND, 295)}
+"""Parts of a quick run, and its BUDGET in seconds unless one is set."""
+FULL_LIMIT = 1800
+FULL = {
+    "kernels": replace(
+        FIRST["kernels"], command=f"{PYTEST} -n 8 -m '' tests/test_kernels.py tests/test_payout.py", group=0
+    ),
+    "nccl": replace(FIRST["nccl"], group=1),
+    "lightning": replace(FIRST["lightning"], command=f"{PYTEST} -n 4 {ON_CUDA} 'not cpu'", group=2),
+    "memcheck": replace(SECOND["memcheck"], command=MEMCHECK, group=3),
+    "racecheck": Part(
+        f"{SANITIZER} racecheck {{python}} -m tests.run_kernels --small",
+        0,
+        {"no kernel has a race in shared memory": None},
+        needs=("compute-sanitizer", "triton"),
+        group=4,
+    ),
+    "segment": replace(FIRST["segment"], group=5),
+    "selection": replace(
+        FIRST["selection"],
+        command="{python} -m benchmarks.selection --parts cuda --repetitions 10 --out {out}",
+        group=6,
+    ),
+    "gpt": replace(SECOND["gpt"], command="{python} -m benchmarks.gpt --turns 8 --out {out}", group=7),
+}
+FULL = {name: replace(part, seconds=FULL_LIMIT) for name, part in FULL.items()}
 
 
-def run(name: str, out: Path, python: str = sys.executable) -> dict[str, str]:
-    """Run a part and return what became of its promises."""
-    part = PARTS[name]
-    if part.tool and not shutil.which(part.tool.partition(" ")[0]):
-        print(f"{part.tool.partition(' ')[0]} is not installed: {name} was not run")
-        return dict.fromkeys(part.promises, OPEN)
-    command = f"exec {part.tool} '{python}' {part.command}" + (f" --out '{out}'" if part.file else "")
-    # Without torch's cache each tensor is an allocation of its own, so that nobody reads past its end unseen.
-    environment = os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if name == "memcheck" else {})
-    started = time.time()
-    try:
-        status = subprocess.run(command, shell=True, cwd=ROOT, env=environment, timeout=SECONDS).returncode
-    except subprocess.TimeoutExpired:
-        print(f"{name} was cut off after {SECONDS} seconds")
-        status = None
+# The runner.
+
+
+class Ended(NamedTuple):
+    """How a part has ended.
+
+    Attributes:
+        said: in words, such as "holds" or "cut off after 120 s".
+        succeeded: whether its command did; None if that is not known.
+        seconds: it took.
+        output: of its processes.
+    """
+
+    said: str
+    succeeded: bool | None
+    seconds: float
+    output: str
+
+
+class Running:
+    """A part under way, in a process group of its own."""
+
+    def __init__(self, command: str, seconds: float, environment: Mapping[str, str]) -> None:
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed by `end`
+        self._seconds = seconds
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            command,
+            shell=True,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def look(self) -> Ended | None:
+        """Return how it has ended, or None; kill it at its limit."""
+        status, seconds = self._process.poll(), time.monotonic() - self._began
+        if status is None and seconds < self._seconds:
+            return None
+        return self.end(f"cut off after {self._seconds:.0f} s" if status is None else "")
+
+    def end(self, why: str) -> Ended:
+        """Kill whatever is left of it, as a test's workers outlive the test that has failed, and hold the GPU.
+
+        Args:
+            why: it is ended before its time, in words; empty if it has ended by itself.
+        """
+        seconds, status = time.monotonic() - self._began, self._process.poll()
+        if status is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._log.seek(0)
+        output = self._log.read()
+        self._log.close()
+        if status is None:
+            return Ended(why, None, seconds, output)
+        return Ended("ended" if status == 0 else f"ended with status {status}", status == 0, seconds, output)
+
+    def _signal(self, which: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, which)
+
+
+def environment(out: Path, rehearse: bool) -> dict[str, str]:
+    """Return the environment of all parts."""
+    values = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    values |= {"PATIENCE": "90"}  # seconds after which a test says where a rank hangs
+    values |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(CACHE))}
+    # In a rehearsal nothing may find a GPU that is there: its tests would compile.
+    return os.environ | values | {"OUT": str(out)} | ({"CUDA_VISIBLE_DEVICES": ""} if rehearse else {})
+
+
+def missing(part: Part, rehearse: bool) -> str:
+    """Return the first program or package that a part needs and that is not there, or an empty text."""
+    for name in part.needs:
+        if name == "compute-sanitizer":
+            if not rehearse and not shutil.which(name):
+                return name
+        elif importlib.util.find_spec(name) is None:
+            return {"triton": "Triton", "xdist": "pytest-xdist"}[name]
+    return ""
+
+
+def verdicts(part: Part, ended: Ended, out: Path, began: float) -> dict[str, str]:
+    """Return what became of a part's promises."""
     file = out / part.file
-    # Not of an earlier run.
-    rows = read(file) if part.file and file.exists() and file.stat().st_mtime >= started else []
-    unless = OPEN if status is None else BROKEN
-    return {
-        promise: (HOLDS if status == 0 else unless) if judge is None else judge(rows) if rows else unless
-        for promise, judge in part.promises.items()
-    }
+    # Not the rows of an earlier run.
+    rows = read(file) if part.file and file.exists() and file.stat().st_mtime >= began else []
+    unless = {None: OPEN, True: HOLDS, False: BROKEN}[ended.succeeded]
+    if part.file:
+        # A benchmark refuses wrong results by its status. Rows that it wrote before its limit count.
+        return {
+            promise: BROKEN if unless == BROKEN else judge(rows) for promise, judge in part.promises.items() if judge
+        }
+    return dict.fromkeys(part.promises, unless)
 
 
-def main(arguments: Any = None) -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where results are written")
-    given = parser.parse_args(arguments)
-    if unknown := set(given.parts) - PARTS.keys():
-        parser.error(f"unknown part {min(unknown)!r}: choose from {', '.join(PARTS)}")
+def counted(output: str) -> str:
+    """Return how many tests of a part have passed and failed, by pytest's lines; an empty text if there are none."""
+    passed, failed = (len(re.findall(rf"\b{word}\b.*::|::.*\b{word}\b", output)) for word in ("PASSED", "FAILED|ERROR"))
+    return f", {passed} passed, {failed} failed" if passed + failed else ""
+
+
+class Report:
+    """Writes and prints what each part has shown as soon as it ends."""
+
+    def __init__(self, out: Path, origin: Mapping[str, str], parts: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self._origin, self._file = out, origin, out / "gpu.csv"
+        self._most = PRINTED // max(1, parts)
+        known = read(self._file) if self._file.exists() else []
+        self.rows: dict[tuple[str, str], dict[str, str]] = {(row["part"], row["promise"]): row for row in known}
+        self.shown: dict[tuple[str, str], dict[str, str]] = {}
+
+    def add(self, name: str, ended: Ended, found: Mapping[str, str]) -> None:
+        """Keep how a part has ended."""
+        said = f"{ended.said}{counted(ended.output)}"
+        for promise, verdict in found.items():
+            row = {"promise": promise, "part": name, "verdict": verdict, "seconds": f"{ended.seconds:.1f}"}
+            row |= {"ended": said, **self._origin}
+            self.rows[name, promise] = self.shown[name, promise] = row
+        columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
+        with self._file.open("w", newline="") as opened:
+            writer = csv.DictWriter(opened, columns, restval="")
+            writer.writeheader()
+            writer.writerows(self.rows.values())
+        with (self.out / "log.txt").open("a") as log:
+            log.write(f"\n===== {name}: {said}, {ended.seconds:.0f} s\n{ended.output[-LOG_BYTES:]}\n")
+        worst = next((verdict for verdict in (BROKEN, OPEN) if verdict in found.values()), HOLDS)
+        print(
+            f"\n== {name}: {said}, {ended.seconds:.0f} s\n{ended.output[-min(self._most, SHOWN[worst]) :].strip()}",
+            flush=True,
+        )
+
+    def end(self) -> int:
+        """Print all verdicts; return the exit status."""
+        print()
+        for row in self.shown.values():
+            print(f"{row['verdict']:14} {float(row['seconds']):6.1f} s  {row['promise']} ({row['part']})")
+        return int(any(row["verdict"] != HOLDS for row in self.shown.values()))
+
+
+def run(parts: Mapping[str, Part], out: Path, budget: float, rehearse: bool, origin: Mapping[str, str]) -> int:
+    """Run parts, group by group; return the exit status."""
+    report, end = Report(out, origin, len(parts)), time.monotonic() + budget
+    variables = environment(out, rehearse)
+    running: dict[str, tuple[Running, float]] = {}
+
+    def settle(name: str, ended: Ended, began: float) -> None:
+        report.add(name, ended, verdicts(parts[name], ended, out, began))
+
+    try:
+        for group in sorted({part.group for part in parts.values()}):
+            for name, part in parts.items():
+                if part.group != group:
+                    continue
+                left = end - time.monotonic() - RESERVE
+                if lacking := missing(part, rehearse):
+                    settle(name, Ended(f"not run: {lacking} is not installed", None, 0, ""), time.time())
+                elif left < LEAST:
+                    why = f"not run: {max(0, left):.0f} s are left of BUDGET={budget:g}, and a part needs {LEAST:.0f}"
+                    settle(name, Ended(why, None, 0, ""), time.time())
+                else:
+                    command = (part.rehearsal if rehearse else part.command).format(
+                        python=f"'{sys.executable}'", out=f"'{out}'"
+                    )
+                    limit = min(REHEARSED if rehearse else part.seconds, left)
+                    running[name] = Running(command, limit, variables), time.time()
+            while running:
+                for name, (process, began) in list(running.items()):
+                    if (ended := process.look()) is not None:
+                        del running[name]
+                        settle(name, ended, began)
+                time.sleep(0.1)
+    except KeyboardInterrupt:
+        for name, (process, began) in running.items():
+            settle(name, process.end("interrupted"), began)
+        report.end()
+        print("Interrupted. What the parts above have shown is kept.")
+        return 130
+    return report.end()
+
+
+def chosen_parts(mode: str, names: Sequence[str], rehearse: bool) -> tuple[dict[str, Part], float]:
+    """Return the parts to run, by name, and the budget in seconds unless one is set.
+
+    Raises:
+        ValueError: an unknown part.
+    """
+    known = FULL if mode == "full" else FIRST | SECOND
+    runs: dict[str, tuple[Mapping[str, Part], float]] = {} if mode == "full" else dict(RUNS)
+    names = names or (list(known) if mode == "full" or rehearse else ["first"])
+    parts: dict[str, Part] = {}
+    for name in names:
+        if name not in known and name not in runs:
+            raise ValueError(f"unknown part {name!r}: choose from {', '.join([*runs, *known])}")
+        parts |= runs[name][0] if name in runs else {name: known[name]}
+    if mode == "full" or rehearse:
+        return parts, sum(REHEARSED if rehearse else part.seconds for part in parts.values())
+    return parts, max((budget for name, (_, budget) in runs.items() if name in names), default=RUNS["second"][1])
+
+
+def described(rehearse: bool) -> Iterator[str]:
+    """Yield a line for each thing about this machine that makes results mean less; exit without a GPU."""
     import torch
 
+    if rehearse:
+        yield "A rehearsal on the CPU, with stand-ins: verdicts about times mean nothing."
+        return
     if not torch.cuda.is_available():
-        sys.exit("torch finds no GPU here")
-    report(given.parts or list(PARTS), given.out.expanduser().resolve(), {"device": torch.cuda.get_device_name()})
+        sys.exit("torch finds no GPU here. Rehearse on the CPU: python -m tests.gpu quick --rehearse")
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    yield f"{name}, torch {torch.__version__}"
+    if capability < (7, 0):
+        yield f"{name} is older than compute capability 7.0, which Triton needs: kernels are plain torch."
+    elif capability != (9, 0):
+        yield f"{name} is no H100 or H200: times in μs are not judged, and a carried cache is not hit."
+    version = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
+    if not version:
+        yield "Triton is not installed: the parts that need it are not run."
+    elif version != TRITON:
+        yield f"Triton {version} is installed: a cache made for {TRITON} is not hit, and all kernels are compiled here."
 
 
-def report(parts: Iterable[str], out: Path, origin: dict[str, str]) -> None:
-    """Run parts, keep what each has shown, and print all that is known; exit with 1 unless theirs hold."""
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / "gpu.csv"
-    known = {row["promise"]: row for row in read(file)} if file.exists() else {}
-    asked: set[str] = set()
-    for name in parts:
-        print(f"\n== {name}", flush=True)
-        for promise, verdict in run(name, out).items():
-            known[promise] = {"promise": promise, "part": name, "verdict": verdict, **origin}
-            asked.add(promise)
-        with file.open("w", newline="") as opened:  # after each part, as the next may be the last
-            writer = csv.DictWriter(opened, ["promise", "part", "verdict", *origin], restval="", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(known.values())
-    print()
-    for name, part in PARTS.items():
-        for promise in part.promises:
-            print(f"{known.get(promise, {}).get('verdict', OPEN):14} {promise} ({name})")
-    sys.exit(int(any(known[promise]["verdict"] != HOLDS for promise in asked)))
+def budget_of(given: str | None, usual: float) -> float:
+    """Return the budget in seconds that BUDGET says.
+
+    Raises:
+        ValueError: it is no positive number.
+    """
+    try:
+        budget = usual if given is None else float(given)
+    except ValueError:
+        budget = 0.0
+    if not 0 < budget < float("inf"):
+        raise ValueError(f"BUDGET={given!r}: give the seconds that the whole run may take, such as BUDGET=330.")
+    return budget
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["quick", "full"], help="two runs of five minutes each, or everything")
+    known = f"quick: {', '.join([*RUNS, *FIRST, *SECOND])}; default: first. full: {', '.join(FULL)}; default: all"
+    parser.add_argument("parts", nargs="*", metavar="part", help=known)
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU, with stand-ins; default: all parts")
+    folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, help=f"where results are written, default: {folder}")
+    given = parser.parse_args(arguments)
+    if given.rehearse and given.mode == "full":
+        parser.error("--rehearse goes with quick")
+    try:
+        parts, usual = chosen_parts(given.mode, given.parts, given.rehearse)
+        budget = budget_of(os.environ.get("BUDGET"), usual)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.rehearse and given.out is None and not os.environ.get("OUT"):
+        parser.error("--rehearse needs --out: a rehearsal must not replace results of a GPU")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what has been measured is kept
+    for line in described(given.rehearse):
+        print(line, flush=True)
+    if not given.rehearse and (unpacked := unpack()):
+        print(unpacked)
+    sys.exit(run(parts, (given.out or folder).expanduser().resolve(), budget, given.rehearse, origin(given.rehearse)))
+
+
+def origin(rehearse: bool) -> dict[str, str]:
+    """Return the columns that say where verdicts come from."""
+    import torch
+
+    name = "CPU, a rehearsal" if rehearse else torch.cuda.get_device_name()
+    triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
+    return {"device": name, "torch": torch.__version__, "triton": triton, "date": time.strftime("%Y-%m-%d")}
 
 
 if __name__ == "__main__":

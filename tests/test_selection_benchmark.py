@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import selection
+from benchmarks.harness.rehearsal import rehearsal
 from lightning_sparse.compressors import TopK
 from lightning_sparse.kernels.chunks import CHUNK
 from tests import run_kernels
@@ -21,9 +22,9 @@ def test_times_are_held_against_the_floor_and_against_each_other():
         timed("selection", "torch.topk", 30.0),
         timed("selection", "TopK", 3.0),
         timed("step", "torch.topk", 42.0),
-        timed("step", "TopK", 4.1, scratch=0.21),
-        timed("step", "GaussianK", 8.2),
-        timed("step", "TopK, CUDA graph", 4.1),
+        timed("step", "TopK", 3.9, scratch=0.21),
+        timed("step", "GaussianK", 7.8),
+        timed("step", "TopK, CUDA graph", 3.9),
     ]
     copy, naive, exact, step_naive, step, gaussian, graph = selection.compared(rows, 400_000_000, 0.001)
     assert copy["times_floor"] == pytest.approx(2 / 3)
@@ -31,9 +32,9 @@ def test_times_are_held_against_the_floor_and_against_each_other():
     assert exact["times_torch.topk"] == pytest.approx(0.1)
     assert step_naive["times_floor"] == 14
     assert gaussian["times_TopK"] == pytest.approx(2)
-    # 1.4 floors are allowed, which both keep to, and 0.2 of scratch.
-    assert (step["limit"], step["within"]) == (1.4, False)
-    assert (graph["limit"], graph["within"]) == (1.4, True)
+    # 1.3 floors are allowed, which both keep to, and 0.2 of scratch.
+    assert (step["limit"], step["within"]) == (1.3, False)
+    assert (graph["limit"], graph["within"]) == (1.3, True)
     assert "limit" not in gaussian
     step["scratch"] = 0.2
     assert [row.get("within") for row in selection.compared([copy, step], 400_000_000, 0.001)] == [None, True]
@@ -54,9 +55,11 @@ def test_chunks_are_checked_all_at_once(monkeypatch):
 
 def test_steps_leave_a_trace_of_every_contestant():
     torch.manual_seed(0)
-    rows = list(selection.on_device(10_000, 0.01, 2, "cpu"))
+    with rehearsal():
+        rows = list(selection.on_device(10_000, 0.01, 2, "cpu"))
     names = {"torch.topk", "torch.sort", "GaussianK as published", *selection.sparsifiers(0.01)}
-    assert {row["contestant"] for row in rows if row["part"] == "step"} == names
+    graphs = {"TopK, CUDA graph", "GaussianK, CUDA graph"}
+    assert {row["contestant"] for row in rows if row["part"] == "step"} == names | graphs
     assert {row["contestant"] for row in rows if row["part"] == "selection"} == names
     assert rows[0]["bytes_per_s"] > 0
 

@@ -28,6 +28,7 @@ from lightning_sparse import (
 from lightning_sparse.aggregators import TwoLevel, TwoPass
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.hooks.within_backward import WithinBackward
+from lightning_sparse.layout import Granularity
 from lightning_sparse.updates import Updates
 
 RANK = 4  # rank of the factors that PowerSGD sends
@@ -148,7 +149,7 @@ def _naive_topk(model: nn.Module, options: Options, optimizer: Optimizer) -> Wra
     return Wrapped(data_parallel(model, hook), lambda: {name: kept[param] for name, param in model.named_parameters()})
 
 
-def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
+def ours(chosen: Method, model: nn.Module, optimizer: Optimizer, *, granularity: Granularity = "bucket") -> Wrapped:
     """Make a model ready for a method of ours, which exchanges updates if it has a rule for that."""
     if chosen.update_rule is not None:
         made = Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.every)
@@ -157,7 +158,7 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer) -> Wrapped:
             made = replace(made, settle=exchange.exchange_pending, wait=exchange.updates.wait)
         return made
     ddp = data_parallel(model, **AS_OURS)
-    reducer = attach(ddp, chosen)
+    reducer = attach(ddp, chosen, granularity=granularity)
     return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
 
@@ -190,6 +191,7 @@ def _ours(
     two_level: bool = False,
     updates: bool = False,
     delayed: bool = False,
+    granularity: Granularity = "bucket",
     **parts: Any,
 ) -> Contestant:
     def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
@@ -198,7 +200,7 @@ def _ours(
             chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
         if updates:
             chosen = replace(chosen, update_rule=(chosen.update_rule or UpdateRule()).changed(options.every, delayed))
-        return ours(chosen, model, optimizer)
+        return ours(chosen, model, optimizer, granularity=granularity)
 
     return Contestant(wrap, check_steps=2, sparse=sparse, updates=updates)
 
@@ -225,6 +227,7 @@ CONTESTANTS = {
     "ddp_accumulated": Contestant(
         lambda model, options, _: Wrapped(data_parallel(model), every=steps_for_equal_bytes(model, options.density))
     ),
+    "topk, whole model": _ours("topk", granularity="model"),
     "topk_two_level": _ours("topk", two_level=True),
     "int4": _ours("int4", sparse=False),
     **{f"{name} updates": _ours(name, updates=True) for name in ("topk", "gaussiank")},

@@ -42,6 +42,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 STEPS = 5
+PATIENCE = float(os.environ.get("PATIENCE", 400))
+"""Seconds that ranks may take: 27 methods compile some 150 kernels where Triton's cache is empty."""
 LOCAL_STEPS = 2
 """Before each exchange, for methods that take several: the last exchange, at the end of the fit, has one."""
 WIDTH = {"cpu": 64, "cuda": 1100}
@@ -51,7 +53,7 @@ WIDTH = {"cpu": 64, "cuda": 1100}
 def ranks(device: str, size: int, fn: Callable[..., Any], *args: Any, backend: str | None = None) -> list[Any]:
     """Run `fn(rank, device, *args)` in processes that can use the device; raise what one of them raises."""
     start = "spawn" if device == "cuda" else "fork"  # CUDA does not survive a fork
-    results = run_ranks(size, quietly, fn, device, *args, start=start, backend=backend, patience=400, timeout=60)
+    results = run_ranks(size, quietly, fn, device, *args, start=start, backend=backend, patience=PATIENCE, timeout=60)
     for result in results:
         assert result is not None, "a rank died"
         if isinstance(result, BaseException):
