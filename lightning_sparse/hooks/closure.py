@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -31,15 +32,9 @@ def begin_step(
     Returns:
         The step's new arguments, as a step pre-hook of torch returns them; None leaves them as they are.
     """
-    closure = kwargs["closure"] if "closure" in kwargs else [*args, None][1]
-    if not callable(closure):
-        begin(None)
-        return None
     of_torch, evaluated = type(optimizer).__module__.startswith("torch.optim"), False
-    if not of_torch:
-        begin(None)
 
-    def evaluate() -> Any:
+    def evaluate(closure: Callable[[], Any]) -> Any:
         nonlocal evaluated
         if evaluated:
             return closure()
@@ -49,6 +44,24 @@ def begin_step(
         begin(unless)
         return result
 
+    replaced = replace_closure(args, kwargs, evaluate)
+    if replaced is None or not of_torch:
+        begin(None)
+    return replaced
+
+
+def replace_closure(args: Any, kwargs: Any, evaluate: Callable[[Callable[[], Any]], Any]) -> Any:
+    """Return a step's arguments with `evaluate` called in place of its closure; None if it has no closure.
+
+    Args:
+        args: of the step: the optimizer, and then perhaps the closure.
+        kwargs: of the step, perhaps with the closure.
+        evaluate: gets the closure, and returns what the step gets of it.
+    """
+    closure = kwargs["closure"] if "closure" in kwargs else [*args, None][1]
+    if not callable(closure):
+        return None
+    replaced = partial(evaluate, closure)
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": evaluate}
-    return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": replaced}
+    return (args[0], replaced, *args[2:]), kwargs

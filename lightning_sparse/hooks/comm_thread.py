@@ -27,6 +27,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +35,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse._compat import at_end_of_backward
+from lightning_sparse._compat import at_end_of_backward, in_backward
 from lightning_sparse.comm import POLL
 from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.store import as_here
+from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
@@ -76,7 +78,10 @@ class CommThread:
         self._device, self._stream = ddp.device, session.stream
         self._queue: queue.Queue[Bucket | None] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._step = Step(self.reducer, params)
+        self._step = Step(self.reducer)
+        # One rank warns, and only if there are residuals: it looks at all parameters in each step.
+        warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
+        self._exchanged = ExchangedGradients(params) if warns else None
         self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
         self._device_busy = False  # whether the device may still have work of ours
         self._error: BaseException | None = None
@@ -86,8 +91,7 @@ class CommThread:
         self._tracks_use = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._used: set[str] = set()
         tracked = self._params if self._tracks_use else []
-        used = (param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked)
-        self._hooks = [*self._step.hooks, *used]
+        self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
 
     # In the training thread:
 
@@ -147,7 +151,7 @@ class CommThread:
         the device.
         """
         # With reentrant checkpointing this is the end of a part only: the next bucket queues it again.
-        self._in_backward = False
+        within_backward, self._in_backward = in_backward(), False
         started = time.perf_counter()
         if self._held:
             if self._stream is not None:  # behind all that backward has launched, not only behind the gradients
@@ -170,6 +174,10 @@ class CommThread:
                     f"them, so the ranks would drift apart. Let it require gradients before the model is wrapped, and "
                     f"set its learning rate to 0 until it is to be trained."
                 )
+        exchanged, self._step.exchanged = self._step.exchanged, []
+        if self._exchanged is not None and exchanged:
+            note = partial(self._exchanged.on_exchange, exchanged)
+            at_end_of_backward(note) if within_backward else note()  # once DDP has written the gradients
 
     @contextlib.contextmanager
     def after_backward(self) -> Iterator[None]:
@@ -220,6 +228,8 @@ class CommThread:
         self._session.mark_done()
         for hook in self._hooks:
             hook.remove()
+        if self._exchanged is not None:
+            self._exchanged.close()
         if self._thread is not None:
             self._queue.put(None)
             if self._thread is threading.current_thread():

@@ -15,12 +15,17 @@ from torch.amp import GradScaler
 Around = Callable[..., Any]
 """Called with a function, and with the scaler and the arguments to call it with; returns what that returns."""
 
-_of_torch: dict[str, Callable[..., Any]] = {name: getattr(GradScaler, name) for name in ("scale", "step")}
+_of_torch: dict[str, Callable[..., Any]] = {name: getattr(GradScaler, name) for name in ("scale", "step", "unscale_")}
 _around: dict[str, list[Around]] = {name: [] for name in _of_torch}
 
 
 def wrap(name: str, around: Around) -> None:
-    """Have `around` called in place of a method, "scale" or "step", of all scalers; once, however often this is."""
+    """Have `around` called in place of a method of all scalers; once, however often this is.
+
+    Args:
+        name: "scale", "step" or "unscale_".
+        around: see `Around`.
+    """
     if around not in _around[name]:
         _around[name].append(around)
 

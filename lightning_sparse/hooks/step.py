@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.hooks.turns import Turns
 from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 
@@ -47,18 +45,15 @@ class Step:
     """The buckets of the current step. Reduces each segment when its last gradient has arrived.
 
     Attributes:
-        hooks: of optimizers' steps; to be removed in the end.
+        exchanged: of the last complete step, parameters that took part in it; none if ranks skipped it.
     """
 
-    def __init__(self, reducer: Reducer, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         assert reducer.layout is not None
         self._reducer, self._layout = reducer, reducer.layout
-        # One rank warns, and only where there are residuals: the hook looks at all parameters in each step.
-        warns = reducer.comm.rank == 0 and reducer.method.memory.error_feedback
-        self._turns = Turns(params) if warns else None
-        self.hooks = [self._turns.hook] if self._turns else []
         self._segment_of = {name: segment for segment in reducer.layout.segments for name in segment.names}
         self.buckets: list[Bucket] = []
+        self.exchanged: list[str] = []
         self.arrived: dict[str, Bucket] = {}  # by parameter
         self._missing: dict[int, int] = {}  # number of parameters, by segment
 
@@ -80,8 +75,7 @@ class Step:
             return
         if not self._reducer.gradient_check.needs_all_gradients or self._reduce_all():
             self._reducer.finish_step()
-            if self._turns is not None:
-                self._turns.on_exchange([name for name, each in self.arrived.items() if name not in each.unused])
+            self.exchanged = [name for name, each in self.arrived.items() if name not in each.unused]
         self.buckets, self.arrived, self._missing = [], {}, {}
 
     def _reduce(self, segment: Segment) -> None:

@@ -101,20 +101,6 @@ def warn_of_adaptive_optimizers(optimizers: Sequence[Optimizer], *, chosen: bool
         )
 
 
-def warn_of_clipping(module: Any, strategy: str) -> None:
-    """Warn of gradient clipping after the exchange, Lightning's or the LightningModule's own."""
-    instead = (
-        f"what all ranks have agreed on and taken out of their residuals: what is cut off is lost. Set clip_norm of "
-        f"{strategy} instead, which clips each worker's gradient before."
-    )
-    if module.trainer.gradient_clip_val:
-        log.warning(f"gradient_clip_val={module.trainer.gradient_clip_val} shortens {instead}")
-    elif module.automatic_optimization and not module.configure_gradient_clipping.__module__.startswith(
-        ("pytorch_lightning.", "lightning.")
-    ):
-        log.warning(f"If configure_gradient_clipping of {type(module).__name__} clips, it shortens {instead}")
-
-
 def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None:
     """Warn if a method keeps a momentum, and an optimizer another one of that."""
     with_momentum = [

@@ -15,7 +15,7 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse.hooks import CommThread, start_comm_thread
 from lightning_sparse.methods import Method
 from lightning_sparse.strategies.checkpointing import Checkpointing
-from lightning_sparse.strategies.fit_checks import several_evaluations, warn_of_clipping
+from lightning_sparse.strategies.fit_checks import several_evaluations
 
 
 class GradientExchange(Checkpointing):
@@ -53,10 +53,6 @@ class GradientExchange(Checkpointing):
 
     def _register_ddp_hooks(self) -> None:
         scaler = self._lightnings_scaler
-        assert self.lightning_module is not None
-        # Without a residual, clipping does what it does under stock ddp.
-        if self._method.memory.error_feedback and self.global_rank == 0:
-            warn_of_clipping(self.lightning_module, type(self).__name__)
         self._own_scaler = None
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
         self._exchange = start_comm_thread(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
@@ -110,30 +111,80 @@ class Inherited(Clipping):
     pass
 
 
-def test_clipping_behind_the_exchange_is_warned_of_whoever_does_it():
-    def rank(rank: int) -> list[list[str]]:
-        messages = Messages()
-        said = []
-        for net, name, options in (
-            (Clipping(), "topk", {}),
-            (Inherited(), "topk", {}),
-            (Net(), "topk", {"gradient_clip_val": 0.5}),
-            (Net(), "topk", {}),
-            (Clipping(), "dense", {}),
-            (Again(), "topk", {}),
-        ):
-            messages.texts.clear()
-            trainer(strategy(name, 0.1), 2, **options).fit(net, Loader(rank, 2, 2))
-            said.append(list(messages.texts))
+class Edits(Net):
+    """Zeroes a large gradient, as a user does against spikes."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 2:
+            self.embedding.weight.grad.zero_()
+
+
+class Drops(Net):
+    """Leaves the optimizer's step out, and throws the gradient away."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        closure() if index == 2 else optimizer.step(closure=closure)
+
+
+class Overflows(Net):
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return super().training_step(batch, index) * (torch.inf if index == 1 else 1)
+
+
+FP16 = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))]}
+CHANGED = {
+    "a hook zeroes a gradient": (Edits, "topk", {}, {}),
+    "gradient_clip_val": (Net, "topk", {}, {"gradient_clip_val": 0.5}),
+    "clipping of values": (
+        Net, "topk", {"clip_norm": 1.0}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+    ),
+    "a module clips": (Clipping, "topk", {}, {}),
+    "a module clips after unscaling": (Clipping, "topk", {}, FP16),
+    "a step is left out": (Drops, "topk", {}, {}),
+    "gradients are views of buckets": (Edits, "topk", {"gradient_as_bucket_view": True}, {}),
+    "a step is left out, and gradients are views of buckets": (Drops, "topk", {"gradient_as_bucket_view": True}, {}),
+}  # fmt: skip
+AS_EXCHANGED = {
+    "a training": (Net, "topk", {}, {}),
+    "clip_norm": (Net, "topk", {"clip_norm": 0.1}, {}),
+    "a method without residuals": (Clipping, "dense", {}, {}),
+    "manual optimization with a closure": (Again, "topk", {}, {}),
+    "Nesterov's momentum, which writes into gradients": (
+        partial(Net, momentum=0.9, nesterov=True, foreach=True), "topk", {}, {},
+    ),
+    "accumulation": (Net, "topk", {}, {"accumulate_grad_batches": 2}),
+    "a loss scale": (Net, "topk", {}, FP16),
+    "a loss scale that overflows": (Overflows, "topk", {}, FP16),
+    "a gradient that is not finite": (Overflows, "topk", {"on_nonfinite": "skip"}, {}),
+    "gradients that are views of buckets": (Net, "topk", {"gradient_as_bucket_view": True}, {}),
+    "unused parameters": (Gan, "topk", {"find_unused_parameters": True}, {}),
+    "the static graph": (Net, "topk", {"static_graph": True}, {}),
+    "the static graph, by hand": (Again, "topk", {"static_graph": True}, {}),
+}  # fmt: skip
+
+
+def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
+    """Stock ddp has no residual, in which part of it would wait; nor has an exchange of updates."""
+
+    def rank(rank: int) -> dict[str, list[str]]:
+        said = {}
+        for name, (net, method, ours, options) in (CHANGED | AS_EXCHANGED).items():
+            messages = Messages()
+            trainer(strategy(method, 0.1, **ours), 1, max_epochs=2, **options).fit(net(), Loader(0, 1, 4))
+            said[name] = [text for text in messages.texts if "that ranks exchanged for" in text]
         return said
 
-    first, second = lightning_ranks(2, rank)
-    assert not any(second)
-    loss = "what all ranks have agreed on and taken out of their residuals: what is cut off is lost."
-    assert [len(texts) for texts in first] == [1, 1, 1, 0, 0, 0]
-    assert f"If configure_gradient_clipping of Clipping clips, it shortens {loss}" in first[0][0]
-    assert "configure_gradient_clipping of Inherited" in first[1][0]
-    assert f"gradient_clip_val=0.5 shortens {loss}" in first[2][0]
+    said = lightning_ranks(1, rank)[0]
+    assert {name: len(texts) for name, texts in said.items()} == {
+        **dict.fromkeys(AS_EXCHANGED, 0),
+        **dict.fromkeys(CHANGED, 1),
+    }
+    for name in CHANGED:
+        dropped = "a step is left out" in name
+        how = "was thrown away: zero_grad came, and no step before it" if dropped else "was changed before the step"
+        assert f"exchanged for SGD {how}" in said[name][0]
+        assert "exchange='update'" in said[name][0]
+        assert "clip_norm" in said[name][0]
 
 
 @pytest.mark.parametrize(("nodes", "wrong"), [([0, 1, 0, 1], "0 to 1"), ([0, 0, 1, 2], "2 to 3"), ([0, 0, 1, 1], None)])
@@ -192,7 +243,7 @@ def test_a_gan_that_does_not_toggle_its_optimizers_is_warned_once():
 
     careless, toggled, both, without_residual = lightning_ranks(1, rank)[0]
     assert len(careless) == 1
-    assert careless[0].startswith("SGD of 'discriminator.0.weight' did not step, but another optimizer did")
+    assert careless[0].startswith("A gradient of 'generator.weight' that ranks exchanged for SGD was thrown away")
     assert toggled == both == without_residual == []
 
 

@@ -472,27 +472,36 @@ def test_sparse_gradients_are_an_error(by_module):
         assert ("Set sparse=False" if by_module else "SparseTensorImpl") in text
 
 
-def warnings_of(rank: int, name: str, clip: float | None, **options: Any) -> list[str]:
-    messages = Messages()
-    trainer(strategy(name, 0.1, clip_norm=clip), 2, **options).fit(Net(), Loader(rank, 2, 2))
-    return messages.texts
+class Spike(Net):
+    """Zeroes all gradients whose norm is far from the others', and counts how often."""
+
+    zeroed = 0
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return super().training_step(batch, index) * (1000 if index == 3 and self.global_rank == 0 else 1)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if torch.stack([param.grad.norm() for param in self.parameters()]).norm() > 20:
+            optimizer.zero_grad()
+            self.zeroed += 1
 
 
-def test_clipping_of_the_result_is_warned_about():
-    def rank(rank: int) -> list[Any]:
-        return [
-            warnings_of(rank, "topk", None, gradient_clip_val=0.1),
-            warnings_of(rank, "topk", 1.0, gradient_clip_val=0.1, gradient_clip_algorithm="value"),
-            warnings_of(rank, "topk", 1.0),
-            warnings_of(rank, "dense", None, gradient_clip_val=0.1),
-        ]
+def test_a_spike_that_a_hook_zeroes_comes_back_with_a_warning_and_not_at_all_where_updates_are_exchanged():
+    def rank(rank: int) -> list[tuple[int, bool]]:
+        found = []
+        for how in (strategy("ddp"), strategy("topk", 0.1), strategy("topk", 0.1, exchange="update")):
+            messages, net = Messages(), Spike()
+            trainer(how, 2).fit(net, Loader(rank, 2, 12))
+            warned = [text for text in messages.texts if "was changed before the step" in text]
+            found.append((net.zeroed, len(warned) == 1))
+        return found
 
-    first, second = lightning_ranks(2, rank)
-    assert second == [[]] * 4
-    assert [len(texts) for texts in first] == [1, 1, 0, 0]
-    for (text,) in first[:2]:
-        assert "gradient_clip_val=0.1 shortens what all ranks have agreed on" in text
-        assert "Set clip_norm of SparseDDPStrategy instead" in text
+    (stock, gradients, updates), (_, silent, other) = lightning_ranks(2, rank)
+    assert stock == updates == (1, False)
+    assert gradients[0] > 3
+    assert gradients[1]
+    assert not silent[1]
+    assert other == (0, False)  # each rank sees its own gradient
 
 
 class Adaptive(Net):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
 from lightning_sparse.hooks import CommThread
@@ -362,7 +362,7 @@ def gan_of_two_models(rank: int, how: str) -> tuple[list[str], int]:
     messages = Messages()
     generator, discriminator = (DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2))
     models = generator, discriminator
-    before = len(_global_optimizer_post_hooks)
+    before = len(_global_optimizer_pre_hooks)
     reducers = [attach(model, "dense" if how == "dense" else "topk", density=None) for model in models]
     first, second = (torch.optim.SGD(model.parameters(), 0.01) for model in models)
     for _ in range(4):
@@ -376,7 +376,7 @@ def gan_of_two_models(rank: int, how: str) -> tuple[list[str], int]:
     assert [reducer.step for reducer in reducers] == [4, 4 if how == "no_sync" else 8]
     del models, generator, discriminator
     gc.collect()
-    return messages.texts, len(_global_optimizer_post_hooks) - before
+    return messages.texts, len(_global_optimizer_pre_hooks) - before
 
 
 @pytest.mark.parametrize("how", ["careless", "no_sync", "dense"])
@@ -386,7 +386,72 @@ def test_a_model_that_a_backward_pass_only_goes_through_is_warned_of_once(how):
     assert left == 0
     assert len(texts) == (how == "careless")
     if texts:
-        assert texts[0].startswith("SGD of 'bias' did not step, but another optimizer did, between two backward passes")
+        assert texts[0].startswith("A gradient of 'weight' that ranks exchanged for SGD was thrown away")
+
+
+LOOPS = {  # one batch each, and whether it is warned of
+    "a plain loop": ("backward step zero", False),
+    "accumulation": ("backward backward step zero", False),
+    "accumulation, one half within no_sync": ("backward alone step zero", False),
+    "steps by hand": ("backward by_hand zero", False),
+    "a scaler": ("scaled scaled_step zero", False),
+    "a scaler, and unscaled before": ("scaled unscale scaled_step zero", False),
+    "a penalty's gradient before the step": ("backward penalty step zero", False),
+    "clipping": ("backward clip step zero", True),
+    "clipping after unscaling": ("scaled unscale clip scaled_step zero", True),
+    "clipping before unscaling": ("scaled clip unscale scaled_step zero", True),
+    "another tensor": ("backward replace step zero", True),
+    "no gradient": ("backward zero step backward step", True),
+    "zeros in place": ("backward zeros backward step zero", True),
+    "as SAM does": ("backward by_hand zero backward step zero", True),
+    "a step left out": ("backward zero backward step zero", True),
+}
+
+
+def warns(loop: str) -> bool:
+    """Return whether a loop of these actions is warned of, once."""
+    messages = Messages()
+    ddp, scaler = DistributedDataParallel(nn.Linear(30, 30)), torch.amp.GradScaler("cpu")
+    params = list(ddp.parameters())
+    optimizer = torch.optim.SGD(params, 0.01)
+    attach(ddp, "topk", density=0.1, loss_scale=scaler.get_scale if "scaled" in loop else None)
+    register_optimizer_step_pre_hook(lambda *_: None)  # torch goes through a list of hooks
+    for action in loop.split() * 4:
+        loss = ddp(torch.ones(2, 30)).sum()
+        match action:
+            case "backward":
+                loss.backward()
+            case "alone":
+                with ddp.no_sync():
+                    ddp(torch.ones(2, 30)).sum().backward()
+            case "scaled":
+                scaler.scale(loss).backward()
+            case "penalty":
+                torch.autograd.grad(loss, params)
+            case "step":
+                optimizer.step()
+            case "by_hand":
+                for param in params:
+                    param.data.sub_(param.grad, alpha=0.01)
+            case "scaled_step":
+                scaler.step(optimizer)
+                scaler.update()
+            case "unscale":
+                scaler.unscale_(optimizer)
+            case "clip":
+                nn.utils.clip_grad_norm_(params, 1e-3)
+            case "replace":
+                params[0].grad = params[0].grad * 0
+            case "zero":
+                optimizer.zero_grad()
+            case "zeros":
+                optimizer.zero_grad(set_to_none=False)
+    return [text.startswith("A gradient of ") for text in messages.texts] == [True]
+
+
+def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of():
+    found = run_ranks(1, lambda _: {name: warns(loop) for name, (loop, _) in LOOPS.items()})
+    assert found == [{name: expected for name, (_, expected) in LOOPS.items()}]
 
 
 def test_attach_again_and_again():

@@ -1,0 +1,135 @@
+"""Whether optimizers step with the gradients that ranks have exchanged.
+
+An exchange takes a gradient out of the residuals, or leaves part of it there, within backward. A gradient that is then
+changed, zeroed or thrown away does not take that back: the spike that a user has zeroed comes back in later steps.
+Undoing it needs each rank's own gradient, which the result has overwritten: a copy as large as the residuals, and one
+more pass over all gradients in each step, of everybody. So it is noticed, by counters that torch keeps of each tensor,
+and said once. Where updates are exchanged nothing has left a rank before its step, and any gradient may be dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_sparse._compat import version
+from lightning_sparse.hooks.closure import replace_closure
+from lightning_sparse.hooks.scalers import unwrap, wrap
+
+log = logging.getLogger(__name__)
+
+
+class ExchangedGradients:
+    """Warns, once, if an exchanged gradient is not the one that its optimizer steps with.
+
+    Gradients may accumulate over several exchanges, and a GradScaler may unscale them.
+
+    Args:
+        params: the parameters of a model, by name.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = {id(param): (name, param) for name, param in params.items()}
+        self._written: dict[int, tuple[int, int]] = {}  # gradients that no optimizer has stepped with, as DDP left them
+        self._thrown_away: set[int] = set()
+        self._looked = True  # whether those in `_written` were still there when the present backward pass began
+        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        self._hooks = [p.register_hook(partial(self._before_accumulation, key)) for key, (_, p) in self._params.items()]
+        wrap("step", self._scaled_step)
+        wrap("unscale_", self._unscale)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._end()
+        self._step_hook.remove()
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        unwrap("step", self._scaled_step)
+        unwrap("unscale_", self._unscale)
+        self._params = {}
+
+    def on_exchange(self, names: Iterable[str]) -> None:
+        """Note the gradients of these parameters, which are those that ranks agreed on."""
+        chosen = set(names)
+        self._note(key for key, (name, _) in self._params.items() if name in chosen)
+        self._looked = False
+
+    def _note(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if (grad := self._params[key][1].grad) is not None:
+                self._written[key] = _state(grad)
+
+    def _before_accumulation(self, key: int, _: Tensor) -> None:
+        if not self._looked:  # the first gradient of this backward pass: the others are as they were
+            self._looked = True
+            self._thrown_away |= {key for key in self._written if self._has_changed(key)}
+        self._written.pop(key, None)
+
+    def _has_changed(self, key: int) -> bool:
+        grad = self._params[key][1].grad
+        return grad is None or _state(grad) != self._written[key]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        def evaluate(closure: Callable[[], Any]) -> Any:
+            result = closure()
+            self._look(optimizer)
+            return result
+
+        replaced = replace_closure(args, kwargs, evaluate)
+        if replaced is None:
+            self._look(optimizer)
+        return replaced
+
+    def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._look(optimizer)
+        return step(scaler, optimizer, *args, **kwargs)
+
+    def _unscale(self, unscale: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
+        keys = self._look(optimizer)
+        unscale(scaler, optimizer)
+        self._note(keys)
+
+    def _look(self, optimizer: Optimizer) -> list[int]:
+        """Warn if gradients of an optimizer have changed, and return the keys of those that it had not stepped with."""
+        if not self._params:
+            return []
+        own = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        waiting = [key for key in own if key in self._written]
+        thrown_away = [key for key in own if key in self._thrown_away] if self._thrown_away else []
+        if changed := [key for key in waiting if self._has_changed(key)]:
+            self._warn(optimizer, changed[0], "was changed before the step, as by clipping or by a hook of yours")
+        elif thrown_away:
+            self._warn(optimizer, thrown_away[0], "was thrown away: zero_grad came, and no step before it")
+        else:
+            for key in waiting:
+                del self._written[key]
+            return waiting
+        return []
+
+    def _warn(self, optimizer: Optimizer, key: int, how: str) -> None:
+        name, _ = self._params[key]
+        self._end()  # the hook of steps stays: torch goes through all of these now
+        log.warning(
+            f"A gradient of {name!r} that ranks exchanged for {type(optimizer).__name__} {how}. The "
+            f"residuals do not take that back: the part that was not sent comes in later steps, and the part that was "
+            f"sent is lost. Set exchange='update' of the strategy, or in plain torch call attach_updates: then each "
+            f"rank may change or drop its own gradient. To shorten gradients, set clip_norm, which does so before the "
+            f"exchange, in place of gradient_clip_val or clip_grad_norm_. If a backward pass is for another optimizer, "
+            f"as in a GAN, call toggle_optimizer and untoggle_optimizer, with find_unused_parameters=True; in plain "
+            f"torch call the model within its no_sync(). See docs/options.md."
+        )
+
+
+def _state(grad: Tensor) -> tuple[int, int]:
+    """Return where a gradient lies and how often it was changed in place."""
+    return grad.data_ptr(), version(grad)
