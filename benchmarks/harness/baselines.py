@@ -32,8 +32,8 @@ from lightning_sparse.layout import Granularity
 from lightning_sparse.updates import Updates
 
 RANK = 4  # rank of the factors that PowerSGD sends
-AS_OURS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
-"""Options of DDP, as our strategies set them."""
+DDP_OPTIONS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
+"""Options of DDP, the same for all contestants: our buckets, and no copy of gradients."""
 
 Bucket = dist.GradBucket  # type: ignore[attr-defined]
 
@@ -157,7 +157,7 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer, *, granularity:
         if exchange is not None and chosen.delayed:
             made = replace(made, settle=exchange.exchange_pending, wait=exchange.updates.wait)
         return made
-    ddp = data_parallel(model, **AS_OURS)
+    ddp = data_parallel(model, **DDP_OPTIONS)
     reducer = attach(ddp, chosen, granularity=granularity)
     return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
@@ -214,7 +214,7 @@ def steps_for_equal_bytes(model: nn.Module, density: float) -> int:
 
 CONTESTANTS = {
     "none": Contestant(lambda model, *_: Wrapped(model), alone=True),
-    "idle_hook": Contestant(_dense(0, debugging_hooks.noop_hook, **AS_OURS), alone=True),
+    "idle_hook": Contestant(_dense(0, debugging_hooks.noop_hook, **DDP_OPTIONS), alone=True),
     "ddp": Contestant(_dense(4)),
     "fp16": Contestant(_dense(2, default_hooks.fp16_compress_hook), tolerance=1e-2),
     # By another name: DDP refuses torch's bf16_compress_hook without NCCL, although gloo can add up bf16.

@@ -83,8 +83,6 @@ class SparseDDP(UpdateOrGradientExchange):
         delayed: whether the next step goes on during an exchange of updates, for links of high latency: a rank's
             weights change by what it has sent itself, until the mean is there.
         overlap: whether updates are exchanged while backward goes on, where nothing needs all gradients before a step.
-        gradient_as_bucket_view: of torch's DistributedDataParallel. Without it DDP copies every bucket into the
-            gradients after backward, where nothing overlaps with the copy.
         **kwargs: further options of a method given by name, such as `levels=7` of "qsgd"; and those of Lightning's
             DDPStrategy and torch's DistributedDataParallel.
 
@@ -107,7 +105,6 @@ class SparseDDP(UpdateOrGradientExchange):
         every: int | None = None,
         delayed: bool = False,
         overlap: bool = True,
-        gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
         for option in UNSUPPORTED:
@@ -122,7 +119,7 @@ class SparseDDP(UpdateOrGradientExchange):
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+        super().__init__(**kwargs)
         ours = ddp_options(self)
         ours["bucket_cap_mb"] = check_partition(granularity, ours["bucket_cap_mb"])
         self._method = resolve_method(method, density, **own)

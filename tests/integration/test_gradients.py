@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks
 from pytorch_lightning.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sparse import Comm, Reducer, attach, simulate
+from lightning_sparse import Comm, Reducer, SparseDDPStrategy, attach, simulate
 from tests.integration.trainers import (
     Gan,
     Loader,
@@ -502,6 +503,40 @@ def test_a_spike_that_a_hook_zeroes_comes_back_with_a_warning_and_not_at_all_whe
     assert gradients[1]
     assert not silent[1]
     assert other == (0, False)  # each rank sees its own gradient
+
+
+class Keeps(Net):
+    """Keeps the last step's gradient, as conjugate directions and checks of alignment do, and detaches it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+        self.cosines: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradient = self.layers[0].weight.grad.detach_()
+        if self.kept is not None:
+            self.cosines.append(float(nn.functional.cosine_similarity(gradient.flatten(), self.kept.flatten(), dim=0)))
+        self.kept = gradient
+
+
+def test_a_reference_to_the_last_gradient_keeps_that_gradient():
+    def rank(rank: int) -> list[list[float]]:
+        found = []
+        for how in (
+            pl.strategies.DDPStrategy(),
+            SparseDDPStrategy("topk", 1.0),
+            SparseDDPStrategy("topk", 0.1),
+            SparseDDPStrategy("topk", 0.1, exchange="update"),
+        ):
+            net = Keeps()
+            trainer(how, 2).fit(net, Loader(rank, 2, 5))
+            found.append(net.cosines)
+        return found
+
+    for stock, all_of_it, part, own in lightning_ranks(2, rank):
+        assert stock == all_of_it
+        assert max(*part, *own) < 0.99
 
 
 class Adaptive(Net):

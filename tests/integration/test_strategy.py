@@ -1,6 +1,5 @@
 """The strategy under both of Lightning's names, with every launcher."""
 
-import inspect
 import json
 import os
 import pickle
@@ -18,7 +17,6 @@ from packaging.version import Version
 
 import lightning_sparse
 from lightning_sparse import METHODS, Method, SparseDDPStrategy, method
-from lightning_sparse._compat import ddp_options
 from lightning_sparse.compressors import TopK
 from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
@@ -297,10 +295,3 @@ def test_two_level_is_an_option_and_needs_parts_that_it_can_send():
     assert "TwoLevel(inter_node=GlobalTopK()" in repr(strategy._method)
     with pytest.raises(ValueError, match=r"cannot aggregate what LowRank.*Leave two_level out"):
         SparseDDPStrategy("powersgd", two_level=True)
-
-
-def test_what_a_configuration_file_gets_by_default_is_what_a_program_gets():
-    """jsonargparse passes the defaults of all options that it finds in signatures."""
-    assert inspect.signature(SparseDDPStrategy.__init__).parameters["gradient_as_bucket_view"].default is True
-    assert ddp_options(SparseDDPStrategy("topk"))["gradient_as_bucket_view"] is True
-    assert ddp_options(SparseDDPStrategy("topk", gradient_as_bucket_view=False))["gradient_as_bucket_view"] is False
