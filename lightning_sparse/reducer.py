@@ -140,6 +140,7 @@ class Reducer:
         self._exchanges.forget()
         self._states.allocate(self.layout, next(iter(params.values())).device)
 
+    @torch.no_grad()
     def reduce_(self, grads: dict[str, Tensor]) -> None:
         """Replace this rank's gradients by the agreed result, in place, all segments in turn.
 

@@ -13,7 +13,7 @@ from lightning_sparse.compressors.base import add_
 from lightning_sparse.memory import Momentum, NoMemory
 from lightning_sparse.observer import Observer
 from lightning_sparse.state import resized
-from tests.support.representatives import DISTINCT
+from tests.support.representatives import DISTINCT, REPRESENTATIVES, small
 from tests.support.tiers import tiers
 
 
@@ -182,6 +182,27 @@ def test_non_contiguous_gradients_are_written_in_place():
         return bool(torch.equal(grad, torch.arange(12.0).view(3, 4).t()))
 
     assert simulate(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_gradients_of_a_graph_leave_none_in_the_state(name):
+    """As create_graph=True makes them."""
+
+    def reduced(comm: Comm, graph: bool) -> tuple[list[Tensor], bool]:
+        reducer = Reducer(method(name, **small(name)), comm)
+        found = []
+        for _ in range(2):
+            weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+            (grad,) = torch.autograd.grad((weight**3).sum() * (comm.rank + 1), weight, create_graph=graph)
+            reducer.reduce_({"w": grad})
+            found.append(grad.detach())
+        return found, any(x.requires_grad for state in reducer.states for x in state.values())
+
+    def rank(comm: Comm) -> list[bool]:
+        (with_graph, in_state), (without, _) = reduced(comm, True), reduced(comm, False)
+        return [in_state, *map(torch.equal, with_graph, without)]
+
+    assert simulate(2, rank) == [[False, True, True]] * 2
 
 
 def test_two_reducers_share_a_method_but_no_state():

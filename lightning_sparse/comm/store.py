@@ -72,10 +72,14 @@ class BoundedStore:
 
 
 def as_here(stream: torch.cuda.Stream | None) -> Callable[[], None]:
-    """Return what a new thread calls to compute as this one does, on CUDA in a stream of its own."""
+    """Return a function that prepares a new thread to compute as this one does, on CUDA in a stream of its own.
+
+    Nothing that a thread of ours computes is part of a graph, whatever backward does, as with create_graph=True.
+    """
     threads = torch.get_num_threads()
 
     def apply() -> None:
+        torch.set_grad_enabled(False)  # kept per thread
         torch.set_num_threads(threads)  # OpenMP keeps this number per thread
         if stream is not None:
             torch.cuda.set_device(stream.device)  # and CUDA the current device and stream

@@ -493,6 +493,40 @@ def accumulated(rank: int, name: str | None, reentrant: bool) -> list[Tensor]:
     return [param.detach().clone() for param in net.parameters()]
 
 
+class Power(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 9.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).pow(2)
+
+
+def with_graphs(rank: int) -> dict[str, tuple[Tensor, bool]]:
+    """As torch's own test of create_graph: stock DDP takes no more than one parameter there."""
+    found = {}
+    for name in (None, *REPRESENTATIVES):
+        net = Power()
+        ddp = DistributedDataParallel(net)
+        if name is not None:
+            attach(ddp, method(name, **small(name)))
+        for _ in range(2):
+            net.zero_grad()
+            ddp(torch.full((8,), 1.0 + rank)).sum().backward(create_graph=True)
+        found[name or "ddp"] = net.weight.grad.detach(), net.weight.grad.requires_grad
+        net.weight.grad = None  # a cycle
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_backward_may_make_a_graph():
+    first, second = run_ranks(2, with_graphs)
+    assert torch.equal(first["ddp"][0], first["dense"][0])
+    for name, (grad, requires_grad) in first.items():
+        assert requires_grad
+        assert torch.equal(grad, second[name][0])
+
+
 class Checkpointed(nn.Module):
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
