@@ -49,6 +49,10 @@ class ProcessGroupComm(Comm):
         self.store = default_store()
         self.use(group)  # type: ignore[arg-type]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the connection out of copies and pickles, such as those of a callback that counts bytes."""
+        return {name: value for name, value in vars(self).items() if name not in ("store", "group", "peers")}
+
     def use(self, group: dist.ProcessGroup) -> None:
         """Communicate over another process group of the same ranks from now on."""
         self.group = group

@@ -93,6 +93,10 @@ class CommThread:
         tracked = self._params if self._tracks_use else []
         self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the thread out of copies of the model: like a stock DistributedDataParallel's, they have no hook."""
+        return type(None), ()
+
     # In the training thread:
 
     def _mark_used(self, param: Tensor) -> None:

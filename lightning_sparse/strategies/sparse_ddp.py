@@ -164,6 +164,10 @@ class SparseDDP(UpdateOrGradientExchange):
         self._reducer: Reducer | None = None
         self._consistent = True  # whether the reducer's state belongs to a complete step
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the exchange of the present fit, which belongs to this process: a copy begins its own."""
+        return {**super().__getstate__(), "_exchange": None, "_reducer": None, "_sigterm": None}
+
     def setup_distributed(self) -> None:
         super().setup_distributed()
         if dist.get_backend() == "gloo":

@@ -99,13 +99,13 @@ class UpdateOrGradientExchange(GradientExchange):
         method = self.reducer.method
         if (method.every > 1 or method.delayed) and self._first_callback not in trainer.callbacks:
             self._first_callback = import_module(self._namespace).Callback()
-            self._first_callback.on_validation_start = lambda *_: self._exchange_pending()
-            self._first_callback.on_train_end = lambda *_: self._exchange_pending()
-            self._first_callback.on_train_batch_end = lambda trainer, *_: self._check_averages(trainer)
-            self._first_callback.on_train_epoch_end = lambda trainer, *_: self._exchange_for_averages(trainer)
+            self._first_callback.on_validation_start = self._exchange_pending
+            self._first_callback.on_train_end = self._exchange_pending
+            self._first_callback.on_train_batch_end = self._check_averages
+            self._first_callback.on_train_epoch_end = self._exchange_for_averages
             trainer.callbacks.insert(0, self._first_callback)
 
-    def _check_averages(self, trainer: Any) -> None:
+    def _check_averages(self, trainer: Any, *_: Any) -> None:
         """Raise RuntimeError if a callback such as WeightAveraging averages weights that differ among ranks."""
         if self._update_exchange is None or not self._update_exchange.is_pending:
             return
@@ -121,14 +121,14 @@ class UpdateOrGradientExchange(GradientExchange):
                     f"Let its should_update take the ends of epochs, {remedy}."
                 )
 
-    def _exchange_for_averages(self, trainer: Any) -> None:
+    def _exchange_for_averages(self, trainer: Any, *_: Any) -> None:
         """Have pending updates exchanged at the end of an epoch, if a callback averages weights then."""
         by_epoch = import_module(self._namespace).callbacks.StochasticWeightAveraging
         for callback in trainer.callbacks:
             if isinstance(callback, by_epoch) or _averages(callback, epoch_idx=trainer.current_epoch):
                 self._exchange_pending()
 
-    def _exchange_pending(self) -> None:
+    def _exchange_pending(self, *_: Any) -> None:
         if self._update_exchange is not None:
             self._update_exchange.exchange_pending()
 

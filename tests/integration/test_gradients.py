@@ -4,7 +4,9 @@ Each form of training runs with stock ddp; at density 1, which must be equal to 
 with topk and one other method in turn, where nothing may be lost and all ranks must agree.
 """
 
+import copy
 import gc
+import io
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse import Comm, Reducer, SparseDDPStrategy, attach, simulate
+from lightning_sparse.callbacks import CommunicationMonitor, GradientDistribution
 from tests.integration.trainers import (
     Gan,
     Loader,
@@ -537,6 +540,38 @@ def test_a_reference_to_the_last_gradient_keeps_that_gradient():
     for stock, all_of_it, part, own in lightning_ranks(2, rank):
         assert stock == all_of_it
         assert max(*part, *own) < 0.99
+
+
+class Copies(Net):
+    """Copies all that a training consists of in the middle of it."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for part in (self, self.trainer.model, self.trainer.strategy, optimizer):
+            copy.deepcopy(part)
+            torch.save(part, io.BytesIO())
+
+
+def test_a_trainer_can_be_copied_within_and_after_a_training_and_its_copy_trains(tmp_path):
+    def rank(rank: int) -> list[bool]:
+        found = []
+        for how in (
+            pl.strategies.DDPStrategy(),
+            strategy("topk", 0.1),
+            strategy("topk", 0.1, exchange="update"),
+            strategy("topk", 0.1, exchange="update", delayed=True),
+        ):
+            ours = [] if type(how) is pl.strategies.DDPStrategy else [CommunicationMonitor(), GradientDistribution()]
+            run = trainer(how, 2, callbacks=ours, logger=pl.loggers.CSVLogger(tmp_path), log_every_n_steps=1)
+            run.fit(Copies(), Loader(rank, 2, 2))
+            weights = []
+            for each in (copy.deepcopy(run), run):
+                net, each.fit_loop.max_epochs = Net(), 2
+                each.fit(net, Loader(rank, 2, 2))
+                weights.append(net.weights)
+            found.append(torch.equal(*weights))
+        return found
+
+    assert lightning_ranks(2, rank) == [[True] * 4] * 2
 
 
 class Adaptive(Net):

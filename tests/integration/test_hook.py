@@ -1,7 +1,9 @@
 """`attach` on plain DistributedDataParallel, over forked processes: equal to a simulation without DDP, bit for bit."""
 
 import contextlib
+import copy
 import gc
+import io
 import random
 import threading
 import time
@@ -491,6 +493,34 @@ def accumulated(rank: int, name: str | None, reentrant: bool) -> list[Tensor]:
         ddp(x[2].requires_grad_()).pow(2).sum().backward()
         optimizer.step()
     return [param.detach().clone() for param in net.parameters()]
+
+
+def copies(rank: int, name: str | None) -> list[Tensor]:
+    """Return gradients of copies of a model that is in training, as plain data parallelism makes them."""
+    ddp = DistributedDataParallel(Power())
+    if name is not None:
+        attach(ddp, name, density=0.25)
+    ddp(torch.full((8,), 1.0 + rank)).sum().backward()
+    ddp.zero_grad()
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    found = []
+    for copied in (
+        copy.deepcopy(ddp),
+        torch.load(io.BytesIO(file.getvalue()), weights_only=False),
+        torch.optim.swa_utils.AveragedModel(ddp).module,
+    ):
+        copied(torch.full((8,), 1.0 + rank)).sum().backward()
+        found.append(copied.module.weight.grad)
+    ddp(torch.full((8,), 1.0 + rank)).sum().backward()
+    assert int(ddp.module.weight.grad.count_nonzero()) == (8 if name is None else 2)
+    return found
+
+
+def test_a_model_can_be_copied_saved_and_averaged_as_a_whole():
+    stock, ours = (run_ranks(2, copies, name) for name in (None, "topk"))
+    assert same(stock[0], ours[0])
+    assert same(stock[0], ours[1])
 
 
 class Power(nn.Module):
