@@ -79,6 +79,15 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
+def compares_collectives(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether torch compares the operations of a group's ranks, as with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    It counts them, point-to-point operations, too. Private in torch 2.8 to 2.15.
+    """
+    wrapper = getattr(dist.distributed_c10d, "_ProcessGroupWrapper", None)  # type: ignore[attr-defined]
+    return wrapper is not None and isinstance(group._get_backend(device), wrapper)
+
+
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a group's collectives wait for a device's tensors. Private in torch 2.8 to 2.15."""
     timeout: timedelta = group._get_backend(device).options._timeout

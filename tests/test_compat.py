@@ -171,6 +171,17 @@ def process_group(rank: int) -> tuple[str, timedelta, bytes]:
     return _compat.backend_name(dist.group.WORLD, CPU), _compat.group_timeout(dist.group.WORLD, CPU), store.get("key")
 
 
+def debugged(rank: int) -> list[bool]:
+    found = [_compat.compares_collectives(dist.group.WORLD, CPU)]
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    found.append(_compat.compares_collectives(dist.new_group(), CPU))
+    return found
+
+
+def test_compares_collectives():
+    assert run_ranks(1, debugged) == [[False, True]]
+
+
 def test_the_process_group_says_its_backend_its_timeout_and_its_store():
     assert run_ranks(2, process_group, timeout=17) == [("gloo", timedelta(seconds=17), b"from rank 0")] * 2
 

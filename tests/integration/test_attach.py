@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import RankFailure, Reducer, attach, attach_updates, method
+from lightning_sparse import RankFailure, Reducer, attach, attach_updates, exchange_pending, method
 from lightning_sparse.comm import POLL, process_group
 from lightning_sparse.hooks import UpdateExchange, tell_or_ask
 from lightning_sparse.hooks.session import Session
@@ -586,3 +586,37 @@ def test_a_device_that_waits_for_a_failed_rank_is_freed(how):
     assert "the abacus is missing a bead" in text
     assert closed == {"pending": True}
     assert not consistent
+
+
+def compared(rank: int, how: str, level: str) -> list[torch.Tensor]:
+    """Train with torch's debug level, and barriers of the user's in between; return the weights."""
+    # DDP itself ends the process by a signal if its group compares collectives, as of torch 2.13.
+    dist.set_debug_level(dist.DebugLevel.OFF if how == "gradient" else dist.DebugLevel.__members__[level])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    torch.manual_seed(0)
+    net = nn.Linear(8, 4)
+    model = DistributedDataParallel(net) if how == "gradient" else net
+    dist.set_debug_level(dist.DebugLevel.__members__[level])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    if how == "gradient":
+        attach(model, "topk", density=0.1)
+    else:
+        attach_updates(net, optimizer, "topk", density=0.1, delayed=how == "delayed")
+    if rank > 0 and level == "DETAIL":
+        process_group.has_ended(dist.group.WORLD, 0)  # while ranks connect it is asked as often as they are late
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 8), 1.0 + rank)).square().sum().backward()
+        optimizer.step()
+        dist.barrier()
+    if how != "gradient":
+        exchange_pending(optimizer)
+    dist.barrier()
+    return [param.detach() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("how", ["gradient", "update", "delayed"])
+def test_torchs_debug_mode_finds_that_ranks_call_the_same_collectives(how):
+    plain, debugged = (run_ranks(2, compared, how, level, backend=None) for level in ("OFF", "DETAIL"))
+    for weights in (plain[1], *debugged):
+        assert all(map(torch.equal, plain[0], weights))
