@@ -26,7 +26,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,12 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse._compat import at_end_of_backward, in_backward
 from lightning_sparse.comm import POLL
 from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.store import as_here
 from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
+from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
@@ -55,6 +57,7 @@ class CommThread:
         session: the exchange with the other ranks.
         ddp: the wrapped model.
         params: its parameters by name.
+        optimizers: that step them, if they are known, to compare their learning rates.
 
     Attributes:
         reducer: reduces the gradients; used by this thread only.
@@ -64,7 +67,13 @@ class CommThread:
     note = "Gradients are exchanged."
     """What the summary of a run says about it."""
 
-    def __init__(self, session: Session, ddp: DistributedDataParallel, params: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        ddp: DistributedDataParallel,
+        params: Mapping[str, Tensor],
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
         self._session = session
         self.comm, self.reducer = session.comm, session.reducer
         self._pid = os.getpid()
@@ -78,7 +87,7 @@ class CommThread:
         self._device, self._stream = ddp.device, session.stream
         self._queue: queue.Queue[Bucket | None] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._step = Step(self.reducer)
+        self._step = Step(self.reducer, Rates(self.comm, optimizers, ddp.device))
         # One rank warns, and only if there are residuals: it looks at all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
         self._exchanged = ExchangedGradients(params) if warns else None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states
 from lightning_sparse.comm.rank_0 import broadcast_differing
@@ -101,6 +102,7 @@ def start_comm_thread(
     *,
     timeout: timedelta | None = None,
     from_rank_0: Mapping[str, Tensor] | None = None,
+    optimizers: Sequence[Optimizer] = (),
     **options: Any,
 ) -> CommThread:
     """Do what `attach` does, and return the communication thread.
@@ -108,6 +110,7 @@ def start_comm_thread(
     Args:
         ddp, method, timeout: see `attach`.
         from_rank_0: tensors that become rank 0's, by name, where `ddp` was made with init_sync=False.
+        optimizers: to compare the learning rates of.
         options: of the reducer.
     """
     states = from_rank_0 or {}
@@ -127,7 +130,7 @@ def start_comm_thread(
         **options,
     )
     session.reducer.takes_buckets(parameters())
-    thread = CommThread(session, ddp, parameters())
+    thread = CommThread(session, ddp, parameters(), optimizers)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
         if session.stream is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 
@@ -48,11 +49,12 @@ class Step:
         exchanged: of the last complete step, parameters that took part in it; none if ranks skipped it.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, rates: Rates) -> None:
         assert reducer.layout is not None
         self._reducer, self._layout = reducer, reducer.layout
         self._segment_of = {name: segment for segment in reducer.layout.segments for name in segment.names}
         self.buckets: list[Bucket] = []
+        self._rates = rates
         self.exchanged: list[str] = []
         self.arrived: dict[str, Bucket] = {}  # by parameter
         self._missing: dict[int, int] = {}  # number of parameters, by segment
@@ -76,6 +78,8 @@ class Step:
         if not self._reducer.gradient_check.needs_all_gradients or self._reduce_all():
             self._reducer.finish_step()
             self.exchanged = [name for name, each in self.arrived.items() if name not in each.unused]
+            if self._rates.are_due(1):
+                self._rates.compare()
         self.buckets, self.arrived, self._missing = [], {}, {}
 
     def _reduce(self, segment: Segment) -> None:

@@ -26,6 +26,7 @@ from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.device_watch import DeviceWatch
 from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
+from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.hooks.within_backward import WithinBackward
@@ -127,6 +128,7 @@ class UpdateExchange:
         self._within: WithinBackward | None = None
         self._stepped = self._under_way = self.in_step = False
         self._watch = DeviceWatch(self._session)
+        self._rates = Rates(self.comm, optimizers, self._device)
 
     @property
     def is_consistent(self) -> bool:
@@ -248,7 +250,14 @@ class UpdateExchange:
 
     def _exchange(self, optimizer: Optimizer) -> None:
         within = self._within if self._within is not None and self._within.begun else None
-        self._during(within.finish if within else partial(self.updates.exchange, optimizer))
+
+        def exchange() -> None:
+            within.finish() if within else self.updates.exchange(optimizer)
+            if self._rates.are_due(self._every):
+                self.updates.wait()
+                self._rates.compare()
+
+        self._during(exchange)
 
     def _during(self, exchange: Callable[[], None]) -> None:
         """Call what exchanges; note whether it has failed, and for how long training has waited."""

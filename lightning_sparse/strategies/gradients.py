@@ -61,6 +61,7 @@ class GradientExchange(Checkpointing):
             timeout=self._timeout,
             loss_scale=scaler and scaler.get_scale,
             from_rank_0=self._from_rank_0(),
+            optimizers=self.optimizers,
             **self._options,
         )
 

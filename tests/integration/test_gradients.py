@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sparse import Comm, Reducer, SparseDDPStrategy, attach, simulate
+from lightning_sparse import Comm, Reducer, SparseDDPStrategy, attach, attach_updates, simulate
 from lightning_sparse.callbacks import CommunicationMonitor, GradientDistribution
+from lightning_sparse.hooks import rates
 from tests.integration.trainers import (
     Gan,
     Loader,
@@ -38,6 +39,7 @@ from tests.integration.trainers import (
     strategy,
     trainer,
 )
+from tests.processes import run_ranks
 from tests.support.representatives import OTHERS, REPRESENTATIVES, in_turn
 from tests.support.tiers import full, tiers
 
@@ -572,6 +574,67 @@ def test_a_trainer_can_be_copied_within_and_after_a_training_and_its_copy_trains
         return found
 
     assert lightning_ranks(2, rank) == [[True] * 4] * 2
+
+
+class Plateau(Net):
+    """Lowers the rate by a metric that gets worse from epoch to epoch: each rank's own, or the mean of all."""
+
+    def __init__(self, synchronised: bool) -> None:
+        super().__init__()
+        self.synchronised = synchronised
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        worse = float(self.current_epoch * (2 * self.global_rank - 1))
+        self.log("metric", worse, on_step=False, on_epoch=True, sync_dist=self.synchronised)
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "metric"}}
+
+
+@pytest.mark.parametrize("options", [{}, {"exchange": "update"}, {"exchange": "update", "delayed": True}])
+def test_rates_that_differ_among_ranks_are_warned_of_once(options, monkeypatch):
+    """As under stock ddp, in which weights drift apart without a word."""
+    monkeypatch.setattr(rates, "PERIOD", 5)
+
+    def rank(rank: int) -> list[list[str]]:
+        said = []
+        for synchronised in (False, True):
+            messages = Messages()
+            trainer(strategy("topk", 0.1, **options), 2, max_epochs=4).fit(Plateau(synchronised), Loader(rank, 2, 8))
+            said.append(messages.texts)
+        return said
+
+    (apart, together), silent = lightning_ranks(2, rank)
+    assert silent == [[], []]
+    assert together == []
+    (text,) = apart
+    assert "that of the first parameter group is 0.05 on rank 0, 0.005 on rank 1" in text
+
+
+def own_rates(rank: int) -> None:
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    attach_updates(net, optimizer, every=4)
+    for step in range(16):
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 4 else 0.1 / (1 + rank)
+        net(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+
+
+def test_rates_are_compared_in_a_plain_loop_with_local_steps(monkeypatch):
+    monkeypatch.setattr(rates, "PERIOD", 5)
+
+    def rank(rank: int) -> list[str]:
+        messages = Messages()
+        own_rates(rank)
+        return messages.texts
+
+    (text,), silent = run_ranks(2, rank)
+    assert "0.1 on rank 0, 0.05 on rank 1" in text
+    assert silent == []
 
 
 class Adaptive(Net):
