@@ -98,6 +98,7 @@ class CommThread:
         self._closed = self._closed_by_thread = False
         # DDP delivers parameters that took no part too, with the stale contents of their .grad; only autograd knows.
         self._tracks_use = bool(ddp.find_unused_parameters or ddp.static_graph)
+        self._finds_unused = bool(ddp.find_unused_parameters and not ddp.static_graph)
         self._used: set[str] = set()
         tracked = self._params if self._tracks_use else []
         self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
@@ -211,7 +212,18 @@ class CommThread:
             return
         late = {name: p for p in self._params if (name := self._name_of[id(p)]) not in self._step.arrived}
         where = f"on rank {self.comm.ranks[self.comm.rank]} at step {self.reducer.step}"
-        raise self._fail_with(_without_gradient(late, where))
+        # DDP does not deliver a bucket with one gradient missing, so not every parameter that is late is at fault.
+        unused = [repr(name) for name, param in late.items() if param.grad is None or not param.requires_grad]
+        remedy = "If that is meant, set find_unused_parameters=True, with static_graph=False."
+        if self._finds_unused or len(unused) == len(self._params):
+            remedy = (
+                "The loss does not depend on all that the model returned, and find_unused_parameters=True does not "
+                "help there. Let the loss touch the parameters: loss + 0 * output.sum(), for each output."
+            )
+        raise self._fail_with(
+            f"{listed(unused or [*map(repr, late)])} got no gradient {where}, so DDP did not exchange all gradients "
+            f"and the ranks would drift apart. {remedy}"
+        )
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that training has failed on this one, outside the communication thread."""
@@ -329,14 +341,4 @@ def has_collectives(model: torch.nn.Module) -> bool:
     """
     return any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()) or (
         os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
-    )
-
-
-def _without_gradient(late: Mapping[str, Tensor], where: str) -> str:
-    """Return the text of an error for parameters whose gradients DDP has not delivered, by name."""
-    # DDP does not deliver a bucket with one gradient missing, so not every parameter that is late is at fault.
-    unused = [name for name, param in late.items() if param.grad is None or not param.requires_grad] or list(late)
-    return (
-        f"{listed([*map(repr, unused)])} got no gradient {where}, so DDP did not exchange all gradients and the ranks "
-        f"would drift apart. If that is meant, set find_unused_parameters=True, with static_graph=False."
     )

@@ -444,6 +444,22 @@ def test_a_parameter_without_a_gradient_is_an_error(methods, make, options, miss
             assert "set find_unused_parameters=True" in text
 
 
+class Untouched(Net):
+    """Its loss does not depend on the model in one step."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        return torch.zeros((), requires_grad=True) if self.trainer.global_step == 2 else loss
+
+
+@pytest.mark.parametrize("options", [FIND, {}, {"static_graph": True}])
+def test_a_loss_that_touches_no_parameter_is_told_what_helps(options):
+    """Under stock ddp nothing is exchanged in such a step, and nothing is said."""
+    for _, text, _ in lightning_ranks(2, lambda rank: failing(rank, Untouched, strategy("topk", **options))):
+        assert "'embedding.weight', 'layers.0.weight', 'layers.0.bias' and others got no gradient on rank" in text
+        assert "find_unused_parameters=True does not help there. Let the loss touch the parameters" in text
+
+
 def test_what_is_left_of_a_failure_does_not_block_the_process():
     # While rank 1 keeps its end of the connection, rank 0's exchange is pending for ever; the destructor of its group
     # waits for the timeout, 30 s.
