@@ -120,12 +120,14 @@ class DelayedUpdates(Updates):
             flat[places if places is not None else slice(-1)] = x
             for name, view, shape in zip(segment.names, segment.views(flat[:-1]), segment.shapes, strict=True):
                 agreed[id(self.parameters[name])] = view.view(shape)
+        for name in self._frozen_of(self.parameters):  # `_write` leaves them alone
+            del agreed[id(self.parameters[name])]
         return agreed
 
     def _take_weights(self, names: Sequence[str], unless: Tensor | None) -> None:
         self._write_all()
         waiting = {name for flight in self._flights.values() for name in flight.segment.names}
-        if others := [name for name in names if name not in waiting]:
+        if others := [name for name in names if name not in waiting or name in self._frozen]:
             super()._take_weights(others, unless)
 
     def adopt(self) -> None:
@@ -230,6 +232,9 @@ class DelayedUpdates(Updates):
         `write` the model keeps its buffers, and gets weights before the next step only: backward may need those it has.
         """
         self._end()
+        names = (name for flight in self._flights.values() for name in flight.segment.names)
+        if frozen := [*self._frozen.intersection(names)]:
+            super()._take_weights(frozen, None)
         kept: list[tuple[Tensor, Tensor]] = []
         for segment, mean, *_ in [*self._flights.values()]:
             own, residual = segment.views(torch.empty_like(mean)), self._reducer.states[segment.index].get("residual")
@@ -261,6 +266,7 @@ class DelayedUpdates(Updates):
     def _land(self, flight: _Flight) -> None:
         """Change the weights of a segment by the mean, from those that all ranks agreed on before."""
         index, mean = flight.segment.index, flight.mean
+        frozen = {name: self._weights[name].clone() for name in self._frozen.intersection(flight.segment.names)}
         self._step_back(flight)
         del self._flights[index]
         self._reducer.in_flight = self.in_flight
@@ -269,6 +275,8 @@ class DelayedUpdates(Updates):
         flat.copy_(exact)
         if flat.dtype != torch.float32 and residual is not None:
             residual.add_(torch.sub(flat.float(), exact, out=exact))  # it keeps what rounding has added to the weights
+        for name, weight in frozen.items():
+            self._weights[name].copy_(weight)
 
     def _step_back(self, flight: _Flight) -> None:
         flat, places = self._flat[flight.segment.index], flight.places
@@ -285,8 +293,10 @@ class DelayedUpdates(Updates):
         self._reducer.in_flight = True  # its state is of no complete step
 
     def _write(self, segment: Segment) -> None:
-        params = [self.parameters[name].detach() for name in segment.names]
-        torch._foreach_copy_(params, [self._weights[name] for name in segment.names])
+        frozen = self._frozen_of(segment.names)
+        if names := [name for name in segment.names if name not in frozen]:
+            params = [self.parameters[name].detach() for name in names]
+            torch._foreach_copy_(params, [self._weights[name] for name in names])
 
 
 def _step_ahead_(flat: Tensor, sent: Update) -> tuple[Tensor | None, Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,8 +78,14 @@ class Updates:
         names = self._names_of(optimizer)
         steps = steps_of([optimizer.state.get(self.parameters[name], {}) for name in names])
         self._steps_before.update(zip(names, steps, strict=True))
+        frozen = {name for name in names if not self.parameters[name].requires_grad}
+        before = self._frozen.intersection(names)
+        if frozen != before:
+            self.land()  # a pending exchange has no update of a frozen parameter
+            if self._rule.every > 1 or self._rule.delayed:  # ranks may have changed it by weights that differ
+                self._new += [name for name in names if name in before - frozen]
         self._frozen.difference_update(names)
-        self._frozen.update(name for name in names if not self.parameters[name].requires_grad)
+        self._frozen.update(frozen)
         if names:
             self._take_weights(names, unless)
 
@@ -133,6 +139,13 @@ class Updates:
         """Whether optimizers have other parameters than those that are exchanged."""
         return self._model() is not None and self._present != self._ids
 
+    def _frozen_of(self, names: Iterable[str]) -> set[str]:
+        """Return the parameters that were frozen before the step of their optimizer, and still are.
+
+        They are the module's own: it may change them itself, as a momentum encoder, and an exchange leaves them alone.
+        """
+        return {name for name in self._frozen.intersection(names) if not self.parameters[name].requires_grad}
+
     @property
     def weights(self) -> Mapping[int, Tensor]:
         """The weights that all ranks agreed on last, by the id of the parameter."""
@@ -169,15 +182,21 @@ class Updates:
         """
         segments, group_of = self._segments_of(optimizer)
         to_come = iter(segments)
+
+        def prepare(segment: Segment) -> None:
+            ready(segment)
+            if frozen := self._frozen_of(segment.names):
+                self._take_weights([*frozen], None)
+
         try:
             for segment in to_come:
-                ready(segment)
+                prepare(segment)
                 self._exchange_segment(segment, optimizer, group_of)
             self._share_new(optimizer)
         except BaseException:  # some weights are updates, some are those of this rank, and some of all
             with contextlib.suppress(Exception):  # backward may have failed, too
                 for segment in to_come:
-                    ready(segment)  # backward needs its weights as they are
+                    prepare(segment)  # backward needs its weights as they are
             for name in (name for segment in segments for name in segment.names):
                 self.parameters[name].detach().copy_(self._weights[name])
             raise
@@ -203,7 +222,7 @@ class Updates:
         return [x for x in self._reducer.layout.segments if self._optimizer_of[x.names[0]] is optimizer], group_of
 
     def _share_new(self, optimizer: Optimizer) -> None:
-        """Make layers rank 0's that were made during training, and may have started from other numbers on each rank.
+        """Broadcast layers from rank 0 that were created or unfrozen during training: ranks may differ in them.
 
         After their first exchange: that is where ranks whose parameters differ are told so.
         """
@@ -257,7 +276,7 @@ class Updates:
         """
         size, density = self._reducer.comm.size, self._reducer.density
         rescales, empties = self._rule.rescales(optimizer, size), self._empties_momentum(optimizer, density)
-        frozen = {name for name in self._frozen.intersection(segment.names) if not self.parameters[name].requires_grad}
+        frozen = self._frozen_of(segment.names)
         if not rescales and not empties:
             return frozen, None, None, None
         moments, rescaling = self._moments(segment, optimizer, group_of, frozen), None

@@ -590,3 +590,53 @@ def test_beginning_after_the_closure_makes_no_copy_of_the_model():
         return new.count, torch.equal(kept.sort().values, before.flatten().sort().values)
 
     assert simulate(1, rank) == [(0, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "delayed"),
+    tiers(
+        [
+            *itertools.product(["topk", "randk", "int4", "int8", "powersgd"], [1, 2], [False]),
+            *itertools.product(["topk", "randk"], [1, 2], [True]),
+            ("local_sgd", 3, False),
+            ("diloco", 3, False),
+        ],
+        [("topk", 2, False), ("topk", 1, True), ("randk", 2, True), ("int4", 2, False), ("local_sgd", 3, False)],
+    ),
+)
+def test_what_a_module_changes_of_frozen_parameters_itself_is_left_alone(name, every, delayed):
+    """Such as a momentum encoder. It is frozen from step 6 to step 17, and then trained again, equal on all ranks."""
+
+    def rank(comm: Comm) -> tuple[list[bool], Tensor]:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        made = method(name, **({"density": 0.1} if name in ("topk", "randk") else {}))
+        made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(every, delayed))
+        reducer = Reducer(made, comm, granularity="model", exchanged="update")
+        updates = (DelayedUpdates if delayed else Updates)(reducer, net, [optimizer])
+        reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense
+        alone = []
+        for step in range(24):
+            frozen = 6 <= step < 18
+            net.a.requires_grad_(not frozen)
+            if step % every == 0:
+                updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            own = net.a.detach().clone()
+            if frozen:
+                net.a.grad = None
+                with torch.no_grad():
+                    own = net.a.lerp_(net.c.flatten()[0], 0.1).clone()
+            optimizer.step()
+            if (step + 1) % every == 0:
+                updates.exchange(optimizer)
+            if step == 11:
+                updates.land()
+            if frozen:
+                alone.append(torch.equal(net.a, own))
+        updates.land()
+        return alone, weights(net)
+
+    results = simulate(2, rank)
+    assert all(all(alone) for alone, _ in results)
+    assert torch.equal(results[0][1], results[1][1])

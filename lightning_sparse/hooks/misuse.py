@@ -50,6 +50,11 @@ class OtherSteps:
             register_optimizer_step_post_hook(self._after_step),
         )
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, unless it is gone."""
+        return self._model()
+
     def close(self) -> None:
         """Look no more."""
         for hook in self._hooks:
@@ -95,7 +100,7 @@ class ChangesByHand:
     def look(self) -> None:
         """Compare with the last call; to be called at each exchange."""
         for name, param in self._params.items():
-            # Without gradients it may be a momentum encoder, which all ranks change alike.
+            # Without gradients it may be a momentum encoder, which exchange_pending makes equal.
             if (param.grad is None and name not in self._versions) or self._exchanged(param):
                 continue
             if self._versions.setdefault(name, version(param)) != version(param):

@@ -126,7 +126,7 @@ class UpdateExchange:
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
         self._by_hand = ChangesByHand(others, self.updates.has)
         self._within: WithinBackward | None = None
-        self._stepped = self._under_way = self.in_step = False
+        self._stepped = self._under_way = self.in_step = self._unshared = False
         self._watch = DeviceWatch(self._session)
         self._rates = Rates(self.comm, optimizers, self._device)
 
@@ -201,6 +201,7 @@ class UpdateExchange:
     def _count(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
         self._steps[index] += 1
+        self._unshared = self._every > 1 or self._delayed
         if self._steps[index] % self._every == 0:
             self._exchange(optimizer)
         self.in_step = False
@@ -226,6 +227,20 @@ class UpdateExchange:
                 self._exchange(optimizer)
         if self.updates.in_flight or self.updates.is_unwritten:
             self._during(partial(self.updates.land, write))
+        if write and self._unshared:
+            self._unshared = False
+            self._share_others()
+
+    def _share_others(self) -> None:
+        """Make parameters equal that no update changes, as those of a momentum encoder: the module may change them.
+
+        They become rank 0's, as buffers do: a mean of unit vectors is no unit vector, and a checkpoint has rank 0's.
+        """
+        model = self._others.model
+        if model is None:
+            return
+        others = [x.detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
+        self._during(partial(broadcast_differing, self.comm, others, self._device))
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return the buffers that become rank 0's with each exchange."""
@@ -253,6 +268,8 @@ class UpdateExchange:
 
         def exchange() -> None:
             within.finish() if within else self.updates.exchange(optimizer)
+            if not self._delayed and (buffers := self._buffers()):
+                broadcast(self.comm, [*buffers.values()], self._device)
             if self._rates.are_due(self._every):
                 self.updates.wait()
                 self._rates.compare()
@@ -266,8 +283,6 @@ class UpdateExchange:
         started = time.perf_counter()
         try:
             exchange()
-            if not self._delayed and (buffers := self._buffers()):
-                broadcast(self.comm, [*buffers.values()], self._device)
         except Exception as error:
             if self._watch.error is not None:  # it has freed the device, and knows why
                 raise self._watch.error from error

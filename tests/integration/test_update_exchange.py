@@ -1565,3 +1565,68 @@ def test_a_warm_up_needs_steps_where_nobody_counts_epochs():
     net = nn.Linear(4, 1)
     with pytest.raises(ValueError, match=r"warmup=\(0.1,\) without epochs: say how many steps each density lasts"):
         attach_updates(net, ADAMW(net.parameters()), warmup=[0.1])
+
+
+class Byol(Net):
+    """Its teacher is a moving average of its embedding, by the module itself; validation goes through the teacher."""
+
+    def __init__(self, given: bool = True, how: str = "in place") -> None:
+        super().__init__(ADAMW, lr=0.01)
+        self.given, self.how, self.teacher = given, how, nn.Embedding(16, 8).requires_grad_(False)
+        self.teacher.load_state_dict(self.embedding.state_dict())
+        self.start, self.seen = self.teacher.weight.detach().clone(), list[Tensor]()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        distance = (self.embedding(batch[0]) - self.teacher(batch[0])).square().mean()
+        return super().training_step(batch, index) + distance
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        mean = self.teacher.weight.lerp(self.embedding.weight, 0.2)
+        if self.how == "in place":
+            self.teacher.weight.copy_(mean)
+        else:
+            self.teacher.weight.data = mean
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.seen.append(self.teacher(batch[0]).sum())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ADAMW([param for param in self.parameters() if self.given or param.requires_grad], lr=0.01)
+
+
+def byol(rank: int, strategy: Any, *args: Any) -> tuple[Tensor, float, list[Tensor], Tensor]:
+    torch.manual_seed(rank)
+    module = Byol(*args)
+    run = trainer((strategy and sparse(**strategy)) or "ddp", 2, max_epochs=3, limit_val_batches=2)
+    run.fit(module, Loader(rank, 2), Loader(0, 2))
+    teacher, student = module.teacher.weight.detach().clone(), module.embedding.weight.detach()
+    lag = float((teacher - student).norm() / (student - module.start).norm())
+    return teacher, lag, module.seen, module.weights
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "how"),
+    tiers(
+        [
+            (strategy, given, how)
+            for strategy in ({"every": 3, "density": 0.2}, {"delayed": True, "density": 0.2}, {"method": "local_sgd"})
+            for given in (True, False)
+            for how in ("in place", "anew")
+        ],
+        [
+            ({"every": 3, "density": 0.2}, True, "in place"),
+            ({"every": 3, "density": 0.2}, False, "anew"),
+            ({"delayed": True, "density": 0.2}, True, "anew"),
+            ({"delayed": True, "density": 0.2}, False, "in place"),
+        ],
+    ),
+)
+def test_a_momentum_encoder_follows_as_with_ddp_and_is_equal_on_all_ranks(strategy, given, how):
+    strategy = {**strategy, "density": strategy.get("density")}
+    (first, lag, seen, weights), (second, _, others, others_weights) = lightning_ranks(2, byol, strategy, given, how)
+    assert torch.equal(first, second)
+    assert torch.equal(weights, others_weights)
+    assert same(seen, others)  # of the same batches
+    (_, ddps_lag, _, _), _ = lightning_ranks(2, byol, None, given, how)
+    assert lag < 2 * ddps_lag
