@@ -131,6 +131,7 @@ def check(info: Mapping[str, Any]) -> None:
         raise ValueError(f"its sidecar files are of version {info.get('version')!r:.50}, this is {VERSION}")
     counts = [info.get(name) for name in ("size", "step", "skipped")]
     valid = all(isinstance(count, int) and 0 <= count < 2**63 for count in counts) and 1 <= info["size"] <= MAX_RANKS
+    valid = valid and isinstance(info.get("optimizers", {}), Mapping)
     if not valid or not re.fullmatch("[0-9a-f]{1,64}", str(info.get("tag"))):
         raise ValueError(f"its entry about sidecar files makes no sense: {dict(info)!r:.200}")
 
@@ -200,6 +201,50 @@ def checksum(content: Any, so_far: int = 0) -> int:
             flat = flat.clone(memory_format=torch.contiguous_format)
         return zlib.crc32(flat.view(torch.uint8).numpy().data, so_far)
     return zlib.crc32(repr(content).encode(), so_far)
+
+
+def fingerprints(content: Any) -> Any:
+    """Return nested dictionaries of checksums: one for each value of nested dictionaries and lists of dictionaries."""
+    branches = _branches(content)
+    return checksum(content) if branches is None else {key: fingerprints(value) for key, value in branches.items()}
+
+
+def merge(present: Any, own: Any, saved: Any, changed: list[str], name: str = "") -> Any:
+    """Return the state of one rank: its own, but for values of the checkpoint that were changed since it was saved.
+
+    Args:
+        present: state in the checkpoint, as it is now: nested dictionaries and lists of dictionaries.
+        own: state of this rank, from its sidecar file.
+        saved: `fingerprints` of the state that rank 0 had when it saved.
+        changed: gets the names of the values that were changed, added or removed.
+        name: of the state; begins the names.
+    """
+    parts = _branches(present), _branches(own), saved
+    if any(not isinstance(part, Mapping) for part in parts):
+        unchanged = fingerprints(present) == saved
+        changed += [] if unchanged else [name]
+        return own if unchanged else present
+    here, mine, before = ({} if part is None else part for part in parts)
+    merged = {}
+    for key in dict.fromkeys((*mine, *here)):
+        inner = f"{name}.{key}" if name else str(key)
+        if key in here and key in mine and key in before:
+            merged[key] = merge(here[key], mine[key], before[key], changed, inner)
+        elif key in here and fingerprints(here[key]) != before.get(key):
+            changed.append(inner)
+            merged[key] = here[key]
+        elif key in mine and key not in before:  # rank 0 had none: a parameter had no gradient there
+            merged[key] = mine[key]
+        elif key in mine:
+            changed.append(inner)
+    return [*merged.values()] if isinstance(own, list) else merged
+
+
+def _branches(content: Any) -> Mapping[Any, Any] | None:
+    """Return the values of a dictionary, or of a list of dictionaries, by key; None for anything else."""
+    if isinstance(content, list) and content and all(isinstance(item, Mapping) for item in content):
+        return dict(enumerate(content))
+    return content if isinstance(content, Mapping) else None
 
 
 def _holds_tensor(content: Any) -> bool:

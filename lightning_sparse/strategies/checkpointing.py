@@ -101,8 +101,9 @@ class Checkpointing(DDPStrategy):
             return None
         path, tag = agreed
         error: Exception | None = None
+        own = self._own_optimizer_states()
         try:
-            sidecars.write(path, tag, {**self._reducer.state_dict(), **self._own_optimizer_states()})
+            sidecars.write(path, tag, {**self._reducer.state_dict(), **own})
         except Exception as caught:  # raised on all ranks, so that none waits for another
             error = caught
         if errors := self._gather_errors(self._error_message(error)):
@@ -117,6 +118,8 @@ class Checkpointing(DDPStrategy):
             "size": self._reducer.comm.size,
             "step": self._reducer.step,
             "skipped": self._reducer.skipped,
+            # By which a change of the checkpoint shows, even one that a hook makes while it is saved.
+            **(sidecars.fingerprints(own) if self.is_global_zero else {}),
         }
         return path, tag
 
@@ -232,19 +235,24 @@ class Checkpointing(DDPStrategy):
             return
         error: str | None = None
         missing: list[int] = []
+        changed: list[str] = []
         try:
             sidecars.check(info)
-            self.reducer.step, self.reducer.skipped = info["step"], info["skipped"]  # in case no sidecar file is found
             state, missing = sidecars.read(self._loaded_from, info, self.global_rank, self.world_size)
             if state is not None:
                 self.reducer.load_state_dict(state)
                 if self.reducer.exchanged == "update":
+                    own = state.get("optimizers", {})
+                    if (saved := info.get("optimizers")) is not None:
+                        present = {str(i): _plain(each) for i, each in enumerate(checkpoint["optimizer_states"])}
+                        own = sidecars.merge(present, own, saved, changed)
                     for i, optimizer in enumerate(self.optimizers):
-                        if (own := state.get("optimizers", {}).get(str(i))) is not None:
+                        if str(i) in own:
                             needed = _options(optimizer)
-                            optimizer.load_state_dict(own)
-                            if foreign := _of_another_kind(optimizer, needed, own):
+                            optimizer.load_state_dict(own[str(i)])
+                            if foreign := _of_another_kind(optimizer, needed, own[str(i)]):
                                 raise ValueError(foreign)
+            self.reducer.step, self.reducer.skipped = info["step"], info["skipped"]
         except Exception as caught:
             error = f"rank {self.global_rank}: {caught}"
         folder = sidecars.folder(self._loaded_from)
@@ -253,6 +261,12 @@ class Checkpointing(DDPStrategy):
                 f"The residuals of {str(self._loaded_from)!r} cannot be loaded ({errors[0]}). If a sidecar file is "
                 f"damaged or foreign: remove {folder!r} to go on without, at the price of the gradients that had not "
                 f"been sent yet."
+            )
+        if changed and self.global_rank == 0:
+            self._inform(
+                f"The optimizers' states of {str(self._loaded_from)!r} are not as they were saved, by a hook for "
+                f"example. All ranks take the changed values from the checkpoint, and the others from their sidecar "
+                f"files: {listed(changed, NAMED)}."
             )
         # A stranger's checkpoint may ask for a million files: each rank sends, and the warning names, a few.
         lost = sorted({rank for ranks in self._gather(missing[: NAMED + 1]) for rank in ranks})

@@ -1,5 +1,7 @@
 """Updates through Lightning and plain torch, with real ranks: equal weights, resume, scalers, local steps, failures."""
 
+import copy
+import itertools
 import math
 import os
 import signal
@@ -42,6 +44,7 @@ from lightning_sparse.memory import NoMemory
 from lightning_sparse.strategies.fit_checks import why_updates
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
+from tests.integration.checkpoints import AtStart
 from tests.integration.failing import SOON, caught, of_both
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
 from tests.processes import reserve_port, run_ranks
@@ -653,6 +656,112 @@ def test_resume_is_bit_for_bit(tmp_path, name, further):
         return same(whole, saving(rank, tmp_path / "again", AdamNet, options, 2, ckpt_path=start))
 
     assert lightning_ranks(2, run) == [True, True]
+
+
+def halve_rate(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] *= 0.5
+
+
+def empty_state(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["state"] = {}
+
+
+def leave_out(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"] = []
+
+
+def set_a_moment(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["state"][1]["exp_avg"] = torch.full((24, 8), 3.0)
+
+
+def remove_a_parameters(checkpoint: dict[str, Any]) -> None:
+    del checkpoint["optimizer_states"][0]["state"][1]
+
+
+EDITS = [halve_rate, empty_state, leave_out, set_a_moment, remove_a_parameters]
+
+
+class Edited(AtStart):
+    """Edits the checkpoint, where it is saved or loaded; a module's hooks get the same dictionary."""
+
+    def __init__(self, where: str, edit: Any) -> None:
+        self.where, self.edit = where, edit
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.where == "saved":
+            self.edit(checkpoint)
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.where == "loaded":
+            self.edit(checkpoint)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        super().on_train_start(trainer, module)
+        self.optimizer = copy.deepcopy(trainer.optimizers[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("where", "edit"),
+    tiers(itertools.product(["loaded", "saved", "file"], EDITS), [("loaded", edit) for edit in EDITS[:2]]),
+)
+def test_what_a_hook_changes_of_a_checkpoint_wins_and_the_rest_is_each_ranks_own(where, edit, tmp_path):
+    """Whatever stock `ddp` loads that it did not save is loaded; the rest is what this rank has saved."""
+
+    def states(rank: int, ours: bool) -> tuple[Any, Any, Any]:
+        path = tmp_path / f"{ours}.ckpt"
+        chosen = sparse() if ours else "ddp"
+        run = trainer(chosen, 2, callbacks=[Edited(where, edit)])
+        run.fit(AdamNet(), Loader(rank, 2))
+        saved = copy.deepcopy(run.optimizers[0].state_dict())
+        residual = run.strategy.reducer.state_dict()["elements"] if ours else None
+        run.save_checkpoint(path)
+        dist.barrier()
+        if where == "file" and rank == 0:
+            content = torch.load(path)
+            edit(content)
+            torch.save(content, path)
+        dist.barrier()
+        callback = Edited(where, edit)
+        again = trainer(sparse() if ours else "ddp", 2, callbacks=[callback], max_epochs=2)
+        again.fit(AdamNet(), Loader(rank, 2), ckpt_path=path)
+        assert not ours or same(callback.state["elements"], residual)
+        return saved, callback.optimizer
+
+    def flat(state: Any, name: str = "") -> dict[str, Any]:
+        if not isinstance(state, dict | list):
+            return {name: state}
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {key: value for each, item in items for key, value in flat(item, f"{name}.{each}").items()}
+
+    by_ddp, _ = lightning_ranks(2, states, False)
+    for saved, loaded in lightning_ranks(2, states, True):
+        ddps, ddps_saved, own, result = flat(by_ddp[1]), flat(by_ddp[0]), flat(saved), flat(loaded)
+        assert result.keys() == ddps.keys()
+        for name, value in result.items():
+            assert same(value, own[name] if same(ddps[name], ddps_saved[name]) else ddps[name]), name
+
+
+def test_a_checkpoint_whose_step_or_residuals_a_hook_removes_starts_without(tmp_path):
+    def without(checkpoint: dict[str, Any]) -> None:
+        del checkpoint[sidecars.KEY]
+
+    def other_step(checkpoint: dict[str, Any]) -> None:
+        checkpoint[sidecars.KEY]["step"] = 100
+
+    def run(rank: int) -> tuple[bool, int]:
+        first = trainer(sparse(), 2)
+        first.fit(AdamNet(), Loader(rank, 2))
+        first.save_checkpoint(tmp_path / "x.ckpt")
+        found = []
+        for edit in (without, other_step):
+            callback = Edited("loaded", edit)
+            again = trainer(sparse(), 2, callbacks=[callback], max_epochs=2)
+            again.fit(AdamNet(), Loader(rank, 2), ckpt_path=tmp_path / "x.ckpt")
+            residual = callback.state["elements"]["residual"]
+            found.append((any(x.any() for x in residual.values()), callback.state["step"]))
+        return found
+
+    assert lightning_ranks(2, run) == 2 * [[(False, 0), (True, 100)]]
 
 
 class OwnFormat(torch.optim.SGD):
