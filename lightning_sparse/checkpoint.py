@@ -8,7 +8,8 @@ Each rank writes and reads its own sidecar file, so residuals never pass through
 
 1. Every rank writes its sidecar file, under a tag that is new for each save.
 2. When all sidecar files are complete, rank 0 writes the checkpoint, which holds the tag.
-3. When the checkpoint is in place, rank 0 removes the sidecar files of earlier tags.
+3. When the checkpoint is in place, rank 0 removes the sidecar files of earlier tags, and then all other ranks do: nodes
+   may have disks of their own.
 
 So the checkpoint on disk has its own sidecar files whenever a process is killed. The folder is moved or copied along
 with the checkpoint.
@@ -267,7 +268,8 @@ def _remove(checkpoint: str | os.PathLike[str], unneeded: Callable[[re.Match[str
     """Remove sidecar files by their parsed names, and the folder once it is empty."""
     for fs, path, file in list(_list(checkpoint)):
         if unneeded(file):
-            fs.rm_file(path)  # not `rm`, which takes `[`, `*` and `?` for a pattern
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                fs.rm_file(path)  # not `rm`, which takes `[`, `*` and `?` for a pattern
     located = _locate(folder(checkpoint))
     if located is not None:
         fs, root = located

@@ -18,7 +18,7 @@ from lightning_sparse.hooks import CommThread, UpdateExchange
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.meetings import Meetings
-from lightning_sparse.strategies.saves import Saves, writes_at_once
+from lightning_sparse.strategies.saves import Saves, warn_of_files_left, writes_at_once
 from lightning_sparse.strategies.sigterm import EndTogether
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ class Checkpointing(DDPStrategy):
     """The half of the strategy that saves and restores the reducer's state.
 
     All ranks call `save_checkpoint` and `load_optimizer_state_dict` together; `remove_checkpoint` acts on rank 0 alone,
-    as ranks may hold different paths for one checkpoint.
+    as ranks may hold different paths for one checkpoint. With the next save, and at the end of training, rank 0 tells
+    the others which sidecar files it has removed, for each node may have a disk of its own.
     """
 
     _namespace: str
@@ -51,6 +52,7 @@ class Checkpointing(DDPStrategy):
         super().__init__(**kwargs)
         self._loaded_from: Any = None
         self._saves = Saves()  # on rank 0
+        self._has_saved = False  # on all ranks
         self._meetings = Meetings()
 
     @property
@@ -77,12 +79,11 @@ class Checkpointing(DDPStrategy):
             error = caught
         if save is not None and error is None:
             self._saves.returned(save, self.checkpoint_io)
+            self._saves.sweep(super().remove_checkpoint)
         if tag is not None:
             self._raise_together(path, tag, error)
         elif error is not None:
             raise error
-        if self.is_global_zero:
-            self._saves.sweep(super().remove_checkpoint)
 
     def _write_sidecar(self, checkpoint: dict[str, Any], filepath: Any) -> tuple[str, str] | None:
         """Write this rank's sidecar file and its tag into the checkpoint.
@@ -112,6 +113,7 @@ class Checkpointing(DDPStrategy):
                 f"The residuals of {path!r} could not be written ({errors[0]}). No checkpoint was written; an earlier "
                 f"one of this name is as it was."
             ) from error
+        self._has_saved = True
         checkpoint[sidecars.KEY] = {
             "version": sidecars.VERSION,
             "tag": tag,
@@ -186,7 +188,9 @@ class Checkpointing(DDPStrategy):
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""
         # Any other CheckpointIO may have written the checkpoint in spite of the error, or may do so later.
         failed = error is not None and writes_at_once(self.checkpoint_io)
-        messages, failures = zip(*self._gather((self._error_message(error), failed)), strict=True)
+        own = self._error_message(error), failed, self._saves.take_pruned()
+        messages, failures, pruned = zip(*self._gather(own), strict=True)
+        self._prune(pruned[0])
         if not any(messages):
             return
         if failures[0]:
@@ -194,6 +198,19 @@ class Checkpointing(DDPStrategy):
         raise OSError(
             f"{path!r} could not be written ({next(filter(None, messages))}). An earlier one of this name is as it was."
         ) from error
+
+    def _prune(self, pruned: Mapping[str, set[str]]) -> None:
+        """Remove sidecar files as rank 0 has done it, on a disk of this node."""
+        for path, keep in pruned.items() if self.global_rank else ():
+            try:
+                sidecars.prune(path, keep)
+            except Exception as error:  # not worth ending a training for
+                warn_of_files_left(path, error)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._has_saved:
+            self._prune(self._gather(self._saves.take_pruned())[0])
 
     def _gather(self, own: Any) -> list[Any]:
         if not dist.is_initialized():

@@ -54,13 +54,23 @@ class Saves:
     def __init__(self) -> None:
         self._saves: dict[str, list[Save]] = {}
         self._unwanted: dict[str, Any] = {}  # checkpoints to remove once they are in place
+        self._pruned: dict[str, set[str]] = {}  # tags kept, by path, of what other ranks have not heard of yet
 
     def begin(self, path: str, tag: str | None) -> Save:
         """Record a save before `CheckpointIO.save_checkpoint` is called, as even Ctrl-C may leave a checkpoint."""
         save = Save(tag)
         self._saves.setdefault(path, []).append(save)
         self._unwanted.pop(path, None)
+        self._pruned.pop(path, None)
         return save
+
+    def take_pruned(self) -> dict[str, set[str]]:
+        """Return which tags were kept of the checkpoints whose sidecar files were pruned since the last call, by path.
+
+        Other ranks prune alike: they may have a disk of their own.
+        """
+        pruned, self._pruned = self._pruned, {}
+        return pruned
 
     def returned(self, save: Save, io: Any) -> None:
         """Record that `io.save_checkpoint` has returned without an error."""
@@ -86,7 +96,11 @@ class Saves:
         else:
             remove(filepath)
             self._saves.pop(path, None)
-            sidecars.prune(path)
+            self._prune(path, set())
+
+    def _prune(self, path: str, keep: set[str]) -> None:
+        self._pruned[path] = keep
+        sidecars.prune(path, keep)
 
     def sweep(self, remove: Callable[[Any], None]) -> None:
         """Remove the sidecar files of overwritten checkpoints, and the checkpoints whose removal had to wait."""
@@ -101,9 +115,14 @@ class Saves:
                     if path in self._unwanted:
                         self.remove(path, self._unwanted.pop(path), remove)
                         continue
-                sidecars.prune(path, {save.tag for save in saves if save.tag is not None})
+                self._prune(path, {save.tag for save in saves if save.tag is not None})
             except Exception as error:  # not worth ending a training for
-                log.warning(f"Sidecar files of earlier checkpoints {path!r} could not be removed: {error}")
+                warn_of_files_left(path, error)
+
+
+def warn_of_files_left(path: str, error: Exception) -> None:
+    """Warn that sidecar files of a checkpoint could not be removed."""
+    log.warning(f"Sidecar files of earlier checkpoints {path!r} could not be removed: {error}")
 
 
 def writes_at_once(io: Any) -> bool:

@@ -2,11 +2,13 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -373,3 +375,36 @@ def test_a_process_that_did_not_train_warns_that_it_has_no_residuals(tmp_path):
     _, records = with_warnings(parent.save_checkpoint, {"optimizer_states": []}, tmp_path / "a.ckpt")
     assert "gets no residuals: they belong to the processes that trained" in records[0]
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@pytest.mark.reliability(
+    "nodes without a shared disk",
+    checked="each keeps the sidecar files of the checkpoints that there are, and no others; bit-identical resume",
+    methods=["topk"],
+)
+@pytest.mark.parametrize("way", tiers(WAYS, ["every step, top 1", "last"]))
+def test_nodes_without_a_shared_disk_keep_the_sidecar_files_of_the_checkpoints_that_there_are(way, tmp_path):
+    """The same path is another folder for each rank."""
+    callbacks, expected = WAYS[way]
+
+    def rank(rank):
+        straight = result(*fit("topk", rank, net=Scored(**MOMENTUM)))
+        disk = tmp_path / f"disk{rank}"
+        disk.mkdir()
+        os.chdir(disk)
+        path, real = Path("/proc/self/cwd"), os.path.realpath
+        os.path.realpath = lambda x, **options: x if str(x).startswith(str(path)) else real(x, **options)
+        fit("topk", rank, net=Scored(**MOMENTUM), max_steps=7, callbacks=callbacks(path))
+        found = sorted(file.name for file in disk.glob("*.residuals/*"))
+        checkpoints = tmp_path / "disk0"
+        needed = {name for each in checkpoints.glob("*.ckpt") for name in sidecar_names(each)}
+        if rank:
+            for each in checkpoints.glob("*.ckpt"):
+                shutil.copy(each, disk)
+        dist.barrier()
+        again = result(*fit("topk", rank, net=Scored(**MOMENTUM), ckpt_path=path / f"{expected[-1]}.ckpt"))
+        return found, sorted(name for name in needed if f"rank{rank}" in name), same(again, straight)
+
+    for found, needed, resumed in lightning_ranks(2, rank):
+        assert found == needed
+        assert resumed
