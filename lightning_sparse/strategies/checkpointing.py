@@ -245,6 +245,13 @@ class Checkpointing(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._load_rank_0s_optimizers(checkpoint)
         info = checkpoint.get(sidecars.KEY)
+        if self._reducer is None:  # as in a process that has forked or spawned the ranks
+            if info is not None:
+                log.warning(
+                    f"The residuals of {str(self._loaded_from)!r} are not loaded: they belong to processes that train, "
+                    f"and this one does not. Pass ckpt_path to fit."
+                )
+            return
         self.reducer.reset()
         if info is None:
             if self.global_rank == 0:

@@ -357,6 +357,31 @@ AFTER_FORK = """
     run.save_checkpoint(sys.argv[1])
 """
 
+AFTER_FORK_TO_LOAD = """
+    import sys
+
+    import torch
+
+    from tests.integration.checkpoints import saving
+    from tests.integration.trainers import Loader, Net, trainer
+
+    folder, strategy = sys.argv[1:]
+    run = trainer(strategy, 2, callbacks=[saving(folder, every_n_train_steps=4)])
+    net = Net(torch.optim.AdamW, lr=0.01)
+    run.fit(net, Loader(0, 1, 4))
+    run.strategy.optimizers = [net.configure_optimizers()]
+    path = f"{folder}/step=4.ckpt"
+    checkpoint = run.strategy.load_checkpoint(path)
+    run.strategy.load_model_state_dict(checkpoint)
+    run.strategy.load_optimizer_state_dict(checkpoint)
+    steps = [float(state["step"]) for state in run.strategy.optimizers[0].state.values()]
+    same = all(torch.equal(net.state_dict()[name], x) for name, x in checkpoint["state_dict"].items())
+    print("steps", set(steps), same)
+    run = trainer(strategy, 2, max_epochs=2)
+    run.fit(net, Loader(0, 1, 4), ckpt_path=path)
+    print(run.state.status.value)
+"""
+
 
 def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
     script, path = tmp_path / "script.py", tmp_path / "a.ckpt"
@@ -367,6 +392,19 @@ def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "gets no residuals: they belong to the processes that trained" in ended.stderr
     assert path.exists()
+
+
+@pytest.mark.parametrize("strategy", tiers(["topk_ddp_fork", "topk_ddp_spawn", "ddp_fork"], ["topk_ddp_fork"]))
+def test_a_process_that_has_forked_the_ranks_restores_without_residuals(strategy, tmp_path):
+    script = tmp_path / "script.py"
+    guarded = textwrap.indent(textwrap.dedent(AFTER_FORK_TO_LOAD), "    ")
+    script.write_text(f"if __name__ == '__main__':\n{guarded}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "saved"), strategy]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-2:] == ["steps {4.0} True", "finished"]
+    assert ("they belong to processes that train, and this one does not" in ended.stderr) == ("topk" in strategy)
 
 
 def test_a_process_that_did_not_train_warns_that_it_has_no_residuals(tmp_path):
