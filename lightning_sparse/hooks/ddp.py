@@ -28,6 +28,8 @@ from lightning_sparse.parameters import described
 from lightning_sparse.reducer import Reducer
 
 
+@torch.inference_mode(False)  # its state is updated in training
+@torch.no_grad()
 def attach(
     ddp: DistributedDataParallel,
     method: str | Method = "topk",

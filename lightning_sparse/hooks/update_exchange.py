@@ -211,6 +211,8 @@ class UpdateExchange:
         """Whether there are steps whose exchange is still to come or to end, so that weights differ among ranks."""
         return self.updates.in_flight or any(steps % self._every for steps in self._steps)
 
+    @torch.inference_mode(False)  # other threads and later steps update what it makes
+    @torch.no_grad()
     def exchange_pending(self, write: bool = True) -> None:
         """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it.
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +32,8 @@ from lightning_sparse.reducer import Reducer
 log = logging.getLogger(__name__)
 
 
+@torch.inference_mode(False)  # its state is updated in training
+@torch.no_grad()
 def attach_updates(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],

@@ -614,3 +614,18 @@ def test_warm_up_by_steps():
     assert first[:2] == [1000, 1000]
     assert all(100 <= count <= 200 for count in first[2:4])
     assert 10 <= first[4] <= 20
+
+
+def attached_in(rank: int, mode: Any) -> list[Tensor]:
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    with mode():
+        attach(ddp, "topk", density=0.1)
+    return train(net, ddp, lambda: None, rank)
+
+
+def test_it_may_be_attached_in_inference_mode():
+    first, second = run_ranks(2, attached_in, torch.inference_mode, backend="gloo")
+    usual, _ = run_ranks(2, attached_in, torch.no_grad, backend="gloo")
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, usual))

@@ -764,6 +764,34 @@ def test_a_checkpoint_whose_step_or_residuals_a_hook_removes_starts_without(tmp_
     assert lightning_ranks(2, run) == 2 * [[(False, 0), (True, 100)]]
 
 
+def in_mode(rank: int, options: dict[str, Any], mode: Any) -> Tensor:
+    torch.manual_seed(rank)
+    net = AdamNet()
+    optimizer = net.configure_optimizers()
+    with mode():
+        attach_updates(net, optimizer, "topk", density=0.1, **options)
+    for step, batch in enumerate([*Loader(rank, 2).batches, *Loader(rank, 2).batches]):
+        optimizer.zero_grad()
+        net.training_step(batch, step).backward()
+        optimizer.step()
+        if step in (3, 7):
+            with mode():
+                exchange_pending(optimizer)
+                net.training_step(batch, step)
+    exchange_pending(optimizer)
+    return net.weights
+
+
+@pytest.mark.parametrize(
+    "options",
+    tiers([{"every": 3, "delayed": True}, {"delayed": True}, {"every": 3}, {}], [{"every": 3, "delayed": True}]),
+)
+def test_pending_updates_are_exchanged_in_inference_mode(options):
+    first, second = run_ranks(2, in_mode, options, torch.inference_mode, backend="gloo")
+    assert torch.equal(first, second)
+    assert torch.equal(first, run_ranks(2, in_mode, options, torch.no_grad, backend="gloo")[0])
+
+
 class OwnFormat(torch.optim.SGD):
     """Wraps an optimizer: keeps what that one keeps in a format of its own, and options apart from its groups."""
 
