@@ -168,6 +168,31 @@ class SparseDDP(UpdateOrGradientExchange):
         """Leave out the exchange of the present fit, which belongs to this process: a copy begins its own."""
         return {**super().__getstate__(), "_exchange": None, "_reducer": None, "_sigterm": None}
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launching_process = os.getpid()
+
+    @property
+    def launcher(self) -> Any:
+        """What starts the ranks.
+
+        Raises:
+            RuntimeError: this process is in the process group of an earlier fit, in which new ranks would wait.
+        """
+        launcher = super().launcher
+        if launcher is None or self._launching_process != os.getpid() or not dist.is_initialized():
+            return launcher
+        size = self.num_processes * self.num_nodes
+        if self._launched or size != dist.get_world_size():
+            how = "fork or spawn" if self._launched else f"{size} ranks"
+            raise RuntimeError(
+                f"{type(self).__name__} cannot start {how} here: this process is in a process group of "
+                f"{dist.get_world_size()} already, from an earlier fit for example, and its ranks would wait for each "
+                f"other for ever. Start both fits by fork, as strategy='topk_ddp_fork' does, whatever the number of "
+                f"devices; or run each in a process of its own."
+            )
+        return launcher
+
     def setup_distributed(self) -> None:
         super().setup_distributed()
         if dist.get_backend() == "gloo":

@@ -213,16 +213,33 @@ def fit_alone(rank: int, strategy: SparseDDPStrategy, **options) -> list[tuple[i
         warnings.simplefilter("ignore")  # Lightning's advice on a toy run
         trainer = pytorch_lightning.Trainer(
             strategy=strategy,
-            devices=1,
             accelerator="cpu",
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **options,
+            **{"devices": 1, **options},
         )
         trainer.fit(net, data)
     return net.seen
+
+
+@pytest.mark.parametrize(("start_method", "devices"), [("fork", 2), ("fork", 1), ("spawn", 2), ("popen", 2)])
+def test_a_fit_that_cannot_start_its_ranks_after_another_fit_says_so(start_method, devices):
+    """Stock `ddp` waits for ever: forked and spawned ranks take the earlier fit's process group for theirs."""
+
+    def twice(rank: int) -> tuple[int, str]:
+        seen = fit_alone(rank, SparseDDPStrategy("topk"), max_epochs=1)
+        try:
+            fit_alone(rank, SparseDDPStrategy("topk", start_method=start_method), max_epochs=1, devices=devices)
+        except RuntimeError as error:
+            return len(seen), str(error)
+        return len(seen), ""
+
+    ((steps, error),) = run_ranks(1, twice)
+    assert steps == 2
+    assert "this process is in a process group of 1 already" in error
+    assert "run each in a process of its own" in error
 
 
 def test_warm_up_by_epochs():
