@@ -33,9 +33,9 @@ from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
     check_placement,
     method_options,
-    warn_of_adaptive_optimizers,
+    warn_of_sparse_gradients,
     warn_of_two_momenta,
-    why_updates,
+    why_gradients,
 )
 from lightning_sparse.strategies.sigterm import EndTogether
 from lightning_sparse.strategies.summary import run_summary
@@ -77,8 +77,8 @@ class SparseDDP(UpdateOrGradientExchange):
         two_level: add up densely inside each node, and compress only between nodes: for several devices behind one
             network card. Nodes must have equal numbers of devices.
         exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
-            gradient. "auto" takes updates for methods that send entries and optimizers that divide by past gradients,
-            such as AdamW, or orthogonalise their steps, as Muon does.
+            gradient. "auto" takes updates for a sparse method, unless the optimizer is torch's SGD, takes signs, or
+            evaluates other weights than it trains.
         every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
         delayed: whether the next step goes on during an exchange of updates, for links of high latency: a rank's
             weights change by what it has sent itself, until the mean is there.
@@ -261,10 +261,10 @@ class SparseDDP(UpdateOrGradientExchange):
             return "update", "delayed=True"
         if not self._method.is_sparse:
             return "gradient", "the method"
-        for optimizer in self.optimizers:
-            if does := why_updates(optimizer):
-                return "update", f"{type(optimizer).__name__}, which {does}"
-        return "gradient", "the optimizer, which is not known to divide by past gradients"
+        reasons = [(type(optimizer).__name__, why_gradients(optimizer)) for optimizer in self.optimizers]
+        if others := [name for name, reason in reasons if reason is None]:
+            return "update", f"the optimizer, {others[0]}"
+        return "gradient", "the optimizer" + "".join(f": {name} {reason}" for name, reason in reasons[:1])
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -273,7 +273,7 @@ class SparseDDP(UpdateOrGradientExchange):
             self._update_exchange.begin()
         elif self.global_rank == 0:
             if (self._method.density or 1) < 1:
-                warn_of_adaptive_optimizers(self.optimizers, chosen=self._exchanged == "gradient")
+                warn_of_sparse_gradients(self.optimizers)
             warn_of_two_momenta(self.optimizers, self._method)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -41,7 +41,7 @@ from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAver
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
-from lightning_sparse.strategies.fit_checks import why_updates
+from lightning_sparse.strategies.fit_checks import why_gradients
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.integration.checkpoints import AtStart
@@ -1269,34 +1269,45 @@ class Unknown(torch.optim.Optimizer):
         return loss
 
 
+SCALES, SIGNS = "scales the gradient", "takes signs"
+
+
 @pytest.mark.parametrize(
     ("name", "base", "expected"),
     [
-        ("FusedAdam", Unknown, "divides by past gradients"),
-        ("PagedAdamW8bit", Unknown, "divides by past gradients"),
-        ("Mine", torch.optim.RMSprop, "divides by past gradients"),
-        ("SingleDeviceMuon", Unknown, "orthogonalises its steps"),
-        ("Lion", Unknown, None),
-        ("Mine", SGD, None),
+        *((name, Unknown, None) for name in ("FusedAdam", "PagedAdamW8bit", "Ranger", "AdEMAMix", "ADOPT", "SOAP")),
+        *((name, Unknown, None) for name in ("Prodigy", "Sophia", "DAdaptSGD", "SingleDeviceMuon", "Whatever")),
+        *((base.__name__, base, None) for base in (torch.optim.RMSprop, torch.optim.AdamW, torch.optim.Adagrad)),
+        *(("Mine", base, SCALES) for base in (SGD, torch.optim.ASGD)),
+        *((name, Unknown, SIGNS) for name in ("Lion", "DAdaptLion", "SignSGD", "Tiger")),
+        ("Mine", torch.optim.Rprop, SIGNS),
     ],
 )
-def test_optimizers_that_want_updates_are_known_by_their_names(name, base, expected):
+def test_updates_are_exchanged_unless_an_optimizer_is_known_to_want_gradients(name, base, expected):
     optimizer = type(name, (base,), {})([torch.ones(1, requires_grad=True)], lr=0.1)
-    assert why_updates(optimizer) == expected
+    assert why_gradients(optimizer) == expected
     type(optimizer).eval = lambda self: None  # makes weights of each rank's own state
-    assert why_updates(optimizer) is None
+    assert why_gradients(optimizer) == "evaluates other weights than it trains"
 
 
-def test_an_unknown_optimizer_is_warned_of_unless_the_exchange_is_chosen():
-    net = partial(Net, Unknown, lr=0.01)
+class Lion(Unknown):
+    """Takes signs, as its name says."""
 
+
+def test_sparse_gradients_are_warned_of_with_any_optimizer_that_wants_none():
     def run(rank: int) -> list[list[str]]:
-        return [fit(rank, net, {"exchange": exchange})["messages"] for exchange in ("auto", "gradient", "update")]
+        nets = [(Unknown, "auto"), (Unknown, "gradient"), (Lion, "auto"), (Lion, "gradient"), (SGD, "gradient")]
+        fits = [fit(rank, partial(Net, kind, lr=0.01), {"exchange": exchange}) for kind, exchange in nets]
+        int4 = fit(rank, partial(Net, Lion, lr=0.01), {"method": "int4", "density": None})
+        return [each["messages"] for each in (*fits, int4)]
 
     first, _ = lightning_ranks(2, run)
-    assert [len(texts) for texts in first] == [1, 0, 0]
-    assert "Unknown is not known, so ranks exchange gradients." in first[0][0]
-    assert "set exchange='update'" in first[0][0]
+    assert [len(texts) for texts in first] == [0, 1, 1, 1, 0, 0]
+    assert "Unknown takes too large steps with gradients that arrive seldom" in first[1][0]
+    assert "exchange='update'" in first[1][0]
+    for texts in first[2:4]:
+        assert "Lion takes signs" in texts[0]
+        assert "'int4'" in texts[0]
 
 
 class AdamW8bit(OthersAdam):
@@ -1321,7 +1332,9 @@ def test_an_optimizer_that_evaluates_other_weights_is_warned_of_where_they_diffe
         return [fit(rank, net, {"exchange": exchange})["messages"] for exchange in ("gradient", "update")]
 
     (first, warned), others = lightning_ranks(2, run)
-    assert (first, others) == ([], [[], []])
+    assert others == [[], []]
+    (gradients,) = first
+    assert gradients.startswith("ScheduleFree evaluates other weights than it trains, so ranks exchange gradients.")
     assert len(warned) == 1
     assert warned[0].startswith("ScheduleFree.eval() makes weights of its own state, in which ranks differ")
 
@@ -1339,7 +1352,7 @@ class MuonNet(Net):
 OF_MUON = pytest.param(
     MuonNet,
     {},
-    ["Each rank steps its own Muon", "Chosen by Muon, which orthogonalises its steps."],
+    ["Each rank steps its own Muon", "Chosen by the optimizer, Muon."],
     marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on"),
 )
 
@@ -1349,19 +1362,19 @@ OF_MUON = pytest.param(
     [
         OF_MUON,
         (AdamNet, {}, ["momentum of AdamW is paid out where entries are sent", "updates of AdamW are made up to √2"]),
-        (AdamNet, {}, ["Chosen by AdamW, which divides by past gradients."]),
+        (AdamNet, {}, ["Chosen by the optimizer, AdamW."]),
         (
             Net,
             {"exchange": "update"},
             ["Each rank steps its own SGD, and the updates are exchanged.", "Chosen by exchange='update'."],
         ),
-        (Net, {}, ["Gradients are exchanged. Chosen by the optimizer, which is not known to divide"]),
+        (Net, {}, ["Gradients are exchanged. Chosen by the optimizer: SGD scales the gradient."]),
         (
             partial(Net, AdamW8bit, lr=0.01),
             {},
             [
                 "exchanged; AdamW8bit is treated as Adam is, if its state has Adam's exp_avg and exp_avg_sq. They",
-                "Chosen by AdamW8bit, which divides by past gradients.",
+                "Chosen by the optimizer, AdamW8bit.",
                 "They are exchanged after backward: AdamW8bit may look at all gradients.",
             ],
         ),
