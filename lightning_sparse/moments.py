@@ -210,8 +210,12 @@ def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 def moments_of(optimizer: Optimizer) -> Moments | None:
     """Return how an optimizer keeps its momentum; None if it is not known."""
-    known = next((MOMENTS[kind] for kind in type(optimizer).__mro__ if kind in MOMENTS), None)
-    if known is None and all(_has_betas(group) for group in optimizer.param_groups):
+    kinds = type(optimizer).__mro__
+    known = next((MOMENTS[kind] for kind in kinds if kind in MOMENTS), None)
+    # Not by the state alone: Ranger and SOAP have moments by Adam's names, but change weights by other rules as well.
+    # What would be paid out of these changes feeds on itself, and the training diverges.
+    is_adam = any("adam" in kind.__name__.lower() for kind in kinds)
+    if known is None and is_adam and all(_has_betas(group) for group in optimizer.param_groups):
         return OTHERS
     return known
 
@@ -309,4 +313,4 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""
 OTHERS = Moments("exp_avg", _beta, None, second="exp_avg_sq")
-"""Optimizers that are not torch's, but have betas; the parameters whose state has Adam's moments, by their names."""
+"""Adam by other packages: named so, with betas; the parameters whose state has Adam's moments, by their names."""

@@ -19,7 +19,7 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.kernels.payout import add_with_payout_
-from lightning_sparse.moments import moments_of
+from lightning_sparse.moments import OTHERS, moments_of
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.support.tiers import tiers
@@ -271,6 +271,23 @@ def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
         return torch.equal(moments[0], before[0]), torch.equal(moments[1], before[1])
 
     assert simulate(2, rank) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "is_adam"),
+    [
+        *((name, True) for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP")),
+        *((name, False) for name in ("Ranger", "SOAP", "Lamb", "AdEMAMix", "ADOPT", "Prodigy")),
+    ],
+)
+def test_only_adam_is_treated_as_adam(name, is_adam):
+    """Ranger and SOAP keep moments by Adam's names, and diverged as the change was paid out as Adam's."""
+
+    def init(self, params):
+        torch.optim.Optimizer.__init__(self, params, {"lr": 0.1, "betas": (0.9, 0.999)})
+
+    optimizer = type(name, (torch.optim.Optimizer,), {"__init__": init})([torch.ones(1)])
+    assert moments_of(optimizer) is (OTHERS if is_adam else None)
 
 
 class Elsewhere(OthersAdam):
