@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import torch
@@ -117,6 +118,19 @@ def hook_name(ddp: DistributedDataParallel) -> str | None:
     """Return the name of a model's communication hook, Python's or torch's own. Private in torch 2.8 to 2.15."""
     name: str | None = ddp._get_ddp_logging_data().get("comm_hook")
     return name
+
+
+def have_hooks_called(optimizer: Optimizer) -> None:
+    """Have torch call hooks around an optimizer's steps now. Private in torch 2.8 to 2.15.
+
+    A wrapper's constructor may leave that to the first `zero_grad`, and a schedule may hold its `step` from before.
+    """
+    optimizer._patch_step_function()  # type: ignore[no-untyped-call]
+    step = optimizer.step
+    if not getattr(step, "hooked", False):
+        own: Any = Optimizer.profile_hook_step(lambda _, *args, **kwargs: step(*args, **kwargs))
+        own.hooked = True
+        optimizer.step = MethodType(own, optimizer)  # type: ignore[method-assign]
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:

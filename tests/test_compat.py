@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import threading
+from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +44,30 @@ def test_step_hooks():
     assert _compat.step_hooks(optimizer) == [test_step_hooks]
     hook.remove()
     assert _compat.step_hooks(optimizer) == []
+
+
+def test_have_hooks_called():
+    """Around the step of a class that torch has not met, and of an object whose step a schedule has replaced before."""
+    called = []
+    for replaced in (False, True):
+
+        class New(torch.optim.Optimizer):
+            def __init__(self, params):
+                self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+                self.param_groups = [{"params": params, "lr": 1.0}]
+
+            def step(self, closure=None):
+                called.append("step")
+
+        optimizer = New([nn.Parameter(torch.ones(1))])
+        if replaced:
+            torch.optim.lr_scheduler.ConstantLR(optimizer)
+        for _ in range(2):  # once is enough
+            _compat.have_hooks_called(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        optimizer.step()
+    assert called == ["before", "step", "after"] * 2
 
 
 def test_step_without_hooks():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import register_first, step_depth, step_hooks
+from lightning_sparse._compat import have_hooks_called, register_first, step_depth, step_hooks
 from lightning_sparse.comm.rank_0 import broadcast, broadcast_differing
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.hooks.closure import begin_step
@@ -117,6 +117,8 @@ class UpdateExchange:
             self._session.close(pending=self._session.over_nccl)
             raise
         self.note = self.updates.note
+        for optimizer in optimizers:
+            have_hooks_called(optimizer)
         self._hooks = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
             *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights

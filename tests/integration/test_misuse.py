@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import attach, attach_updates, method
 from lightning_sparse.hooks import UpdateExchange, misuse
 from tests.integration.failing import caught
+from tests.integration.trainers import Lookahead
 from tests.processes import run_ranks
 
 
@@ -223,6 +224,17 @@ def test_what_a_closure_does_to_weights_is_no_update(by_name, kind):
     assert steps == 4
 
 
+def lookahead(net: nn.Module) -> Any:
+    return net, Lookahead(torch.optim.AdamW(net.parameters(), 0.01))
+
+
+def lookahead_with_schedule(net: nn.Module) -> Any:
+    """The schedule has put a method in the place of `step` before torch calls hooks around it."""
+    optimizer = Lookahead(torch.optim.AdamW(net.parameters(), 0.01))
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    return net, optimizer
+
+
 def compiled(net: nn.Module) -> Any:
     return torch.compile(net, backend="eager"), torch.optim.AdamW(net.parameters(), 0.01)
 
@@ -245,7 +257,10 @@ def trained(made: Any, inside: bool) -> tuple[Tensor, Any]:
 
 @pytest.mark.parametrize(
     ("made", "inside"),
-    [(derived, False), (around, False), (around, True), (compiled, False), (compiled_step, False)],
+    [
+        *((derived, False), (around, False), (around, True), (compiled, False), (compiled_step, False)),
+        *((lookahead, False), (lookahead_with_schedule, False)),
+    ],
     ids=lambda case: getattr(case, "__name__", str(case)),
 )
 def test_what_is_right_goes_on(made, inside):

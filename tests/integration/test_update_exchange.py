@@ -46,7 +46,7 @@ from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.integration.checkpoints import AtStart
 from tests.integration.failing import SOON, caught, of_both
-from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, same, trainer
+from tests.integration.trainers import Gan, Loader, Lookahead, Messages, Net, lightning_ranks, same, trainer
 from tests.processes import reserve_port, run_ranks
 from tests.support.tiers import full, tiers
 from tests.support.update_training import OthersAdam
@@ -225,6 +225,34 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "RMSprop": (partial(Net, torch.optim.RMSprop, lr=0.001), {}, {}),
     "dgc": (partial(Net, partial(torch.optim.SGD, momentum=0.9), lr=0.01), {"method": "dgc"}, {}),
 }
+
+
+class Averaged(Net):
+    """With timm's Lookahead around SGD, and a schedule, which replaces its `step` before training begins."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Lookahead(torch.optim.SGD(self.parameters(), 0.05))
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def test_an_optimizer_around_another_one_trains_as_under_ddp():
+    def rank(rank: int) -> list[Tensor]:
+        found = []
+        for how in (
+            pl.strategies.DDPStrategy(),
+            sparse(density=1.0, exchange="gradient"),
+            sparse(density=1.0, exchange="update"),
+        ):
+            net = Averaged()
+            trainer(how, 2, max_epochs=2).fit(net, Loader(rank, 2))
+            found.append(net.weights)
+        return found
+
+    first, second = lightning_ranks(2, rank)
+    assert same(first, second)
+    stock, gradients, updates = first
+    assert torch.equal(stock, gradients)
+    assert torch.allclose(stock, updates, atol=1e-6)
 
 
 class Numbered(Net):

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -82,6 +83,25 @@ class Gan(pl.LightningModule):
     @property
     def weights(self) -> Tensor:
         return torch.cat([param.detach().flatten() for param in self.parameters()])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As timm's: its constructor does not call torch's, so torch does not call hooks before the first zero_grad."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+        self.slow = [param.detach().clone() for group in self.param_groups for param in group["params"]]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for slow, param in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                param.copy_(slow.lerp_(param, 0.5))
+        return loss
 
 
 class Loader:
