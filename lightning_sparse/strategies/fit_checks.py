@@ -41,6 +41,12 @@ def why_gradients(optimizer: Optimizer) -> str | None:
     return None
 
 
+def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether a parameter belongs to several optimizers, so that their updates cannot be exchanged."""
+    owned = [{id(param) for group in x.param_groups for param in group["params"]} for x in optimizers]
+    return sum(map(len, owned)) > len(set().union(*owned))
+
+
 def method_options(strategy: type, method: str | Method, options: Mapping[str, Any]) -> list[str]:
     """Return the names of those options that a method, given by name, has itself.
 
@@ -90,10 +96,12 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
     signs = next(filter(takes_signs, optimizers), None)
     evaluating = next(filter(evaluates_other_weights, optimizers), None)
     if adaptive is not None:
+        remedy = "Let ranks exchange updates, exchange='update', which needed no more"
+        if share_parameters(optimizers):
+            remedy = "Take a method that sends every element, such as 'int4', as optimizers share parameters here"
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: with AdamW a GPT "
-            f"needed 4 to 6 times as many steps with them as with dense ones. Let ranks exchange updates, "
-            f"exchange='update', which needed no more; see docs/optimizers.md."
+            f"needed 4 to 6 times as many steps with them as with dense ones. {remedy}; see docs/optimizers.md."
         )
     elif signs is not None:
         log.warning(

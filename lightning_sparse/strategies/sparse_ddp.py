@@ -33,6 +33,7 @@ from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
     check_placement,
     method_options,
+    share_parameters,
     warn_of_sparse_gradients,
     warn_of_two_momenta,
     why_gradients,
@@ -261,6 +262,11 @@ class SparseDDP(UpdateOrGradientExchange):
             return "update", "delayed=True"
         if not self._method.is_sparse:
             return "gradient", "the method"
+        if share_parameters(self.optimizers):
+            return (
+                "gradient",
+                f"the optimizers: {' and '.join(type(x).__name__ for x in self.optimizers)} share parameters",
+            )
         reasons = [(type(optimizer).__name__, why_gradients(optimizer)) for optimizer in self.optimizers]
         if others := [name for name, reason in reasons if reason is None]:
             return "update", f"the optimizer, {others[0]}"

@@ -227,6 +227,45 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+class InTurn(Net):
+    """SGD and Adam step the same parameters, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()[index % 2]
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 0.05), torch.optim.Adam(self.parameters(), 0.01)]
+
+
+def test_optimizers_of_the_same_parameters_exchange_gradients_unless_updates_are_asked_for():
+    def fits(rank: int, how: Any) -> Tensor:
+        net = InTurn()
+        trainer(how, 2).fit(net, Loader(rank, 2, 4))
+        return net.weights
+
+    def rank(rank: int) -> list[Any]:
+        messages = Messages()
+        found: list[Any] = [fits(rank, how) for how in (pl.strategies.DDPStrategy(), sparse(density=1.0), sparse())]
+        refused = [sparse(**options) for options in ({"exchange": "update"}, {"every": 2}, {"delayed": True})]
+        return [messages.texts, *found, *(caught(partial(fits, rank, how))[1] for how in refused)]
+
+    (warnings, *first), (_, *second) = lightning_ranks(2, rank)
+    assert same(first, second)
+    stock, all_of_it, _, *refused = first
+    assert torch.equal(stock, all_of_it)
+    for text in refused:
+        assert "or let ranks exchange gradients: exchange='gradient' of the strategy, without every and delayed" in text
+    (warning,) = warnings
+    assert "Take a method that sends every element, such as 'int4', as optimizers share parameters here" in warning
+
+
 class Averaged(Net):
     """With timm's Lookahead around SGD, and a schedule, which replaces its `step` before training begins."""
 
