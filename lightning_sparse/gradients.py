@@ -46,9 +46,12 @@ def check_tensor(name: str, tensor: Tensor) -> None:
             f"with strategy='ddp'."
         )
     if tensor.dtype not in REDUCIBLE:
+        remedy = "Convert the parameter, freeze it with requires_grad_(False)"
+        if tensor.is_complex():
+            remedy = "Make it real, of shape [..., 2], and have forward take torch.view_as_complex of it"
         raise TypeError(
             f"{name!r} is {tensor.dtype}; gradients of torch.float32, torch.float16 and torch.bfloat16 can be reduced. "
-            f"Convert the parameter, or freeze it with requires_grad_(False)."
+            f"{remedy}, or train with strategy='ddp'."
         )
 
 

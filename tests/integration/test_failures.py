@@ -369,7 +369,10 @@ def test_what_is_refused_says_why():
         [
             ("TypeError", "attach got a Linear: wrap the model in DistributedDataParallel first"),
             ("TypeError", "'odd' is torch.float64; gradients of torch.float32, torch.float16 and torch.bfloat16 can"),
-            ("TypeError", "'odd' is torch.complex64"),
+            (
+                "TypeError",
+                "Make it real, of shape [..., 2], and have forward take torch.view_as_complex of it, or train with",
+            ),
             ("TypeError", "is a Embedding with sparse=True: sparse gradients cannot be compressed. Set sparse=False"),
             ("ValueError", "skip_all_reduce_unused_params=...) bypasses the exchange of gradients"),
             ("ValueError", "warmup=(0.1,) without epochs: say how many steps"),

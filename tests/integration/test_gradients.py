@@ -592,6 +592,40 @@ def test_a_trainer_can_be_copied_within_and_after_a_training_and_its_copy_trains
     assert lightning_ranks(2, rank) == [[True] * 4] * 2
 
 
+class Spectral(Net):
+    """With a complex buffer, and a complex weight, or a real one of which forward takes a complex view."""
+
+    def __init__(self, real: bool) -> None:
+        super().__init__()
+        weight = torch.randn(8, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
+        self.spectrum = nn.Parameter(torch.view_as_real(weight).clone() if real else weight)
+        self.register_buffer("phase", torch.ones(8, dtype=torch.complex64) * 1j)
+        self.real = real
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        weight = torch.view_as_complex(self.spectrum) if self.real else self.spectrum
+        x = (self.embedding(batch[0]) * self.phase) @ weight
+        return nn.functional.cross_entropy(self.layers(torch.view_as_real(x).sum(-1)), batch[1])
+
+
+def test_complex_weights_as_the_error_message_says_train_as_under_ddp():
+    def rank(rank: int) -> list[Tensor]:
+        found = []
+        for how, real in (
+            (pl.strategies.DDPStrategy(), False),
+            (strategy("topk", 1.0), True),
+            (strategy("topk", 1.0, exchange="update"), True),
+        ):
+            net = Spectral(real)
+            trainer(how, 2).fit(net, Loader(rank, 2))
+            found.append(net.spectrum.detach() if real else torch.view_as_real(net.spectrum.detach()))
+        return found
+
+    for stock, gradients, updates in lightning_ranks(2, rank):
+        assert torch.allclose(stock, gradients, atol=1e-6)
+        assert torch.allclose(stock, updates, atol=1e-6)
+
+
 class Plateau(Net):
     """Lowers the rate by a metric that gets worse from epoch to epoch: each rank's own, or the mean of all."""
 
