@@ -26,7 +26,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_sparse._compat import at_end_of_backward, in_backward
 from lightning_sparse.comm import POLL
@@ -57,7 +56,7 @@ class CommThread:
         session: the exchange with the other ranks.
         ddp: the wrapped model.
         params: its parameters by name.
-        optimizers: that step them, if they are known, to compare their learning rates.
+        rates: of the optimizers, to be compared now and then.
 
     Attributes:
         reducer: reduces the gradients; used by this thread only.
@@ -72,7 +71,7 @@ class CommThread:
         session: Session,
         ddp: DistributedDataParallel,
         params: Mapping[str, Tensor],
-        optimizers: Sequence[Optimizer] = (),
+        rates: Rates,
     ) -> None:
         self._session = session
         self.comm, self.reducer = session.comm, session.reducer
@@ -87,7 +86,7 @@ class CommThread:
         self._device, self._stream = ddp.device, session.stream
         self._queue: queue.Queue[Bucket | None] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._step = Step(self.reducer, Rates(self.comm, optimizers, ddp.device))
+        self._step = Step(self.reducer, rates)
         # One rank warns, and only if there are residuals: it looks at all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
         self._exchanged = ExchangedGradients(params) if warns else None

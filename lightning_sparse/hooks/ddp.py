@@ -20,6 +20,7 @@ from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_na
 from lightning_sparse.comm.rank_0 import broadcast_differing
 from lightning_sparse.hooks.comm_thread import CommThread
 from lightning_sparse.hooks.misuse import detach
+from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, resolve_method
@@ -132,9 +133,11 @@ def start_comm_thread(
         **options,
     )
     session.reducer.takes_buckets(parameters())
-    thread = CommThread(session, ddp, parameters(), optimizers)
+    rates = Rates(session.comm, optimizers, ddp.device)
+    thread = CommThread(session, ddp, parameters(), rates)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
+        rates.compare()  # and connects, which must not happen within backward
         if session.stream is not None:
             session.dry_run(parameters())
         ddp.register_comm_hook(thread, on_bucket)

@@ -30,7 +30,7 @@ class Rates:
 
     def __init__(self, comm: Comm, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self._comm, self._optimizers, self._device = comm, optimizers, device
-        self._steps = PERIOD - 1  # since the last comparison; the first comes with the first step
+        self._steps = 0  # since the last comparison
         self._answer: Callable[[], list[Any]] | None = None  # of the last comparison: the host does not wait for it
 
     def are_due(self, steps: int) -> bool:
@@ -42,11 +42,13 @@ class Rates:
                 self._optimizers = ()
                 self._warn(rates)
         self._steps += steps
-        return self._steps >= PERIOD and bool(self._optimizers)
+        return self._steps >= PERIOD
 
     def compare(self) -> None:
-        """Begin to compare; all ranks call it together."""
+        """Begin to compare; all ranks call it together, the first time before training."""
         self._steps = 0
+        if not self._optimizers:
+            return
         rates = [float(group.get("lr", math.nan)) for each in self._optimizers for group in each.param_groups]
         sent, own = self._comm.sent_bytes, [float(zlib.crc32(repr(rates).encode())), *rates[:1]]
         every = self._comm.all_gather_rows(torch.tensor(own, dtype=torch.float64, device=self._device))

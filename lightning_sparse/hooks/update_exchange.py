@@ -107,8 +107,10 @@ class UpdateExchange:
         self.reducer, self.comm = self._session.reducer, self._session.comm
         self._all = [param.detach() for param in model.parameters()]
         self._all += model.buffers() if equal_at_start else []
+        self._rates = Rates(self.comm, optimizers, self._device)
         try:
             broadcast_differing(self.comm, self._all, self._device)
+            self._rates.compare()
             stream, over_nccl = self._session.stream, self._session.over_nccl
             later = partial(DelayedUpdates, buffers=self._buffers, stream=stream, over_nccl=over_nccl)
             self.updates: Updates = (later if rule.delayed else Updates)(self.reducer, model, optimizers)
@@ -130,7 +132,6 @@ class UpdateExchange:
         self._within: WithinBackward | None = None
         self._stepped = self._under_way = self.in_step = self._unshared = False
         self._watch = DeviceWatch(self._session)
-        self._rates = Rates(self.comm, optimizers, self._device)
 
     @property
     def is_consistent(self) -> bool:

@@ -664,6 +664,23 @@ def test_rates_that_differ_among_ranks_are_warned_of_once(options, monkeypatch):
     assert "that of the first parameter group is 0.05 on rank 0, 0.005 on rank 1" in text
 
 
+class OwnRate(Net):
+    """As after a search for a rate on each rank's own losses."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1 / (1 + self.global_rank))
+
+
+def test_rates_that_differ_from_the_start_are_warned_of_at_the_first_step():
+    def rank(rank: int) -> list[str]:
+        messages = Messages()
+        trainer(strategy("topk", 0.1), 2).fit(OwnRate(), Loader(rank, 2, 1))
+        return messages.texts
+
+    (text,), _ = lightning_ranks(2, rank)
+    assert "0.1 on rank 0, 0.05 on rank 1" in text
+
+
 def own_rates(rank: int) -> None:
     net = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
