@@ -5,11 +5,14 @@ topk with density 0.01. A run is the start of a training of 1,000 steps. The rat
 three or more. Gradients take half of it: with AdamW that is better than the whole. Signs, of Lion, are tried with
 int4 too, which sends every element of the gradients.
 
-    python -m benchmarks.optimizers   # train what `optimizers.csv` lacks of `TRIED`, and print
+    python -m benchmarks.optimizers                  # train what `optimizers.csv` lacks of `TRIED`, and print
+    python -m benchmarks.optimizers --only Ranger    # some optimizers
 
-Muon steps the matrices of the layers, and AdamW the rest.
+Muon steps the matrices of the layers, and AdamW the rest. Those of `OTHERS` are of the package pytorch-optimizer;
+Lookahead is around torch's AdamW.
 """
 
+import importlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -92,7 +95,11 @@ def optimizers(name: str, model: nn.Module, lr: float) -> list[Optimizer]:
     """Return the optimizers of a training, by the name of the one that the training is about."""
     if name != "Muon":
         options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
-        kind = {"Lamb": Lamb, "Lion": Lion}.get(name) or getattr(torch.optim, name)
+        if name == "Lookahead":
+            inner = torch.optim.AdamW(model.parameters(), lr=lr)
+            return [importlib.import_module("pytorch_optimizer").Lookahead(inner)]
+        package = importlib.import_module("pytorch_optimizer") if name in OTHERS else torch.optim
+        kind = {"Lamb": Lamb, "Lion": Lion}.get(name) or getattr(package, name)
         return [kind(model.parameters(), lr=lr, **options)]
     matrices, rest = list[Tensor](), list[Tensor]()
     for param_name, param in model.named_parameters():
@@ -108,6 +115,16 @@ class Run(NamedTuple):
     lr: float
 
 
+OTHERS = {
+    "Ranger": [0.002, 0.004, 0.008],
+    "SOAP": [0.001, 0.002, 0.004],
+    "AdEMAMix": [0.0005, 0.001, 0.002],
+    "ADOPT": [0.001, 0.002, 0.004],
+    "Lookahead": [0.002, 0.004, 0.008],
+    "Prodigy": [1.0],
+    "DAdaptSGD": [1.0],
+}
+"""Rates of dense training. The last two find their own, and 1 is the factor that they are made for."""
 RATES = {
     "AdamW": [0.001, 0.002, 0.004],
     "RMSprop": [0.00025, 0.0005, 0.001],
@@ -135,6 +152,18 @@ BEST = {
 TRIED = [Run(name, "dense", lr) for name, rates in RATES.items() for lr in rates]
 TRIED += [Run("AdamW", "gradients", BEST["AdamW"]), Run("Lion", "int4", BEST["Lion"])]
 TRIED += [run for name, lr in BEST.items() for run in (Run(name, "gradients", lr / 2), Run(name, "updates", lr))]
+TRIED += [Run(name, "dense", lr) for name, rates in OTHERS.items() for lr in rates]
+
+
+def sparse_runs(table: pd.DataFrame) -> list[Run]:
+    """Return the sparse trainings with optimizers of `OTHERS`, at the best rate of those tried for dense training."""
+    found = []
+    for name, rates in OTHERS.items():
+        dense = table[(table.optimizer == name) & (table.exchanged == "dense") & (table.step == STEPS)]
+        if set(dense.lr) >= set(rates):
+            best = float(dense.sort_values("val_loss").lr.iloc[0])
+            found += [Run(name, "gradients", best / 2 if len(rates) > 1 else best), Run(name, "updates", best)]
+    return found
 
 
 def train(run: Run, data: Data) -> list[Row]:
@@ -165,9 +194,14 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    args = results.command_line(__doc__, figure=False).parse_args()
+    parser = results.command_line(__doc__, figure=False)
+    parser.add_argument("--only", nargs="+", choices=[*RATES, *OTHERS], help="optimizers, default: all")
+    args = parser.parse_args()
     path = args.out / "optimizers.csv"
     torch.set_num_threads(1)  # ranks run side by side
     data = text(LENGTH, VAL_SEQUENCES)
-    results.save_each(path, results.missing(results.load(path), TRIED), lambda run: train(run, data), digits=7)
+    for tried in (lambda: TRIED, lambda: sparse_runs(results.load(path))):
+        runs = [run for run in tried() if not args.only or run.optimizer in args.only]
+        if runs:
+            results.save_each(path, results.missing(results.load(path), runs), lambda run: train(run, data), digits=7)
     print(summary(results.load(path)).to_string(index=False, float_format="{:.4g}".format))
