@@ -642,6 +642,21 @@ def launches() -> str:
     )
 
 
+def clients() -> str:
+    """Trainings with other packages, beside stock ddp."""
+    found = read("clients")
+    rows = []
+    for row in found.itertuples():
+        resumed = {"True": "yes", "False": "no, nor with `ddp`", "": "not tried"}[str(row.resumed)]
+        seeds = f", {row.seeds:.0f} seeds" if row.seeds > 1 else ""
+        losses = [digits(getattr(row, column)) for column in ("start", "ddp", "ours")]
+        name = f"{row.client.removeprefix('optimizer-')} ({row.package} {row.version})"
+        cells = [name, f"`{row.change}`" if "=" in row.change else row.change, f"{row.steps:.0f}{seeds}"]
+        rows.append([*cells, *losses, "yes" if row.equal in (True, "True") else "no", resumed])
+    heads = ["trained with", "changed", "steps", "first loss", "`ddp`", "ours", "equal weights", "resumes bit for bit"]
+    return table(heads, rows)
+
+
 def launches_host() -> str:
     """Microseconds that a segment takes of the host, and what it took before."""
     found = read("launches_host").set_index(["method", "state"]).us
@@ -851,6 +866,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "volume": volume,
     "selection": selection,
     "callbacks": callbacks,
+    "clients": clients,
     "launches": launches,
     "launches-host": launches_host,
     "strategies": partial(methods, "_ddp"),

@@ -313,4 +313,4 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""
 OTHERS = Moments("exp_avg", _beta, None, second="exp_avg_sq")
-"""Adam and Lamb by other packages: named so, with betas; the parameters whose state has Adam's moments, by their names."""
+"""Adam and Lamb by other packages: named so, with betas. Only for parameters whose state has Adam's moments."""
