@@ -325,18 +325,19 @@ class SparseDDP(UpdateOrGradientExchange):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Add `<method>_ddp` for every method, with Lightning's own suffixes."""
+        """Add `<method>_ddp` for every method, with Lightning's suffixes; and its aliases `<method>`, `ddp_<method>`."""
         starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
         for method in METHODS:
             for suffix, start_method in starts.items():
                 for end, unused in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
-                    name = f"{method}_ddp{suffix}{end}"
-                    if name not in strategy_registry:
-                        strategy_registry.register(
-                            name,
-                            cls,
-                            description=f"DDP with compressed gradients: {method}, started by {start_method}.",
-                            method=method,
-                            start_method=start_method,
-                            **unused,
-                        )
+                    aliases = () if suffix or end else (method, f"ddp_{method}")
+                    for name in (f"{method}_ddp{suffix}{end}", *aliases):
+                        if name not in strategy_registry:
+                            strategy_registry.register(
+                                name,
+                                cls,
+                                description=f"DDP with compressed gradients: {method}, started by {start_method}.",
+                                method=method,
+                                start_method=start_method,
+                                **unused,
+                            )

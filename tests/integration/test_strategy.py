@@ -98,6 +98,10 @@ def test_names(namespace):
         for start in ("", "_spawn", "_fork", "_notebook"):
             for end in ("", "_find_unused_parameters_true"):
                 assert f"{name}_ddp{start}{end}" in registry
+        for alias in (name, f"ddp_{name}"):
+            strategy = namespace.Trainer(strategy=alias, accelerator="cpu", logger=False).strategy
+            assert isinstance(strategy, namespace.strategies.DDPStrategy)
+            assert strategy._method == method(name)
     strategy = registry.get("topk_ddp_fork_find_unused_parameters_true")
     assert isinstance(strategy, namespace.strategies.DDPStrategy)
     assert strategy._start_method == "fork"
@@ -171,8 +175,10 @@ def test_bad_options(options, error, message):
 
 
 def test_unknown_strategy_name_is_lightnings_own_error():
-    with pytest.raises(ValueError, match="invalid strategy name: `strategy='topkk_ddp'`"):
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='topkk_ddp'`") as caught:
         pytorch_lightning.Trainer(strategy="topkk_ddp", accelerator="cpu", logger=False)
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    assert str(caught.value).replace("topkk", "topk") in " ".join(page.read_text().split())  # after a forgotten import
 
 
 def test_mps_is_refused(monkeypatch):
