@@ -1,13 +1,14 @@
 """The strategy under both of Lightning's names, `pytorch_lightning` and `lightning.pytorch`.
 
-Importing this package registers the strategy names with whichever is installed. `SparseDDPStrategy` here is the one
-for the namespace that was imported before, and for `pytorch_lightning` where that does not tell; the two modules offer
-each explicitly.
+Importing this package registers the strategy names with whichever is installed. The two modules have a class for each.
+`SparseDDPStrategy` here is one of them, and works with the Trainers of both names: each takes it for a strategy of its
+own, and an object changes its class if the Trainer is of the other name.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import product
 from typing import TYPE_CHECKING
 
 from lightning_sparse._lightning import CHOSEN, INSTALLED
@@ -18,5 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["SparseDDPStrategy"]
 
 _modules = {name: import_module(f"{__name__}.{name.replace('.', '_')}") for name in INSTALLED}
+_bases = [import_module(f"{name}.strategies").DDPStrategy for name in INSTALLED]
+for _module, _base in product(_modules.values(), _bases):
+    _base.register(_module.SparseDDPStrategy)  # for isinstance
 if not TYPE_CHECKING:
     SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy

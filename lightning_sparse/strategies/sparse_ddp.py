@@ -7,11 +7,13 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from lightning_sparse._compat import ddp_options
+from lightning_sparse._lightning import INSTALLED
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
 from lightning_sparse.hooks import CommThread, UpdateExchange, tell_or_ask
@@ -108,6 +110,8 @@ class SparseDDP(UpdateOrGradientExchange):
         overlap: bool = True,
         **kwargs: Any,
     ) -> None:
+        given = {**locals(), **kwargs}
+        self._arguments = {name: given[name] for name in given if name not in ("self", "kwargs", "__class__")}
         for option in UNSUPPORTED:
             if kwargs.get(option) is not None:
                 raise ValueError(
@@ -168,6 +172,36 @@ class SparseDDP(UpdateOrGradientExchange):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the exchange of the present fit, which belongs to this process: a copy begins its own."""
         return {**super().__getstate__(), "_exchange": None, "_reducer": None, "_sigterm": None}
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator; a Trainer sets its own before anything else, which shows by which name it knows Lightning.
+
+        Raises:
+            TypeError: the Trainer is of Lightning's other name, and this class is derived from ours.
+        """
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        names = (name for name in INSTALLED if isinstance(accelerator, import_module(name).accelerators.Accelerator))
+        namespace = next(names, self._namespace)
+        if namespace != self._namespace:
+            self._begin_anew(namespace)
+        self._accelerator = accelerator
+
+    def _begin_anew(self, namespace: str) -> None:
+        """Become a new strategy of the same options, for Lightning's other name."""
+        module = f"{__package__}.{namespace.replace('.', '_')}"
+        twin, arguments = import_module(module).SparseDDPStrategy, self._arguments
+        if SparseDDP not in type(self).__bases__:
+            raise TypeError(
+                f"{type(self).__name__} derives from SparseDDPStrategy for {self._namespace}, and this Trainer is of "
+                f"{namespace}. Derive it from {module}.SparseDDPStrategy, or make the Trainer by {self._namespace}."
+            )
+        self.__dict__.clear()
+        self.__class__ = twin
+        self.__init__(**arguments)  # type: ignore[misc]  # with what the base class of this name makes
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -325,7 +359,7 @@ class SparseDDP(UpdateOrGradientExchange):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Add `<method>_ddp` for every method, with Lightning's suffixes; and its aliases `<method>`, `ddp_<method>`."""
+        """Add `<method>_ddp` of every method, with Lightning's suffixes; and its aliases `<method>`, `ddp_<method>`."""
         starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
         for method in METHODS:
             for suffix, start_method in starts.items():

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch
 import pytest
@@ -108,6 +109,33 @@ def test_names(namespace):
     assert strategy._ddp_kwargs["find_unused_parameters"]
 
 
+class Mine(SparseDDPStrategy):
+    """A user's own class, for one of Lightning's names."""
+
+
+@pytest.mark.parametrize("made_for", [ForPytorchLightning, ForLightning])
+@pytest.mark.parametrize("namespace", [pytorch_lightning, lightning.pytorch])
+def test_a_strategy_goes_with_the_trainers_of_both_of_lightnings_names(made_for, namespace):
+    def fit(rank: int) -> tuple[list[tuple[int, float]], str, dict[str, Any]]:
+        strategy = made_for("topk", density=0.1, warmup=[0.5], find_unused_parameters=True)
+        seen = fit_alone(rank, strategy, max_epochs=2, namespace=namespace)
+        assert isinstance(strategy, namespace.strategies.DDPStrategy)
+        assert isinstance(strategy, namespace.strategies.DDPStrategy.__mro__[1])
+        return seen, type(strategy).__mro__[-3].__module__, strategy._ddp_kwargs
+
+    ((seen, base, options),) = run_ranks(1, fit)
+    assert seen == [(1, 0.5), (2, 0.5), (3, 0.1), (4, 0.1)]
+    assert base.startswith(f"{namespace.__name__}.")
+    assert options["find_unused_parameters"] is True
+
+
+def test_a_class_of_ones_own_is_for_one_of_lightnings_names():
+    strategy = Mine("topk")
+    (other,) = {pytorch_lightning, lightning.pytorch} - {__import__(Mine._namespace, fromlist=["Trainer"])}
+    with pytest.raises(TypeError, match=r"Mine derives from SparseDDPStrategy for \S+, and this Trainer is of \S+\."):
+        other.Trainer(strategy=strategy, accelerator="cpu", logger=False)
+
+
 def test_registering_twice_is_harmless():
     for cls, namespace in ((ForPytorchLightning, pytorch_lightning), (ForLightning, lightning.pytorch)):
         before = set(namespace.strategies.StrategyRegistry)
@@ -193,7 +221,7 @@ def test_reducer_exists_only_from_the_start_of_fit():
         _ = SparseDDPStrategy().reducer
 
 
-class Tiny(pytorch_lightning.LightningModule):
+class TinyParts:
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(100, 10)
@@ -211,13 +239,23 @@ class Tiny(pytorch_lightning.LightningModule):
         self.seen.append((reducer.step, reducer.density))
 
 
-def fit_alone(rank: int, strategy: SparseDDPStrategy, **options) -> list[tuple[int, float]]:
+class Tiny(TinyParts, pytorch_lightning.LightningModule):
+    pass
+
+
+class TinyOfLightning(TinyParts, lightning.pytorch.LightningModule):
+    pass
+
+
+def fit_alone(
+    rank: int, strategy: SparseDDPStrategy, namespace: Any = pytorch_lightning, **options
+) -> list[tuple[int, float]]:
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 100)), batch_size=4)
-    net = Tiny()
+    net = Tiny() if namespace is pytorch_lightning else TinyOfLightning()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice on a toy run
-        trainer = pytorch_lightning.Trainer(
+        trainer = namespace.Trainer(
             strategy=strategy,
             accelerator="cpu",
             logger=False,
