@@ -5,16 +5,47 @@ To be imported before the strategies import both.
 
 from __future__ import annotations
 
+import logging
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-INSTALLED = [
-    module
+from packaging.specifiers import SpecifierSet
+
+log = logging.getLogger(__name__)
+
+SUPPORTED = SpecifierSet(">=2.5,!=2.6.2,!=2.6.3", prereleases=True)
+"""Versions that work, under either name; 2.6.2 and 2.6.3 were compromised. The same as in setup.cfg."""
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package; None for a folder of the user's that only has its name."""
+    if not find_spec(package):
+        return None
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout, if it was imported before
+        return getattr(sys.modules.get(package), "__version__", None)
+
+
+_found = {
+    module: found
     for package, module in (("pytorch_lightning", "pytorch_lightning"), ("lightning", "lightning.pytorch"))
-    if find_spec(package)
-]
+    if (found := _version(package))
+}
+INSTALLED = [module for module, found in _found.items() if found in SUPPORTED]
+_unsupported = " and ".join(f"{module} {found}" for module, found in _found.items() if module not in INSTALLED)
 if not INSTALLED:
-    raise ImportError("lightning_sparse needs Lightning: pip install pytorch-lightning (or lightning).")
+    raise ImportError(
+        f"lightning_sparse needs Lightning {SUPPORTED}, and found {_unsupported or 'none'}: pip install -U "
+        f"pytorch-lightning (or lightning)."
+    )
+if _unsupported:
+    log.warning(
+        f"lightning_sparse needs Lightning {SUPPORTED}, so its strategies do not work with {_unsupported}, which is "
+        f"installed as well; they do with {INSTALLED[0]}. To use both names, install one version of both: pip install "
+        f"-U pytorch-lightning lightning."
+    )
 _imported = [module for module in INSTALLED if module.partition(".")[0] in sys.modules]
 
 CHOSEN = _imported[0] if len(_imported) == 1 else INSTALLED[0]

@@ -5,6 +5,8 @@ import contextlib
 import inspect
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from datetime import timedelta
@@ -14,6 +16,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
@@ -25,7 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_sparse
 from lightning_sparse import _compat
+from lightning_sparse._lightning import SUPPORTED
 from tests.processes import run_ranks
+from tests.support.tiers import tiers
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 CPU = torch.device("cpu")
@@ -458,3 +463,33 @@ def test_sigterm():
     assert "_broadcast_sigterm_tensor" not in vars(loop)
     assert "_sigterm_notifier_fn" not in vars(run._signal_connector)
     assert _compat.sigterm_exception(run) is SIGTERMException
+
+
+def imported_beside(folder: Path, **versions: str) -> subprocess.CompletedProcess[str]:
+    """Import this package where other versions of Lightning are installed."""
+    for package, number in versions.items():
+        info = folder / f"{package}-{number}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
+    script = "import lightning_sparse.strategies as s; print([*s._modules])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE.parent)])}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("number", tiers(["2.4.0", "2.6.3"], ["2.4.0"]))
+def test_a_version_of_lightning_that_does_not_work_is_left_out_and_named(number, tmp_path):
+    done = imported_beside(tmp_path, lightning=number)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['pytorch_lightning']\n"
+    assert f"do not work with lightning.pytorch {number}, which is installed as well" in done.stderr
+
+
+def test_without_a_version_of_lightning_that_works_it_is_not_imported(tmp_path):
+    done = imported_beside(tmp_path, lightning="2.4.0", pytorch_lightning="2.6.2")
+    assert "and found pytorch_lightning 2.6.2 and lightning.pytorch 2.4.0: pip install -U" in done.stderr
+
+
+def test_the_versions_of_lightning_are_those_of_the_requirements():
+    lines = (PACKAGE.parent / "setup.cfg").read_text().splitlines()
+    required = [line[line.index(">") :] for line in lines if "lightning>=" in line]
+    assert [*map(SpecifierSet, required)] == [SpecifierSet(str(SUPPORTED))] * 2
