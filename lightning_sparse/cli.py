@@ -99,8 +99,8 @@ class CLI(LightningCLI):
         if isinstance(name, str) and name.lower() not in ("auto", *StrategyRegistry):
             self.parser.error(
                 f"Strategy {name!r} is not known; choose from ddp, {', '.join(f'{method}_ddp' for method in METHODS)}, "
-                f"the same with _spawn, _fork, _notebook or _find_unused_parameters_true, and Lightning's others. "
-                f"For a class write `class_path:`." + did_you_mean(name.lower(), StrategyRegistry)
+                f"the same with _spawn, _fork, _notebook, _find_unused_parameters_true or _false, and Lightning's "
+                f"others. For a class write `class_path:`." + did_you_mean(name.lower(), StrategyRegistry)
             )
 
     def instantiate_classes(self) -> None:

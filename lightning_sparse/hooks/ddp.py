@@ -163,6 +163,11 @@ def check_no_hook(ddp: DistributedDataParallel) -> None:
             "attach was called on this DistributedDataParallel before, and DDP takes one communication hook in its "
             "life: wrap the model in a new DistributedDataParallel to attach with other settings."
         )
+    if getattr(ddp, "mixed_precision", None) is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) sets a communication hook of its own, and DDP takes one. "
+            "Leave mixed_precision out, and call the model under torch.autocast; or do not attach."
+        )
     if hook := hook_name(ddp):
         raise ValueError(
             f"This DistributedDataParallel has the communication hook {hook} already, and takes only one: leave its "

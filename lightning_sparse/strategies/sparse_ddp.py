@@ -58,7 +58,17 @@ def _destroy_process_group(pid: int) -> None:
         dist.destroy_process_group()
 
 
-UNSUPPORTED = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+UNSUPPORTED = {
+    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"), ""),
+    "mixed_precision": ", and set precision='bf16-mixed' of the Trainer",
+}
+"""Options that need DDP's communication hook, and what to do without one."""
+
+
+FIND_UNUSED = {
+    f"_find_unused_parameters_{str(value).lower()}": {"find_unused_parameters": value} for value in (True, False)
+}
+"""Lightning's suffixes of a strategy's name, and the options that they set."""
 
 
 class SparseDDP(UpdateOrGradientExchange):
@@ -112,11 +122,11 @@ class SparseDDP(UpdateOrGradientExchange):
     ) -> None:
         given = {**locals(), **kwargs}
         self._arguments = {name: given[name] for name in given if name not in ("self", "kwargs", "__class__")}
-        for option in UNSUPPORTED:
+        for option, instead in UNSUPPORTED.items():
             if kwargs.get(option) is not None:
                 raise ValueError(
                     f"{type(self).__name__}({option}=...): DDP takes one communication hook, and compression is it. "
-                    f"Leave {option} out, or use strategy='ddp'."
+                    f"Leave {option} out{instead}; or use strategy='ddp'."
                 )
         own = {name: kwargs.pop(name) for name in method_options(type(self), method, kwargs)}
         check_timeout(kwargs.get("timeout"))
@@ -363,7 +373,7 @@ class SparseDDP(UpdateOrGradientExchange):
         starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
         for method in METHODS:
             for suffix, start_method in starts.items():
-                for end, unused in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
+                for end, unused in {"": {}, **FIND_UNUSED}.items():
                     aliases = () if suffix or end else (method, f"ddp_{method}")
                     for name in (f"{method}_ddp{suffix}{end}", *aliases):
                         if name not in strategy_registry:

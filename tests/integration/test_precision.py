@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_fabric.utilities.spike import TrainingSpikeException
+from pytorch_lightning.callbacks.spike import SpikeDetection
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
@@ -37,6 +39,31 @@ def precision(name: str, **scaler: Any) -> dict[str, Any]:
     if name != "16-mixed":
         return {"precision": name}
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", **{**SCALE, **scaler}))]}
+
+
+class Spiking(Net):
+    """Its loss is NaN on rank 1 in batch 4."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return super().training_step(batch, index) * (float("nan") if (self.global_rank, index) == (1, 4) else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    tiers([("ddp", {}), ("topk", {}), ("topk", {"exchange": "update"})], [("ddp", {}), ("topk", {})]),
+)
+def test_spike_detection_ends_training_as_with_ddp(name, options, tmp_path):
+    def fit(rank: int) -> str:
+        chosen = strategy(name, 0.1, on_nonfinite="skip", **options)
+        try:
+            trainer(chosen, 2, callbacks=[SpikeDetection(exclude_batches_path=tmp_path)]).fit(
+                Spiking(), Loader(rank, 2)
+            )
+        except TrainingSpikeException as error:
+            return str(error)
+        return "none"
+
+    assert lightning_ranks(2, fit) == [str(TrainingSpikeException(4))] * 2
 
 
 MOMENTUM = partial(torch.optim.SGD, momentum=0.9)

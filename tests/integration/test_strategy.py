@@ -97,7 +97,7 @@ def test_names(namespace):
     registry = namespace.strategies.StrategyRegistry
     for name in METHODS:
         for start in ("", "_spawn", "_fork", "_notebook"):
-            for end in ("", "_find_unused_parameters_true"):
+            for end in ("", "_find_unused_parameters_true", "_find_unused_parameters_false"):
                 assert f"{name}_ddp{start}{end}" in registry
         for alias in (name, f"ddp_{name}"):
             strategy = namespace.Trainer(strategy=alias, accelerator="cpu", logger=False).strategy
@@ -107,6 +107,7 @@ def test_names(namespace):
     assert isinstance(strategy, namespace.strategies.DDPStrategy)
     assert strategy._start_method == "fork"
     assert strategy._ddp_kwargs["find_unused_parameters"]
+    assert registry.get("topk_ddp_find_unused_parameters_false")._ddp_kwargs["find_unused_parameters"] is False
 
 
 class Mine(SparseDDPStrategy):
@@ -166,6 +167,7 @@ def test_teardown_before_setup():
         ({"timeout": 5}, ValueError, r"timeout=5 must be a datetime.timedelta above 0, such as timedelta\(minutes=5\)"),
         ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=...\): DDP takes one communication hook"),
         ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
+        ({"mixed_precision": object()}, ValueError, "Leave mixed_precision out, and set precision='bf16-mixed' of the"),
         (
             {"findunused_parameters": True},
             TypeError,
