@@ -647,7 +647,7 @@ def clients() -> str:
     found = read("clients")
     rows = []
     for row in found.itertuples():
-        resumed = {"True": "yes", "False": "no, nor with `ddp`", "": "not tried"}[str(row.resumed)]
+        resumed = {"True": "yes", "False": "no, nor with `ddp`", "": "not tried"}[str(row.resumed).replace("nan", "")]
         seeds = f", {row.seeds:.0f} seeds" if row.seeds > 1 else ""
         losses = [digits(getattr(row, column)) for column in ("start", "ddp", "ours")]
         name = f"{row.client.removeprefix('optimizer-')} ({row.package} {row.version})"

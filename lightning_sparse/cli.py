@@ -40,7 +40,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 import lightning_sparse.callbacks  # noqa: F401  # so that their names are known, too
 from lightning_sparse._lightning import CHOSEN
-from lightning_sparse.methods import METHODS
+from lightning_sparse.methods import METHODS, options_by_method
 
 if TYPE_CHECKING:
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -51,8 +51,25 @@ else:
     StrategyRegistry = import_module(f"{CHOSEN}.strategies").StrategyRegistry
 
 
+PROGRAM = "python -m lightning_sparse"
+
+
 class Parser(LightningArgumentParser):
     """Lightning's parser; its errors also name the known option that is nearest to a mistyped one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"prog": PROGRAM, **kwargs})
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Return the help; that of our strategy names the options of methods, too."""
+        text = super().format_help(*args, **kwargs)
+        if "Help for --trainer.strategy.help=lightning_sparse." not in text:
+            return text
+        own = (
+            f"Further options of a method by name go under dict_kwargs, as --trainer.strategy.dict_kwargs.levels=7 "
+            f"beside --trainer.strategy.method=qsgd: {options_by_method()}."
+        )
+        return f"{text}\n{textwrap.fill(own, 80)}\n"
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Report an error in the command line or a file, and exit with status 2."""
@@ -137,7 +154,7 @@ def main(args: ArgsType = None) -> None:
         raise SystemExit("The command line needs jsonargparse, 4.52 or later: pip install 'lightning_sparse[cli]'")
     CLI(
         parser_kwargs={
-            "prog": "python -m lightning_sparse",
+            "prog": PROGRAM,
             "description": "Train with PyTorch Lightning over slow links. "
             f"Besides Lightning's own strategies there are {', '.join(f'{method}_ddp' for method in METHODS)}. "
             "Which of them pays on your link: python -m lightning_sparse advise --help.",

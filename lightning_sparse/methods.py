@@ -80,13 +80,15 @@ class Method:
             instead = "Use Mean(), which gathers all payloads and takes any."
             if isinstance(self.aggregator, TwoLevel):
                 instead = "Leave two_level out, or take another method: a node's ranks cut a segment, and matrices."
+                if name := _name_of(self):
+                    raise ValueError(f"two_level=True with {name!r}, which is not made for it. {instead}")
             if isinstance(self.aggregator, TwoPass) and TwoPass().supports(self.compressor):
                 instead = "Leave second out: it is for compressors with a density."
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
         if self.delayed and not self.aggregator.takes_all:
             raise ValueError(
-                f"delayed=True with {self.aggregator!r}: ranks go on by what they have sent, which others decide "
-                f"there. Leave delayed out, or take 'topk', 'gaussiank' or another method with Mean()."
+                f"delayed=True with {_name_of(self) or self.aggregator!r}: ranks go on by what they have sent, which "
+                f"others decide there. Leave delayed out, or take 'topk', 'gaussiank' or another method with Mean()."
             )
         if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(
@@ -118,6 +120,19 @@ class Method:
     def is_sparse(self) -> bool:
         """Whether most entries wait in a residual. Optimizers that divide by past gradients then need updates."""
         return self.memory.error_feedback and (self.density or 1) < 1
+
+
+def _name_of(given: Method) -> str | None:
+    """Return the name in `METHODS` of a method, whatever its options; None for one that is made of other parts."""
+    aggregator = given.aggregator.inter_node if isinstance(given.aggregator, TwoLevel) else given.aggregator
+    kinds = [type(part) for part in (given.compressor, given.memory, aggregator)]
+    named = [
+        (name, compressor)
+        for name, spec in METHODS.items()
+        if [type(compressor := spec.make()), type(spec.memory), type(spec.aggregator)] == kinds
+    ]
+    names = [name for name, compressor in named if compressor == given.compressor] or [name for name, _ in named]
+    return next(iter(names), None)
 
 
 def _short_repr(part: Any) -> str:
@@ -261,6 +276,41 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         ),
     }
 )
+
+
+def method_options(owner: str, known: Iterable[str], method: str | Method, options: Iterable[str]) -> list[str]:
+    """Return those of a user's options that a method, given by name, has itself.
+
+    Args:
+        owner: what got the options, such as "attach".
+        known: the names of its own options.
+        method: the method, by name or made of parts.
+        options: names of further options.
+
+    Raises:
+        TypeError: an option that neither has.
+    """
+    own = METHODS[method].options if isinstance(method, str) and method in METHODS else []
+    for option in options:
+        if option not in known and option not in own:
+            by_name = isinstance(method, str)
+            nor = f", nor has method {method!r}" if by_name else ", and options of a Method are set in its parts"
+            nor += f", which has {', '.join(own)}" if own else ""
+            raise TypeError(f"{owner} has no option {option!r}{nor}.{option_hint(option, [*known, *own])}")
+    return [option for option in options if option in own]
+
+
+def options_by_method() -> str:
+    """Return which methods have which options, beside their density."""
+    having: dict[str, list[str]] = {}
+    for name, spec in METHODS.items():
+        for option in spec.options:
+            if option != "density":
+                having.setdefault(option, []).append(name)
+    by_methods: dict[str, list[str]] = {}
+    for option, names in having.items():
+        by_methods.setdefault(", ".join(names), []).append(option)
+    return "; ".join(f"{', '.join(options)} ({names})" for names, options in by_methods.items())
 
 
 def option_hint(option: str, known: Iterable[str] = ()) -> str:

@@ -24,17 +24,18 @@ class Option(NamedTuple):
         kind: its type; a bool is no number.
         allows: whether a value of that type is in range.
         must: the rest of the sentence that begins with option and value.
+        choices: all values, if they are names.
     """
 
     kind: type | tuple[type, ...]
     allows: Callable[[Any], bool]
     must: str
+    choices: Sequence[str] = ()
 
 
 def _choice(allowed: Any) -> Option:
-    return Option(
-        str, lambda value: value in get_args(allowed), f"is not known; choose from {', '.join(get_args(allowed))}."
-    )
+    choices = get_args(allowed)
+    return Option(str, lambda value: value in choices, f"is not known; choose from {', '.join(choices)}.", choices)
 
 
 What = Literal["auto", "gradient", "update"]
@@ -110,9 +111,8 @@ def check(name: str, value: Any, owner: str = "") -> Any:
     option = OPTIONS[name]
     number = option.kind in (Real, Integral)
     if not isinstance(value, option.kind) or (number and isinstance(value, bool)) or not option.allows(value):
-        raise ValueError(
-            f"{owner}({name}={value!r}): {name} {option.must}" if owner else f"{name}={value!r} {option.must}"
-        )
+        given = f"{owner}({name}={value!r}): {name}" if owner else f"{name}={value!r}"
+        raise ValueError(f"{given} {option.must}{suggestion(value, option.choices)}")
     if not number or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, Integral) else float(cast(Real, value))
@@ -183,7 +183,7 @@ def check_warmup(
     try:
         if isinstance(warmup, str):
             raise TypeError
-        given = tuple(warmup)
+        given = () if warmup is None else tuple(warmup)
     except TypeError:
         raise ValueError(
             f"warmup={warmup!r} must be a list of densities to use in turn, such as [0.25, 0.0625, 0.015]."

@@ -78,7 +78,7 @@ class Reducer:
         seed: int = 0,
         granularity: Granularity = "bucket",
         bucket_cap_mb: float = 25,
-        warmup: Sequence[float] = (),
+        warmup: Sequence[float] | None = (),
         warmup_steps: int | None = None,
         loss_scale: Callable[[], float] | None = None,
         on_nonfinite: OnNonFinite = "raise",

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,8 +13,9 @@ import yaml
 
 import examples.data
 import examples.models
-from lightning_sparse import Method, SparseDDPStrategy, callbacks, cli, compressors
+from lightning_sparse import METHODS, Method, SparseDDPStrategy, callbacks, cli, compressors
 from lightning_sparse.cli import Parser, main
+from lightning_sparse.strategies.sparse_ddp import UNSUPPORTED
 from tests.support.tiers import full, tiers
 
 ROOT = Path(__file__).parents[1]
@@ -304,3 +306,15 @@ def test_where_only_the_other_namespace_is_installed():
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("# lightning.pytorch.cli")
     assert "density: 0.1" in done.stdout
+
+
+def test_the_help_of_the_strategy_offers_what_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.strategy.help", "SparseDDPStrategy"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: python -m lightning_sparse [")
+    offered = set(re.findall(r"--trainer\.strategy\.(\w+)", text))
+    assert not offered & {*UNSUPPORTED}
+    assert {"method", "density", "bucket_cap_mb", "find_unused_parameters", "dict_kwargs"} <= offered
+    for name, spec in METHODS.items():
+        assert all(option in text for option in spec.options), name

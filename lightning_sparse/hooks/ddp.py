@@ -5,6 +5,7 @@ attach(ddp, "gaussiank", density=0.001)
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and refuses strings.
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ from lightning_sparse.hooks.misuse import detach
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
-from lightning_sparse.methods import Method, resolve_method
+from lightning_sparse.methods import Method, method_options, resolve_method
 from lightning_sparse.options import OnNonFinite, check_warmup
 from lightning_sparse.parameters import described
 from lightning_sparse.reducer import Reducer
@@ -39,12 +40,13 @@ def attach(
     granularity: Granularity = "bucket",
     lr: float | Callable[[], float] | None = None,
     seed: int = 0,
-    warmup: Sequence[float] = (),
+    warmup: Sequence[float] | None = (),
     warmup_steps: int | None = None,
     loss_scale: Callable[[], float] | None = None,
     on_nonfinite: OnNonFinite = "raise",
     clip_norm: float | None = None,
     timeout: timedelta | None = None,
+    **options: Any,
 ) -> Reducer:
     """Replace the gradient all-reduce of `ddp` by a compressed exchange. All ranks call it, before the first backward.
 
@@ -65,6 +67,7 @@ def attach(
         clip_norm: largest 2-norm of a rank's own gradient, before compression. Clipping afterwards would destroy what
             has already left the residuals.
         timeout: how long to wait for other ranks; None takes the default process group's.
+        **options: further options of a method given by name, such as `rank=2` of "powersgd".
 
     Returns:
         The reducer at work: its `comm` counts bytes, its `state_dict` holds what a checkpoint needs.
@@ -78,7 +81,8 @@ def attach(
             raise TypeError(
                 f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."
             )
-        method = resolve_method(method, density)
+        method_options("attach", inspect.signature(attach).parameters, method, options)
+        method = resolve_method(method, density, **options)
         if method.update_rule is not None:
             raise ValueError(
                 f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "

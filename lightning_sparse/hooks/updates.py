@@ -11,9 +11,11 @@ What is exchanged is in `lightning_sparse.updates`, and `update_exchange.py` doe
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from lightning_sparse.hooks.misuse import RefuseDDP, attached, check_optimizers,
 from lightning_sparse.hooks.session import told_to_others
 from lightning_sparse.hooks.update_exchange import UpdateExchange, exchange_of
 from lightning_sparse.layout import Granularity
-from lightning_sparse.methods import Method, resolve_update_method
+from lightning_sparse.methods import Method, method_options, resolve_update_method
 from lightning_sparse.options import check_warmup, listed
 from lightning_sparse.reducer import Reducer
 
@@ -45,9 +47,10 @@ def attach_updates(
     every: int | None = None,
     delayed: bool = False,
     seed: int = 0,
-    warmup: Sequence[float] = (),
+    warmup: Sequence[float] | None = (),
     warmup_steps: int | None = None,
     timeout: timedelta | None = None,
+    **options: Any,
 ) -> Reducer:
     """Exchange optimizers' updates of `model` after their steps. All ranks call it, before the first step.
 
@@ -70,6 +73,7 @@ def attach_updates(
         warmup: densities to use in turn before `density`, `warmup_steps` exchanges each.
         warmup_steps: number of exchanges for each density of `warmup`.
         timeout: how long to wait for other ranks; None takes the default process group's.
+        **options: further options of a method given by name, such as `value_format="int8"` of "topk".
 
     Returns:
         The reducer at work: its `comm` counts bytes, its `state_dict` holds the residuals.
@@ -95,7 +99,8 @@ def attach_updates(
                 f"drift apart in them. Pass all optimizers, attach_updates(model, [first, second], ...), or freeze "
                 f"them by requires_grad_(False)."
             )
-        method = resolve_update_method(method, density)
+        method_options("attach_updates", inspect.signature(attach_updates).parameters, method, options)
+        method = resolve_update_method(method, density, **options)
         warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")

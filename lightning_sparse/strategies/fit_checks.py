@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.hooks.update_exchange import evaluates_other_weights
 from lightning_sparse.memory import Momentum
-from lightning_sparse.methods import METHODS, Method, option_hint
+from lightning_sparse.methods import Method
 
 log = logging.getLogger(__name__)
 
@@ -45,27 +42,6 @@ def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
     """Return whether a parameter belongs to several optimizers, so that their updates cannot be exchanged."""
     owned = [{id(param) for group in x.param_groups for param in group["params"]} for x in optimizers]
     return sum(map(len, owned)) > len(set().union(*owned))
-
-
-def method_options(strategy: type, method: str | Method, options: Mapping[str, Any]) -> list[str]:
-    """Return the names of those options that a method, given by name, has itself.
-
-    Lightning's DDPStrategy and DistributedDataParallel look at theirs when the model is wrapped, or never: where
-    updates are exchanged it is not wrapped.
-
-    Raises:
-        TypeError: an option that neither the method nor they have.
-    """
-    makers = [DistributedDataParallel, *(cls for cls in strategy.__mro__ if "__init__" in vars(cls))]
-    known = {name for cls in makers for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
-    own = METHODS[method].options if isinstance(method, str) and method in METHODS else []
-    for option in options:
-        if option not in known and option not in own:
-            by_name = isinstance(method, str)
-            nor = f", nor has method {method!r}" if by_name else ", and options of a Method are set in its parts"
-            nor += f", which has {', '.join(own)}" if own else ""
-            raise TypeError(f"{strategy.__name__} has no option {option!r}{nor}.{option_hint(option, [*known, *own])}")
-    return [option for option in options if option in own]
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse._compat import ddp_options
 from lightning_sparse._lightning import INSTALLED
@@ -19,7 +21,7 @@ from lightning_sparse.compressors import Identity
 from lightning_sparse.hooks import CommThread, UpdateExchange, tell_or_ask
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.update_exchange import check_updates
-from lightning_sparse.methods import METHODS, Method, resolve_method, resolve_update_method
+from lightning_sparse.methods import METHODS, Method, method_options, resolve_method, resolve_update_method
 from lightning_sparse.options import (
     Granularity,
     OnNonFinite,
@@ -34,7 +36,6 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
     check_placement,
-    method_options,
     share_parameters,
     warn_of_sparse_gradients,
     warn_of_two_momenta,
@@ -58,12 +59,16 @@ def _destroy_process_group(pid: int) -> None:
         dist.destroy_process_group()
 
 
+HOOK = "DDP takes one communication hook, and compression is it. Leave {option} out, or use strategy='ddp'."
+BYPASS = "it bypasses the exchange of gradients. Leave {option} out, or use strategy='ddp'."
 UNSUPPORTED = {
-    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"), ""),
-    "mixed_precision": ", and set precision='bf16-mixed' of the Trainer",
+    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"), HOOK),
+    "mixed_precision": HOOK.replace(", or", " and set precision='bf16-mixed' of the Trainer, or"),
+    "delay_all_reduce_named_params": BYPASS,
+    "param_to_hook_all_reduce": BYPASS,
+    "skip_all_reduce_unused_params": BYPASS,
 }
-"""Options that need DDP's communication hook, and what to do without one."""
-
+"""Options of Lightning's DDPStrategy and torch's DistributedDataParallel that are refused, and why."""
 
 FIND_UNUSED = {
     f"_find_unused_parameters_{str(value).lower()}": {"find_unused_parameters": value} for value in (True, False)
@@ -108,7 +113,7 @@ class SparseDDP(UpdateOrGradientExchange):
         method: str | Method = "topk",
         density: float | None = None,
         granularity: Granularity = "bucket",
-        warmup: Sequence[float] = (),
+        warmup: Sequence[float] | None = (),
         warmup_steps: int | None = None,
         seed: int = 0,
         on_nonfinite: OnNonFinite = "raise",
@@ -122,20 +127,34 @@ class SparseDDP(UpdateOrGradientExchange):
     ) -> None:
         given = {**locals(), **kwargs}
         self._arguments = {name: given[name] for name in given if name not in ("self", "kwargs", "__class__")}
-        for option, instead in UNSUPPORTED.items():
-            if kwargs.get(option) is not None:
-                raise ValueError(
-                    f"{type(self).__name__}({option}=...): DDP takes one communication hook, and compression is it. "
-                    f"Leave {option} out{instead}; or use strategy='ddp'."
-                )
-        own = {name: kwargs.pop(name) for name in method_options(type(self), method, kwargs)}
+        unsupported = {option: kwargs.pop(option) for option in UNSUPPORTED if option in kwargs}
+        for option, why in UNSUPPORTED.items():
+            if unsupported.get(option) not in (None, False):
+                raise ValueError(f"{type(self).__name__}({option}=...): {why.format(option=option)}")
+        # Lightning's DDPStrategy and DistributedDataParallel look at their options when the model is wrapped, or never.
+        makers = [DistributedDataParallel, *(cls for cls in type(self).__mro__ if "__init__" in vars(cls))]
+        known = {name for cls in makers for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
+        own = {name: kwargs.pop(name) for name in method_options(type(self).__name__, known, method, kwargs)}
         check_timeout(kwargs.get("timeout"))
         self._launched = kwargs.get("start_method", "popen") != "popen"
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
-        super().__init__(**kwargs)
+        # Those that are refused by name, so that the command line does not offer them.
+        super().__init__(
+            ddp_comm_state=None,
+            ddp_comm_hook=None,
+            ddp_comm_wrapper=None,
+            model_averaging_period=None,
+            mixed_precision=None,
+            delay_all_reduce_named_params=None,
+            param_to_hook_all_reduce=None,
+            skip_all_reduce_unused_params=False,
+            **kwargs,
+        )
         ours = ddp_options(self)
+        for option in UNSUPPORTED:  # which not every version of torch has
+            ours.pop(option, None)
         ours["bucket_cap_mb"] = check_partition(granularity, ours["bucket_cap_mb"])
         self._method = resolve_method(method, density, **own)
         self._update_method = resolve_update_method(method, density, **own)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import RankFailure, Reducer, attach, attach_updates, exchange_pending, method
+from lightning_sparse import Method, RankFailure, Reducer, attach, attach_updates, exchange_pending, method
 from lightning_sparse.comm import POLL, process_group
+from lightning_sparse.compressors import TopK
 from lightning_sparse.hooks import UpdateExchange, tell_or_ask
 from lightning_sparse.hooks.session import Session
 from tests.integration.failing import SOON, caught, of_both, step, training
@@ -379,6 +380,47 @@ def test_a_model_takes_one_hook_and_attach_says_so(hook, message):
         assert kind == "ValueError"
         assert message in text
         assert rest == [True]
+
+
+def with_options(rank: int) -> list[Any]:
+    ddp, net = DistributedDataParallel(nn.Linear(50, 50)), nn.Linear(50, 50)
+    optimizer = torch.optim.AdamW(net.parameters())
+    errors = [
+        caught(lambda: attach(ddp, "powersgd", levels=7))[:2],
+        caught(lambda: attach(ddp, "topk", granularty="layer"))[:2],
+        caught(lambda: attach_updates(net, optimizer, "topk", evry=3))[:2],
+        caught(lambda: attach_updates(net, optimizer, Method(TopK()), value_format="int8"))[:2],
+    ]
+    made = [attach(ddp, "powersgd", rank=2, warmup=None), attach_updates(net, optimizer, "topk", value_format="int8")]
+    return [*errors, *(str(reducer.method) for reducer in made)]
+
+
+def test_options_of_a_method_go_with_its_name():
+    for result in run_ranks(2, with_options):
+        assert result == [
+            (
+                "TypeError",
+                "attach has no option 'levels', nor has method 'powersgd', which has rank. 'levels' is an "
+                "option of qsgd.",
+            ),
+            (
+                "TypeError",
+                "attach has no option 'granularty', nor has method 'topk', which has density, index_format, "
+                "value_format. Did you mean 'granularity'?",
+            ),
+            (
+                "TypeError",
+                "attach_updates has no option 'evry', nor has method 'topk', which has density, "
+                "index_format, value_format. Did you mean 'every'?",
+            ),
+            (
+                "TypeError",
+                "attach_updates has no option 'value_format', and options of a Method are set in its parts. "
+                "'value_format' is an option of topk, gaussiank, sidco and others.",
+            ),
+            "LowRank(rank=2) + Residual() + PowerSGD()",
+            "TopK(density=0.01, value_format='int8') + Residual() + Mean() + UpdateRule()",
+        ]
 
 
 def fails_at_last(rank: int) -> list[Any]:

@@ -18,6 +18,7 @@ from packaging.version import Version
 
 import lightning_sparse
 from lightning_sparse import METHODS, Method, SparseDDPStrategy, method
+from lightning_sparse._compat import ddp_options
 from lightning_sparse.compressors import TopK
 from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
@@ -167,7 +168,16 @@ def test_teardown_before_setup():
         ({"timeout": 5}, ValueError, r"timeout=5 must be a datetime.timedelta above 0, such as timedelta\(minutes=5\)"),
         ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=...\): DDP takes one communication hook"),
         ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
-        ({"mixed_precision": object()}, ValueError, "Leave mixed_precision out, and set precision='bf16-mixed' of the"),
+        ({"skip_all_reduce_unused_params": True}, ValueError, "it bypasses the exchange of gradients"),
+        ({"exchange": "updates"}, ValueError, r"choose from auto, gradient, update\. Did you mean 'update'\?$"),
+        ({"granularity": "layers"}, ValueError, r"Did you mean 'layer'\?$"),
+        (
+            {"method": "int4", "delayed": True, "exchange": "update"},
+            ValueError,
+            "delayed=True with 'int4': ranks",
+        ),
+        ({"method": "gtopk", "two_level": True, "delayed": True}, ValueError, "delayed=True with 'gtopk': ranks"),
+        ({"mixed_precision": object()}, ValueError, "out and set precision='bf16-mixed' of the Trainer"),
         (
             {"findunused_parameters": True},
             TypeError,
@@ -202,6 +212,13 @@ def test_teardown_before_setup():
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=message):
         SparseDDPStrategy(**options)
+
+
+def test_options_may_be_none_where_the_docs_say_none_and_refused_ones_may_be_empty():
+    nothing = {"ddp_comm_hook": None, "mixed_precision": None, "skip_all_reduce_unused_params": False}
+    strategy = SparseDDPStrategy("topk", warmup=None, warmup_steps=None, clip_norm=None, every=None, **nothing)
+    assert strategy._options["warmup"] == ()
+    assert not {*nothing} & {*ddp_options(strategy)}
 
 
 def test_unknown_strategy_name_is_lightnings_own_error():
@@ -356,5 +373,5 @@ def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
 def test_two_level_is_an_option_and_needs_parts_that_it_can_send():
     strategy = SparseDDPStrategy("gtopk", two_level=True)
     assert "TwoLevel(inter_node=GlobalTopK()" in repr(strategy._method)
-    with pytest.raises(ValueError, match=r"cannot aggregate what LowRank.*Leave two_level out"):
+    with pytest.raises(ValueError, match=r"two_level=True with 'powersgd', which is not made for it\."):
         SparseDDPStrategy("powersgd", two_level=True)
