@@ -80,7 +80,8 @@ class Method:
             instead = "Use Mean(), which gathers all payloads and takes any."
             if isinstance(self.aggregator, TwoLevel):
                 instead = "Leave two_level out, or take another method: a node's ranks cut a segment, and matrices."
-                if name := _name_of(self):
+                by_option = self.aggregator == TwoLevel(self.aggregator.inter_node)
+                if by_option and (name := _name_of(self)):
                     raise ValueError(f"two_level=True with {name!r}, which is not made for it. {instead}")
             if isinstance(self.aggregator, TwoPass) and TwoPass().supports(self.compressor):
                 instead = "Leave second out: it is for compressors with a density."

@@ -35,16 +35,20 @@ class Routing:
         return [segment for segment in self._segments if not self._pays(segment, density)]
 
     def log_dense(self, density: float | None) -> None:
-        """Log once for each density, on rank 0, which segments go dense."""
+        """Log once for each density, on rank 0, which segments go dense; warn if all do, and not in a warm-up."""
         if self._comm.rank or density in self._logged or isinstance(self._method.compressor, Identity):
             return
         self._logged.add(density)
         if dense := self.dense_segments(density):
             at = "" if density is None else f" at density {density:g}"
-            log.info(
+            elements, of = (sum(s.numel for s in segments) for segments in (dense, self._segments))
+            nothing = elements == of and density == self._method.density
+            instead = " So nothing is compressed: take a smaller density or strategy='ddp'." if nothing else ""
+            log.log(
+                logging.WARNING if nothing else logging.INFO,
                 f"{self._method.compressor!r}{at} would send no less than dense gradients do among "
-                f"{self._comm.size} ranks: {sum(s.numel for s in dense):,} of {sum(s.numel for s in self._segments):,} "
-                f"elements go dense ({len(dense)} of {len(self._segments)} segments)."
+                f"{self._comm.size} ranks: {elements:,} of {of:,} elements go dense ({len(dense)} of "
+                f"{len(self._segments)} segments).{instead}",
             )
 
     def nbytes(self, density: float | None) -> float:

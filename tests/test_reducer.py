@@ -87,6 +87,27 @@ def test_dense_above_the_methods_own_point(name, size, density, dense, caplog):
         assert "1,000 of 1,000 elements go dense (1 of 1 segments)" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("density", "granularity", "warmup", "warns"),
+    [(1, "model", (), True), (0.9, "layer", (), True), (0.4, "layer", (), False), (0.01, "model", (1.0,), False)],
+)
+def test_a_method_that_compresses_nothing_is_warned_of(density, granularity, warmup, warns, caplog):
+    """Not one of which some segments go dense, nor in a warm-up."""
+
+    def rank(comm: Comm) -> None:
+        options = {"granularity": granularity, "warmup": warmup, "warmup_steps": 1 if warmup else None}
+        reducer = Reducer(method("topk", density=density, index_format="int32"), comm, **options)
+        for _ in range(3):
+            reducer.reduce_({"large": torch.randn(10_000), "small": torch.randn(3)})
+
+    with caplog.at_level(logging.WARNING):
+        simulate(2, rank)
+    assert len(caplog.records) == warns
+    assert all(
+        "So nothing is compressed: take a smaller density or strategy='ddp'." in x.message for x in caplog.records
+    )
+
+
 @pytest.mark.parametrize(("name", "said"), [("qsgd", 1), ("dense", 0), ("median", 0)])
 def test_a_method_without_a_density_says_where_it_goes_dense(name, said, caplog):
     def rank(comm: Comm) -> None:

@@ -1406,6 +1406,19 @@ def test_an_optimizer_that_evaluates_other_weights_is_warned_of_where_they_diffe
     assert warned[0].startswith("ScheduleFree.eval() makes weights of its own state, in which ranks differ")
 
 
+def test_a_density_that_is_small_for_updates_is_warned_of_unless_the_optimizer_is_sgd():
+    def run(rank: int) -> list[list[str]]:
+        cases = [(AdamNet, 0.001), (AdamNet, 0.01), (AdamNet, None), (Net, 0.001)]
+        settings = [(net, {"exchange": "update", "density": density}) for net, density in cases]
+        settings.append((AdamNet, {"method": "memsgd", "density": 0.001}))  # of its paper
+        return [fit(rank, net, options)["messages"] for net, options in settings]
+
+    (warned, *quiet), others = lightning_ranks(2, run)
+    assert len(warned) == 1
+    assert warned[0].startswith("density=0.001 is small for updates of AdamW: at 0.001 a GPT with AdamW needed 1.27")
+    assert [*quiet, *others] == [[]] * 9
+
+
 class TwoKinds(Gan):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [ADAMW(self.generator.parameters(), lr=0.01), Unknown(self.discriminator.parameters(), lr=0.01)]
