@@ -383,9 +383,8 @@ for _name in ("lightly-moco", "peft-lora", "forecasting"):
 
 
 def weights_of(module: nn.Module) -> Tensor:
-    """Return all parameters and buffers, flat."""
-    found = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
-    return torch.cat([x.detach().float().flatten() for x in found])
+    """Return all parameters, teachers included, flat. Buffers are each rank's own after a step, as with stock DDP."""
+    return torch.cat([param.detach().float().flatten() for param in module.parameters()])
 
 
 def fit(name: str, strategy: str, rank: int, epochs: int, path: str = "", resume: str = "") -> dict[str, Any]:
