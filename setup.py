@@ -1,20 +1,53 @@
-"""What setup.cfg cannot say: loops in C for the CPU, without which the package works, too."""
+"""What setup.cfg cannot say: loops in C for the CPU, without which the package works, too.
 
+They are a library for ctypes and know nothing of Python. So one wheel serves all versions of Python, on all systems
+with the same processor and a glibc that is not older. Without a compiler the wheel is one for every system.
+"""
+
+import os
+import re
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("lightning_sparse", "kernels", "cpu")
+LIBRARY = "lightning_sparse.kernels._cpu"
+OLDEST_GLIBC = 17  # 2.17, the oldest that pip of Python 3.10 looks for
+
+
+class BuildLibrary(build_ext):
+    """Names the library without a version of Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + (".pyd" if os.name == "nt" else ".so")
+
+
+class BuildWheel(bdist_wheel):
+    """Tags the wheel by what is in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        library = Path(self.get_finalized_command("build_ext").get_ext_fullpath(LIBRARY))
+        self.root_is_pure = not library.exists()
+        platform = super().get_tag()[-1]
+        needed = [] if self.root_is_pure else re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())
+        if needed and platform.startswith("linux_"):
+            glibc = max(OLDEST_GLIBC, *map(int, needed))
+            platform = platform.replace("linux_", f"manylinux_2_{glibc}_", 1)
+        return "py3", "none", platform
+
 
 setup(
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": BuildWheel},
     ext_modules=[
         Extension(
-            "lightning_sparse.kernels._cpu",
+            LIBRARY,
             sorted(map(str, FOLDER.glob("*.c"))),
             depends=sorted(map(str, FOLDER.glob("*.h"))),
             # None by which the compiler may change results.
             extra_compile_args=["-std=c99", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
             optional=True,
         )
-    ]
+    ],
 )

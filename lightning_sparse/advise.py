@@ -332,7 +332,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     delayed = [(row.delayed.seconds, row.name) for row in rows if row.delayed and row.name in trained]
     if delayed and min(delayed)[0] < 0.9 * fastest.seconds:
         seconds, name = min(delayed)
-        print(
-            f"With delayed=True {name} would take {1e3 * seconds:.1f} ms a step, as ranks go on while they exchange: "
-            f"see High latency in docs/optimizers.md."
-        )
+        print(f"With delayed=True {name} would take {1e3 * seconds:.1f} ms a step, as ranks go on while they exchange.")

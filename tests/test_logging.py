@@ -1,6 +1,8 @@
 """Importing leaves logging as it is; what a run has to say shows in a Trainer's output all the same, once."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -100,3 +102,11 @@ def test_warnings_without_lightning_show_as_pythons_do():
         simulate(1, lambda comm: Reducer("topk", comm, on_nonfinite="skip").reduce_(grads))
     """)
     assert "All ranks leave this step out, the 1. so far." in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "lightning_sparse").rglob("*.py")), ids=lambda path: path.stem)
+def test_no_text_that_a_user_gets_points_to_a_file_that_is_not_installed(path):
+    tree = ast.parse(path.read_text())
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]  # docstrings
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert not [text.value for text in texts if text not in statements and re.search(r"docs/|\.md\b", text.value)]

@@ -126,7 +126,7 @@ class ExchangedGradients:
             f"rank may change or drop its own gradient. To shorten gradients, set clip_norm, which does so before the "
             f"exchange, in place of gradient_clip_val or clip_grad_norm_. If a backward pass is for another optimizer, "
             f"as in a GAN, call toggle_optimizer and untoggle_optimizer, with find_unused_parameters=True; in plain "
-            f"torch call the model within its no_sync(). See docs/options.md."
+            f"torch call the model within its no_sync()."
         )
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from lightning_sparse.kernels.launch import KERNELS, uses_triton
 
 log = logging.getLogger(__name__)
 
-LIBRARY = "lightning_sparse.kernels._cpu"
-"""What setup.py builds: its file is named like a module, but it is a library for `ctypes`."""
+LIBRARY = Path(__file__).with_name("_cpu.pyd" if os.name == "nt" else "_cpu.so")
+"""What setup.py builds, for `ctypes`."""
 NEWEST = "entries_of_blocks"
 """A function that builds of older versions lack."""
 
@@ -55,13 +55,16 @@ def takes(tensors: Iterable[Tensor | None]) -> bool:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled loops, or None."""
-    spec = importlib.util.find_spec(LIBRARY)
-    if spec is None:
+    if not LIBRARY.exists():
+        log.warning(
+            "The loops in C were not compiled, so work on the CPU takes two to six times as long. Install the package "
+            "where there is a C compiler."
+        )
         return None
     try:
-        found = ctypes.CDLL(str(spec.origin))
+        found = ctypes.CDLL(str(LIBRARY))
     except OSError as error:  # of another machine
-        log.info(f"Work on the CPU by plain torch, which is slower: {error}.")
+        log.warning(f"The loops in C cannot be loaded, so work on the CPU takes two to six times as long: {error}.")
         return None
     if not hasattr(found, NEWEST):
         log.warning("The loops in C are of an older version, so the CPU is slower. Install the package again.")

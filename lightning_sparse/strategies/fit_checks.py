@@ -77,19 +77,19 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
             remedy = "Take a method that sends every element, such as 'int4', as optimizers share parameters here"
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: with AdamW a GPT "
-            f"needed 4 to 6 times as many steps with them as with dense ones. {remedy}; see docs/optimizers.md."
+            f"needed 4 to 6 times as many steps with them as with dense ones. {remedy}."
         )
     elif signs is not None:
         log.warning(
             f"{type(signs).__name__} takes signs, so all its steps have one size, and a sparse method has no largest "
             f"to choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, such "
-            f"as 'int4'; see docs/optimizers.md."
+            f"as 'int4'."
         )
     elif evaluating is not None:
         log.warning(
             f"{type(evaluating).__name__} evaluates other weights than it trains, so ranks exchange gradients. If it "
             f"divides by past gradients, sparse ones make its steps too large: take a method that sends every element, "
-            f"such as 'int4'; see docs/optimizers.md."
+            f"such as 'int4'."
         )
 
 
@@ -101,7 +101,7 @@ def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None
     if with_momentum and isinstance(method.memory, Momentum):
         log.warning(
             f"{type(with_momentum[0]).__name__} has a momentum, and {method} keeps another one: a GPT ended 0.5 above "
-            f"dense training beside AdamW. Give the optimizer none, as SGD with momentum=0; see docs/comparison.md."
+            f"dense training beside AdamW. Give the optimizer none, as SGD with momentum=0."
         )
 
 

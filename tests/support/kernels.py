@@ -34,8 +34,8 @@ def is_kernel(value):
 
 def with_kernels():
     """Return the modules that have kernels, their own or imported ones."""
-    names = (f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__))
-    modules = (importlib.import_module(name) for name in names if name != native.LIBRARY)  # no module
+    names = {module.name for module in pkgutil.iter_modules(kernels.__path__)} - {native.LIBRARY.stem}  # no module
+    modules = (importlib.import_module(f"{kernels.__name__}.{name}") for name in sorted(names))
     return tuple(x for x in modules if any(map(is_kernel, vars(x).values())))
 
 

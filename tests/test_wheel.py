@@ -1,0 +1,55 @@
+"""The wheel says what it needs: a processor and a glibc if the loops in C are in it, and nothing otherwise."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiers import tiers
+
+ROOT = Path(__file__).parents[1]
+BUILD = "from setuptools.build_meta import build_wheel; build_wheel('made')"
+LOAD = """
+import logging; logging.basicConfig(level=logging.WARNING)
+from lightning_sparse.kernels import native
+import lightning_sparse
+print(lightning_sparse.__file__, native.library() is not None)
+native.library()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tags of other systems are others")
+@pytest.mark.parametrize("compiler", tiers([True, False], [False]))
+def test_the_tags_of_a_wheel_are_right_and_its_loops_work(compiler, tmp_path):
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "lightning_sparse", tree / "lightning_sparse", ignore=ignored)
+    environment = {**os.environ, "PYTHONPATH": ""} | ({} if compiler else {"CC": "/bin/false"})
+    done = subprocess.run([sys.executable, "-c", BUILD], cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tree / "made").glob("*.whl")
+    system = sysconfig.get_platform().removeprefix("linux-")
+    tag = f"py3-none-manylinux_2_17_{system}" if compiler else "py3-none-any"
+    assert wheel.name.endswith(f"-{tag}.whl")
+
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(tmp_path / "site")
+    libraries = [path.name for path in (tmp_path / "site").rglob("*.so")]
+    assert libraries == ["_cpu.so"] * compiler
+    (metadata,) = (tmp_path / "site").glob("*.dist-info/WHEEL")
+    assert f"Root-Is-Purelib: {str(not compiler).lower()}\nTag: {tag}\n" in metadata.read_text()
+
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(tmp_path / "site/lightning_sparse/__init__.py"), str(compiler)]
+    assert done.stderr.count("The loops in C were not compiled, so work on the CPU takes") == (not compiler)
