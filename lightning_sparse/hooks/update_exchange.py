@@ -248,7 +248,8 @@ class UpdateExchange:
         if model is None:
             return
         others = [x.detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
-        self._during(partial(broadcast_differing, self.comm, others, self._device))
+        if others:
+            self._during(partial(broadcast_differing, self.comm, others, self._device))
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return the buffers that become rank 0's with each exchange."""
