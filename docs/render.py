@@ -529,6 +529,9 @@ def optimizers() -> str:
         cells = [f"{best.lr['dense']:g}", f"{best.val_loss['dense']:.3f}"]
         for exchanged in ("updates", "gradients"):
             steps = best.dense_steps[exchanged]
+            if math.isinf(best.val_loss[exchanged]):
+                cells += ["–", ""]
+                continue
             cells += [f"{best.val_loss[exchanged]:.3f}", "more" if math.isnan(steps) else f"{steps:.0f}"]
         rows.append([str(name), *cells])
     heads = ["", "rate", "dense", "updates", "step", "gradients", "step"]

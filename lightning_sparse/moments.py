@@ -213,8 +213,8 @@ def moments_of(optimizer: Optimizer) -> Moments | None:
     kinds = type(optimizer).__mro__
     known = next((MOMENTS[kind] for kind in kinds if kind in MOMENTS), None)
     # Not by the state alone: Ranger and SOAP have moments by Adam's names, but change weights by other rules as well.
-    # What would be paid out of these changes feeds on itself, and the training diverges.
-    is_adam = any(name in kind.__name__.lower() for kind in kinds for name in ("adam", "lamb"))
+    # A payout of these changes feeds on itself, and the training diverges. These three were measured, and gain by it.
+    is_adam = any(name in kind.__name__.lower() for kind in kinds for name in ("adam", "lamb", "adopt"))
     if known is None and is_adam and all(_has_betas(group) for group in optimizer.param_groups):
         return OTHERS
     return known
@@ -313,4 +313,4 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""
 OTHERS = Moments("exp_avg", _beta, None, second="exp_avg_sq")
-"""Adam and Lamb by other packages: named so, with betas. Only for parameters whose state has Adam's moments."""
+"""Adam, Lamb and ADOPT by other packages: named so, with betas. Only for parameters whose state has Adam's moments."""

@@ -276,11 +276,14 @@ def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
 @pytest.mark.parametrize(
     ("name", "is_adam"),
     [
-        *((name, True) for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP", "Lamb", "FusedLAMB")),
-        *((name, False) for name in ("Ranger", "SOAP", "AdEMAMix", "ADOPT", "Prodigy")),
+        *(
+            (name, True)
+            for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP", "Lamb", "FusedLAMB", "ADOPT")
+        ),
+        *((name, False) for name in ("Ranger", "SOAP", "AdEMAMix", "Prodigy", "Lookahead")),
     ],
 )
-def test_only_adam_and_lamb_are_treated_as_adam(name, is_adam):
+def test_only_adam_lamb_and_adopt_are_treated_as_adam(name, is_adam):
     """Ranger and SOAP keep moments by Adam's names, and diverged as the change was paid out as Adam's."""
 
     def init(self, params):
