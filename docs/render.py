@@ -650,7 +650,8 @@ def clients() -> str:
     found = read("clients")
     rows = []
     for row in found.itertuples():
-        resumed = {"True": "yes", "False": "no, nor with `ddp`", "": "not tried"}[str(row.resumed).replace("nan", "")]
+        ours, stock = (str(value).replace("nan", "") for value in (row.resumed, row.ddp_resumed))
+        resumed = {"True": "yes", "": "not tried", "False": "no" if stock == "True" else "no, nor with `ddp`"}[ours]
         seeds = f", {row.seeds:.0f} seeds" if row.seeds > 1 else ""
         losses = [digits(getattr(row, column)) for column in ("start", "ddp", "ours")]
         name = f"{row.client.removeprefix('optimizer-')} ({row.package} {row.version})"

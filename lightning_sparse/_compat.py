@@ -129,7 +129,8 @@ def have_hooks_called(optimizer: Optimizer) -> None:
     step = optimizer.step
     if not getattr(step, "hooked", False):
         own: Any = Optimizer.profile_hook_step(lambda _, *args, **kwargs: step(*args, **kwargs))
-        own.hooked = True
+        # A schedule has marked the `step` that it holds, and warns if the mark is gone.
+        own.__dict__.update(getattr(step, "__dict__", {}), hooked=True)
         optimizer.step = MethodType(own, optimizer)  # type: ignore[method-assign]
 
 

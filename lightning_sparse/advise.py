@@ -4,7 +4,7 @@
 
 Selection is timed here and now, on the GPU where there is one. So run it on a machine like those that train. The rest
 is computed, see `lightning_sparse.cost`; it says nothing about accuracy: compare that yourself, at a tuned learning
-rate. With AdamW and its kin, methods that keep a residual exchange updates; with SGD gradients. Both go beside backward
+rate. With SGD sparse methods exchange gradients, with AdamW and most others updates. Both go beside backward
 here; where gradients are clipped by their norm, or scaled, updates wait for its end.
 """
 
@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import hashlib
 import math
+import os
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -111,8 +114,7 @@ def measure(
         seconds: after so many no step is begun, but for the second.
 
     Returns:
-        The costs by the fastest step, as other programs only slow steps down. And a ratio that is 1 on a quiet machine:
-        of the median step to the fastest, or of all time to that of this program's threads, whichever is larger.
+        The costs by the fastest step, as other programs only slow steps down; and the median step over the fastest.
     """
     shape = matrices(min(params, TIMED_ELEMENTS))[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,7 +133,7 @@ def measure(
         updates = Updates(reducer, model, [optimizer]) if exchanged == "update" else None
         steps: list[float] = []
         entries: list[float] = []
-        began, used = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         while len(steps) < 2 or (len(steps) < 20 and time.perf_counter() < began + seconds):
             result = gradient.clone()
             if updates is None:
@@ -154,11 +156,25 @@ def measure(
             entries.append((now() - started) / max(1, len(indices)))
         # The first step also allocates memory.
         fastest = min(steps[1:])
-        waited = (time.perf_counter() - began) / max(1e-9, time.process_time() - used)
-        return fastest / gradient.numel(), min(entries[1:]), max(waited, statistics.median(steps[1:]) / fastest)
+        return fastest / gradient.numel(), min(entries[1:]), statistics.median(steps[1:]) / fastest
 
     ((element, entry, spread),) = simulate(1, rank)
     return Costs(element=element, entry=entry), spread
+
+
+def slowdown(seconds: float = 0.3) -> float:
+    """Return how many times as long work on all processors takes because of other programs: 1 without them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    data = bytes(1 << 20)
+
+    def work(_: int) -> None:
+        while time.perf_counter() < began + seconds:
+            hashlib.sha256(data).digest()  # without Python's lock
+
+    began, used = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(cores) as pool:
+        list(pool.map(work, range(cores)))
+    return cores * (time.perf_counter() - began) / (time.process_time() - used)
 
 
 class Estimate(NamedTuple):
@@ -196,11 +212,13 @@ def estimates(
         tell: gets a line for each method as soon as it was timed.
 
     Returns:
-        The estimates; the methods that cannot be timed here, to the reason; and the median of `measure`'s ratios.
+        The estimates; the methods that cannot be timed here, to the reason; and a ratio that is 1 on a quiet machine,
+        the largest of `slowdown` before, `slowdown` after, and the median of `measure`'s.
     """
     rows = [
         Estimate(name, step(DENSE, work, workers, link, Costs(), dense_bytes=each)) for name, each in BASELINES.items()
     ]
+    slow = slowdown()
     timed: dict[str, Costs] = {}
     spreads: list[float] = []
     failed: dict[str, str] = {}
@@ -232,7 +250,8 @@ def estimates(
             tell(f"{name}: {1e3 * found.seconds:.1f} ms a step")
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
-    return sorted(rows, key=lambda row: row.step.seconds), failed, statistics.median(spreads or [1.0])
+    busy = max(slow, slowdown(), statistics.median(spreads or [1.0]))
+    return sorted(rows, key=lambda row: row.step.seconds), failed, busy
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -277,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained = {name: most for name, most in TRAINED[args.optimizer].items() if name not in CAUTIONS}
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine's CPU"
     tell = functools.partial(print, file=sys.stderr, flush=True)
-    tell(f"Timing every method on {where}, which takes up to {SECONDS:.0f} seconds:")
+    tell(f"Timing every method on {where}, which takes about half a minute, longer if the machine is busy:")
     rows, failed, spread = estimates(work, args.workers, link, args.density, adaptive, tell)
     ddp = next(row.step for row in rows if row.name == "ddp").seconds
     print(
@@ -311,12 +330,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     dense_name, dense, _, _ = next(row for row in rows if row.name in BASELINES)
     best, fastest, _, _ = next(row for row in rows if row.name in BASELINES or trained.get(row.name, 0) >= args.workers)
     if best in BASELINES:
-        print(f"\nOf what was seen to train as well with {args.workers} workers, {best} is the fastest: stay with it.")
+        print(f"\nOf the methods that trained as well with {args.workers} workers, {best} is the fastest.")
         untried = next((row for row in rows if row.name in trained), None)
-        if untried is not None and untried.step.seconds < dense.seconds / 1.1:
+        if untried is None or untried.step.seconds > dense.seconds / 1.1:
+            print("Stay with it.")
+        else:
             print(
-                f"{untried.name} would take {untried.step.seconds / dense.seconds:.0%} of its time, and trained as "
-                f"well with up to {trained[untried.name]} workers: try that first."
+                f"{untried.name} would take {untried.step.seconds / dense.seconds:.0%} of its time, but trained as "
+                f"well with up to {trained[untried.name]} workers only: try it, and compare losses."
             )
     elif dense.seconds < 1.1 * fastest.seconds:
         print(

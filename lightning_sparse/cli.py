@@ -79,7 +79,8 @@ class Parser(LightningArgumentParser):
             subparsers = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
             known = {key for parser in (self, *subparsers) for key in parser.get_defaults().keys()}  # noqa: SIM118
             name = unknown[1] or unknown[2]
-            if any(name.rpartition(".")[2] in spec.options for spec in METHODS.values()):
+            near = did_you_mean(name.rpartition(".")[0], known)  # a mistyped part before it
+            if not near and any(name.rpartition(".")[2] in spec.options for spec in METHODS.values()):
                 message += f"\n{name!r} is an option of a method: put it under `dict_kwargs:`, beside `init_args:`."
             else:
                 message += did_you_mean(name, {*known, "init_args"})

@@ -182,6 +182,12 @@ def test_a_typo_names_the_nearest_known_option(text, nearest, tmp_path, capsys):
     assert f"Did you mean {nearest!r}?" in message
 
 
+def test_a_typo_before_an_option_of_a_method_is_a_typo(capsys):
+    message = error_of(capsys, "--trainer.strategy=topk_ddp", "--trainer.stratgy.density=2")
+    assert "Did you mean 'trainer.strategy'?" in message
+    assert "dict_kwargs" not in message
+
+
 def test_a_typo_on_the_command_line_names_the_nearest_known_option(capsys):
     assert "Did you mean 'trainer.max_epochs'?" in error_of(capsys, "--trainer.max_epoks=3")
 

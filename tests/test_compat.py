@@ -75,6 +75,16 @@ def test_have_hooks_called():
     assert called == ["before", "step", "after"] * 2
 
 
+def test_a_schedule_from_before_does_not_take_the_step_for_one_of_the_users():
+    """It warns if the mark that it has put on the optimizer's step is gone."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    optimizer.__class__ = type("Wrapper", (torch.optim.SGD,), {"step": lambda self, closure=None: None})
+    _compat.have_hooks_called(optimizer)
+    optimizer.step()
+    schedule.step()  # a warning is an error here
+
+
 def test_step_without_hooks():
     param = nn.Parameter(torch.ones(2))
     optimizer, called = torch.optim.SGD([param], 0.5), []

@@ -64,6 +64,12 @@ def test_a_promise_holds_if_its_command_and_its_rows_say_so(made, verdict, said,
     assert f"===== it: {said}" in (tmp_path / "log.txt").read_text()
 
 
+def test_tests_that_were_all_skipped_show_nothing():
+    for output, verdict in (("[gw0] [ 9%] SKIPPED a.py::b", gpu.OPEN), ("[gw0] [ 9%] PASSED a.py::b", gpu.HOLDS)):
+        found = gpu.verdicts(gpu.FIRST["lightning"], gpu.Ended("ended", True, 1.0, output), Path(), 0.0)
+        assert set(found.values()) == {verdict}
+
+
 def test_rows_of_an_earlier_run_do_not_count(tmp_path):
     (tmp_path / "rows.csv").write_text("within\nTrue\n")
     os.utime(tmp_path / "rows.csv", (1, 1))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sparse.kernels import native
 from tests.support.tiers import tiers
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +54,14 @@ def test_the_tags_of_a_wheel_are_right_and_its_loops_work(compiler, tmp_path):
     )
     assert done.stdout.split() == [str(tmp_path / "site/lightning_sparse/__init__.py"), str(compiler)]
     assert done.stderr.count("The loops in C were not compiled, so work on the CPU takes") == (not compiler)
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, 1), ("0", 1), ("1", 0)])
+def test_one_rank_says_that_the_loops_are_missing(rank, said, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert native.library.__wrapped__() is None
+    assert len(caplog.records) == said

@@ -18,12 +18,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import unserializable_hook
 
 from lightning_sparse._compat import version
 from lightning_sparse.hooks.closure import replace_closure
 from lightning_sparse.hooks.scalers import unwrap, wrap
 
 log = logging.getLogger(__name__)
+
+TAKE_TURNS = (
+    " If a backward pass is for another optimizer, as in a GAN, call toggle_optimizer and untoggle_optimizer, with "
+    "find_unused_parameters=True; in plain torch call the model within its no_sync()."
+)
+"""What else helps if a gradient was thrown away."""
 
 
 class ExchangedGradients:
@@ -41,7 +48,11 @@ class ExchangedGradients:
         self._thrown_away: set[int] = set()
         self._looked = True  # whether those in `_written` were still there when the present backward pass began
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
-        self._hooks = [p.register_hook(partial(self._before_accumulation, key)) for key, (_, p) in self._params.items()]
+        # A copy of the model in another process has no hooks: torch need not warn that it leaves them out.
+        self._hooks = [
+            param.register_hook(unserializable_hook(partial(self._before_accumulation, key)))
+            for key, (_, param) in self._params.items()
+        ]
         wrap("step", self._scaled_step)
         wrap("unscale_", self._unscale)
 
@@ -107,16 +118,18 @@ class ExchangedGradients:
         waiting = [key for key in own if key in self._written]
         thrown_away = [key for key in own if key in self._thrown_away] if self._thrown_away else []
         if changed := [key for key in waiting if self._has_changed(key)]:
-            self._warn(optimizer, changed[0], "was changed before the step, as by clipping or by a hook of yours")
+            how = "was changed before the step, as by clipping or by a hook of yours"
+            self._warn(optimizer, changed[0], how)
         elif thrown_away:
-            self._warn(optimizer, thrown_away[0], "was thrown away: zero_grad came, and no step before it")
+            how = "was thrown away: zero_grad came, and no step before it"
+            self._warn(optimizer, thrown_away[0], how, TAKE_TURNS)
         else:
             for key in waiting:
                 del self._written[key]
             return waiting
         return []
 
-    def _warn(self, optimizer: Optimizer, key: int, how: str) -> None:
+    def _warn(self, optimizer: Optimizer, key: int, how: str, remedy: str = "") -> None:
         name, _ = self._params[key]
         self._end()  # the hook of steps stays: torch goes through all of these now
         log.warning(
@@ -124,9 +137,7 @@ class ExchangedGradients:
             f"residuals do not take that back: the part that was not sent comes in later steps, and the part that was "
             f"sent is lost. Set exchange='update' of the strategy, or in plain torch call attach_updates: then each "
             f"rank may change or drop its own gradient. To shorten gradients, set clip_norm, which does so before the "
-            f"exchange, in place of gradient_clip_val or clip_grad_norm_. If a backward pass is for another optimizer, "
-            f"as in a GAN, call toggle_optimizer and untoggle_optimizer, with find_unused_parameters=True; in plain "
-            f"torch call the model within its no_sync()."
+            f"exchange, in place of gradient_clip_val or clip_grad_norm_.{remedy}"
         )
 
 

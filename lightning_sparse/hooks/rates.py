@@ -49,7 +49,8 @@ class Rates:
         self._steps = 0
         if not self._optimizers:
             return
-        rates = [float(group.get("lr", math.nan)) for each in self._optimizers for group in each.param_groups]
+        given = [group.get("lr") for each in self._optimizers for group in each.param_groups]
+        rates = [math.nan if rate is None else float(rate) for rate in given]  # Adafactor's may be None: it makes one
         sent, own = self._comm.sent_bytes, [float(zlib.crc32(repr(rates).encode())), *rates[:1]]
         every = self._comm.all_gather_rows(torch.tensor(own, dtype=torch.float64, device=self._device))
         self._comm.sent_bytes = sent  # it says what steps send

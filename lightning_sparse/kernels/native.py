@@ -56,7 +56,7 @@ def takes(tensors: Iterable[Tensor | None]) -> bool:
 def library() -> ctypes.CDLL | None:
     """Return the compiled loops, or None."""
     if not LIBRARY.exists():
-        log.warning(
+        _warn(
             "The loops in C were not compiled, so work on the CPU takes two to six times as long. Install the package "
             "where there is a C compiler."
         )
@@ -64,12 +64,18 @@ def library() -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(LIBRARY))
     except OSError as error:  # of another machine
-        log.warning(f"The loops in C cannot be loaded, so work on the CPU takes two to six times as long: {error}.")
+        _warn(f"The loops in C cannot be loaded, so work on the CPU takes two to six times as long: {error}.")
         return None
     if not hasattr(found, NEWEST):
-        log.warning("The loops in C are of an older version, so the CPU is slower. Install the package again.")
+        _warn("The loops in C are of an older version, so the CPU is slower. Install the package again.")
         return None
     return found
+
+
+def _warn(text: str) -> None:
+    """Warn on rank 0, or in a process that is no rank."""
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning(text)
 
 
 def table(tensors: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:

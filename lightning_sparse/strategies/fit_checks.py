@@ -81,9 +81,9 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
         )
     elif signs is not None:
         log.warning(
-            f"{type(signs).__name__} takes signs, so all its steps have one size, and a sparse method has no largest "
-            f"to choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, such "
-            f"as 'int4'."
+            f"{type(signs).__name__} takes signs, so no entry of its steps is larger than others, and a sparse method "
+            f"cannot choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, "
+            f"such as 'int4'."
         )
     elif evaluating is not None:
         log.warning(

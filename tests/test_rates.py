@@ -1,0 +1,28 @@
+"""Whether learning rates are equal on all ranks; in a training: tests/integration/test_gradients.py."""
+
+import logging
+
+import pytest
+import torch
+
+from lightning_sparse import simulate
+from lightning_sparse.hooks.rates import PERIOD, Rates
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.1], [0.1, 0.2], [None, None], [None, 0.1], [torch.tensor(0.1)] * 2], ids=str)
+def test_rates_that_differ_are_warned_of_once(rates, caplog):
+    """A rate may be None, as that of an Adafactor which makes its own, or a tensor."""
+
+    def rank(comm):
+        optimizer = torch.optim.SGD([torch.ones(1)], 0.1)
+        optimizer.param_groups[0]["lr"] = rates[comm.rank]
+        compared = Rates(comm, [optimizer], torch.device("cpu"))
+        for _ in range(2):
+            compared.compare()
+            assert not compared.are_due(1)
+        assert compared.are_due(PERIOD)
+
+    caplog.set_level(logging.WARNING)
+    simulate(2, rank)
+    assert len(caplog.records) == (rates[0] != rates[1])
+    assert all("Learning rates differ among ranks" in record.message for record in caplog.records)
