@@ -87,9 +87,12 @@ class Method:
                 instead = "Leave second out: it is for compressors with a density."
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
         if self.delayed and not self.aggregator.takes_all:
+            two_level = isinstance(self.aggregator, TwoLevel) and self.aggregator.inter_node.takes_all
+            what = "two_level" if two_level else repr(_name_of(self) or self.aggregator)
+            instead = "two_level" if two_level else "delayed"
             raise ValueError(
-                f"delayed=True with {_name_of(self) or self.aggregator!r}: ranks go on by what they have sent, which "
-                f"others decide there. Leave delayed out, or take 'topk', 'gaussiank' or another method with Mean()."
+                f"delayed=True with {what}: a rank cannot go on by the entries that it has sent, as other ranks decide "
+                f"which of them count. Leave {instead} out, or take {'no delay' if two_level else 'topk or gaussiank'}."
             )
         if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(

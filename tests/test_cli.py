@@ -182,6 +182,13 @@ def test_a_typo_names_the_nearest_known_option(text, nearest, tmp_path, capsys):
     assert f"Did you mean {nearest!r}?" in message
 
 
+@pytest.mark.parametrize("arguments", [[], ["advice"]])
+def test_subcommands_that_are_not_lightnings_are_named(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "Beside these there are `advise` and `reproduce`" in capsys.readouterr().err
+
+
 def test_a_typo_before_an_option_of_a_method_is_a_typo(capsys):
     message = error_of(capsys, "--trainer.strategy=topk_ddp", "--trainer.stratgy.density=2")
     assert "Did you mean 'trainer.strategy'?" in message

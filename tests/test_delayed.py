@@ -409,9 +409,16 @@ def test_nothing_is_left_in_the_residual_that_was_sent():
     assert max(simulate(2, rank)) <= 4 * 2**-23 * 4  # weights below 4 are rounded
 
 
-@pytest.mark.parametrize("aggregator", [GlobalTopK(), TwoPass(), TwoLevel(ranks_per_node=2)])
-def test_aggregators_that_decide_later_are_refused(aggregator):
-    with pytest.raises(ValueError, match=r"delayed=True with .*take 'topk', 'gaussiank'"):
+@pytest.mark.parametrize(
+    ("aggregator", "said"),
+    [
+        (GlobalTopK(), "delayed=True with 'gtopk': .* Leave delayed out, or take topk or gaussiank"),
+        (TwoPass(), "delayed=True with 'doublesqueeze': .* Leave delayed out, or take topk or gaussiank"),
+        (TwoLevel(ranks_per_node=2), "delayed=True with two_level: .* Leave two_level out, or take no delay"),
+    ],
+)
+def test_aggregators_that_decide_later_are_refused(aggregator, said):
+    with pytest.raises(ValueError, match=said):
         Method(TopK(density=0.1), aggregator=aggregator, update_rule=RULE)
 
 

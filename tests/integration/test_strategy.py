@@ -174,9 +174,9 @@ def test_teardown_before_setup():
         (
             {"method": "int4", "delayed": True, "exchange": "update"},
             ValueError,
-            "delayed=True with 'int4': ranks",
+            "delayed=True with 'int4': a rank cannot",
         ),
-        ({"method": "gtopk", "two_level": True, "delayed": True}, ValueError, "delayed=True with 'gtopk': ranks"),
+        ({"method": "gtopk", "two_level": True, "delayed": True}, ValueError, "delayed=True with 'gtopk': a rank"),
         ({"mixed_precision": object()}, ValueError, "out and set precision='bf16-mixed' of the Trainer"),
         (
             {"findunused_parameters": True},

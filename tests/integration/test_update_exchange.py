@@ -1116,8 +1116,11 @@ def test_plain_torch():
         ({"method": "signsgd", "every": 4}, "makes no mean of what ranks send"),
         ({"delayed": 1}, "delayed=1 must be True or False"),
         ({"exchange": "gradient", "delayed": True}, "every step waits for its gradients. Set exchange='update'"),
-        ({"method": "gtopk", "delayed": True}, r"delayed=True with 'gtopk': .* take 'topk'"),
-        ({"method": "topk", "delayed": True, "two_level": True}, r"delayed=True with 'topk'"),
+        ({"method": "gtopk", "delayed": True}, r"delayed=True with 'gtopk': .* take topk"),
+        (
+            {"method": "topk", "delayed": True, "two_level": True},
+            r"delayed=True with two_level: .* Leave two_level out",
+        ),
         ({"method": "diloco", "delayed": True}, "Leave delayed out, or take a rule without an outer step"),
         ({"method": "signsgd", "delayed": True}, r"delayed=True with 'signsgd'"),
         (
