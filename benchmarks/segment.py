@@ -157,7 +157,7 @@ def alone(made: Case, repetitions: int) -> tuple[list[float], list[float]]:
     return device_us, host_us
 
 
-def beside(made: Case, repetitions: int, device: str, tokens: int) -> tuple[list[float], list[float]]:
+def beside(made: Case, repetitions: int, device: str, tokens: int) -> tuple[list[float], float]:
     """Return the segment's times beside products, and how much longer these take, in μs."""
     x, w = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for shape in ((tokens, 3072), (3072, 768)))
     out = x @ w
@@ -182,8 +182,7 @@ def beside(made: Case, repetitions: int, device: str, tokens: int) -> tuple[list
         products[with_segment].append(1e3 * first.elapsed_time(last))
         if with_segment:
             times.append(1e3 * start.elapsed_time(stop))
-    delay = statistics.median(products[True]) - statistics.median(products[False])
-    return times, [delay]
+    return times, statistics.median(products[True]) - statistics.median(products[False])
 
 
 def profiled(made: Case, device: str, show: bool) -> results.Row:
@@ -218,7 +217,7 @@ def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, dev
     # The stand-ins all answer for the first region of two passes, so these are checked with one rank.
     (case(name, 1, shapes, device) if isinstance(method(name.split()[0]).aggregator, TwoPass) else made).check()
     device_us, host_us = alone(made, repetitions)
-    beside_us, (delay_us,) = beside(made, max(3, repetitions // 2), device, tokens)
+    beside_us, delay_us = beside(made, max(3, repetitions // 2), device, tokens)
     row: results.Row = {
         "method": name,
         "ranks": ranks,

@@ -2,10 +2,11 @@
 
     python -m lightning_sparse advise --params 25.6e6 --workers 32 --bandwidth 1Gbit --backward 0.15
 
-Selection is timed here and now, on the GPU where there is one. So run it on a machine like those that train. The rest
-is computed, see `lightning_sparse.cost`; it says nothing about accuracy: compare that yourself, at a tuned learning
-rate. With SGD sparse methods exchange gradients, with AdamW and most others updates. Both go beside backward
-here; where gradients are clipped by their norm, or scaled, updates wait for its end.
+Each method's own work is timed here, on the GPU if there is one. So run it on a machine like those that train. The rest
+is computed, see `lightning_sparse.cost`. A method is recommended only if it trained as dense training does in this
+project's benchmarks: compare losses with your model yourself. With SGD sparse methods exchange gradients, with AdamW
+and most others updates. Both go beside backward here. If gradients are clipped by their norm, or scaled, updates wait
+for its end.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TIMED_ELEMENTS = 8_000_000
 SECONDS = 18.0
 """Seconds that all methods together are timed for, at most: each gets an equal share."""
 BUSY = 1.3
-"""Above this ratio of times, see `measure`, other programs slow this machine down."""
+"""Above this ratio of times, see `estimates`, other programs slow this machine down."""
 BASELINES = {"ddp": 4, "ddp, 16-bit hook": 2}
 """Dense contestants to bytes per gradient element."""
 CAUTIONS = {

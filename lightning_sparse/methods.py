@@ -87,12 +87,12 @@ class Method:
                 instead = "Leave second out: it is for compressors with a density."
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
         if self.delayed and not self.aggregator.takes_all:
-            two_level = isinstance(self.aggregator, TwoLevel) and self.aggregator.inter_node.takes_all
-            what = "two_level" if two_level else repr(_name_of(self) or self.aggregator)
-            instead = "two_level" if two_level else "delayed"
+            what, remedy = repr(_name_of(self) or self.aggregator), "Leave delayed out, or take topk or gaussiank."
+            if isinstance(self.aggregator, TwoLevel) and self.aggregator.inter_node.takes_all:
+                what, remedy = "two_level", "Leave two_level out, or take no delay."
             raise ValueError(
                 f"delayed=True with {what}: a rank cannot go on by the entries that it has sent, as other ranks decide "
-                f"which of them count. Leave {instead} out, or take {'no delay' if two_level else 'topk or gaussiank'}."
+                f"which of them count. {remedy}"
             )
         if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -50,6 +50,7 @@ def import_torchvision() -> None:
 import_torchvision()  # before others do, torchmetrics among them
 
 from benchmarks.harness import results  # noqa: E402
+from tests.integration.trainers import Batches  # noqa: E402
 from tests.processes import run_ranks  # noqa: E402
 
 STEPS = 200
@@ -76,19 +77,6 @@ class Client(NamedTuple):
     module: Callable[[Any], Any]
     batches: Callable[[int], list[Any]]
     namespace: str = "pytorch_lightning"
-
-
-class Batches:
-    """A list, which Lightning would take for several loaders."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 # Data.

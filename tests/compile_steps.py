@@ -9,6 +9,7 @@ Nothing is run. Run as a script by tests/test_kernels.py, because Triton decides
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,37 +66,55 @@ class Driver:
         return torch.cuda
 
 
-def main() -> None:
-    """Print which numbers of warps each kernel was launched with, as JSON."""
+def compile_only(note: Callable[[Any, dict[str, Any]], object], capability: int) -> None:
+    """Have all launches of this process compile their kernel, and run nothing.
+
+    Args:
+        note: gets each kernel that is compiled or found in the cache, and its constants.
+        capability: of the device, 90 for 9.0.
+    """
     os.environ[launch.KERNELS] = "triton"
-    driver.set_active(Driver(int(sys.argv[1])))
-    launched: dict[str, set[int]] = {}
+    driver.set_active(Driver(capability))
 
     def compiled(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         kernel = kernel.load() if isinstance(kernel, launch.Kernel) else kernel
-        kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants)
-        launched.setdefault(kernel.__name__, set()).add(constants.get("num_warps", 4))  # Triton's own choice
+        note(kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants), constants)
 
     for module in KERNELS:
         module.launch = compiled
     torch.use_deterministic_algorithms(False)
     empty = torch.empty
-    torch.empty = lambda *args, **options: empty(*args, **options).zero_()  # what no kernel has written is an index
+    torch.empty = lambda *args, **options: empty(*args, **options).zero_()  # indices that no kernel has written
     Exchange._raise = lambda *_, **__: None  # type: ignore[assignment,method-assign]  # nobody has judged the messages
-    for name, options, dtype, shapes in STEPS:
-        grads = {key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()}
-        Reducer(method(name, **options), Echo(2), granularity="model").reduce_(grads)
-    for dtype in (torch.float32, torch.bfloat16):
-        shapes = {"w": (1200, 1000), "b": (1000,), "nothing": (0,)}
-        model = nn.ParameterDict({key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()})
-        optimizer = torch.optim.AdamW(model.parameters())
-        reducer = Reducer(method("topk", density=0.001), Echo(2), granularity="model", exchanged="update")
-        updates = Updates(reducer, model, [optimizer])
+
+
+def exchange_updates(dtype: torch.dtype, shapes: dict[str, Any], ranks: int, steps: int = 1) -> None:
+    """Exchange updates of AdamW."""
+    model = nn.ParameterDict({key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()})
+    optimizer = torch.optim.AdamW(model.parameters())
+    reducer = Reducer(method("topk", density=0.001), Echo(ranks), granularity="model", exchanged="update")
+    updates = Updates(reducer, model, [optimizer])
+    for _ in range(steps):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         updates.begin(optimizer)
         optimizer.step()
         updates.exchange(optimizer)
+
+
+def main() -> None:
+    """Print which numbers of warps each kernel was launched with, as JSON."""
+    launched: dict[str, set[int]] = {}
+
+    def note(kernel: Any, constants: dict[str, Any]) -> None:
+        launched.setdefault(kernel.name, set()).add(constants.get("num_warps", 4))  # Triton's own choice
+
+    compile_only(note, int(sys.argv[1]))
+    for name, options, dtype, shapes in STEPS:
+        grads = {key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()}
+        Reducer(method(name, **options), Echo(2), granularity="model").reduce_(grads)
+    for dtype in (torch.float32, torch.bfloat16):
+        exchange_updates(dtype, {"w": (1200, 1000), "b": (1000,), "nothing": (0,)}, 2)
     print(json.dumps({name: sorted(warps) for name, warps in launched.items()}))
 
 

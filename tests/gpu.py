@@ -1,4 +1,4 @@
-"""What only a GPU can show: tests, checks and benchmarks in parts, each with a time limit, and which promises hold.
+"""Tests, checks and benchmarks that need a GPU, in parts with a time limit each, and the promises that hold.
 
     python3 -m tests.gpu quick                               # the first run of two, 345 seconds
     python3 -m tests.gpu quick second                        # the second, 310 seconds

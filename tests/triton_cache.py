@@ -155,33 +155,16 @@ def use_library_of_312() -> None:
 def compile_steps() -> dict[str, Any]:
     """Compile what steps of training launch; return the compiled kernels by hash."""
     import torch
-    from torch import nn
-    from triton.runtime.driver import driver
 
     from benchmarks.launches import SHAPES
     from benchmarks.selection import Step, sparsifiers
     from lightning_sparse import Reducer, method
-    from lightning_sparse.exchange import Exchange
-    from lightning_sparse.kernels import launch
-    from lightning_sparse.updates import Updates
-    from tests.compile_steps import STEPS, Driver
-    from tests.support.kernels import KERNELS, Echo
+    from tests.compile_steps import STEPS, compile_only, exchange_updates
+    from tests.support.kernels import Echo
 
     torch.set_num_threads(1)
-    driver.set_active(Driver(CAPABILITY))
-    os.environ[launch.KERNELS] = "triton"
     compiled: dict[str, Any] = {}
-
-    def only_compile(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        kernel = kernel.load() if isinstance(kernel, launch.Kernel) else kernel
-        made = kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants)
-        compiled[made.hash] = made
-
-    for module in KERNELS:
-        module.launch = only_compile
-    empty = torch.empty
-    torch.empty = lambda *args, **options: empty(*args, **options).zero_()  # what no kernel has written is an index
-    Exchange._raise = lambda *_, **__: None  # type: ignore[assignment,method-assign]  # nobody judges messages
+    compile_only(lambda kernel, constants: compiled.update({kernel.hash: kernel}), CAPABILITY)
 
     def gradients(name: str, options: dict[str, Any], dtype: torch.dtype, shapes: dict[str, Any], ranks: int) -> None:
         reducer = Reducer(method(name, **options), Echo(ranks), granularity="model")
@@ -192,18 +175,6 @@ def compile_steps() -> dict[str, Any]:
             reducer.reduce_segment_(segment, segment.views(torch.ones(numel + shift, dtype=dtype)[shift:]))
             reducer.finish_step()
 
-    def updates(dtype: torch.dtype, shapes: dict[str, Any], ranks: int) -> None:
-        model = nn.ParameterDict({key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()})
-        optimizer = torch.optim.AdamW(model.parameters())
-        reducer = Reducer(method("topk", density=0.001), Echo(ranks), granularity="model", exchanged="update")
-        exchange = Updates(reducer, model, [optimizer])
-        for _ in range(2):
-            for param in model.parameters():
-                param.grad = torch.ones_like(param)
-            exchange.begin(optimizer)
-            optimizer.step()
-            exchange.exchange(optimizer)
-
     # A block of GPT-2 in small: Triton asks whether numbers are 1 or multiples of 16, and not how large they are.
     block = {key: [max(16, size // 4) for size in shape] for key, shape in SHAPES.items()}
     net = {"w": (300, 1024), "b": (300,), "v": (32, 300), "c": (32,)}  # of tests.wired
@@ -213,7 +184,7 @@ def compile_steps() -> dict[str, Any]:
                 gradients(name, {"density": 0.001}, dtype, block, ranks)
             for name in ("int4", "int8", "powersgd"):
                 gradients(name, {}, dtype, block, ranks)
-            updates(dtype, block, ranks)
+            exchange_updates(dtype, block, ranks, steps=2)
         gradients("topk", {"density": 0.01}, dtype, net, 1)
     for name, options, dtype, shapes in STEPS:
         for ranks in (1, 2):

@@ -12,10 +12,9 @@ buckets. `gtopk` is not among the cases: one rank has nobody to exchange with in
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -30,6 +29,7 @@ from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.base import Comm, Op, _SubComm
 from lightning_sparse.compressors import TopK
+from tests.support.kernels import no_waiting
 
 STEPS, WARM = 5, 2
 CALLED: Counter[str] = Counter()
@@ -94,20 +94,6 @@ UPDATES: dict[str, dict[str, Any]] = {
     "sparseloco updates": {"method": "sparseloco", "every": 2},
 }
 CASES = (*GRADIENTS, *UPDATES)
-
-
-@contextlib.contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """Make it an error, in all threads, that the host waits for the device; the CPU has nothing of the kind."""
-    if device == "cpu":
-        yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def train(case: str, device: str) -> Tensor:

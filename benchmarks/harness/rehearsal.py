@@ -1,4 +1,4 @@
-"""What stands in for CUDA's clocks, streams and graphs when a benchmark of a GPU is rehearsed on a CPU.
+"""Stand-ins for CUDA's clocks, streams and graphs, to rehearse a benchmark of a GPU on a CPU.
 
     with rehearsal():
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -354,13 +354,18 @@ def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
 
 def warn_of_density(method: Method, optimizers: Sequence[Optimizer]) -> None:
     """Warn on rank 0 of a density that is too small for the updates of optimizers such as AdamW."""
-    other = next((each for each in optimizers if not isinstance(each, torch.optim.SGD | torch.optim.ASGD)), None)
+    other = next((each for each in optimizers if not scales_gradient(each)), None)
     if method.is_sparse and (method.density or 1) < UPDATE_DENSITY and other is not None and dist.get_rank() == 0:
         log.warning(
             f"density={method.density:g} is small for updates of {type(other).__name__}: at 0.001 a GPT with AdamW "
             f"needed 1.27 times the steps of dense training, and at {UPDATE_DENSITY:g} no more. Leave density out, or "
             f"give a larger one, unless your link asks for it."
         )
+
+
+def scales_gradient(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's steps are linear in its gradients, as those of torch's SGD."""
+    return isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD)
 
 
 def evaluates_other_weights(optimizer: Optimizer) -> bool:

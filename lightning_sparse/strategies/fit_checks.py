@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.update_exchange import evaluates_other_weights
+from lightning_sparse.hooks.update_exchange import evaluates_other_weights, scales_gradient
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
 
 log = logging.getLogger(__name__)
 
-SIGNS = ("lion", "sign", "signum", "tiger", "rprop")
+SIGNS = ("lion", "sign", "tiger", "rprop")
 """Parts of the names of optimizers whose steps have one size for all elements: Lion, SignSGD, DAdaptLion, ..."""
 
 
@@ -31,7 +31,7 @@ def why_gradients(optimizer: Optimizer) -> str | None:
     """
     if evaluates_other_weights(optimizer):
         return "evaluates other weights than it trains"
-    if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD):
+    if scales_gradient(optimizer):
         return "scales the gradient"
     if takes_signs(optimizer):
         return "takes signs"

@@ -3,7 +3,6 @@
 What makes sense without a GPU runs on the CPU, too, so that the tests themselves are tested.
 """
 
-import contextlib
 import importlib.util
 import itertools
 import logging
@@ -11,7 +10,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,8 +30,9 @@ from lightning_sparse.hooks import start_comm_thread
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.layout import Segment
-from tests.integration.trainers import Watch, keeps_all, lost, trainer
+from tests.integration.trainers import Batches, Watch, keeps_all, lost, trainer
 from tests.processes import run_ranks
+from tests.support.kernels import no_waiting
 from tests.support.representatives import GRADIENTS
 from tests.support.tiers import full
 
@@ -93,19 +93,6 @@ def bits(tensors: Any) -> Tensor:
 
 
 # Lightning.
-
-
-class Batches:
-    """A list, which Lightning would take for several loaders."""
-
-    def __init__(self, batches: list[Tensor]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.batches)
 
 
 class Net(pl.LightningModule):
@@ -212,20 +199,6 @@ def test_lightning_with_two_ranks_over_gloo(device, names):
 
 
 # Plain DDP.
-
-
-@contextlib.contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """Make it an error, in all threads, that the host waits for the device; the CPU has nothing of the kind."""
-    if device == "cpu":
-        yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def wait_a_little(device: str) -> None:

@@ -155,6 +155,19 @@ def lightning_ranks(size: int, fn: Callable[..., Any], *args: Any, **options: An
     return results
 
 
+class Batches:
+    """A list of batches; Lightning would take a plain list for several loaders."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
 class Watch(pl.Callback):
     """Adds up this rank's gradients, unscaled, and the gradients that the optimizer gets: flat, on their device."""
 

@@ -1,8 +1,10 @@
 """Where kernels are tested, on what, and a wire without threads."""
 
+import contextlib
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -45,6 +47,20 @@ def device_of(kernels):
 
 
 KERNELS = with_kernels()
+
+
+@contextlib.contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """Make it an error, in all threads, that the host waits for the device; the CPU has nothing of the kind."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Echo(Comm):
