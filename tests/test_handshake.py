@@ -106,8 +106,12 @@ def test_a_rank_that_refuses_is_named_on_all_ranks(odd, late):
     ] * 3
 
 
-def test_a_late_refusal_does_not_end_the_next_attempt():
-    """All ranks refuse and try again, and the leader calls anew before another one has told of its first refusal."""
+@pytest.mark.parametrize("pause", [0.0, 2.5])
+def test_a_late_refusal_does_not_end_the_next_attempt(pause):
+    """All ranks refuse and try again, and the leader calls anew before another one has told of its first refusal.
+
+    That one may pause longer before its next attempt than the entry of a refusal has to stand to be believed.
+    """
     store, outcomes = dist.HashStore(), []
 
     def shaking(rank):
@@ -119,6 +123,7 @@ def test_a_late_refusal_does_not_end_the_next_attempt():
     while not store.check(["lightning_sparse/0/handshake/call"]):
         time.sleep(0.01)
     shaking(1).refuse(ValueError("not so"))
+    time.sleep(pause)
     outcomes.append(shaking(1).agree({"method": "topk"}))
     leader.join()
     assert len(outcomes) == 2

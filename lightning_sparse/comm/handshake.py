@@ -37,6 +37,8 @@ WARN_AFTER_SECONDS = 5.0
 """Seconds after which a rank that has not attached is named in a warning. DDP's constructor has just synchronised."""
 STALE_AFTER_SECONDS = 2.0
 """Seconds an error entry must remain unchanged before it is trusted: a previous attempt's is overwritten sooner."""
+SLOWEST_SECONDS = 60.0
+"""The same for the entry of an attempt that this rank, too, has failed: on a busy machine the next one comes late."""
 
 
 class Handshake:
@@ -73,7 +75,7 @@ class Handshake:
     def refuse(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot attach."""
         reason = f"Rank {self._rank} cannot attach: {type(error).__name__}: {error}"
-        self._set("refused", json.dumps([self._rank, self._nonce, reason]))
+        self._set("refused", json.dumps([self._rank, self._failures, self._nonce, reason]))
         session, _, failures = (self._get("call") or "  ").split(" ")
         # If the leader has failed as well and tries again already, that call is not for this attempt.
         if self._rank != self._leader and failures == str(self._failures):
@@ -102,7 +104,7 @@ class Handshake:
 
     def refusal(self) -> str:
         """Return why another rank cannot attach, "" if none has said so."""
-        rank, _, reason = json.loads(self._get("refused") or "[null, null, null]")
+        rank, *_, reason = json.loads(self._get("refused") or "[null, null]")
         return reason or "" if rank != self._rank else ""
 
     @property
@@ -211,9 +213,13 @@ class Handshake:
     def _raise_if_refused(self) -> None:
         entry = self._get("refused")
         if entry != self._refusal[0]:
-            self._refusal, self._reason = (entry, time.monotonic()), json.loads(entry)[2] if entry else ""
-        if entry and time.monotonic() > self._refusal[1] + STALE_AFTER_SECONDS:
-            raise RankFailure(json.loads(entry)[2])
+            self._refusal, self._reason = (entry, time.monotonic()), json.loads(entry)[-1] if entry else ""
+        if not entry:
+            return
+        _, attempt, _, reason = json.loads(entry)
+        is_old = attempt < self._failures
+        if time.monotonic() > self._refusal[1] + (SLOWEST_SECONDS if is_old else STALE_AFTER_SECONDS):
+            raise RankFailure(reason)
 
     def _raise_if_ended(self, missing: Sequence[int], waited: float) -> None:
         if waited > 0.9 * self._timeout:
@@ -222,7 +228,7 @@ class Handshake:
             if self._has_ended(rank):
                 entry = self._get("refused")
                 if entry and json.loads(entry)[0] == rank:
-                    raise RankFailure(json.loads(entry)[2])
+                    raise RankFailure(json.loads(entry)[-1])
                 raise RankFailure(
                     f"Rank {rank} has ended before it attached {self._method}: its connections are closed. It was "
                     f"killed, failed, or never called attach; look at the end of its output."

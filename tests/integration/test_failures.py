@@ -79,7 +79,7 @@ def attach_after_another_attempt(rank: int) -> tuple[str, str, float]:
         store.set(f"{prefix}/0123/settings", "{}")
         store.set(f"{prefix}/0123/1", "89ab")
         store.set(f"{prefix}/0123/verdict", json.dumps({"nonces": ["89ab"], "error": "stale"}))
-        store.set(f"{prefix}/refused", json.dumps([1, "89ab", "stale"]))
+        store.set(f"{prefix}/refused", json.dumps([1, 0, "89ab", "stale"]))
         for key in ("failed", "done", "terminating"):
             store.set(f"lightning_sparse/{group}/{key}", "0 stale")
     dist.barrier()
