@@ -106,7 +106,7 @@ def test_a_rank_that_refuses_is_named_on_all_ranks(odd, late):
     ] * 3
 
 
-@pytest.mark.parametrize("pause", [0.0, 2.5])
+@pytest.mark.parametrize("pause", [0.0, 4.0])
 def test_a_late_refusal_does_not_end_the_next_attempt(pause):
     """All ranks refuse and try again, and the leader calls anew before another one has told of its first refusal.
 
