@@ -38,6 +38,7 @@ from lightning_sparse.kernels import (
     signs,
     ternary,
     threshold,
+    two_bits,
     uniform,
     write_back,
 )
@@ -117,6 +118,8 @@ ROWS |= dict.fromkeys(("pieces", "rows", "many", "numel", "begin", "size", "turn
 ROWS |= dict.fromkeys(("votes_each", "used_each", "width", "key", "step", "levels", "bucket"), "i32")
 SIGNS = {"STEPS": 4, "TILE": signs.TILE}
 TERNARY = {"STEPS": 4, "TILE": ternary.TILE}
+TWO_BITS = {**dict.fromkeys(("values", "table", "update", "out"), "*fp32"), "packed": "*u8", "total": "i32"}
+TWO_BITS |= dict.fromkeys(("groups", "each", "table_each", "packed_each"), "i32")
 GATHER = {"u": "*fp32", "indices": "*i64", "values": "*fp32", "count": "i32", "numel": "i32"}
 PACK = {
     "indices": "*i64",
@@ -268,13 +271,19 @@ KERNELS = {
     "ternary values": (ternary._values, ROWS, TERNARY),
     "add entries": (write_back._add_entries, ENTRIES, {"TILE": write_back.TILE}),
     "gather": (pack._gather, GATHER, {"TILE": pack.TILE}),
-    "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8, "ENTRIES": True}),
+    "pack": (pack._pack, PACK, {"TILE": pack.TILE, "WIDTH": 8, "COUNTS": True, "VALUES": True}),
     "pack without lower bits": (
         pack._pack,
         {**PACK, "lower": "*i32"},
-        {"TILE": pack.TILE, "WIDTH": 0, "ENTRIES": False},
+        {"TILE": pack.TILE, "WIDTH": 0, "COUNTS": False, "VALUES": False},
     ),
-    "pack 16 lower bits": (pack._pack, {**PACK, "lower": "*i16"}, {"TILE": pack.TILE, "WIDTH": 16, "ENTRIES": True}),
+    "pack 16 lower bits": (
+        pack._pack,
+        {**PACK, "lower": "*i16"},
+        {"TILE": pack.TILE, "WIDTH": 16, "COUNTS": True, "VALUES": False},
+    ),
+    "two bits": (two_bits._round, TWO_BITS, {"MANY": two_bits.GROUPS}),
+    "two-bit values": (two_bits._values, TWO_BITS, {"MANY": two_bits.GROUPS}),
     "count bits": (pack._count_bits, UNPACK, {"TILE": pack.BYTES}),
     "unpack": (pack._unpack, {**UNPACK, "lower": "*u8"}, {"TILE": pack.BYTES, "WIDTH": 8, "ADDED_UP": False}),
     "unpack 16 lower bits": (pack._unpack, UNPACK, {"TILE": pack.BYTES, "WIDTH": 16, "ADDED_UP": False}),

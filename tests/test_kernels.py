@@ -54,6 +54,7 @@ from lightning_sparse.kernels import (
     row_numbers,
     select,
     select_triton,
+    two_bits,
 )
 from lightning_sparse.kernels.basis import bases
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
@@ -295,9 +296,10 @@ def test_adding_and_taking_out_entries(use):
     tiers(
         [
             *itertools.product(("topk", "gaussiank"), ({}, {"index_format": "int32"}, {"value_format": "bfloat16"})),
+            ("topk", {"value_format": "int2"}),
             ("randk", {}),
         ],
-        [("topk", {}), ("gaussiank", {"value_format": "bfloat16"}), ("randk", {})],
+        [("topk", {}), ("gaussiank", {"value_format": "bfloat16"}), ("topk", {"value_format": "int2"}), ("randk", {})],
     ),
 )
 @pytest.mark.parametrize("dtype", tiers([torch.float32, torch.bfloat16], [torch.bfloat16]))
@@ -408,6 +410,11 @@ def of_rows(shapes, name, kernels):
 def shifted(x):
     """Return a copy (1-D) whose memory starts an element later than it could."""
     return torch.empty(len(x) + 1, dtype=x.dtype, device=x.device)[1:].copy_(x)
+
+
+def apart(x):
+    """Return a copy whose rows have something between them, as those of gathered messages."""
+    return torch.nn.functional.pad(x, (0, 8), value=77)[..., : x.shape[-1]]
 
 
 def of_a_column(x):
@@ -853,6 +860,43 @@ def test_what_is_wrong_is_raised_a_step_later_and_harms_no_weights(name, dtype, 
 
 
 @pytest.mark.parametrize("kernels", EITHER)
+@pytest.mark.parametrize("scale", [1.0, 1e-40, 1e30])
+@pytest.mark.parametrize(
+    ("shape", "capacity"), [((0,), 0), ((1,), 1), ((130,), 140), ((3, 200), 1000), ((128,), 128), ((2, 2000), 2000)]
+)
+def test_two_bits_are_those_of_plain_torch(shape, capacity, scale, kernels, use):
+    """A mean of 128 magnitudes within 2²² of each other is exact in fp64, so that the order of a sum does not count."""
+    values = torch.randn(shape).clamp(-3, 3) * scale
+    values[..., ::150] = 0
+    rows = torch.zeros(*shape[:-1], 2 * -(-capacity // 128)), torch.zeros(*shape[:-1], -(-capacity // 128) * 32)
+    found = {}
+    for how in ("torch", kernels):
+        use(how)
+        device = device_of(how) if how == kernels else "cpu"
+        table, packed = rows[0].to(device, copy=True), rows[1].to(device, torch.uint8, copy=True)
+        update = two_bits.round_to_two_bits(apart(values.to(device)), table, packed)
+        again = two_bits.two_bit_values(apart(table), apart(packed), capacity)
+        found[how] = [x.cpu() for x in (table, packed, update, again)]
+    for theirs, ours in zip(*found.values(), strict=True):
+        assert torch.equal(theirs, ours)
+    assert torch.equal(update.cpu(), again[..., : shape[-1]].cpu())
+
+
+@pytest.mark.parametrize("kernels", EITHER)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_two_bits_of_what_is_not_finite_are_not_finite(value, kernels, use):
+    use(kernels)
+    values = torch.randn(300, device=device_of(kernels))
+    values[130] = value
+    table, packed = values.new_empty(6), torch.empty(96, dtype=torch.uint8, device=values.device)
+    update = two_bits.round_to_two_bits(values, table, packed)
+    assert update[:128].isfinite().all()
+    assert not update[128:256].isfinite().any()
+    assert update[256:].isfinite().all()
+    assert not table[2:4].isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize("bits", range(1, 16))
 def test_codes_have_the_same_bytes(bits, kernels, use):
     device = device_of(kernels)
@@ -1202,7 +1246,7 @@ def test_whole_steps_compile_for_gpus():
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus(capability):
     kernels = by_compiler("tests.compile_kernels", capability)
-    assert len(kernels) == 75
+    assert len(kernels) == 77
     for name, kernel in kernels.items():
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers

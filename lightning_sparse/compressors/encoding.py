@@ -33,14 +33,13 @@ from lightning_sparse.compressors.blocks import pack_steps, scale_of, unpack_ste
 from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.messages import Parts
 from lightning_sparse.kernels.pack import LOWER, pack_bits, pack_entries_, unpack_bits, upper_bytes
+from lightning_sparse.kernels.two_bits import GROUP, round_to_two_bits, two_bit_values
 
 IndexFormat = Literal["compact", "int32"]
 ValueFormat = Literal["float32", "bfloat16", "int8", "int4", "int2"]
 BITS = {"int8": 8, "int4": 4}
 BLOCK = 64
 """Entries that share a scale, of 2 bytes."""
-GROUP = 128
-"""Entries that share the two magnitudes of "int2"."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,15 @@ class Encoding:
         """
         indices, values = entries
         width = _lower_bits(numel, capacity, self.index_format)
-        if uses_triton(indices) and width is not None and self.value_format == "float32":
-            size = upper_bytes(numel, capacity, width)
-            lengths = [(1, torch.int32), (capacity, torch.float32), (size, torch.uint8)]
+        if uses_triton(indices) and width is not None and self.value_format in ("float32", "int2"):
+            of_values = [(capacity, torch.float32)] if self.value_format == "float32" else _two_bits(capacity)
+            upper = 1 + len(of_values)
+            lengths = [(1, torch.int32), *of_values, (upper_bytes(numel, capacity, width), torch.uint8)]
             lengths += [(capacity, LOWER[width])] if width else []
             parts = Parts.of(indices.shape[:-1], lengths, indices.device)
-            pack_entries_(indices, values, parts[0], parts[1], parts.words(2), parts[3:], numel)
-            return parts, entries
+            out = parts[1] if self.value_format == "float32" else None
+            pack_entries_(indices, values, parts[0], out, parts.words(upper), parts[upper + 1 :], numel)
+            return parts, entries if out is not None else Entries(indices, round_to_two_bits(values, *parts[1:3]))
         count = (indices < numel).sum(-1, keepdim=True, dtype=torch.int32)
         encoded = encode_values(values, capacity, self.value_format)
         payload = (count, *encoded, *encode_indices(indices, numel, capacity, self.index_format))
@@ -156,14 +157,16 @@ def value_bytes(capacity: int, value_format: ValueFormat) -> int:
     if bits := BITS.get(value_format):
         return 2 * -(-capacity // BLOCK) + -(-capacity * bits // 8)
     if value_format == "int2":
-        return -(-capacity // GROUP) * (8 + GROUP // 4)
+        return sum(size * dtype.itemsize for size, dtype in _two_bits(capacity))
     return {"float32": 4, "bfloat16": 2}[value_format] * capacity
 
 
 def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> Payload:
     """Return fp32 values, (..., n) with n at most `capacity`, as one or two tensors. Non-finite values stay so."""
     if value_format == "int2":
-        return _encode_int2(values, capacity)
+        parts = tuple(values.new_empty(*values.shape[:-1], size, dtype=dtype) for size, dtype in _two_bits(capacity))
+        round_to_two_bits(values, *parts)
+        return parts
     if value_format == "float32":
         return (_fill(values, capacity),)
     if value_format == "bfloat16":
@@ -185,7 +188,7 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
 def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> Tensor:
     """Return the fp32 values of `encode_values`, (..., capacity)."""
     if value_format == "int2":
-        return _decode_int2(*parts)[..., :capacity]
+        return two_bit_values(*parts, capacity)
     if value_format not in BITS:
         return parts[0].float()
     (scales, codes), bits = parts, BITS[value_format]
@@ -196,31 +199,10 @@ def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> T
     return decoded[..., :capacity]
 
 
-def _encode_int2(values: Tensor, capacity: int) -> Payload:
-    """Return the two magnitudes of each group, (..., 2 · groups), and four values in each byte."""
-    *lead, _ = values.shape
+def _two_bits(capacity: int) -> list[tuple[int, torch.dtype]]:
+    """Return lengths and dtypes of the parts of "int2"."""
     groups = -(-capacity // GROUP)
-    rows = _fill(values, groups * GROUP).view(*lead, groups, GROUP)
-    magnitudes = rows.abs().double()  # in which sums of so few are exact, and stay in range
-    zeros = magnitudes.amin(-1, keepdim=True) == 0
-    larger = magnitudes > torch.where(zeros, 0, magnitudes.mean(-1, keepdim=True))
-    means = [(magnitudes * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (larger.logical_not(), larger)]
-    table = torch.stack(means, -1).float()
-    # Value i of a quarter of the group in the bits 2i and 2i + 1 of its byte.
-    codes = (larger.to(torch.uint8) + 2 * (rows < 0).to(torch.uint8)).view(*lead, groups, 4, GROUP // 4)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=values.device)
-    packed = (codes << shifts.unsqueeze(-1)).sum(-2, dtype=torch.uint8)
-    return table.view(*lead, 2 * groups), packed.view(*lead, groups * GROUP // 4)
-
-
-def _decode_int2(table: Tensor, packed: Tensor) -> Tensor:
-    *lead, size = packed.shape
-    groups = 4 * size // GROUP
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
-    codes = packed.view(*lead, groups, 1, GROUP // 4) >> shifts.unsqueeze(-1)
-    smaller, larger = table.view(*lead, groups, 2, 1, 1).unbind(-3)
-    magnitudes = torch.where(codes & 1 == 1, larger, smaller)
-    return torch.where(codes & 2 == 2, -magnitudes, magnitudes).view(*lead, groups * GROUP)
+    return [(2 * groups, torch.float32), (groups * GROUP // 4, torch.uint8)]
 
 
 def _lower_bits(numel: int, capacity: int, index_format: IndexFormat) -> int | None:

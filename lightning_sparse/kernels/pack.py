@@ -74,7 +74,13 @@ def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[T
 
 
 def pack_entries_(
-    indices: Tensor, values: Tensor, count: Tensor, out: Tensor, words: Tensor, lower: Sequence[Tensor], numel: int
+    indices: Tensor,
+    values: Tensor,
+    count: Tensor,
+    out: Tensor | None,
+    words: Tensor,
+    lower: Sequence[Tensor],
+    numel: int,
 ) -> None:
     """Write what `pack_bits` returns, how many indices there are, and values, in one launch; by Triton.
 
@@ -82,23 +88,40 @@ def pack_entries_(
         indices: as in `pack_bits`.
         values: fp32, as many.
         count, out, words, lower: int32, (..., 1), fp32, (..., capacity), int32, (..., n), and of `LOWER`: zeros, their
-            rows evenly spaced in memory; overwritten.
+            rows evenly spaced in memory; overwritten. `out` may be None: then the values are not written.
         numel: as in `pack_bits`.
     """
     width = next(width for width, dtype in {0: None, **LOWER}.items() if not lower or dtype == lower[0].dtype)
-    _launch_pack(indices, words, lower, numel, width, values.contiguous(), count, out)
+    _launch_pack(indices, words, lower, numel, width, count, values.contiguous(), out)
 
 
 def _launch_pack(
-    indices: Tensor, words: Tensor, lower: Sequence[Tensor], numel: int, width: int, *entries: Tensor
+    indices: Tensor,
+    words: Tensor,
+    lower: Sequence[Tensor],
+    numel: int,
+    width: int,
+    said: Tensor | None = None,
+    values: Tensor | None = None,
+    written: Tensor | None = None,
 ) -> None:
     indices, each = indices.contiguous(), indices.shape[-1]
-    values, count, out = entries or (words, words, words)
+    count, out = words if said is None else said, words if written is None else written
+    values = words if values is None else values
     (low,) = lower or (words,)
     strides = [part.stride(-2) if part.dim() > 1 else 0 for part in (words, low, count, out)]
     if total := indices.numel():
         args = (indices, words, low, values, count, out, total, each, *strides, numel)
-        launch(_pack, -(-total // TILE), *args, WIDTH=width, ENTRIES=bool(entries), TILE=TILE, num_warps=8)
+        launch(
+            _pack,
+            -(-total // TILE),
+            *args,
+            WIDTH=width,
+            COUNTS=said is not None,
+            VALUES=written is not None,
+            TILE=TILE,
+            num_warps=8,
+        )
 
 
 def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int) -> Tensor:
@@ -171,7 +194,8 @@ def _pack(
     out_each,
     numel,
     WIDTH: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    COUNTS: tl.constexpr,
+    VALUES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     # In 64 bits, as rows times their length may exceed 32.
@@ -186,8 +210,9 @@ def _pack(
     tl.atomic_or(word, (1 << (bit & 31)).to(tl.int32), mask=valid, sem="relaxed")
     if WIDTH > 0:
         tl.store(lower + row * lower_each + place, index.to(lower.dtype.element_ty), mask=valid)
-    if ENTRIES:
+    if VALUES:
         tl.store(out + row * out_each + place, tl.load(values + positions, mask=valid, other=0.0), mask=valid)
+    if COUNTS:
         # The last index of a row says how many they are; where there is none, nothing is written.
         after = tl.load(indices + positions + 1, mask=valid & (place + 1 < each), other=numel)
         tl.store(count + row * count_each, (place + 1).to(tl.int32), mask=valid & (after >= numel))

@@ -1,0 +1,144 @@
+"""Values in two bits: a sign, and one of two magnitudes of each group of 128.
+
+    update = round_to_two_bits(values, table, packed)   # writes both; returns the values that they stand for
+    two_bit_values(table, packed, 1000)                 # these values again
+
+The larger magnitude is the mean of those above the mean magnitude, the smaller one that of the others. If there are
+zeros, which stay zero, the larger one is the mean of all others.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import native
+from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+GROUP = 128
+"""Values that share two magnitudes."""
+GROUPS = 8
+"""Groups of a program."""
+
+
+def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
+    """Write the magnitudes and the codes of values; return what they stand for, fp32, of their shape.
+
+    Value i of a quarter of a group has the bits 2i and 2i + 1 of its byte: whether it is larger, and negative.
+
+    Args:
+        values: fp32, (..., n); left as they are. A group without n values has zeros in place of the others.
+        table: fp32, (..., 2 · groups): the smaller and the larger magnitude. Overwritten.
+        packed: uint8, (..., 32 · groups). Overwritten.
+    """
+    *lead, each = values.shape
+    groups = packed.shape[-1] // (GROUP // 4)
+    values = values.contiguous()
+    if uses_triton(values):
+        update = torch.empty_like(values)
+        if total := math.prod(lead) * groups:
+            strides = [part.stride(-2) if lead else 0 for part in (table, packed)]
+            launch(
+                _round, -(-total // GROUPS), values, table, packed, update, total, groups, each, *strides, MANY=GROUPS
+            )
+        return update
+    if native.uses_native(values) and table.is_contiguous() and packed.is_contiguous():
+        update = torch.empty_like(values)
+        native.run("round_to_two_bits", values, table, packed, update, math.prod(lead), each, groups)
+        return update
+    rows = torch.zeros(*lead, groups * GROUP, dtype=torch.float32, device=values.device)
+    rows[..., :each] = values
+    rows = rows.view(*lead, groups, GROUP)
+    magnitudes = rows.abs().double()  # in which sums of so few are exact, and stay in range
+    zeros = magnitudes.amin(-1, keepdim=True) == 0
+    larger = magnitudes > torch.where(zeros, 0, magnitudes.mean(-1, keepdim=True))
+    means = [(magnitudes * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (larger.logical_not(), larger)]
+    table.copy_(torch.stack(means, -1).float().view(table.shape))
+    codes = (larger.to(torch.uint8) + 2 * (rows < 0).to(torch.uint8)).view(*lead, groups, 4, GROUP // 4)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=values.device)
+    packed.copy_((codes << shifts.unsqueeze(-1)).sum(-2, dtype=torch.uint8).view(packed.shape))
+    return _by_torch(table, packed)[..., :each]
+
+
+def two_bit_values(table: Tensor, packed: Tensor, count: int) -> Tensor:
+    """Return the first `count` values of each row, fp32, that `round_to_two_bits` has written."""
+    *lead, size = packed.shape
+    groups = size // (GROUP // 4)
+    native.check_part("magnitudes", table, 2 * math.prod(lead) * groups)
+    if uses_triton(packed):
+        out = torch.empty(*lead, count, dtype=torch.float32, device=packed.device)
+        if total := math.prod(lead) * groups:
+            strides = [part.stride(-2) if lead else 0 for part in (table, packed)]
+            launch(_values, -(-total // GROUPS), table, packed, out, total, groups, count, *strides, MANY=GROUPS)
+        return out
+    if not native.uses_native(packed):
+        return _by_torch(table, packed)[..., :count]
+    out = torch.empty(*lead, count, dtype=torch.float32)
+    native.run("two_bit_values", table.contiguous(), packed.contiguous(), out, math.prod(lead), count, groups)
+    return out
+
+
+def _by_torch(table: Tensor, packed: Tensor) -> Tensor:
+    *lead, size = packed.shape
+    groups = 4 * size // GROUP
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+    codes = packed.reshape(*lead, groups, 1, GROUP // 4) >> shifts.unsqueeze(-1)
+    smaller, larger = table.reshape(*lead, groups, 2, 1, 1).unbind(-3)
+    magnitudes = torch.where(codes & 1 == 1, larger, smaller)
+    return torch.where(codes & 2 == 2, -magnitudes, magnitudes).view(*lead, groups * GROUP)
+
+
+@kernel("total", "groups", "each", "table_each", "packed_each")
+def _round(values, table, packed, update, total, groups, each, table_each, packed_each, MANY: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
+    row = group // groups
+    block = group - row * groups
+    quarter = tl.arange(0, 4)[None, :, None]
+    lane = tl.arange(0, 32)[None, None, :]
+    place = block[:, None, None] * 128 + quarter * 32 + lane
+    there = (group < total)[:, None, None] & (place < each)
+    x = tl.load(values + row[:, None, None] * each + place, mask=there, other=0.0)
+    magnitude = tl.abs(x).to(tl.float64)
+    has_zero = tl.min(tl.min(magnitude, 2), 1) == 0
+    mean = tl.where(has_zero, 0.0, tl.sum(tl.sum(magnitude, 2), 1) / 128)
+    is_larger = magnitude > mean[:, None, None]
+    many = tl.sum(tl.sum(is_larger.to(tl.int32), 2), 1)
+    larger = tl.sum(tl.sum(tl.where(is_larger, magnitude, 0.0), 2), 1) / tl.maximum(many, 1)
+    smaller = tl.sum(tl.sum(tl.where(is_larger, 0.0, magnitude), 2), 1) / tl.maximum(128 - many, 1)
+    larger = larger.to(tl.float32)
+    smaller = smaller.to(tl.float32)
+    pair = table + row * table_each + 2 * block
+    tl.store(pair, smaller, mask=group < total)
+    tl.store(pair + 1, larger, mask=group < total)
+    code = is_larger.to(tl.int32) + 2 * (x < 0).to(tl.int32)
+    byte = tl.sum(code << (2 * quarter), 1)
+    bytes_at = (row * packed_each + block * 32)[:, None] + tl.arange(0, 32)[None, :]
+    tl.store(packed + bytes_at, byte.to(tl.uint8), mask=(group < total)[:, None])
+    rounded = tl.where(is_larger, larger[:, None, None], smaller[:, None, None])
+    tl.store(update + row[:, None, None] * each + place, tl.where(x < 0, -rounded, rounded), mask=there)
+
+
+@kernel("total", "groups", "each", "table_each", "packed_each")
+def _values(table, packed, out, total, groups, each, table_each, packed_each, MANY: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
+    row = group // groups
+    block = group - row * groups
+    pair = table + row * table_each + 2 * block
+    smaller = tl.load(pair, mask=group < total, other=0.0)[:, None, None]
+    larger = tl.load(pair + 1, mask=group < total, other=0.0)[:, None, None]
+    quarter = tl.arange(0, 4)[None, :, None]
+    lane = tl.arange(0, 32)[None, None, :]
+    byte_at = (row * packed_each + block * 32)[:, None, None] + lane
+    byte = tl.load(packed + byte_at, mask=(group < total)[:, None, None], other=0).to(tl.int32)
+    code = (byte >> (2 * quarter)) & 3
+    magnitude = tl.where((code & 1) > 0, larger, smaller)
+    place = block[:, None, None] * 128 + quarter * 32 + lane
+    there = (group < total)[:, None, None] & (place < each)
+    tl.store(out + row[:, None, None] * each + place, tl.where(code > 1, -magnitude, magnitude), mask=there)
