@@ -33,7 +33,7 @@ from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
 from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, matrices, step
 from lightning_sparse.exchange import Exchanged
-from lightning_sparse.methods import METHODS, Method, method, resolve_update_method
+from lightning_sparse.methods import METHODS, Method, method, resolve_updates
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
@@ -227,7 +227,7 @@ def estimates(
         if name == "dense":
             continue
         given = density if "density" in METHODS[name].options else None
-        chosen = resolve_update_method(name, given) if adaptive else method(name, density=given)
+        chosen = resolve_updates(name, given, ranks=workers)[0] if adaptive else method(name, density=given)
         what: Exchanged = "update" if chosen.update_rule or (adaptive and chosen.is_sparse) else "gradient"
         # In a world of one a sparsifier takes the same time with every aggregator, so it is timed once.
         parts = chosen.compressor if isinstance(chosen.compressor, Sparsifier) else chosen

@@ -7,6 +7,7 @@ Method(TopK(density=0.01), memory=NoMemory())      # own parts
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -360,17 +361,48 @@ def _taking(options: dict[str, Any], part: Any) -> Any:
     return replace(part, **{field.name: options.pop(field.name) for field in fields(part) if field.name in options})
 
 
-UPDATE_DENSITY = 0.01
-"""What methods by name send of updates where no density is given: with 0.001 AdamW needs more steps than without
-compression, see docs/optimizers.md. Methods with a rule of their own keep what their papers have."""
+UPDATE_DENSITY = 0.003
+"""What methods by name send of updates where no density is given, of up to `FEW_RANKS`: see docs/frontier.md. Methods
+with a rule of their own keep what their papers have."""
+FEW_RANKS = 4
+"""More ranks send more each: the loss of dense training falls with every rank, and so does what a residual may cost."""
+WARMUP_FACTORS, WARMUP_STEPS = (8, 4, 2), 15
+"""How much denser updates are in the first exchanges, and for how many exchanges each: weights change fastest then."""
 
 
-def resolve_update_method(given: str | Method, density: float | None, **options: Any) -> Method:
-    """Return the method that a user's options mean where updates are exchanged."""
+def update_density(ranks: int) -> float:
+    """Return the density of updates, where none is given, by the number of ranks that send."""
+    return UPDATE_DENSITY * math.sqrt(max(1.0, ranks / FEW_RANKS))
+
+
+def resolve_updates(
+    given: str | Method,
+    density: float | None,
+    warmup: tuple[float, ...] | None = (),
+    warmup_steps: int | None = None,
+    *,
+    ranks: int = FEW_RANKS,
+    **options: Any,
+) -> tuple[Method, tuple[float, ...], int | None]:
+    """Return the method, the warm-up, and how many steps each of its densities lasts, where updates are exchanged.
+
+    A sparse method by name, without a density, sends `update_density` in two bits a value, where its aggregator takes
+    rounded ones, after a warm-up, unless one is given. All else is as the user said.
+
+    Args:
+        given, density, options: as for `resolve_method`.
+        warmup, warmup_steps: what the user gave, checked; None is the default.
+        ranks: how many send.
+    """
     chosen = resolve_method(given, density, **options)
-    if isinstance(given, str) and density is None and chosen.update_rule is None and chosen.is_sparse:
-        return method(given, density=UPDATE_DENSITY, **options)
-    return chosen
+    if not isinstance(given, str) or density is not None or chosen.update_rule is not None or not chosen.is_sparse:
+        return chosen, warmup or (), warmup_steps
+    spec, rounded = METHODS[given], {"value_format": "int2", **options}
+    takes_rounded = "value_format" in spec.options and spec.aggregator.supports(spec.make(value_format="int2"))
+    chosen = method(given, density=update_density(ranks), **(rounded if takes_rounded else options))
+    if warmup is not None:
+        return chosen, warmup, warmup_steps
+    return chosen, tuple(min(1.0, factor * update_density(ranks)) for factor in WARMUP_FACTORS), WARMUP_STEPS
 
 
 def resolve_method(given: str | Method, density: float | None, **options: Any) -> Method:

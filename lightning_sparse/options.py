@@ -167,7 +167,7 @@ class _HasDensity(Protocol):
 
 
 def check_warmup(
-    method: _HasDensity, warmup: Any, warmup_steps: Any, *, counts_epochs: bool = True
+    method: _HasDensity, warmup: Any, warmup_steps: Any, counts_epochs: bool = True
 ) -> tuple[tuple[float, ...], int | None]:
     """Return the densities of a warm-up, and how many steps each lasts, if they make sense for the method.
 

@@ -188,7 +188,7 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
 def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> Tensor:
     """Return the fp32 values of `encode_values`, (..., capacity)."""
     if value_format == "int2":
-        return two_bit_values(*parts, capacity)
+        return two_bit_values(parts[0], parts[1], capacity)
     if value_format not in BITS:
         return parts[0].float()
     (scales, codes), bits = parts, BITS[value_format]

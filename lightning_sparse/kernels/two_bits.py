@@ -80,7 +80,7 @@ def two_bit_values(table: Tensor, packed: Tensor, count: int) -> Tensor:
         return out
     if not native.uses_native(packed):
         return _by_torch(table, packed)[..., :count]
-    out = torch.empty(*lead, count, dtype=torch.float32)
+    out = torch.empty(*lead, count, dtype=torch.float32, device=packed.device)
     native.run("two_bit_values", table.contiguous(), packed.contiguous(), out, math.prod(lead), count, groups)
     return out
 

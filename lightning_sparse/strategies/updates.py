@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -14,9 +15,10 @@ from lightning_utilities.core.overrides import is_overridden
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_options, has_backward_hooks
+from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.hooks import UpdateExchange, has_collectives
-from lightning_sparse.methods import Method
+from lightning_sparse.methods import Method, resolve_updates
 from lightning_sparse.strategies.gradients import GradientExchange
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,9 @@ class UpdateOrGradientExchange(GradientExchange):
 
     _every: int | None
     _delayed: bool
-    _update_method: Method
+    _method: Method
+    _given: tuple[str | Method, float | None, dict[str, Any]]
+    _has_own_warmup: bool
     _first_callback: Any = None
     _overlaps: bool
     _obstacle = ""
@@ -42,10 +46,18 @@ class UpdateOrGradientExchange(GradientExchange):
         assert isinstance(self.model, torch.nn.Module)
         ddp = ddp_options(self)
         options = {key: value for key, value in self._options.items() if key not in ("on_nonfinite", "clip_norm")}
+        (given, density, own), two_level = self._given, self._method.aggregator
+        senders = self.world_size // two_level.ranks_per_node if isinstance(two_level, TwoLevel) else self.world_size
+        warmup = options["warmup"] if self._has_own_warmup else None
+        method, options["warmup"], options["warmup_steps"] = resolve_updates(
+            given, density, warmup, options["warmup_steps"], ranks=senders, **own
+        )
+        if isinstance(two_level, TwoLevel):
+            method = replace(method, aggregator=two_level)
         self._exchange = UpdateExchange(
             self.model,
             self.optimizers,
-            self._update_method,
+            method,
             every=self._every,
             delayed=self._delayed,
             # None, torch's own default, is True; from a configuration file all defaults come by name.

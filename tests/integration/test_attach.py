@@ -419,7 +419,7 @@ def test_options_of_a_method_go_with_its_name():
                 "'value_format' is an option of topk, gaussiank, sidco and others.",
             ),
             "LowRank(rank=2) + Residual() + PowerSGD()",
-            "TopK(density=0.01, value_format='int8') + Residual() + Mean() + UpdateRule()",
+            "TopK(density=0.003, value_format='int8') + Residual() + Mean() + UpdateRule()",
         ]
 
 
