@@ -38,7 +38,8 @@ SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 LOCAL = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 EQUAL = "local_sgd, every 75"  # sends as much as topk updates between two workers; with four, every 50 does
 DELAYED = "topk updates, delayed"
-UPDATES = dict.fromkeys(["topk updates", DELAYED, "gaussiank updates", "two_pass updates"], 1) | LOCAL | {EQUAL: 75}
+DEFAULT = "default updates"  # `attach_updates` with nothing said
+UPDATES = dict.fromkeys(["topk updates", DELAYED, DEFAULT, "gaussiank updates", "two_pass updates"], 1) | LOCAL | {EQUAL: 75}
 """What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
@@ -90,8 +91,11 @@ TRIED = [
     ("eight", "adamw", ["ddp"], [0.004, 0.008]),
     ("eight", "adamw", ["two_pass updates"], [0.004]),
     ("thin", "adamw", ["topk updates"], [0.002]),
+    ("final", "adamw", [DEFAULT], GRID[:3]),
+    ("four", "adamw", [DEFAULT], [0.004]),
+    ("eight", "adamw", [DEFAULT], [0.004]),
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
-    ("large", "adamw", ["ddp", "topk updates"], [0.002]),
+    ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
     ("large", "adamw", ["topk"], [0.001]),
     ("tune", "sgd", ["ddp"], [0.05, 0.1, 0.2, 0.5]),
     ("tune", "sgd", ["topk", "gaussiank"], [0.02, 0.05, 0.1, 0.2, 0.5]),
@@ -104,18 +108,18 @@ TRIED = [
 not, so after topk and gaussiank the other sparse methods were not tried in short runs. bf16 and gaussiank updates take
 the rate of ddp; gaussiank with SGD takes that of topk."""
 REPEATED = {
-    **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", "topk updates", DELAYED, "gaussiank updates")},
-    **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates", DELAYED)},
-    **{("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates")},
+    **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", "topk updates", DELAYED, DEFAULT, "gaussiank updates")},
+    **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates", DELAYED, DEFAULT)},
+    **{("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates", DEFAULT)},
     ("thin", "adamw", "topk updates"): 0.002,
     ("alone", "adamw", "ddp"): 0.002,
 }
-LARGE_TWICE = ["ddp", "topk updates"]  # with seed 1, too: hours for more
+LARGE_TWICE = ["ddp", "topk updates", DEFAULT]  # with seed 1, too: hours for more
 MORE_SEEDS = [1, 2]  # with which these are repeated, at these rates; with all seeds their beginnings are, as `EARLY`
 TARGET = 2.6  # nats per byte: the lowest tenth that every contestant reaches, at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # of the links, where step times are measured
 FAR = "100mbit 50ms"  # and those of sites far from each other, where some are measured
-AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", DELAYED, "gaussiank updates", *LOCAL]
+AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", DELAYED, DEFAULT, "gaussiank updates", *LOCAL]
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}  # columns of all runs
 

@@ -231,6 +231,9 @@ CONTESTANTS = {
     "topk_two_level": _ours("topk", two_level=True),
     "int4": _ours("int4", sparse=False),
     **{f"{name} updates": _ours(name, updates=True) for name in ("topk", "gaussiank")},
+    "default updates": Contestant(
+        lambda model, _, optimizer: Wrapped(model, reducer=attach_updates(model, optimizer)), sparse=True, updates=True
+    ),
     "topk updates, delayed": _ours("topk", updates=True, delayed=True),
     "topk updates within backward": Contestant(_within_backward, check_steps=2, sparse=True, updates=True),
     "two_pass updates": _ours("topk", updates=True, aggregator=TwoPass(second=3)),
