@@ -8,33 +8,30 @@ differs is here. `updates.csv` has the controls: dense training, one rank alone,
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from benchmarks import updates
 from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import Wrapped
 from benchmarks.harness.results import Row
 from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
 from benchmarks.language import BATCH_SIZE, LENGTH, VAL_SEQUENCES
-from benchmarks.updates import EVERY, STEPS, Run, Trial, Variant
+from benchmarks.updates import EVERY, STEPS, Run, Trial, Variant, summary
 from examples.models.gpt import GPT
-from lightning_sparse import Comm, Method, Residual, TwoPass, UpdateRule
-from lightning_sparse.compressors import ChunkTopK, TopK
+from lightning_sparse import Comm, Method, Reducer, UpdateRule
+from lightning_sparse.aggregators import Mean, TwoPass
+from lightning_sparse.compressors import TopK
 from lightning_sparse.compressors.base import Entries, Payload, Update
-from lightning_sparse.compressors.encoding import decode_indices, decode_values, encode_indices, encode_values, value_bytes
+from lightning_sparse.compressors.encoding import decode_indices, decode_values, encode_indices, encode_values
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.select import topk_indices
-from lightning_sparse.memory import DecayingResidual
-from lightning_sparse.methods import METHODS, WARMUP_FACTORS, WARMUP_STEPS
+from lightning_sparse.memory import DecayingResidual, Residual
+from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS, update_density
 
 ROW = 64
 """Values that share a magnitude in one bit."""
@@ -138,42 +135,144 @@ WARMED = tuple(WARMUP_FACTORS), WARMUP_STEPS
 """The default warm-up: factors on the density, and exchanges for each."""
 
 
-@dataclass(frozen=True)
-class Idea:
-    """A method, what density it has at first, and what else differs."""
+class Idea(NamedTuple):
+    """What is sent, at which density at first, and what else differs."""
 
-    compressor: Callable[..., Any] = functools.partial(TopK, value_format="int2")
+    compressor: type[TopK] = TopK
+    value_format: str = "int2"
     warmup: tuple[tuple[float, ...], int] = ((), 1)  # factors on the density, and exchanges for each
-    variant: Variant = Variant()  # of `benchmarks.updates`: its rule, aggregator, √P and payout
+    variant: Variant = Variant()  # of `benchmarks.updates`: its rule, aggregator and √P
     decay: float = 1.0  # what a residual is multiplied with in each step
     flush: int = 0  # after so many steps everything is sent
 
 
-def values(form: str, **options: Any) -> Idea:
-    return Idea(functools.partial(TopK, value_format=form), **options)
-
-
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
+TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
 IDEAS = {
-    **{f"{bits}-bit values": values(f"int{bits}") for bits in (8, 4, 2)},
+    **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (8, 4, 2)},
     "1-bit values": Idea(OneBit),
-    "bf16 values": values("bfloat16"),
-    "fp32 values, warm-up": values("float32", warmup=WARMED),
-    "4-bit values, warm-up": values("int4", warmup=WARMED),
+    "bf16 values": Idea(value_format="bfloat16"),
+    "fp32 values, warm-up": Idea(value_format="float32", warmup=WARMED),
+    "4-bit values, warm-up": Idea(value_format="int4", warmup=WARMED),
     "2-bit values, warm-up": Idea(warmup=WARMED),
     "1-bit values, warm-up": Idea(OneBit, warmup=WARMED),
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
     **{
-        f"two passes, the second {second} times as dense, 2-bit values, warm-up": Idea(
-            warmup=WARMED, variant=Variant(aggregator=TwoPass(second=second))
-        )
-        for second in (1, 3, 8)
+        TWICE.format(second): Idea(warmup=WARMED, variant=Variant(aggregator=TwoPass(second=second)))
+        for second in (3, 8)
     },
     "groups of 4, 2-bit values": Idea(Neighbours),
-    "slices in turn, 4-bit values": Idea(functools.partial(Slices, value_format="int4")),
-    "chosen by |u| · v^¼, 1-bit values": Idea(Scored),
-    "residual decays by 0.99": Idea(decay=0.99),
-    "residual decays by 0.999": Idea(decay=0.999),
-    "all sent every 100 steps": Idea(flush=100),
+    "slices in turn, 4-bit values": Idea(Slices, "int4"),
+    "chosen by |u| · v^¼, 2-bit values": Idea(Scored),
+    "residual decays by 0.99, 1-bit values": Idea(OneBit, decay=0.99),
+    "residual decays by 0.999, 1-bit values": Idea(OneBit, decay=0.999),
+    "all sent every 100 steps, 1-bit values": Idea(OneBit, flush=100),
 }
+TRIED = [
+    Run(idea, ranks, density, lr, seed, steps)
+    for ranks, steps, lr, seeds, density, ideas in (
+        (2, 300, 0.002, [0], 0.003, ["4-bit values", "2-bit values", "1-bit values"]),
+        (2, 300, 0.002, [0], 0.0015, ["1-bit values"]),
+        (2, 300, 0.002, [0], 0.01, ["1-bit values"]),
+        (2, 300, 0.002, [0], 0.006, ["1-bit values", "groups of 4, 2-bit values"]),
+        (2, 300, 0.002, [0], 0.003, [f"{form} values, warm-up" for form in ("fp32", "4-bit", "2-bit", "1-bit")]),
+        (2, 300, 0.002, [0], 0.003, ["slices in turn, 4-bit values", "chosen by |u| · v^¼, 2-bit values"]),
+        (
+            2,
+            300,
+            0.002,
+            [0],
+            0.003,
+            ["residual decays by 0.99, 1-bit values", "residual decays by 0.999, 1-bit values"],
+        ),
+        (2, 300, 0.002, [0], 0.003, ["all sent every 100 steps, 1-bit values"]),
+        (2, 300, 0.002, [0], 0.001, ["2-bit values", "2-bit values, warm-up"]),
+        (8, 300, 0.002, [0], 0.003, ["1-bit values", "1-bit values, √P"]),
+        (4, 300, 0.002, [0], 0.003, ["1-bit values, √P"]),
+        (16, 300, 0.002, [0], update_density(16), ["2-bit values, warm-up"]),
+        (8, 300, 0.002, [0], 0.003, ["2-bit values, warm-up", "2-bit values, warm-up, √P"]),
+        (
+            8,
+            300,
+            0.002,
+            [0],
+            0.003,
+            [f"two passes, the second {n} times as dense, 2-bit values, warm-up" for n in (3, 8)],
+        ),
+    )
+    for seed in seeds
+    for idea in ideas
+]
+"""What to train, in this order."""
+
+
+class Flushing(Reducer):
+    """Sends everything in some steps."""
+
+    flush = 0
+
+    @property
+    def density(self) -> float | None:
+        return 1.0 if self.flush and (self.step + 1) % self.flush == 0 else super().density
+
+
+def train(run: Run, data: Data) -> list[Row]:
+    """Train with ranks as threads; return the loss and the bytes that a rank has sent, every `EVERY` steps."""
+    idea = IDEAS[run.variant]
+    (factors, each), variant = idea.warmup, idea.variant
+    memory = Residual() if idea.decay == 1 else DecayingResidual(idea.decay)
+    compressor = idea.compressor(run.density, value_format=idea.value_format)  # type: ignore[arg-type]
+    made = Method(compressor, memory, variant.aggregator or Mean(), variant.rule)
+    trial = functools.partial(Trial, variant=variant, factors=[])
+    kind = type("Flushing", (Flushing,), {"flush": idea.flush})
+    warmup = {"warmup": [factor * run.density for factor in factors], "warmup_steps": each} if factors else {}
+
+    def trainee(model: nn.Module, comm: Comm) -> Trainee:
+        optimizer = torch.optim.AdamW(model.parameters(), run.lr)
+        wrapped: Wrapped = attach_thread(model, [optimizer], made, comm, updates=trial, kind=kind, **warmup)
+        return Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
+
+    return train_threads(lambda: GPT(context=LENGTH), trainee, run.workers, run.seed, run.steps, EVERY)
+
+
+def contestants(folder: Path, ranks: int) -> pd.DataFrame:
+    """Return what ended 1,000 steps: loss over that of dense training, in percent, and the percentage of dense bytes.
+
+    Of `language.csv` each contestant at the rate, of its grid, that ends lowest, beside `ddp` in the same way.
+    """
+    table = results.load(folder / "language.csv").query("optimizer == 'adamw' and step == 1000")
+    table = table[table.part == {2: "final", 4: "four", 8: "eight"}[ranks]]
+    means = table.groupby(["method", "lr"])[["val_loss", "sent_bytes_per_worker"]].mean().reset_index()
+    best = means.sort_values("val_loss").drop_duplicates("method").set_index("method")
+    found = {"loss": 100 * (best.val_loss / best.val_loss["ddp"] - 1)}
+    found["bytes"] = 100 * best.sent_bytes_per_worker / best.sent_bytes_per_worker["ddp"]
+    return pd.DataFrame(found)
+
+
+def draw(folder: Path) -> None:
+    """Draw the losses after 1,000 steps against bytes, for two, four and eight ranks."""
+    figure, panels = plots.panels(1, 3, (14, 4.6))
+    for panel, ranks in zip(panels.flat, (2, 4, 8), strict=True):
+        found = contestants(folder, ranks).sort_values("bytes")
+        lowest = found[found.loss <= found.loss.cummin()]
+        panel.plot(lowest.bytes, lowest.loss, drawstyle="steps-post", color="0.8", zorder=0)
+        for name, row in found.iterrows():
+            style = plots.line(name)
+            panel.plot(row.bytes, row.loss, "o", color=style.get("color"))
+            panel.annotate(str(name), (row.bytes, row.loss), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        panel.axhline(0, color="black", lw=0.6)
+        panel.set(xscale="log", title=f"{ranks} ranks", xlabel="bytes, % of dense fp32 all-reduce", ylim=(-8, 25))
+    panels.flat[0].set_ylabel("loss after 1,000 steps,\n% above dense training")
+    plots.write(figure, folder / "frontier.png")
+
+
+if __name__ == "__main__":
+    args = results.command_line(__doc__).parse_args()
+    path = args.out / "frontier.csv"
+    if not args.figure:
+        torch.set_num_threads(1)  # ranks run side by side
+        data = text(LENGTH, VAL_SEQUENCES)
+        results.save_each(path, results.missing(results.load(path), TRIED), lambda run: train(run, data), digits=7)
+    print(summary(results.load(path)).to_string(index=False, float_format="{:.4g}".format))
+    draw(args.out)

@@ -39,7 +39,9 @@ LOCAL = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 EQUAL = "local_sgd, every 75"  # sends as much as topk updates between two workers; with four, every 50 does
 DELAYED = "topk updates, delayed"
 DEFAULT = "default updates"  # `attach_updates` with nothing said
-UPDATES = dict.fromkeys(["topk updates", DELAYED, DEFAULT, "gaussiank updates", "two_pass updates"], 1) | LOCAL | {EQUAL: 75}
+UPDATES = (
+    dict.fromkeys(["topk updates", DELAYED, DEFAULT, "gaussiank updates", "two_pass updates"], 1) | LOCAL | {EQUAL: 75}
+)
 """What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
@@ -108,7 +110,10 @@ TRIED = [
 not, so after topk and gaussiank the other sparse methods were not tried in short runs. bf16 and gaussiank updates take
 the rate of ddp; gaussiank with SGD takes that of topk."""
 REPEATED = {
-    **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", "topk updates", DELAYED, DEFAULT, "gaussiank updates")},
+    **{
+        ("final", "adamw", name): 0.002
+        for name in ("ddp", "int4", "topk updates", DELAYED, DEFAULT, "gaussiank updates")
+    },
     **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates", DELAYED, DEFAULT)},
     **{("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates", DEFAULT)},
     ("thin", "adamw", "topk updates"): 0.002,

@@ -132,10 +132,17 @@ class Trainee:
 
 
 def attach_thread(
-    model: nn.Module, optimizers: Sequence[Optimizer], method: Method, comm: Comm, *, seed: int = 0, updates: Any = None
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    method: Method,
+    comm: Comm,
+    *,
+    updates: Any = None,
+    kind: type[Reducer] = Reducer,
+    **options: Any,
 ) -> Wrapped:
     """Exchange gradients, or updates, in optimizers' steps: `attach` and `attach_updates` for ranks as threads."""
-    reducer = Reducer(method, comm, seed=seed, exchanged="update" if method.update_rule else "gradient")
+    reducer = kind(method, comm, exchanged="update" if method.update_rule else "gradient", **options)
     if method.update_rule is None:
         optimizers[0].register_step_pre_hook(
             lambda *_: reducer.reduce_({name: x.grad for name, x in model.named_parameters()})  # type: ignore[misc]
