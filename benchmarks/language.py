@@ -38,10 +38,9 @@ SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 LOCAL = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 EQUAL = "local_sgd, every 75"  # sends as much as topk updates between two workers; with four, every 50 does
 DELAYED = "topk updates, delayed"
-DEFAULT = "default updates"  # `attach_updates` with nothing said
-UPDATES = (
-    dict.fromkeys(["topk updates", DELAYED, DEFAULT, "gaussiank updates", "two_pass updates"], 1) | LOCAL | {EQUAL: 75}
-)
+DEFAULT, GAUSSIANK = "topk by default", "gaussiank by default"  # as a user has them who says nothing else
+IN_EACH_STEP = [DEFAULT, GAUSSIANK, "topk updates", DELAYED, "gaussiank updates", "two_pass updates"]
+UPDATES = dict.fromkeys(IN_EACH_STEP, 1) | LOCAL | {EQUAL: 75}
 """What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
@@ -94,7 +93,8 @@ TRIED = [
     ("eight", "adamw", ["two_pass updates"], [0.004]),
     ("thin", "adamw", ["topk updates"], [0.002]),
     ("final", "adamw", [DEFAULT], GRID[:3]),
-    ("four", "adamw", [DEFAULT], [0.004]),
+    ("final", "adamw", [GAUSSIANK], [0.002]),
+    ("four", "adamw", [DEFAULT, GAUSSIANK], [0.004]),
     ("eight", "adamw", [DEFAULT], [0.004]),
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
     ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
@@ -110,10 +110,7 @@ TRIED = [
 not, so after topk and gaussiank the other sparse methods were not tried in short runs. bf16 and gaussiank updates take
 the rate of ddp; gaussiank with SGD takes that of topk."""
 REPEATED = {
-    **{
-        ("final", "adamw", name): 0.002
-        for name in ("ddp", "int4", "topk updates", DELAYED, DEFAULT, "gaussiank updates")
-    },
+    **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", *IN_EACH_STEP[:5])},
     **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates", DELAYED, DEFAULT)},
     **{("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates", DEFAULT)},
     ("thin", "adamw", "topk updates"): 0.002,
@@ -160,7 +157,8 @@ def work(job: Row) -> None:
         take_turns([*zip(columns, everys, made, strict=True)], job["out"])
         return
     trained = trainee(runs[0], data)
-    density = (trained.wrapped.reducer and trained.wrapped.reducer.density) or 1.0
+    reducer = trained.wrapped.reducer
+    density = (reducer and reducer.method.density) or 1.0
     part = PARTS[runs[0].part]
     for point in trained.curve(part.until or part.steps, part.every):
         write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"])), "density": density})

@@ -4,6 +4,7 @@
 process group.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -162,6 +163,11 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer, *, granularity:
     return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
 
+def _by_default(name: str, model: nn.Module, _: Options, optimizer: Optimizer) -> Wrapped:
+    """Exchange updates as a user does who says nothing else."""
+    return Wrapped(model, reducer=attach_updates(model, optimizer, name))
+
+
 def _within_backward(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     reducer = Reducer(method("topk", density=options.density), ProcessGroupComm(), exchanged="update")
     updates, step_all = Updates(reducer, model, [optimizer]), optimizer.step
@@ -231,9 +237,10 @@ CONTESTANTS = {
     "topk_two_level": _ours("topk", two_level=True),
     "int4": _ours("int4", sparse=False),
     **{f"{name} updates": _ours(name, updates=True) for name in ("topk", "gaussiank")},
-    "default updates": Contestant(
-        lambda model, _, optimizer: Wrapped(model, reducer=attach_updates(model, optimizer)), sparse=True, updates=True
-    ),
+    **{
+        f"{name} by default": Contestant(functools.partial(_by_default, name), sparse=True, updates=True)
+        for name in ("topk", "gaussiank")
+    },
     "topk updates, delayed": _ours("topk", updates=True, delayed=True),
     "topk updates within backward": Contestant(_within_backward, check_steps=2, sparse=True, updates=True),
     "two_pass updates": _ours("topk", updates=True, aggregator=TwoPass(second=3)),

@@ -1,0 +1,52 @@
+"""The benchmark of the frontier: its compressors, and every idea for some steps."""
+
+import pytest
+import torch
+
+from benchmarks import frontier
+from benchmarks.frontier import IDEAS, Neighbours, OneBit, Slices
+from benchmarks.harness import results
+from benchmarks.harness.training import Data
+from benchmarks.language import LENGTH
+from benchmarks.updates import Run
+from lightning_sparse.context import Context
+from tests.support.tiers import tiers
+
+
+def test_all_that_is_committed_belongs_to_a_run_of_the_benchmark():
+    table = results.load(results.RESULTS / "frontier.csv")
+    found = set(table[list(Run._fields)].itertuples(index=False, name=None))
+    assert found
+    assert found <= set(frontier.TRIED)
+    assert {run.variant for run in frontier.TRIED} <= IDEAS.keys()
+
+
+@pytest.mark.parametrize("numel", [1, 3, 64, 1001])
+@pytest.mark.parametrize("compressor", [OneBit(0.1), Neighbours(0.1), Slices(0.1, slices=2)])
+def test_an_update_is_what_its_payload_says(compressor, numel):
+    u, ctx = torch.randn(numel), Context.of(numel)
+    payload, update = compressor.compress(u, ctx)
+    again = compressor.decode(payload, ctx)
+    there = update.indices < numel
+    assert torch.equal(again.indices[: len(there)][there], update.indices[there])
+    assert torch.equal(again.values[: len(there)][there], update.values[there])
+    rest = u.index_add(0, update.indices[there], -update.values[there])
+    assert rest.norm() <= u.norm() * (1 + 2**-8)  # means in bf16
+
+
+def test_one_bit_by_hand():
+    """Of 1, -2 and 6 the mean magnitude is 3."""
+    payload, update = OneBit(0.75).compress(torch.tensor([1.0, -2.0, 0.5, 6.0]), Context.of(4))
+    assert update.values.tolist() == [3, -3, 3]
+    assert payload[2].tolist() == [0b010, *[0] * 7]
+
+
+@pytest.mark.parametrize("name", tiers(IDEAS, ["1-bit values, √P", "all sent every 100 steps, 1-bit values"]))
+def test_every_idea_trains_and_keeps_weights_equal(name, monkeypatch):
+    monkeypatch.setattr(frontier, "BATCH_SIZE", 1)
+    monkeypatch.setattr(frontier, "EVERY", 4)
+    sequence = torch.arange(LENGTH + 1) % 7
+    batch, held_out = ((sequence[None, :-1].expand(n, -1), sequence[None, 1:].expand(n, -1)) for n in (1, 2))
+    points = frontier.train(Run(name, 2, 0.05, 0.005, 0, 4), Data(lambda numbers: batch, 100, held_out))
+    assert points[1]["val_loss"] < points[0]["val_loss"]
+    assert points[1]["sent_bytes"] > 0
