@@ -443,6 +443,56 @@ def language_seeds() -> str:
     return table(heads, rows)
 
 
+def defaults() -> str:
+    """The default of updates beside stock ddp and the earlier default, at dense training's best rate."""
+    trained = read("language").query("optimizer == 'adamw'")
+    rows = []
+    for part, lr in (("final", 0.002), ("four", 0.004), ("eight", 0.004)):
+        runs = trained[(trained.lr == lr) & trained.part.isin([part, EARLY[part]])]
+        last = runs[(runs.part == part) & (runs.step == 1000)]
+        dense = last[last.method == "ddp"]
+        for method in ("ddp", "topk updates", "two_pass updates", "topk by default", "gaussiank by default"):
+            ends = last[last.method == method]
+            if not len(ends):
+                continue
+            begun = runs[(runs.part == EARLY[part]) & (runs.method == method)].sort_values("step")
+            steps = [steps_to(run, 2.6) for _, run in begun.groupby("seed")]
+            share = ends.sent_bytes_per_worker.mean() / dense.sent_bytes_per_worker.mean()
+            rows.append(
+                [
+                    str(ends.workers.iloc[0]),
+                    method,
+                    str(len(ends)),
+                    digits(100 * share),
+                    mean_and_range(list(ends.val_loss), 3),
+                    f"{100 * (ends.val_loss.mean() / dense.val_loss.mean() - 1):+.1f} %",
+                    mean_and_range(steps, 0) if steps else "",
+                ]
+            )
+    heads = ["workers", "", "seeds", "% of dense bytes", "loss after 1,000 steps", "against `ddp`", "steps to 2.6"]
+    return table(heads, rows)
+
+
+def frontier() -> str:
+    """Formats, warm-ups and ideas: steps to 2.6, loss, and bytes, of one seed or several."""
+    rows = []
+    runs = summary(read("frontier"))
+    for (workers, steps), group in runs.groupby(["workers", "steps"]):
+        for (idea, density), seeds in group.sort_values("val_loss").groupby(["variant", "density"], sort=False):
+            reached = seeds.steps_to_target
+            rows.append(
+                [
+                    f"{workers}, {steps}",
+                    idea,
+                    digits(density),
+                    "–" if reached.isna().any() else mean_and_range(list(reached), 0),
+                    mean_and_range(list(seeds.val_loss), 3),
+                    digits(seeds.percent.mean()),
+                ]
+            )
+    return table(["ranks, steps", "what is sent", "density", "steps to 2.6", "loss", "% of bytes"], rows)
+
+
 def mean_and_range(numbers: Sequence[float], places: int) -> str:
     """Write the mean, and of several numbers the least and the largest."""
     mean = f"{sum(numbers) / len(numbers):.{places}f}"
@@ -841,6 +891,8 @@ def layer_wise() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "defaults": defaults,
+    "frontier": frontier,
     "network": network,
     "step": step,
     "network-adamw": network_adamw,

@@ -69,7 +69,7 @@ class ChunkTopK(Sparsifier):
     def decode(self, payload: Payload, ctx: Context) -> Entries:
         numel = ctx.segment.numel
         each, k = self.count(CHUNK, ctx.density), self.count(numel, ctx.density)
-        split = value_parts(self.value_format)
+        split = value_parts(k, self.value_format)
         places = _unpack_places(payload[split], k)
         indices = places + torch.arange(k, device=places.device) // each * CHUNK
         if not uses_triton(indices) and k and not bool((indices[..., -1] < numel).all() & (indices.diff() > 0).all()):

@@ -15,9 +15,10 @@ What is selected is alike in magnitude: of the largest thousandth of a Gaussian,
 of all of it, in blocks of as many, one of 0.11; of Student's t with 5 degrees of freedom 0.09 and 0.15.
 
 "int2" values are a sign and one of two magnitudes, which are the means of the larger and of the smaller magnitudes of
-128 entries: 2.5 bits each. Those above the mean magnitude are the larger ones; where there are zeros, which stay zero,
-all others. It is a codebook of bin means as SparseLoCo has it (Sarfi et al. 2025, arXiv 2508.15706), for each 128
-entries instead of each tensor, as a segment may consist of layers of very different scale.
+128 entries: 2.5 bits each. Those above the mean magnitude are the larger ones; if there are zeros, which stay zero, all
+others. Ten entries or fewer travel in fp32, which is no longer. It is a codebook of bin means as SparseLoCo has it
+(Sarfi et al. 2025, arXiv 2508.15706), for each 128 entries instead of each tensor, as a segment may have layers of
+very different scale.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ class Encoding:
         Several rows become as many payloads, the rows of each part.
         """
         indices, values = entries
-        width = _lower_bits(numel, capacity, self.index_format)
-        if uses_triton(indices) and width is not None and self.value_format in ("float32", "int2"):
-            of_values = [(capacity, torch.float32)] if self.value_format == "float32" else _two_bits(capacity)
+        width, form = _lower_bits(numel, capacity, self.index_format), format_of(capacity, self.value_format)
+        if uses_triton(indices) and width is not None and form in ("float32", "int2"):
+            of_values = [(capacity, torch.float32)] if form == "float32" else _two_bits(capacity)
             upper = 1 + len(of_values)
             lengths = [(1, torch.int32), *of_values, (upper_bytes(numel, capacity, width), torch.uint8)]
             lengths += [(capacity, LOWER[width])] if width else []
             parts = Parts.of(indices.shape[:-1], lengths, indices.device)
-            out = parts[1] if self.value_format == "float32" else None
+            out = parts[1] if form == "float32" else None
             pack_entries_(indices, values, parts[0], out, parts.words(upper), parts[upper + 1 :], numel)
             return parts, entries if out is not None else Entries(indices, round_to_two_bits(values, *parts[1:3]))
         count = (indices < numel).sum(-1, keepdim=True, dtype=torch.int32)
@@ -82,7 +83,7 @@ class Encoding:
         Raises:
             ValueError: no `encode` makes such a payload. Not where Triton works: the host does not look.
         """
-        split = 1 + value_parts(self.value_format)
+        split = 1 + value_parts(capacity, self.value_format)
         indices = decode_indices(payload[split:], payload[0], numel, capacity, self.index_format)
         return Entries(indices, decode_values(payload[1:split], capacity, self.value_format))
 
@@ -147,13 +148,23 @@ def check_indices(indices: Tensor, numel: int) -> Tensor:
     return indices
 
 
-def value_parts(value_format: ValueFormat) -> int:
+def format_of(capacity: int, value_format: ValueFormat) -> ValueFormat:
+    """Return in which format so many values travel: fp32 in place of "int2" if they are too few to be shorter in it."""
+    few = value_format == "int2" and 0 < 4 * capacity <= sum(
+        size * dtype.itemsize for size, dtype in _two_bits(capacity)
+    )
+    return "float32" if few else value_format
+
+
+def value_parts(capacity: int, value_format: ValueFormat) -> int:
     """Return how many tensors `encode_values` makes."""
+    value_format = format_of(capacity, value_format)
     return 2 if value_format in BITS or value_format == "int2" else 1
 
 
 def value_bytes(capacity: int, value_format: ValueFormat) -> int:
     """Return the size in bytes of what `encode_values` makes."""
+    value_format = format_of(capacity, value_format)
     if bits := BITS.get(value_format):
         return 2 * -(-capacity // BLOCK) + -(-capacity * bits // 8)
     if value_format == "int2":
@@ -163,6 +174,7 @@ def value_bytes(capacity: int, value_format: ValueFormat) -> int:
 
 def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> Payload:
     """Return fp32 values, (..., n) with n at most `capacity`, as one or two tensors. Non-finite values stay so."""
+    value_format = format_of(capacity, value_format)
     if value_format == "int2":
         parts = tuple(values.new_empty(*values.shape[:-1], size, dtype=dtype) for size, dtype in _two_bits(capacity))
         round_to_two_bits(values, *parts)
@@ -187,6 +199,7 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
 
 def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> Tensor:
     """Return the fp32 values of `encode_values`, (..., capacity)."""
+    value_format = format_of(capacity, value_format)
     if value_format == "int2":
         return two_bit_values(parts[0], parts[1], capacity)
     if value_format not in BITS:
