@@ -27,7 +27,13 @@ from lightning_sparse import Comm, Method, Reducer, UpdateRule
 from lightning_sparse.aggregators import Mean, TwoPass
 from lightning_sparse.compressors import TopK
 from lightning_sparse.compressors.base import Entries, Payload, Update
-from lightning_sparse.compressors.encoding import decode_indices, decode_values, encode_indices, encode_values
+from lightning_sparse.compressors.encoding import (
+    decode_indices,
+    decode_values,
+    encode_indices,
+    encode_values,
+    value_parts,
+)
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.memory import DecayingResidual, Residual
@@ -88,8 +94,9 @@ class Neighbours(TopK):
     def decode(self, payload: Payload, ctx: Context) -> Entries:
         numel = ctx.segment.numel
         many, k = self._groups(numel, ctx.density)
-        chosen = decode_indices(payload[3:], payload[0], many, k, self.index_format)
-        values = decode_values(payload[1:3], k * self.group, self.value_format)
+        split = 1 + value_parts(k * self.group, self.value_format)
+        chosen = decode_indices(payload[split:], payload[0], many, k, self.index_format)
+        values = decode_values(payload[1:split], k * self.group, self.value_format)
         indices = (chosen.unsqueeze(-1) * self.group + torch.arange(self.group)).flatten(-2)
         return Entries(indices.clamp(max=numel), torch.where(indices < numel, values, 0))
 
