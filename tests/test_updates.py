@@ -19,10 +19,11 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.kernels.payout import add_with_payout_
+from lightning_sparse.methods import resolve_updates
 from lightning_sparse.moments import OTHERS, moments_of
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
-from tests.support.tiers import tiers
+from tests.support.tiers import in_diagonals, tiers
 from tests.support.update_training import (
     ADAMW,
     OPTIMIZERS,
@@ -76,6 +77,52 @@ CASES = [
 def test_equal_on_all_ranks_and_nothing_lost(optimizer, name, size):
     ranks = simulate(size, lambda comm: train(comm, optimizer, method(name, density=0.05))[0])
     assert all(torch.equal(other, ranks[0]) for other in ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "value_format"),
+    in_diagonals(
+        ["topk", "gaussiank", "gtopk", "oktopk", "doublesqueeze", "chunktopk"], ["int2", "int4", "int8", "bfloat16"], 8
+    ),
+)
+@pytest.mark.parametrize("dtype", tiers([torch.float32, torch.bfloat16], [torch.float32]))
+def test_nothing_is_lost_of_rounded_updates(name, value_format, dtype):
+    def rank(comm):
+        net = Net(dtype, {"a": (40, 50), "b": (64,), "c": (1,)})
+        chosen = method(name, density=0.05, value_format=value_format)
+        return train(comm, "adamw", chosen, net=net, dtype=dtype)[0]
+
+    ranks = simulate(3, rank)
+    assert all(torch.equal(other, ranks[0]) for other in ranks)
+
+
+def test_a_checkpoint_of_the_earlier_default_resumes_and_the_other_way_round():
+    """Density 0.01 in fp32, and two bits after a warm-up: residuals are the same tensors."""
+    new, warmup, steps = resolve_updates("topk", None, None)
+    ways = [("earlier", method("topk", density=0.01), (), None), ("default", new, warmup, steps)] * 2
+
+    def rank(comm: Comm) -> list[Tensor]:
+        net, state, found = Net(shapes={"a": (100, 70), "b": (64,)}), None, []
+        optim = ADAMW(net.parameters(), 0.01)
+        for _, chosen, densities, each in ways:
+            reducer = Reducer(chosen, comm, warmup=densities, warmup_steps=each, exchanged="update")
+            updates = Updates(reducer, net, [optim])
+            if state is not None:
+                reducer.load_state_dict(state)
+                assert torch.equal(residual(reducer), found[-1])
+                assert reducer.step == len(found) * 3
+            for step in range(3):
+                net.backward(comm.rank, reducer.step + step)
+                updates.begin(optim)
+                optim.step()
+                updates.exchange(optim)
+            state = reducer.state_dict()
+            found.append(residual(reducer))
+        return [weights(net), *found]
+
+    first, second = simulate(2, rank)
+    assert torch.equal(first[0], second[0])
+    assert all(kept.any() for kept in (*first[1:], *second[1:]))
 
 
 def test_two_levels():

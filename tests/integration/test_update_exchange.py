@@ -1478,16 +1478,35 @@ def test_the_first_line_says_what_is_done_to_which_optimizer_and_why(net, option
 @pytest.mark.parametrize(
     ("net", "options", "density"),
     [
-        (AdamNet, {}, "TopK(density=0.01)"),
+        (AdamNet, {}, "TopK(density=0.003, value_format='int2')"),
+        (AdamNet, {"value_format": "int4"}, "TopK(density=0.003, value_format='int4')"),
+        (AdamNet, {"method": "scalecom"}, "TopK(density=0.003) + Residual() + ScaleCom()"),
         (Net, {}, "TopK(density=0.001)"),
         (AdamNet, {"density": 0.001}, "TopK(density=0.001)"),
         (AdamNet, {"method": "memsgd"}, "TopK(density=0.001)"),
         (AdamNet, {"method": method("topk")}, "TopK(density=0.001)"),
     ],
 )
-def test_more_is_sent_of_updates_where_no_density_is_given(net, options, density):
+def test_what_is_sent_where_no_density_is_given(net, options, density):
     first, _ = lightning_ranks(2, fit, net, {"density": None, **options})
     assert first["first line"].startswith(density)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
+        ({"warmup": None}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
+        ({"warmup": ()}, None),
+        ({"density": 0.003}, None),
+        ({"exchange": "gradient"}, None),
+        ({"warmup": [0.5], "warmup_steps": 2}, "after a warm-up at density 0.5, 2 steps each"),
+        ({"two_level": True}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
+    ],
+)
+def test_updates_have_a_warm_up_of_their_own_where_nothing_is_said(options, said):
+    first, _ = lightning_ranks(2, fit, AdamNet, {"density": None, **options})
+    assert (said in first["first line"]) if said else "warm-up" not in first["first line"]
 
 
 class Swapping(pl.Callback):
