@@ -5,12 +5,17 @@ differs is here. `updates.csv` has the controls: dense training, one rank alone,
 
     python -m benchmarks.frontier            # train what `frontier.csv` lacks of `TRIED`, in its order
     python -m benchmarks.frontier --figure   # draw, and print steps, losses and bytes
+    python -m benchmarks.frontier --seconds  # what the formats take of a step's time
 """
 
 import functools
+import itertools
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pandas as pd
 import torch
@@ -19,6 +24,7 @@ from torch import Tensor, nn
 from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import Wrapped
 from benchmarks.harness.results import Row
+from benchmarks.harness.timing import in_turns, spread
 from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
 from benchmarks.language import BATCH_SIZE, LENGTH, VAL_SEQUENCES
 from benchmarks.updates import EVERY, STEPS, Run, Trial, Variant, summary
@@ -38,6 +44,8 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.memory import DecayingResidual, Residual
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS, update_density
+from lightning_sparse.updates import Updates
+from tests.support.kernels import Echo
 
 ROW = 64
 """Values that share a magnitude in one bit."""
@@ -243,6 +251,37 @@ def train(run: Run, data: Data) -> list[Row]:
     return train_threads(lambda: GPT(context=LENGTH), trainee, run.workers, run.seed, run.steps, EVERY)
 
 
+def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
+    """Time steps of a rank in turn, in ms, formats and densities side by side: updates of AdamW, by C and plain torch.
+
+    A rank compresses, frames, and adds up what it has sent itself and what another one has; nothing crosses a link.
+    """
+    rows: list[Row] = []
+    for kernels in ("C", "torch"):
+        with mock.patch.dict(os.environ, {"LIGHTNING_SPARSE_KERNELS": "torch"} if kernels == "torch" else {}):
+            steps = {}
+            for density, form in itertools.product((0.003, 0.01), ("float32", "int4", "int2")):
+                net = nn.ParameterDict({"w": nn.Parameter(torch.randn(numel // 1000, 1000))})
+                optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+                chosen = Method(TopK(density, value_format=form), update_rule=UpdateRule())  # type: ignore[arg-type]
+                reducer = Reducer(chosen, Echo(2), granularity="model", exchanged="update")
+                exchanged = Updates(reducer, net, [optimizer])
+
+                def step(net: Any = net, optimizer: Any = optimizer, exchanged: Any = exchanged) -> None:
+                    exchanged.begin(optimizer)
+                    optimizer.step()
+                    exchanged.exchange(optimizer)
+
+                net["w"].grad = torch.randn_like(net["w"])
+                steps[f"{form},{density:g}"] = step
+            for (name, cache), ms in in_turns(steps, repetitions).items():
+                if cache == "warm":
+                    form, density = name.split(",")
+                    columns = spread(ms)
+                    rows.append({"kernels": kernels, "value_format": form, "density": float(density), **columns})
+    return rows
+
+
 def contestants(folder: Path, ranks: int) -> pd.DataFrame:
     """Return what ended 1,000 steps: loss over that of dense training, in percent, and the percentage of dense bytes.
 
@@ -275,10 +314,17 @@ def draw(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    args = results.command_line(__doc__).parse_args()
+    parser = results.command_line(__doc__)
+    parser.add_argument("--seconds", action="store_true", help="time formats of values instead; on a quiet machine")
+    args = parser.parse_args()
     path = args.out / "frontier.csv"
+    torch.set_num_threads(1)  # ranks run side by side
+    if args.seconds:
+        rows = [row | results.origin() for row in times()]
+        results.save(args.out / "frontier_seconds.csv", rows, ["kernels", "value_format", "density"], digits=4)
+        print(pd.DataFrame(rows).to_string(index=False))
+        sys.exit()
     if not args.figure:
-        torch.set_num_threads(1)  # ranks run side by side
         data = text(LENGTH, VAL_SEQUENCES)
         results.save_each(path, results.missing(results.load(path), TRIED), lambda run: train(run, data), digits=7)
     print(summary(results.load(path)).to_string(index=False, float_format="{:.4g}".format))

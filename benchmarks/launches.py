@@ -4,7 +4,8 @@ Counted on tensors that only say they are on CUDA, so without a GPU: a launch of
 torch that works on the device (one, also where torch takes several kernels, as for sorts; an operation on lists of
 different dtypes one for each tensor), each copy between host and device, and each collective. The segment is a block
 of GPT-2 small, 12 parameters and 7.09 M elements, at density 0.001 where a method has one, in the third step. Where
-updates are exchanged it is the whole exchange after a step of AdamW; the fused AdamW keeps its steps on the device.
+updates are exchanged it is the whole exchange after a step of AdamW, by the default, in two bits a value; the fused
+AdamW keeps its steps on the device.
 
     python -m benchmarks.launches
     python -m benchmarks.launches --host   # what Python takes for them
@@ -30,6 +31,7 @@ from benchmarks.harness import results
 from lightning_sparse import METHODS, Reducer, method
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels import launch
+from lightning_sparse.methods import resolve_updates
 from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
 from tests.support.kernels import Echo
@@ -64,8 +66,10 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
     row: results.Row = {"method": name, "ranks": ranks, "gradients": str(dtype)[6:], "exchanged": exchanged}
     with on_fake_cuda() as launched:
         comm = Counting(ranks, first_may_wait=True)
-        made = method(name, density=0.001 if "density" in METHODS[name].options else None)
         what: Any = exchanged.partition(",")[0]
+        made = method(name, density=0.001 if "density" in METHODS[name].options else None)
+        if what == "update":
+            made, *_ = resolve_updates(name, None)
         reducer = Reducer(made, comm, granularity="model", exchanged=what)
         model = torch.nn.ParameterDict({key: torch.empty(s, dtype=dtype, device=CUDA) for key, s in SHAPES.items()})
         form = {"fused": True} if "fused" in exchanged else {"foreach": True}

@@ -378,7 +378,7 @@ def update_density(ranks: int) -> float:
 def resolve_updates(
     given: str | Method,
     density: float | None,
-    warmup: tuple[float, ...] | None = (),
+    warmup: tuple[float, ...] | None = None,
     warmup_steps: int | None = None,
     *,
     ranks: int = FEW_RANKS,

@@ -168,8 +168,8 @@ class _HasDensity(Protocol):
 
 def check_warmup(
     method: _HasDensity, warmup: Any, warmup_steps: Any, counts_epochs: bool = True
-) -> tuple[tuple[float, ...], int | None]:
-    """Return the densities of a warm-up, and how many steps each lasts, if they make sense for the method.
+) -> tuple[tuple[float, ...] | None, int | None]:
+    """Return the densities of a warm-up, None if none is given, and how many steps each lasts, if they make sense.
 
     Args:
         method: whose density comes after the warm-up.
@@ -183,12 +183,12 @@ def check_warmup(
     try:
         if isinstance(warmup, str):
             raise TypeError
-        given = () if warmup is None else tuple(warmup)
+        given = None if warmup is None else tuple(warmup)
     except TypeError:
         raise ValueError(
             f"warmup={warmup!r} must be a list of densities to use in turn, such as [0.25, 0.0625, 0.015]."
         ) from None
-    densities = tuple(check_density("warmup", density) for density in given)
+    densities = None if given is None else tuple(check_density("warmup", density) for density in given)
     if densities and method.density is None:
         raise ValueError(f"warmup={densities!r}: {method!r} has no density to warm up.")
     if warmup_steps is None:

@@ -86,7 +86,8 @@ class Reducer:
         exchanged: Exchanged = "gradient",
     ) -> None:
         self.method = resolve_method(method, None)
-        self.warmup, self.warmup_steps = check_warmup(self.method, warmup, warmup_steps)
+        densities, self.warmup_steps = check_warmup(self.method, warmup, warmup_steps)
+        self.warmup = densities or ()
         self.gradient_check = GradientCheck(loss_scale, on_nonfinite, clip_norm)
         self.method.aggregator.check_size(comm.size)
         self.comm = comm

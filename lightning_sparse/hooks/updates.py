@@ -101,10 +101,9 @@ def attach_updates(
                 f"them by requires_grad_(False)."
             )
         method_options("attach_updates", inspect.signature(attach_updates).parameters, method, options)
-        checked, steps = check_warmup(resolve_method(method, density, **options), warmup, warmup_steps, False)
+        schedule = check_warmup(resolve_method(method, density, **options), warmup, warmup_steps, False)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        asked = None if warmup is None else checked
-        method, warmup, warmup_steps = resolve_updates(method, density, asked, steps, ranks=ranks, **options)
+        method, warmup, warmup_steps = resolve_updates(method, density, *schedule, ranks=ranks, **options)
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
     if (earlier := attached(model)) is not None:

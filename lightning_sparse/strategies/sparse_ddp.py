@@ -163,11 +163,10 @@ class SparseDDP(UpdateOrGradientExchange):
         self._two_level = check("two_level", two_level)
         if two_level:
             self._on_two_levels()
-        checked, warmup_steps = check_warmup(self._method, warmup, warmup_steps)
-        self._has_own_warmup = warmup is not None
+        warmup, warmup_steps = check_warmup(self._method, warmup, warmup_steps)
         self._options: dict[str, Any] = {
             "granularity": granularity,
-            "warmup": checked,
+            "warmup": warmup,
             "warmup_steps": warmup_steps,
             "seed": check_seed(seed),
             "on_nonfinite": on_nonfinite,

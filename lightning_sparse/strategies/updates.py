@@ -31,7 +31,6 @@ class UpdateOrGradientExchange(GradientExchange):
     _delayed: bool
     _method: Method
     _given: tuple[str | Method, float | None, dict[str, Any]]
-    _has_own_warmup: bool
     _first_callback: Any = None
     _overlaps: bool
     _obstacle = ""
@@ -48,9 +47,8 @@ class UpdateOrGradientExchange(GradientExchange):
         options = {key: value for key, value in self._options.items() if key not in ("on_nonfinite", "clip_norm")}
         (given, density, own), two_level = self._given, self._method.aggregator
         senders = self.world_size // two_level.ranks_per_node if isinstance(two_level, TwoLevel) else self.world_size
-        warmup = options["warmup"] if self._has_own_warmup else None
         method, options["warmup"], options["warmup_steps"] = resolve_updates(
-            given, density, warmup, options["warmup_steps"], ranks=senders, **own
+            given, density, options["warmup"], options["warmup_steps"], ranks=senders, **own
         )
         if isinstance(two_level, TwoLevel):
             method = replace(method, aggregator=two_level)
