@@ -8,6 +8,7 @@ differs is here. `updates.csv` has the controls: dense training, one rank alone,
     python -m benchmarks.frontier --seconds  # what the formats take of a step's time
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -30,6 +31,7 @@ from benchmarks.language import BATCH_SIZE, LENGTH, VAL_SEQUENCES
 from benchmarks.updates import EVERY, STEPS, Run, Trial, Variant, summary
 from examples.models.gpt import GPT
 from lightning_sparse import Comm, Method, Reducer, UpdateRule
+from lightning_sparse import updates as exchanging
 from lightning_sparse.aggregators import Mean, TwoPass
 from lightning_sparse.compressors import TopK
 from lightning_sparse.compressors.base import Entries, Payload, Update
@@ -44,6 +46,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.memory import DecayingResidual, Residual
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS, update_density
+from lightning_sparse.moments import OTHERS
 from lightning_sparse.updates import Updates
 from tests.support.kernels import Echo
 
@@ -159,6 +162,7 @@ class Idea(NamedTuple):
     variant: Variant = Variant()  # of `benchmarks.updates`: its rule, aggregator and √P
     decay: float = 1.0  # what a residual is multiplied with in each step
     flush: int = 0  # after so many steps everything is sent
+    by_change: bool = False  # β/(1 − β) times the change is paid out, weight decay included, in place of Adam's formula
 
 
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
@@ -173,6 +177,7 @@ IDEAS = {
     "1-bit values, warm-up": Idea(OneBit, warmup=WARMED),
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
+    "2-bit values, warm-up, payout by the change": Idea(warmup=WARMED, by_change=True),
     **{
         TWICE.format(second): Idea(warmup=WARMED, variant=Variant(aggregator=TwoPass(second=second)))
         for second in (3, 8)
@@ -184,6 +189,7 @@ IDEAS = {
     "residual decays by 0.999, 1-bit values": Idea(OneBit, decay=0.999),
     "all sent every 100 steps, 1-bit values": Idea(OneBit, flush=100),
 }
+MECHANISMS = "√P", "payout by the change"
 TRIED = [
     Run(idea, ranks, density, lr, seed, steps)
     for ranks, steps, lr, seeds, density, ideas in (
@@ -203,6 +209,17 @@ TRIED = [
         ),
         (2, 300, 0.002, [0], 0.003, ["all sent every 100 steps, 1-bit values"]),
         (2, 300, 0.002, [0], 0.001, ["2-bit values", "2-bit values, warm-up"]),
+        (2, 300, 0.002, [1, 2], 0.003, ["2-bit values, warm-up"]),
+        (
+            2,
+            300,
+            0.002,
+            [0, 1, 2],
+            0.003,
+            [f"2-bit values, warm-up, {what}" for what in MECHANISMS],
+        ),
+        (4, 300, 0.002, [0], 0.003, ["2-bit values, warm-up"]),
+        (4, 300, 0.002, [0], 0.003, [f"2-bit values, warm-up, {what}" for what in MECHANISMS]),
         (8, 300, 0.002, [0], 0.003, ["1-bit values", "1-bit values, √P"]),
         (4, 300, 0.002, [0], 0.003, ["1-bit values, √P"]),
         (16, 300, 0.002, [0], update_density(16), ["2-bit values, warm-up"]),
@@ -248,7 +265,10 @@ def train(run: Run, data: Data) -> list[Row]:
         wrapped: Wrapped = attach_thread(model, [optimizer], made, comm, updates=trial, kind=kind, **warmup)
         return Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
 
-    return train_threads(lambda: GPT(context=LENGTH), trainee, run.workers, run.seed, run.steps, EVERY)
+    # As for Adam by other packages.
+    as_others = mock.patch.object(exchanging, "moments_of", return_value=OTHERS)
+    with as_others if idea.by_change else contextlib.nullcontext():
+        return train_threads(lambda: GPT(context=LENGTH), trainee, run.workers, run.seed, run.steps, EVERY)
 
 
 def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
