@@ -362,16 +362,16 @@ def _taking(options: dict[str, Any], part: Any) -> Any:
 
 
 UPDATE_DENSITY = 0.003
-"""What methods by name send of updates where no density is given, of up to `FEW_RANKS`: see docs/frontier.md. Methods
-with a rule of their own keep what their papers have."""
+"""The density of updates if a user gives none, with up to `FEW_RANKS` ranks, see docs/frontier.md. Methods with a rule
+of their own keep the density of their papers."""
 FEW_RANKS = 4
-"""More ranks send more each: the loss of dense training falls with every rank, and so does what a residual may cost."""
+"""With more ranks each rank sends more entries: dense training ends lower then, and 0.003 no longer reaches it."""
 WARMUP_FACTORS, WARMUP_STEPS = (8, 4, 2), 15
-"""How much denser updates are in the first exchanges, and for how many exchanges each: weights change fastest then."""
+"""Factors on the density of the first exchanges, and how many exchanges each lasts: weights change fastest then."""
 
 
 def update_density(ranks: int) -> float:
-    """Return the density of updates, where none is given, by the number of ranks that send."""
+    """Return the density of updates, if a user gives none, by the number of ranks that send."""
     return UPDATE_DENSITY * math.sqrt(max(1.0, ranks / FEW_RANKS))
 
 
@@ -384,10 +384,10 @@ def resolve_updates(
     ranks: int = FEW_RANKS,
     **options: Any,
 ) -> tuple[Method, tuple[float, ...], int | None]:
-    """Return the method, the warm-up, and how many steps each of its densities lasts, where updates are exchanged.
+    """Return the method, the warm-up, and how many steps each of its densities lasts, for an exchange of updates.
 
-    A sparse method by name, without a density, sends `update_density` in two bits a value, where its aggregator takes
-    rounded ones, after a warm-up, unless one is given. All else is as the user said.
+    A sparse method by name, without a density, gets `update_density`, values of two bits if its aggregator takes
+    rounded values, and a warm-up if none is given. Otherwise a user's options hold as they are.
 
     Args:
         given, density, options: as for `resolve_method`.
