@@ -324,11 +324,19 @@ def draw(folder: Path) -> None:
         lowest = found[found.loss <= found.loss.cummin()]
         panel.plot(lowest.bytes, lowest.loss, drawstyle="steps-post", color="0.8", zorder=0)
         for name, row in found.iterrows():
-            style = plots.line(name)
-            panel.plot(row.bytes, row.loss, "o", color=style.get("color"))
-            panel.annotate(str(name), (row.bytes, row.loss), fontsize=7, xytext=(4, 3), textcoords="offset points")
+            default = str(name).endswith("by default")
+            color = "tab:red" if default else plots.line(name).get("color")
+            panel.plot(row.bytes, row.loss, "o", color=color)
+            style: Any = {"color": color, "weight": "bold"} if default else {}
+            panel.annotate(name, (row.bytes, row.loss), (4, 3), textcoords="offset points", fontsize=7, **style)
         panel.axhline(0, color="black", lw=0.6)
-        panel.set(xscale="log", title=f"{ranks} ranks", xlabel="bytes, % of dense fp32 all-reduce", ylim=(-8, 25))
+        panel.set(
+            xscale="log",
+            title=f"{ranks} ranks",
+            xlabel="bytes, % of dense fp32 all-reduce",
+            ylim=(-8, 25),
+            xlim=(0.02, 200),
+        )
     panels.flat[0].set_ylabel("loss after 1,000 steps,\n% above dense training")
     plots.write(figure, folder / "frontier.png")
 
