@@ -120,7 +120,7 @@ MORE_SEEDS = [1, 2]  # with which these are repeated, at these rates; with all s
 TARGET = 2.6  # nats per byte: the lowest tenth that every contestant reaches, at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # of the links, where step times are measured
 FAR = "100mbit 50ms"  # and those of sites far from each other, where some are measured
-AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", DELAYED, DEFAULT, "gaussiank updates", *LOCAL]
+AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", DELAYED, "gaussiank updates", *LOCAL]
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}  # columns of all runs
 
