@@ -325,7 +325,7 @@ def draw(folder: Path) -> None:
         panel.plot(lowest.bytes, lowest.loss, drawstyle="steps-post", color="0.8", zorder=0)
         for name, row in found.iterrows():
             default = str(name).endswith("by default")
-            color = "tab:red" if default else plots.line(name).get("color")
+            color = plots.line(str(name)).get("color")
             panel.plot(row.bytes, row.loss, "o", color=color)
             style: Any = {"color": color, "weight": "bold"} if default else {}
             panel.annotate(name, (row.bytes, row.loss), (4, 3), textcoords="offset points", fontsize=7, **style)

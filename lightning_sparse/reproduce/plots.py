@@ -28,6 +28,8 @@ LINES = {  # Okabe & Ito, grey for their yellow; dashes tell apart lines that li
     "powersgd": ("#CC79A7", "-"),
     "topk": ("#0072B2", "--"),
     "gaussiank": ("#D55E00", ":"),
+    "topk by default": ("#C00000", "-"),
+    "gaussiank by default": ("#C00000", "--"),
     "topk updates": ("#0072B2", "-"),
     "gaussiank updates": ("#D55E00", "-"),
     "int4": ("#F0E442", "-"),
