@@ -493,6 +493,19 @@ def frontier() -> str:
     return table(["ranks, steps", "what is sent", "density", "steps to 2.6", "loss", "% of bytes"], rows)
 
 
+def frontier_seconds() -> str:
+    """Milliseconds of a step of updates, by format of values: median, and the middle three fifths."""
+    rows = []
+    for (kernels, density), group in read("frontier_seconds").groupby(["kernels", "density"], sort=False):
+        by_format = group.set_index("value_format")
+        cells = [f"{x.ms:.0f} ({x.ms_p20:.0f} to {x.ms_p80:.0f})" for _, x in by_format.loc[FORMATS].iterrows()]
+        rows.append([kernels, f"{density:g}", *cells])
+    return table(["loops in", "density", *FORMATS], rows)
+
+
+FORMATS = ["float32", "int4", "int2"]
+
+
 def mean_and_range(numbers: Sequence[float], places: int) -> str:
     """Write the mean, and of several numbers the least and the largest."""
     mean = f"{sum(numbers) / len(numbers):.{places}f}"
@@ -893,6 +906,7 @@ def layer_wise() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "frontier": frontier,
+    "frontier-seconds": frontier_seconds,
     "network": network,
     "step": step,
     "network-adamw": network_adamw,
