@@ -1,7 +1,7 @@
 """How few bytes do exchanged updates need? Formats of values, densities, warm-ups, and ideas that nobody had tried.
 
-The GPT, the data, the schedule and the controls are those of `benchmarks.updates`, with ranks as threads; only what
-differs is here. `updates.csv` has the controls: dense training, one rank alone, and fp32 values.
+The GPT, the data, the schedule and the controls are those of `benchmarks.updates`, with ranks as threads; only the
+differences are here. `updates.csv` has the controls: dense training, one rank alone, and fp32 values.
 
     python -m benchmarks.frontier            # train what `frontier.csv` lacks of `TRIED`, in its order
     python -m benchmarks.frontier --figure   # draw, and print steps, losses and bytes
@@ -154,7 +154,7 @@ WARMED = tuple(WARMUP_FACTORS), WARMUP_STEPS
 
 
 class Idea(NamedTuple):
-    """What is sent, at which density at first, and what else differs."""
+    """A way to send updates: compressor, format of values, warm-up, and other changes to the rule."""
 
     compressor: type[TopK] = TopK
     value_format: str = "int2"
@@ -168,9 +168,8 @@ class Idea(NamedTuple):
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
 IDEAS = {
-    **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (8, 4, 2)},
+    **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (4, 2)},
     "1-bit values": Idea(OneBit),
-    "bf16 values": Idea(value_format="bfloat16"),
     "fp32 values, warm-up": Idea(value_format="float32", warmup=WARMED),
     "4-bit values, warm-up": Idea(value_format="int4", warmup=WARMED),
     "2-bit values, warm-up": Idea(warmup=WARMED),
@@ -230,7 +229,7 @@ TRIED = [
             0.002,
             [0],
             0.003,
-            [f"two passes, the second {n} times as dense, 2-bit values, warm-up" for n in (3, 8)],
+            [TWICE.format(second) for second in (3, 8)],
         ),
     )
     for seed in seeds
@@ -303,7 +302,7 @@ def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
 
 
 def contestants(folder: Path, ranks: int) -> pd.DataFrame:
-    """Return what ended 1,000 steps: loss over that of dense training, in percent, and the percentage of dense bytes.
+    """Return each contestant's loss after 1,000 steps, in % above dense training, and its bytes in % of dense ones.
 
     Of `language.csv` each contestant at the rate, of its grid, that ends lowest, beside `ddp` in the same way.
     """

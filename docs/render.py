@@ -490,7 +490,7 @@ def frontier() -> str:
                     digits(seeds.percent.mean()),
                 ]
             )
-    return table(["ranks, steps", "what is sent", "density", "steps to 2.6", "loss", "% of bytes"], rows)
+    return table(["ranks, steps", "variant", "density", "steps to 2.6", "loss", "% of bytes"], rows)
 
 
 def frontier_seconds() -> str:

@@ -391,8 +391,8 @@ def resolve_updates(
 
     Args:
         given, density, options: as for `resolve_method`.
-        warmup, warmup_steps: what the user gave, checked; None is the default.
-        ranks: how many send.
+        warmup, warmup_steps: a user's options, checked; None is the default.
+        ranks: number of ranks that send.
     """
     chosen = resolve_method(given, density, **options)
     if not isinstance(given, str) or density is not None or chosen.update_rule is not None or not chosen.is_sparse:
@@ -402,7 +402,8 @@ def resolve_updates(
     chosen = method(given, density=update_density(ranks), **(rounded if takes_rounded else options))
     if warmup is not None:
         return chosen, warmup, warmup_steps
-    return chosen, tuple(min(1.0, factor * update_density(ranks)) for factor in WARMUP_FACTORS), WARMUP_STEPS
+    assert chosen.density is not None
+    return chosen, tuple(min(1.0, factor * chosen.density) for factor in WARMUP_FACTORS), WARMUP_STEPS
 
 
 def resolve_method(given: str | Method, density: float | None, **options: Any) -> Method:

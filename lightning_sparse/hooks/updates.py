@@ -62,7 +62,7 @@ def attach_updates(
         optimizer: its optimizer, or several of them.
         method: a name in `METHODS`, or a `Method` made of own parts.
         density: fraction of entries to send, in (0, 1]; only beside a name. None is 0.003 in two bits each, more with
-            more than four ranks, after a warm-up; or a method's own where it has an `UpdateRule`.
+            more than four ranks, after a warm-up; or a method's own if it has an `UpdateRule`.
         granularity: what is compressed together: "layer", "bucket" or "model".
         bucket_cap_mb: size of a "bucket" in MiB.
         every: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most. With more

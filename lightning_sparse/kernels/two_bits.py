@@ -1,6 +1,6 @@
 """Values in two bits: a sign, and one of two magnitudes of each group of 128.
 
-    update = round_to_two_bits(values, table, packed)   # writes both; returns the values that they stand for
+    update = round_to_two_bits(values, table, packed)   # writes both; returns the decoded values
     two_bit_values(table, packed, 1000)                 # these values again
 
 The larger magnitude is the mean of those above the mean magnitude, the smaller one that of the others. If there are
@@ -29,7 +29,7 @@ GROUPS = 8
 
 
 def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
-    """Write the magnitudes and the codes of values; return what they stand for, fp32, of their shape.
+    """Write the magnitudes and the codes of values; return the decoded values, fp32, of the same shape.
 
     Value i of a quarter of a group has the bits 2i and 2i + 1 of its byte: whether it is larger, and negative.
 
