@@ -84,12 +84,12 @@ def case(name: str, ranks: int, shapes: dict[str, Any], device: str) -> Case:
         reducer.finish_step()
 
     def check() -> None:
-        old = residuals(reducer)
+        old = residuals(reducer)  # on the CPU
         before()
         run()
         new = residuals(reducer)
         for key, x in fresh.items():
-            whole, found = x + old.get(key, 0), given[key] + new[key]
+            whole, found = x.cpu() + old.get(key, 0), given[key].cpu() + new[key]
             # Three sums, each rounded to fp32.
             if not torch.allclose(found, whole, rtol=0, atol=1e-6 * float(whole.abs().max())):
                 raise SystemExit(f"{name}, P = {reducer.comm.size}, loses something of {key}: no times for that.")
@@ -98,7 +98,7 @@ def case(name: str, ranks: int, shapes: dict[str, Any], device: str) -> Case:
 
 
 def residuals(reducer: Reducer) -> dict[str, Tensor]:
-    """Return copies of the residuals by parameter, on the gradients' device; none before the first step."""
+    """Return copies of the residuals by parameter; none before the first step."""
     elements = reducer.state_dict()["elements"].get("residual", {})
     return {key: x.clone() for key, x in elements.items()}
 
