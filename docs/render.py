@@ -724,6 +724,67 @@ def clients() -> str:
     return table(heads, rows)
 
 
+def gpu_promises() -> str:
+    """What a GPU has shown, by promise."""
+    found = read("gpu")
+    return table(
+        ["promise", "part", "verdict"],
+        (
+            [row.promise, f"`{row.part}`", f"**{row.verdict}**" if row.verdict == "does not hold" else row.verdict]
+            for row in found.itertuples()
+        ),
+    )
+
+
+def gpu_segment() -> str:
+    """Microseconds that a segment takes of a GPU and of its host."""
+    found = read("segment").sort_values(["ranks", "method"], kind="stable")
+    columns = ["device_us", "host_us", "beside_us", "busy_us"]
+    return table(
+        ["method", "ranks", "device, μs", "host, μs", "beside products, μs", "sum of its kernels, μs", "launches"],
+        (
+            [f"`{row.method}`", f"{row.ranks}", *(f"{getattr(row, name):,.0f}" for name in columns), f"{row.launches}"]
+            for row in found[found.ranks > 1].itertuples()
+        ),
+    )
+
+
+def gpu_selection() -> str:
+    """Milliseconds of a whole step of selection on a GPU."""
+    found = read("selection_cuda").query("part == 'step' and density == 0.001")
+    rows = []
+    for numel, group in found.groupby("numel"):
+        by = group.set_index("contestant")
+        for name in ("torch.topk", "TopK", "TopK, CUDA graph", "GaussianK, CUDA graph"):
+            row = by.loc[name]
+            faster = by.ms["torch.topk"] / row.ms
+            cells = [f"{row.ms:.3g}", f"{row.times_floor:.2f}", f"{row.limit:g}" if "graph" in name else ""]
+            rows.append([f"{numel / 1e6:.0f} M", name, *cells, f"{faster:.1f} ×"])
+    return table(["elements", "step", "ms", "floors", "limit", "as fast as torch.topk"], rows).replace("nan", "")
+
+
+def gpu_line() -> str:
+    """What a GPU has shown, in a line."""
+    found = read("gpt_cuda").set_index("contestant")
+    share = found.added_ms["topk"] / found.ms["ddp"]
+    return (
+        f"- *More than one GPU: not known.* One {found.device['topk']} has run it: `topk` adds {share:.1%} to a step of"
+        " GPT-2 small,\n  before anything travels. [GPU status](docs/gpu.md).\n"
+    )
+
+
+def gpu_gpt() -> str:
+    """What methods add to a step of GPT-2 small on a GPU."""
+    return table(
+        ["contestant", "ms a step", "added, ms", "limit, ms"],
+        (
+            [row.contestant, f"{row.ms:.1f} ({row.ms_p20:.1f} to {row.ms_p80:.1f})"]
+            + (["", ""] if row.contestant == "ddp" else [f"{row.added_ms:.2f}", f"{row.limit_ms:.2f}"])
+            for row in read("gpt_cuda").itertuples()
+        ),
+    )
+
+
 def launches_host() -> str:
     """Microseconds that a segment takes of the host, and what it took before."""
     found = read("launches_host").set_index(["method", "state"]).us
@@ -939,6 +1000,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "clients": clients,
     "launches": launches,
     "launches-host": launches_host,
+    "gpu-promises": gpu_promises,
+    "gpu-segment": gpu_segment,
+    "gpu-selection": gpu_selection,
+    "gpu-gpt": gpu_gpt,
+    "gpu-line": gpu_line,
     "strategies": partial(methods, "_ddp"),
     "methods": methods,
     "traits": traits,

@@ -145,10 +145,11 @@ UNPACK = {
     "count_each": "i32",
 }
 TILES = {"MAXIMA": True, "MOMENTS": True, "BLOCK": 64, "TILE": block_stats.TILE, "STEPS": 4, "LOAD": False, "PART": 256}
-LOOK = {"KEPT": False, "GATHER": True, "BLOCK": 64, "TILE": select_kernels.TILE}
+LOOK = {"KEPT": False, "GATHER": True, "BLOCK": 64, "TILE": select_kernels.TILE, "PART": select_kernels.TILE}
+KEEP = {**LOOK, "PART": select_kernels.PART}
 COUNT = {**LOOK, "LIMITED": False}
 WRITE = {**LOOK, "ADDED_UP": False, "TOPS": False, "END": False, "PAD": False}
-KEPT = {"KEPT": True, "GATHER": False}
+KEPT = {"KEPT": True, "GATHER": False, "PART": select_kernels.PART}
 WEIGH = {"SIGN": 1, "STORE": False, "HEADER": False, "LOAD": False, "TILE": checks.TILE}
 EIGHT_WARPS = {
     *("_add_with_stats", "_add_with_payout", "_histogram", "_count", "_write", "_keep", "_chunktopk"),
@@ -190,9 +191,9 @@ KERNELS = {
     "digit of maxima": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 1, "GATHER": False}),
     "digit of kept": (select_kernels._histogram, OF_KEPT, {**COUNT, **KEPT, "DIGIT": 1, "LIMITED": True}),
     "threshold": (select_kernels._threshold, SELECT, {}),
-    "keep": (select_kernels._keep, SELECT, LOOK),
-    "keep at 1 %": (select_kernels._keep, SELECT, {**LOOK, "BLOCK": 16}),
-    "keep single elements": (select_kernels._keep, SELECT, {**LOOK, "BLOCK": 1}),
+    "keep": (select_kernels._keep, SELECT, KEEP),
+    "keep at 1 %": (select_kernels._keep, SELECT, {**KEEP, "BLOCK": 16}),
+    "keep single elements": (select_kernels._keep, SELECT, {**KEEP, "BLOCK": 1}),
     "count": (select_kernels._count, SELECT, COUNT),
     "count of kept": (select_kernels._count, OF_KEPT, {**COUNT, **KEPT}),
     "write": (select_kernels._write, SELECT, {**WRITE, "GATHER": False, "TOPS": True, "END": True}),

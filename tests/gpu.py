@@ -1,7 +1,7 @@
 """Tests, checks and benchmarks that need a GPU, in parts with a time limit each, and the promises that hold.
 
     python3 -m tests.gpu quick                               # the first run of two, 345 seconds
-    python3 -m tests.gpu quick second                        # the second, 310 seconds
+    python3 -m tests.gpu quick second                        # the second, 415 seconds
     python3 -m tests.gpu quick kernels gpt --out ~/results   # parts by name, such as those that failed
     python3 -m tests.gpu quick --rehearse                    # on a CPU, with stand-ins, to see that all of it runs
     python3 -m tests.gpu full                                # everything, without haste: `make gpu`
@@ -73,9 +73,8 @@ def within(rows: Iterable[Mapping[str, str]]) -> str:
 
 
 def topk_steps(rows: Rows) -> Rows:
-    """Return the rows of whole steps with TopK at the smallest density, from a cold cache if that was asked."""
-    rows = [row for row in rows if (row["part"], row["contestant"]) == ("step", "TopK")]
-    rows = [row for row in rows if row.get("cache", "cold") == "cold"]
+    """Return the rows of whole steps with TopK at the smallest density, by a CUDA graph: what the device takes."""
+    rows = [row for row in rows if (row["part"], row["contestant"]) == ("step", "TopK, CUDA graph")]
     least = min((float(row["density"]) for row in rows), default=0.0)
     return [row for row in rows if float(row["density"]) == least]
 
@@ -173,10 +172,10 @@ SEGMENT = {
     "beside products it takes at most twice its time and the host's": beside_products,
 }
 SELECTION = {
-    "a step with TopK takes at most 2.0, 1.5, 1.3 times its 12 bytes at 25, 100, 400 M elements": for_all_lengths(
-        within
+    "a step with TopK takes the device at most 2.0, 1.5, 1.3 times its 12 bytes at 25, 100, 400 M elements": (
+        for_all_lengths(within)
     ),
-    "a step with TopK is 3, 4, 4 times as fast as with torch.topk there": for_all_lengths(faster),
+    "there it is 3, 4, 4 times as fast as with torch.topk": for_all_lengths(faster),
 }
 GPT = {"topk adds at most 1.6 floors and 1 ms to a step of GPT-2 small, bf16-mixed": topk_adds_little}
 SANITIZER = "compute-sanitizer --error-exitcode 1 --tool"
@@ -238,7 +237,7 @@ SECOND = {
     "gpt": Part(
         "{python} -m benchmarks.gpt --turns 6 --precisions bf16-mixed --contestants ddp topk 'topk, whole model' "
         "'topk updates' 'topk updates within backward' --out {out}",
-        100,
+        75,
         GPT,
         "gpt_cuda.csv",
         needs=("triton",),
@@ -247,7 +246,7 @@ SECOND = {
     ),
     "nowait": Part(
         f"{PYTEST} -n 9 {ON_CUDA} 'not cpu and (no_step or plain_torch or captured or (two_ranks and some))'",
-        85,
+        215,
         {"no step of 21 methods waits for the device, two runs end with the same bits, two ranks train": None},
         needs=("triton", "xdist"),
         group=5,
@@ -262,7 +261,7 @@ SECOND = {
         rehearsal="TRITON_INTERPRET=1 {python} -m tests.run_kernels --small",
     ),
 }
-RUNS = {"first": (FIRST, 330), "second": (SECOND, 295)}
+RUNS = {"first": (FIRST, 330), "second": (SECOND, 400)}
 """Parts of a quick run, and its BUDGET in seconds unless one is set."""
 FULL_LIMIT = 1800
 FULL = {

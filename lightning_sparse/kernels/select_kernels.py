@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 TILE = 4096
 """Elements that one program of the kernels looks at; below 2^15, so that two counts fit into 32 bits."""
 
+PART = 512
+"""Elements at a time of those kept of a tile, usually one in sixty."""
+
 SCRATCH = 4 * 256 + 16
 """Numbers that a selection works with: a histogram of each digit; after each digit the digits so far and how many are
 still wanted of those that have them, at `FOUND`; and how many are selected."""
@@ -24,17 +27,28 @@ THRESHOLD = FOUND + 6
 
 @kernel()
 def _magnitudes(
-    bits, indices, numel, count, KEPT: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    bits,
+    indices,
+    numel,
+    count,
+    start,
+    KEPT: tl.constexpr,
+    GATHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """Return a tile's magnitudes, -1 where there is nothing, and where in `bits` they are, a row for each block."""
+    """Return a tile's magnitudes, -1 where there is nothing, and where in `bits` they are, a row for each block.
+
+    Of kept elements it is a part of the tile, from `start` on.
+    """
     tile = tl.program_id(0).to(tl.int64)
-    rows = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     if KEPT:
-        # `indices` has how many there are.
-        positions = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        valid = positions - tile * TILE < tl.load(indices + tile)
-        found = tl.load(bits + positions, mask=valid, other=-1)
+        within = start + tl.arange(0, PART // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        positions = tile * TILE + within
+        found = tl.load(bits + positions, mask=within < tl.load(indices + tile), other=-1)
     else:
+        rows = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
         blocks = rows
         if GATHER:
             blocks = tl.load(indices + rows, mask=rows < count, other=0)
@@ -48,6 +62,15 @@ def _magnitudes(
             found = tl.load(bits + positions, mask=valid, other=0)
         found = tl.where(valid, found & 0x7FFFFFFF, -1)
     return found, positions
+
+
+@kernel()
+def _number(indices, KEPT: tl.constexpr, PART: tl.constexpr):
+    """Return how many elements of a tile to look at: one part, or, of kept elements, as many as `indices` says."""
+    number = PART
+    if KEPT:
+        number = tl.load(indices + tl.program_id(0))
+    return number
 
 
 @kernel()
@@ -95,15 +118,28 @@ def _histogram(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    found, _ = _magnitudes(bits, indices, numel, count, KEPT, GATHER, BLOCK, TILE)
-    found = tl.reshape(found, [TILE], can_reorder=True)  # an order would cost a way through shared memory
-    candidate = found >= 0
+    prefix = 0
     if DIGIT > 0:
-        candidate &= (found >> (32 - 8 * DIGIT)) == _digit(counts, k, limits, DIGIT, LIMITED)
-    bins = tl.histogram((found >> (24 - 8 * DIGIT)) & 255, 256, mask=candidate)
-    # Whole numbers: their sum does not depend on the order.
-    tl.atomic_add(counts + DIGIT * 256 + tl.arange(0, 256), bins, mask=bins > 0, sem="relaxed")
+        prefix = _digit(counts, k, limits, DIGIT, LIMITED)
+    bins = counts + DIGIT * 256
+    start = 0
+    number = _number(indices, KEPT, PART)
+    while start < number:
+        found, _ = _magnitudes(bits, indices, numel, count, start, KEPT, GATHER, BLOCK, TILE, PART)
+        found = tl.reshape(found, [PART], can_reorder=True)  # an order would cost a way through shared memory
+        candidate = found >= 0
+        if DIGIT > 0:
+            candidate &= (found >> (32 - 8 * DIGIT)) == prefix
+        digits = (found >> (24 - 8 * DIGIT)) & 255
+        # Whole numbers: their sum does not depend on the order. A histogram takes as long for few as for many.
+        if tl.sum(candidate.to(tl.int32)) > PART // 64:
+            many = tl.histogram(digits, 256, mask=candidate)
+            tl.atomic_add(bins + tl.arange(0, 256), many, mask=many > 0, sem="relaxed")
+        else:
+            tl.atomic_add(bins + digits, 1, mask=candidate, sem="relaxed")
+        start += PART
 
 
 @kernel("k")
@@ -126,18 +162,27 @@ def _keep(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    found, _ = _magnitudes(bits, indices, numel, count, KEPT, GATHER, BLOCK, TILE)
+    found, _ = _magnitudes(bits, indices, numel, count, 0, KEPT, GATHER, BLOCK, TILE, TILE)
     found = tl.reshape(found, [TILE])
     keep = found >= tl.load(bound)
-    bins = tl.histogram((found >> 24) & 255, 256, mask=keep)
-    tl.atomic_add(counts + tl.arange(0, 256), bins, mask=bins > 0, sem="relaxed")
     one = keep.to(tl.int32)
     tile = tl.program_id(0).to(tl.int64)
-    tl.store(numbers + tile, tl.sum(one))
+    number = tl.sum(one)
+    tl.store(numbers + tile, number)
     slots = tl.cumsum(one) - one
     tl.store(kept + tile * TILE + slots, found, mask=keep)
     tl.store(places + tile * TILE + slots, tl.arange(0, TILE).to(tl.int16), mask=keep)
+    # A histogram of these few costs less than one of all.
+    tl.debug_barrier()
+    start = 0
+    while start < number:
+        within = start + tl.arange(0, PART)
+        again = tl.load(kept + tile * TILE + within, mask=within < number, other=0)
+        bins = tl.histogram((again >> 24) & 255, 256, mask=within < number)
+        tl.atomic_add(counts + tl.arange(0, 256), bins, mask=bins > 0, sem="relaxed")
+        start += PART
 
 
 @kernel("numel", "count", "k", "tiles")
@@ -156,12 +201,35 @@ def _count(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    found, _ = _magnitudes(bits, indices, numel, count, KEPT, GATHER, BLOCK, TILE)
     limit = _digit(counts, k, limits, 4, LIMITED)
+    above = 0
+    ties = 0
     tile = tl.program_id(0)
-    tl.store(tallies + tile, tl.sum((found > limit).to(tl.int32)))
-    tl.store(tallies + tiles + tile, tl.sum((found == limit).to(tl.int32)))
+    start = 0
+    number = _number(indices, KEPT, PART)
+    while start < number:
+        found, _ = _magnitudes(bits, indices, numel, count, start, KEPT, GATHER, BLOCK, TILE, PART)
+        above += tl.sum((found > limit).to(tl.int32))
+        ties += tl.sum((found == limit).to(tl.int32))
+        start += PART
+    tl.store(tallies + tile, above)
+    tl.store(tallies + tiles + tile, ties)
+
+
+@kernel()
+def _slots(found, limit, room, above_first, ties_first, PART: tl.constexpr):
+    """Return magnitudes in order, where in the result each is written, and whether it is."""
+    found = tl.reshape(found, [PART])
+    above = (found > limit).to(tl.int32)
+    ties = (found == limit).to(tl.int32)
+    # One sum for both counts, in the upper and the lower half of 32 bits; of what is before each element.
+    both = (above << 16) | ties
+    before = tl.cumsum(both) - both
+    ties_before = ties_first + (before & 0xFFFF)
+    chosen = (above > 0) | ((ties > 0) & (ties_before < room))
+    return found, above_first + (before >> 16) + tl.minimum(ties_before, room), chosen
 
 
 @kernel("numel", "count", "tiles", "size")
@@ -186,38 +254,41 @@ def _write(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    found, positions = _magnitudes(bits, indices, numel, count, KEPT, GATHER, BLOCK, TILE)
-    found, positions = tl.reshape(found, [TILE]), tl.reshape(positions.to(tl.int32), [TILE])
     limit = tl.load(counts + 1030)
     room = tl.load(counts + 1031)
-    above = (found > limit).to(tl.int32)
-    ties = (found == limit).to(tl.int32)
-    # One sum for both counts, in the upper and the lower half of 32 bits; of what is before each element.
-    both = (above << 16) | ties
-    before = tl.cumsum(both) - both
     tile = tl.program_id(0)
-    above_before = before >> 16
-    ties_before = before & 0xFFFF
+    above_first = 0
+    ties_first = 0
     if ADDED_UP:
-        above_before += tl.load(tallies + tile - 1, mask=tile > 0, other=0)
-        ties_before += tl.load(tallies + tiles + tile - 1) - tl.load(tallies + tiles - 1)
+        above_first += tl.load(tallies + tile - 1, mask=tile > 0, other=0)
+        ties_first += tl.load(tallies + tiles + tile - 1) - tl.load(tallies + tiles - 1)
     else:
-        start = 0
-        while start < tile:
-            others = start + tl.arange(0, 1024)
-            above_before += tl.sum(tl.load(tallies + others, mask=others < tile, other=0))
-            ties_before += tl.sum(tl.load(tallies + tiles + others, mask=others < tile, other=0))
-            start += 1024
-    chosen = (above > 0) | ((ties > 0) & (ties_before < room))
-    slots = above_before + tl.minimum(ties_before, room)
+        first = 0
+        while first < tile:
+            others = first + tl.arange(0, 1024)
+            above_first += tl.sum(tl.load(tallies + others, mask=others < tile, other=0))
+            ties_first += tl.sum(tl.load(tallies + tiles + others, mask=others < tile, other=0))
+            first += 1024
+    start = 0
     if KEPT:
-        place = tl.load(places + positions, mask=chosen, other=0).to(tl.int32)
-        rows = blocks + tile.to(tl.int64) * (TILE // BLOCK) + place // BLOCK
-        positions = tl.load(rows, mask=chosen, other=0) * BLOCK + place % BLOCK
-    tl.store(out + slots, positions, mask=chosen)
-    if TOPS:
-        tl.store(tops + slots, found, mask=chosen)
+        number = tl.load(indices + tile)
+        while start < number:
+            found, positions = _magnitudes(bits, indices, numel, count, start, KEPT, GATHER, BLOCK, TILE, PART)
+            found, slots, chosen = _slots(found, limit, room, above_first, ties_first, PART)
+            place = tl.load(places + tl.reshape(positions, [PART]), mask=chosen, other=0).to(tl.int32)
+            rows = blocks + tile.to(tl.int64) * (TILE // BLOCK) + place // BLOCK
+            tl.store(out + slots, tl.load(rows, mask=chosen, other=0) * BLOCK + place % BLOCK, mask=chosen)
+            above_first += tl.sum((found > limit).to(tl.int32))
+            ties_first += tl.sum((found == limit).to(tl.int32))
+            start += PART
+    else:
+        found, positions = _magnitudes(bits, indices, numel, count, start, KEPT, GATHER, BLOCK, TILE, PART)
+        found, slots, chosen = _slots(found, limit, room, above_first, ties_first, PART)
+        tl.store(out + slots, tl.reshape(positions.to(tl.int32), [PART]), mask=chosen)
+        if TOPS:
+            tl.store(tops + slots, found, mask=chosen)
     if END:  # noqa: SIM102 (known when it is compiled, unlike the rest)
         if tile == 0:
             tl.store(out + size, numel.to(tl.int64))

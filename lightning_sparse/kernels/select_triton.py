@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.launch import launch
 from lightning_sparse.kernels.select_kernels import (
+    PART,
     SCRATCH,
     THRESHOLD,
     TILE,
@@ -57,9 +58,9 @@ class Blocks:
         """Run a kernel over all tiles."""
         gathered = self.indices is not None
         warps = 8 if self.size > 1 else 16  # an index for each element takes registers
-        constants |= {"KEPT": False, "GATHER": gathered, "BLOCK": self.size, "TILE": TILE, "num_warps": warps}
+        shape = {"KEPT": False, "GATHER": gathered, "BLOCK": self.size, "TILE": TILE, "PART": TILE, "num_warps": warps}
         indices = self.bits if self.indices is None else self.indices
-        launch(kernel, self.tiles, self.bits, indices, self.bits.numel(), self.count, *args, **constants)
+        launch(kernel, self.tiles, self.bits, indices, self.bits.numel(), self.count, *args, **shape | constants)
 
 
 class Kept:
@@ -79,12 +80,13 @@ class Kept:
         self.found = torch.empty(room, dtype=torch.int32, device=device)
         self.places = torch.empty(room, dtype=torch.int16, device=device)
         self.numbers = torch.empty(blocks.tiles, dtype=torch.int32, device=device)
-        blocks.launch(_keep, bound, self.found, self.places, self.numbers, counts)
+        blocks.launch(_keep, bound, self.found, self.places, self.numbers, counts, PART=PART)
 
     def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Run a kernel over all tiles."""
-        constants |= {"KEPT": True, "GATHER": False, "BLOCK": self.blocks.size, "TILE": TILE, "num_warps": 8}
-        launch(kernel, self.tiles, self.found, self.numbers, self.blocks.bits.numel(), 0, *args, **constants)
+        constants |= {"KEPT": True, "GATHER": False, "BLOCK": self.blocks.size, "TILE": TILE, "PART": PART}
+        args = (self.found, self.numbers, self.blocks.bits.numel(), 0, *args)
+        launch(kernel, self.tiles, *args, **constants, num_warps=4)
 
 
 def topk_triton(bits: Tensor, k: int, maxima: Tensor | None, size: int) -> Tensor:

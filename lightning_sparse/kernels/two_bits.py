@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GROUP = 128
 """Values that share two magnitudes."""
-GROUPS = 8
+GROUPS = 4
 """Groups of a program."""
 
 
