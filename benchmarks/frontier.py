@@ -163,6 +163,8 @@ class Idea(NamedTuple):
     decay: float = 1.0  # what a residual is multiplied with in each step
     flush: int = 0  # after so many steps everything is sent
     by_change: bool = False  # β/(1 − β) times the change is paid out, weight decay included, in place of Adam's formula
+    bf16: bool = False  # weights and optimizer states in bf16
+    sgd: bool = False  # gradients of SGD with momentum are exchanged, in place of AdamW's updates
 
 
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
@@ -177,9 +179,15 @@ IDEAS = {
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
     "2-bit values, warm-up, payout by the change": Idea(warmup=WARMED, by_change=True),
+    "2-bit values, warm-up, bf16 weights": Idea(warmup=WARMED, bf16=True),
+    "2-bit values, warm-up, bf16 weights, payout by the change": Idea(warmup=WARMED, bf16=True, by_change=True),
     **{
         TWICE.format(second): Idea(warmup=WARMED, variant=Variant(aggregator=TwoPass(second=second)))
         for second in (3, 8)
+    },
+    **{
+        f"gradients under SGD, {name} values": Idea(value_format=form, sgd=True)
+        for name, form in (("fp32", "float32"), ("4-bit", "int4"), ("2-bit", "int2"))
     },
     "groups of 4, 2-bit values": Idea(Neighbours),
     "slices in turn, 4-bit values": Idea(Slices, "int4"),
@@ -219,6 +227,16 @@ TRIED = [
         ),
         (4, 300, 0.002, [0], 0.003, ["2-bit values, warm-up"]),
         (4, 300, 0.002, [0], 0.003, [f"2-bit values, warm-up, {what}" for what in MECHANISMS]),
+        (
+            2,
+            300,
+            0.002,
+            [0, 1],
+            0.003,
+            [f"2-bit values, warm-up, bf16 weights{what}" for what in ("", ", payout by the change")],
+        ),
+        (2, 300, 0.02, [0], 0.01, [f"gradients under SGD, {form} values" for form in ("fp32", "4-bit", "2-bit")]),
+        (2, 300, 0.02, [0], 0.003, ["gradients under SGD, 4-bit values"]),
         (8, 300, 0.002, [0], 0.003, ["1-bit values", "1-bit values, √P"]),
         (4, 300, 0.002, [0], 0.003, ["1-bit values, √P"]),
         (16, 300, 0.002, [0], update_density(16), ["2-bit values, warm-up"]),
@@ -254,20 +272,22 @@ def train(run: Run, data: Data) -> list[Row]:
     (factors, each), variant = idea.warmup, idea.variant
     memory = Residual() if idea.decay == 1 else DecayingResidual(idea.decay)
     compressor = idea.compressor(run.density, value_format=idea.value_format)  # type: ignore[arg-type]
-    made = Method(compressor, memory, variant.aggregator or Mean(), variant.rule)
+    made = Method(compressor, memory, variant.aggregator or Mean(), None if idea.sgd else variant.rule)
     trial = functools.partial(Trial, variant=variant, factors=[])
     kind = type("Flushing", (Flushing,), {"flush": idea.flush})
     warmup = {"warmup": [factor * run.density for factor in factors], "warmup_steps": each} if factors else {}
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
-        optimizer = torch.optim.AdamW(model.parameters(), run.lr)
+        params = model.parameters()
+        optimizer = torch.optim.SGD(params, run.lr, momentum=0.9) if idea.sgd else torch.optim.AdamW(params, run.lr)
         wrapped: Wrapped = attach_thread(model, [optimizer], made, comm, updates=trial, kind=kind, **warmup)
         return Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
 
     # As for Adam by other packages.
     as_others = mock.patch.object(exchanging, "moments_of", return_value=OTHERS)
+    dtype = torch.bfloat16 if idea.bf16 else torch.float32
     with as_others if idea.by_change else contextlib.nullcontext():
-        return train_threads(lambda: GPT(context=LENGTH), trainee, run.workers, run.seed, run.steps, EVERY)
+        return train_threads(lambda: GPT(context=LENGTH).to(dtype), trainee, run.workers, run.seed, run.steps, EVERY)
 
 
 def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:

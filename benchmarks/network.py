@@ -1,9 +1,11 @@
-"""Step times of ways to average gradients, over links of a given rate.
+r"""Step times of ways to average gradients, over links of a given rate.
 
     sudo python -m benchmarks.network --rates 100mbit 1gbit
     python -m benchmarks.network --workload real --rates loopback --tune
     sudo python -m benchmarks.network --workload real --rates 100mbit
     sudo python -m benchmarks.network --workload resnet50 --contestants none ddp topk gtopk
+    sudo python -m benchmarks.network --workload gpt2 --dilate 4 --density 0.003 --file network_gpt2.csv --contestants \
+        none ddp int4 "topk updates, int2"
     python -m benchmarks.network --figure
 
 Each worker is a process on a host of its own (see `benchmarks.harness.shaped_links`); nothing is reported when a link
@@ -39,7 +41,7 @@ IN_TRAININGS = ["ddp_accumulated", "local_sgd"]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BUSY = 0.7
 """Share of busy processors above which a paced measurement says more about them than about links: it is not valid."""
-PATIENCE = 400  # seconds after which a silent contestant counts as hung; at 25 Mbit/s weights take 100 to be broadcast
+PATIENCE = 900  # seconds after which a silent contestant counts as hung; at 25 Mbit/s a dense step of GPT-2 takes 240
 
 
 def parse() -> argparse.Namespace:
@@ -61,6 +63,7 @@ other trainings use the rate kept there, or 0.05"
     add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
     add("--density", type=float, default=0.001, help="of the sparse contestants, default: 0.001")
     add("--tune", action="store_true", help=tune)
+    add("--file", help="CSV file for step times, default: network.csv, and network_paced.csv for paced models")
     args = parser.parse_args()
     args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else CONTESTANTS)
     if args.workers < 2 or args.workers % args.ranks_per_host:
@@ -105,7 +108,8 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         save_curves(args, records, common, list(key))
     elif records:
         rows = [row | common for row in summarise(records, args.workers, args.dilate)]
-        results.save(args.out / ("network_paced.csv" if compute else "network.csv"), rows, list(key))
+        name = args.file or ("network_paced.csv" if compute else "network.csv")
+        results.save(args.out / name, rows, [*key, "dilate", "density"])
         table = pd.DataFrame(rows)
         print(table.loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
         for row in table.query("kind == 'step'").itertuples():

@@ -7,7 +7,6 @@ exchanged updates the number of changed weights is checked.
 """
 
 import contextlib
-import copy
 import gc
 import math
 import time
@@ -36,8 +35,11 @@ class Rank:
     def __init__(self, job: SimpleNamespace) -> None:
         self.job, self.rank, self.size = job, dist.get_rank(), dist.get_world_size()
         self.paced, self.adamw = job.workload in COMPUTE_SECONDS, job.workload == "mlp_adamw"
-        self.model = build(job.workload, job.compute, self.rank)
         self.options = Options(job.density, job.ranks_per_host)
+
+    def model(self) -> nn.Module:
+        """Return the workload's model, new for each contestant, as a large one fills the memory."""
+        return build(self.job.workload, self.job.compute, self.rank)
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Return the eight batches that this rank goes through again and again in the timing workloads."""
@@ -54,7 +56,7 @@ class Rank:
 
     def measure(self, contestant: str) -> dict[str, Any]:
         """Check a contestant in its first steps, then time it."""
-        kind, model = CONTESTANTS[contestant], copy.deepcopy(self.model)
+        kind, model = CONTESTANTS[contestant], self.model()
         params = list(model.parameters())
         optimizer = (torch.optim.AdamW if self.adamw else torch.optim.SGD)(params, lr=LEARNING_RATE)
         wrapped = kind.wrap(model, self.options, optimizer)
@@ -68,26 +70,31 @@ class Rank:
             optimizer.step()
             losses.append(loss.detach())
 
+        # What is not checked is not made: four ranks with a large model fill this machine's memory.
+        balanced = not kind.alone and not kind.updates
         random = torch.Generator().manual_seed(1)
-        direction = [torch.randn(param.shape, generator=random) for param in params]
+        direction = [torch.randn(param.shape, generator=random) for param in params] if balanced else []
         gradients = handed_out = norm = 0.0
         for number in range(kind.check_steps):
-            local = torch.autograd.grad(self.loss(model, *batches[number]), params)  # leaves DDP's hooks alone
-            gradients += along(direction, local)
-            norm += sum(grad.square().sum().item() for grad in local)
-            before = [param.detach().clone() for param in params] if kind.updates else []
+            if balanced:
+                local = torch.autograd.grad(self.loss(model, *batches[number]), params)  # leaves DDP's hooks alone
+                gradients += along(direction, local)
+                norm += sum(grad.square().sum().item() for grad in local)
+                del local
+            before = [param.detach().clone() for param in params] if kind.updates and kind.sparse else []
             ms = elapsed_ms(step)
             averages: Any = [param.grad for param in params]
             if kind.updates:
-                averages = torch._foreach_sub(before, [param.detach() for param in params])
-            handed_out += along(direction, averages)
+                averages = torch._foreach_sub(before, [param.detach() for param in params]) if before else []
+            if balanced:
+                handed_out += along(direction, averages)
             if kind.sparse:
                 # The balance below holds for every approximation; this says that it is one that saves something.
                 entries = sum(int(grad.count_nonzero()) for grad in averages)
                 k = self.job.density * sum(grad.numel() for grad in averages)
                 if not 2 * k / 3 <= entries <= 4 * k / 3 * self.size + 100:
                     raise WrongResult(f"{entries} entries were handed out, for k = {k:.0f} on {self.size} ranks")
-        if not kind.alone and not kind.updates:
+        if balanced:
             residuals = wrapped.residuals()
             kept = along(direction, [residuals[key] for key, _ in model.named_parameters()]) if residuals else 0.0
             # The gradients of all ranks equal the averages plus the residuals.
@@ -95,7 +102,7 @@ class Rank:
             error, length = abs(sum(missing)), math.sqrt(sum(norms))
             if not error <= kind.tolerance * length:
                 raise WrongResult(f"gradients and residuals do not add up: {error / length:.2g} is missing")
-        del direction, local, before, averages
+        del direction, before, averages
         # Buffers are allocated and DDP forms its buckets anew in the second step; a slow step drowns both.
         for _ in range(2 if gather(ms)[0] < 3000 else 0):
             ms = elapsed_ms(step)
@@ -106,6 +113,7 @@ class Rank:
         counted = {"bytes": wrapped.counted_bytes, **wrapped.seconds()}
         if not torch.stack(losses).isfinite().all():
             raise WrongResult("a loss is not finite")
+        wrapped.settle()
         if not kind.alone:
             check_weights(model)
         ranks = gather({key: (value - counted_before[key]) / count for key, value in counted.items()})
@@ -116,7 +124,7 @@ class Rank:
     def train(self, contestant: str, learning_rate: float) -> list[dict[str, float]]:
         """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
         train, test = digits()
-        kind, model = CONTESTANTS[contestant], copy.deepcopy(self.model)
+        kind, model = CONTESTANTS[contestant], self.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
         every = steps_for_equal_bytes(model, self.options.density) if kind.updates else 1
         wrapped = kind.wrap(model, self.options._replace(every=every), optimizer)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
+from benchmarks.harness.baselines import RANK  # noqa: E402
 from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
@@ -506,6 +507,40 @@ def frontier_seconds() -> str:
 FORMATS = ["float32", "int4", "int2"]
 
 
+def gpu_paced() -> str:
+    """Seconds to a loss at a GPU's pace: steps of the GPT's trainings, times those of GPT-2 small's shapes."""
+    # Name in trainings, name over links, steps between exchanges.
+    pairs = [
+        ("ddp", "ddp", 1),
+        ("bf16", "bf16", 1),
+        ("int4", "int4", 1),
+        ("powersgd", "powersgd", 1),
+        ("local_sgd", "ddp", 50),
+        ("diloco", "ddp", 50),
+        ("sparseloco", "none", 25),
+        ("topk by default", "topk updates, int2", 1),
+        ("topk by default", "topk updates, int2, within backward", 1),
+    ]
+    runs = read("network_gpt2").query("kind == 'step'").sort_values("dilate", ascending=False).drop_duplicates(["rate", "contestant"])
+    runs = runs.set_index(["rate", "contestant"])
+    medians, rows = runs.median_ms / 1e3, []
+    # Over 100 Mbit/s its first two steps, which are dense, would take half an hour: its bytes take longer there.
+    nbytes = runs.tx_bytes_per_step["1gbit", "powersgd"]
+    medians["100mbit", "powersgd"] = medians["1gbit", "powersgd"] + 8 * nbytes * (1 / 1e8 - 1 / 1e9)
+    for method, timed, every in pairs:
+        steps = steps_to(best_run("adamw", method, 4), 2.0)
+        cells = []
+        for rate in ("1gbit", "100mbit"):
+            seconds = medians[rate, timed] / every + medians[rate, "none"] * (1 - 1 / every)
+            cells += [digits(seconds), "–" if math.isnan(steps) else f"{steps * seconds:,.0f}"]
+        how = timed.rpartition(", ")[2] if "," in timed and not timed.endswith("int2") else ""
+        name = f"torch's PowerSGD, rank {RANK}" if method == "powersgd" else method
+        label = f"{name}, {how}" if how and how not in name else name
+        rows.append([label, "–" if math.isnan(steps) else f"{steps:.0f}", *cells])
+    heads = ["", "steps to 2.0", "s a step, 1 Gbit/s", "s to 2.0", "s a step, 100 Mbit/s", "s to 2.0"]
+    return table(heads, rows)
+
+
 def mean_and_range(numbers: Sequence[float], places: int) -> str:
     """Write the mean, and of several numbers the least and the largest."""
     mean = f"{sum(numbers) / len(numbers):.{places}f}"
@@ -968,6 +1003,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "frontier": frontier,
     "frontier-seconds": frontier_seconds,
+    "gpu-paced": gpu_paced,
     "network": network,
     "step": step,
     "network-adamw": network_adamw,

@@ -18,33 +18,33 @@ NEVER = curve((0, 2.3), (LIMIT, 0.4))
 @pytest.mark.parametrize(
     ("ours", "stock", "expected"),
     [
-        (FAST, SLOW, "gaussiank_ddp reached test loss 0.2 in 12.0 s, stock ddp in 60.0 s: 5.0 times faster over a"),
-        (SLOW, FAST, "gaussiank_ddp reached test loss 0.2 in 60.0 s, stock ddp in 12.0 s: 5.0 times slower over a"),
-        (FAST, NEVER, "gaussiank_ddp reached test loss 0.2 in 12.0 s, stock ddp was at 0.40 after 60 s, over a"),
+        (FAST, SLOW, "topk_ddp reached test loss 0.2 in 12.0 s, stock ddp in 60.0 s: 5.0 times faster over a"),
+        (SLOW, FAST, "topk_ddp reached test loss 0.2 in 60.0 s, stock ddp in 12.0 s: 5.0 times slower over a"),
+        (FAST, NEVER, "topk_ddp reached test loss 0.2 in 12.0 s, stock ddp was at 0.40 after 60 s, over a"),
         (NEVER, FAST, "Stock ddp reached test loss 0.2 in 12.0 s over a"),
         (NEVER, NEVER, "Neither strategy reached test loss 0.2 within 60 s over a"),
     ],
 )
 def test_the_first_sentence_says_which_strategy_was_faster(ours, stock, expected):
-    said = verdict({"gaussiank_ddp": ours, "ddp": stock}, emulated=False)
+    said = verdict({"topk_ddp": ours, "ddp": stock}, emulated=False)
     assert said.startswith(expected + " 100 Mbit/s link")
-    assert "an emulated 100 Mbit/s" in verdict({"gaussiank_ddp": ours, "ddp": stock}, emulated=True)
+    assert "an emulated 100 Mbit/s" in verdict({"topk_ddp": ours, "ddp": stock}, emulated=True)
 
 
 def test_without_a_terminal_every_test_is_a_line(capsys):
     view = View()
     for point in FAST:
-        view.add("gaussiank_ddp", point)
+        view.add("topk_ddp", point)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(FAST)
-    assert lines[-1].split() == ["gaussiank_ddp", "12.0", "s", "step", "10", "test", "loss", "0.150"]
+    assert lines[-1].split() == ["topk_ddp", "12.0", "s", "step", "10", "test", "loss", "0.150"]
 
 
 def test_the_chart_has_every_point_within_its_frame():
     view = View()
-    view.curves = {"gaussiank_ddp": FAST, "ddp": curve((0, 50.0), (30, 0.5), (60, 0.001))}
+    view.curves = {"topk_ddp": FAST, "ddp": curve((0, 50.0), (30, 0.5), (60, 0.001))}
     *rows, axis, seconds, last = view.chart(60)
-    assert sum(row.count("G") for row in rows) + sum(row.count("D") for row in rows) == 6
+    assert sum(row.count("T") for row in rows) + sum(row.count("D") for row in rows) == 6
     assert axis.endswith("-" * 60)
     assert seconds.endswith("60 s")
-    assert "G = gaussiank_ddp, 0.150   D = ddp, 0.001" in last
+    assert "T = topk_ddp, 0.150   D = ddp, 0.001" in last

@@ -27,6 +27,7 @@ from lightning_sparse import (
     method,
 )
 from lightning_sparse.aggregators import TwoLevel, TwoPass
+from lightning_sparse.compressors.encoding import ValueFormat
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.layout import Granularity
@@ -168,8 +169,9 @@ def _by_default(name: str, model: nn.Module, _: Options, optimizer: Optimizer) -
     return Wrapped(model, reducer=attach_updates(model, optimizer, name))
 
 
-def _within_backward(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
-    reducer = Reducer(method("topk", density=options.density), ProcessGroupComm(), exchanged="update")
+def _within_backward(value_format: ValueFormat, model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
+    chosen = method("topk", density=options.density, value_format=value_format)
+    reducer = Reducer(chosen, ProcessGroupComm(), exchanged="update")
     updates, step_all = Updates(reducer, model, [optimizer]), optimizer.step
     stream = torch.cuda.Stream(priority=-1) if next(model.parameters()).is_cuda else None
     within = WithinBackward(updates, reducer, optimizer, stream=stream)
@@ -198,10 +200,12 @@ def _ours(
     updates: bool = False,
     delayed: bool = False,
     granularity: Granularity = "bucket",
+    value_format: ValueFormat = "float32",
     **parts: Any,
 ) -> Contestant:
     def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
-        chosen = replace(method(name, density=options.density if sparse else None), **parts)
+        given = {"density": options.density, "value_format": value_format} if sparse else {}
+        chosen = replace(method(name, **given), **parts)
         if two_level:
             chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
         if updates:
@@ -242,7 +246,15 @@ CONTESTANTS = {
         for name in ("topk", "gaussiank")
     },
     "topk updates, delayed": _ours("topk", updates=True, delayed=True),
-    "topk updates within backward": Contestant(_within_backward, check_steps=2, sparse=True, updates=True),
+    "topk updates within backward": Contestant(
+        functools.partial(_within_backward, "float32"), check_steps=2, sparse=True, updates=True
+    ),
+    # As by default after the warm-up of the density, if that is the default's.
+    "topk updates, int2": _ours("topk", updates=True, value_format="int2"),
+    "topk updates, int2, delayed": _ours("topk", updates=True, delayed=True, value_format="int2"),
+    "topk updates, int2, within backward": Contestant(
+        functools.partial(_within_backward, "int2"), check_steps=2, sparse=True, updates=True
+    ),
     "two_pass updates": _ours("topk", updates=True, aggregator=TwoPass(second=3)),
     **{name: _ours(name, sparse=False, updates=True) for name in ("local_sgd", "diloco", "sparseloco")},
     "local_sgd, every 75": _ours("local_sgd", sparse=False, updates=True),
