@@ -24,16 +24,16 @@ sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
+from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
-from lightning_sparse.reproduce import FINDINGS, memsgd  # noqa: E402
-from lightning_sparse.reproduce.command import finding  # noqa: E402
-from lightning_sparse.reproduce.digits import best_rates  # noqa: E402
-from lightning_sparse.reproduce.table import load  # noqa: E402
+from reproductions import FINDINGS, memsgd  # noqa: E402
+from reproductions.command import finding  # noqa: E402
+from reproductions.digits import best_rates  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-+−–\d.,%/ ]*|not in \d+")
