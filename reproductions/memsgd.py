@@ -31,7 +31,7 @@ from benchmarks.harness.table import Row, cores
 from lightning_sparse.compressors.base import Entries, add_
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.context import Context
-from lightning_sparse.memsgd import MemSGD, QuadraticAverage, train_parallel
+from lightning_sparse.contrib.memsgd import MemSGD, QuadraticAverage, train_parallel
 from reproductions.frame import Config, Finding, held
 from reproductions.logistic import Logistic, data_from, dense_data, sparse_data
 

@@ -27,11 +27,17 @@ from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Compressor, Identity
 from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.robust import (
+    Attacked,
+    PartSampler,
+    bernoulli_allocation,
+    deterministic_allocation,
+    local_vote,
+)
 from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.robust import Attacked, PartSampler, bernoulli_allocation, deterministic_allocation, local_vote
 from reproductions.frame import Config, Finding, held
 
 RANKS, PART_SIZE = 9, 16

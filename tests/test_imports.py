@@ -24,7 +24,6 @@ ALLOWED = {
     "framing": {"kernels"},
     "exchange": {"comm", "compressors", "context", "framing", "kernels"},
     "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels", "options"},
-    "robust": {"aggregators", "compressors", "context", "exchange", "kernels", "layout", "options"},
     "methods": {"compressors", "memory", "aggregators", "options", "update_rule"},
     "observer": {"context", "compressors"},
     "state": {"context", "exchange", "layout", "methods"},
@@ -75,17 +74,21 @@ ALLOWED = {
     "callbacks": {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },
-    "memsgd": {"compressors", "exchange", "options"},
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {
         *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "update_rule", "updates"),
     },
+    # Nothing of the package may import it.
+    "contrib": {
+        *("_lightning", "aggregators", "callbacks", "compressors", "context", "exchange", "kernels", "layout"),
+        "options",
+    },
     "__main__": {"advise", "cli"},
 }
 # Folders of the repository that are not installed, and those of them that each may import.
 OUTSIDE = {"examples": {"benchmarks"}, "benchmarks": {"examples"}, "reproductions": {"benchmarks", "examples"}}
-LIGHTNING = {"strategies", "callbacks", "cli"}
+LIGHTNING = {"strategies", "callbacks", "cli", "contrib"}
 DISTRIBUTED = {"_compat", "comm", "hooks", "strategies"}
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 from benchmarks.harness import plots, table
 from examples.data.digits import digits
 from lightning_sparse.compressors import RandK, TopK
-from lightning_sparse.memsgd import MemSGD
+from lightning_sparse.contrib.memsgd import MemSGD
 from reproductions import (
     FINDINGS,
     command,
