@@ -25,16 +25,16 @@ sys.path.insert(0, str(ROOT))
 import lightning_sparse  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
 from benchmarks.harness.baselines import RANK  # noqa: E402
+from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
-from lightning_sparse.reproduce import FINDINGS, memsgd  # noqa: E402
-from lightning_sparse.reproduce.command import finding  # noqa: E402
-from lightning_sparse.reproduce.digits import best_rates  # noqa: E402
-from lightning_sparse.reproduce.table import load  # noqa: E402
+from reproductions import FINDINGS, memsgd  # noqa: E402
+from reproductions.command import finding  # noqa: E402
+from reproductions.digits import best_rates  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-+−–\d.,%/ ]*|not in \d+")
@@ -521,8 +521,8 @@ def gpu_paced() -> str:
         ("topk by default", "topk updates, int2", 1),
         ("topk by default", "topk updates, int2, within backward", 1),
     ]
-    runs = read("network_gpt2").query("kind == 'step'").sort_values("dilate", ascending=False).drop_duplicates(["rate", "contestant"])
-    runs = runs.set_index(["rate", "contestant"])
+    runs = read("network_gpt2").query("kind == 'step'").sort_values("dilate", ascending=False)
+    runs = runs.drop_duplicates(["rate", "contestant"]).set_index(["rate", "contestant"])
     medians, rows = runs.median_ms / 1e3, []
     # Over 100 Mbit/s its first two steps, which are dense, would take half an hour: its bytes take longer there.
     nbytes = runs.tx_bytes_per_step["1gbit", "powersgd"]

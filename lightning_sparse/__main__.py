@@ -1,4 +1,4 @@
-"""`python -m lightning_sparse`: Lightning's command line (see `lightning_sparse.cli`), `advise` and `reproduce`."""
+"""`python -m lightning_sparse`: Lightning's command line (see `lightning_sparse.cli`), and `advise`."""
 
 import sys
 
@@ -7,10 +7,6 @@ if __name__ == "__main__":  # not in the processes that a `_spawn` strategy star
         from lightning_sparse.advise import main as advise
 
         advise(sys.argv[2:])
-    elif sys.argv[1:2] == ["reproduce"]:
-        from lightning_sparse.reproduce.command import main as reproduce
-
-        reproduce(sys.argv[2:])
     else:
         from lightning_sparse.cli import main
 

@@ -74,7 +74,10 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Report an error in the command line or a file, and exit with status 2."""
         if "subcommand" in message:
-            message += "\nBeside these there are `advise` and `reproduce`, each with a --help of its own."
+            message += (
+                "\nBeside these there is `advise`, with a --help of its own. Findings of papers are run by "
+                "`python -m reproductions`, in a clone of the repository."
+            )
         unknown = re.search(r"option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
         # The options of a nested class are parsed by a parser of their own, whose message the outer one quotes.
         if unknown and "Did you mean" not in message and "dict_kwargs" not in message:

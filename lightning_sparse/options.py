@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
@@ -81,34 +81,24 @@ OPTIONS = {
     "rank": Option(Integral, lambda x: x >= 1, "must be a whole number of columns, 1 or more."),
     "beta": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1), what remains of the momentum in each step."),
     "trim": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks left out at either end."),
-    "share": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks that attack."),
-    "workers": Option(Integral, lambda x: x >= 1 and x % 2 == 1, "must be odd: an even number of votes may be a tie."),
-    "byzantine": Option(Integral, lambda x: x >= 0, "must be a whole number of workers, 0 or more."),
-    "probability": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], that a worker gets a part."),
-    "part_size": Option(Integral, lambda x: x >= 1, "must be a whole number of examples, 1 or more."),
-    "mu": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0, the strong convexity of the loss."),
-    "shift": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0, of the order of d/k."),
-    "gamma": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0."),
-    "l2": Option(Real, lambda x: 0 <= x < math.inf, "must be a number, 0 or more."),
-    "steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
-    "processes": Option(Integral, lambda x: x >= 1, "must be a whole number of processes, 1 or more."),
     "two_level": Option(bool, lambda x: True, "must be True or False."),
     "overlap": Option(bool, lambda x: True, "must be True or False."),
 }
 
 
-def check(name: str, value: Any, owner: str = "") -> Any:
+def check(name: str, value: Any, owner: str = "", options: Mapping[str, Option] = OPTIONS) -> Any:
     """Return the value of an option, a number as Python's `int` or `float`.
 
     Args:
-        name: a key of `OPTIONS`.
+        name: a key of `options`.
         value: what the user gave.
         owner: the class whose option it is, if there are several.
+        options: what each option may be.
 
     Raises:
         ValueError: a value of another type, or out of range.
     """
-    option = OPTIONS[name]
+    option = options[name]
     number = option.kind in (Real, Integral)
     if not isinstance(value, option.kind) or (number and isinstance(value, bool)) or not option.allows(value):
         given = f"{owner}({name}={value!r}): {name}" if owner else f"{name}={value!r}"

@@ -12,9 +12,9 @@ from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors import Identity, TopK
 from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.robust import Attacked
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.memory import Momentum, NoMemory, Residual
-from lightning_sparse.robust import Attacked
 from tests.support.representatives import DISTINCT
 from tests.support.tiers import tiers
 from tests.support.training import flat, gradients, make

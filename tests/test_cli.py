@@ -182,11 +182,14 @@ def test_a_typo_names_the_nearest_known_option(text, nearest, tmp_path, capsys):
     assert f"Did you mean {nearest!r}?" in message
 
 
-@pytest.mark.parametrize("arguments", [[], ["advice"]])
+@pytest.mark.parametrize("arguments", [[], ["advice"], ["reproduce", "memsgd"]])
 def test_subcommands_that_are_not_lightnings_are_named(arguments, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert "Beside these there are `advise` and `reproduce`" in capsys.readouterr().err
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "Beside these there is `advise`" in said
+    assert "`python -m reproductions`" in said
 
 
 def test_a_typo_before_an_option_of_a_method_is_a_typo(capsys):

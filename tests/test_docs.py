@@ -114,9 +114,10 @@ def test_the_reliability_table_has_the_cases_that_are_marked():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_benchmarks_and_files_that_a_page_names_exist(page):
     text = page.read_text()
-    for module in re.findall(r"-m ((?:benchmarks|lightning_sparse)[.\w]*)", text):
+    for module in re.findall(r"-m ((?:benchmarks|lightning_sparse|reproductions)[.\w]*)", text):
         assert importlib.util.find_spec(module), module
-    for path in re.findall(r"`((?:benchmarks|configs|docs|examples|tests|lightning_sparse)/[\w/.-]*)`", text):
+    folders = "benchmarks|configs|docs|examples|lightning_sparse|reproductions|tests"
+    for path in re.findall(rf"`((?:{folders})/[\w/.-]*)`", text):
         assert (ROOT / path).exists(), path
 
 

@@ -11,8 +11,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparse import Method, NonFiniteGradient, Reducer, simulate
 from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.robust import (
+    Attacked,
+    PartSampler,
+    bernoulli_allocation,
+    deterministic_allocation,
+    local_vote,
+)
 from lightning_sparse.memory import NoMemory
-from lightning_sparse.robust import Attacked, PartSampler, bernoulli_allocation, deterministic_allocation, local_vote
 from tests.support.tiers import tiers
 
 CASES = [(n, b) for n in range(1, 12, 2) for b in range((n + 1) // 2)]

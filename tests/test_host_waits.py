@@ -21,9 +21,9 @@ from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors import GaussianK, Identity, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.robust import Attacked
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
-from lightning_sparse.robust import Attacked
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
 from tests.support.fake_cuda import CUDA, Counting, HostWait, on_fake_cuda
@@ -251,7 +251,7 @@ def test_a_delayed_exchange_keeps_nothing_of_what_it_has_sent(name, fake_cuda, m
     ),
 )
 def test_no_step_of_an_attacker_waits(compressor, aggregator, attack, fake_cuda, monkeypatch):
-    monkeypatch.setattr("lightning_sparse.robust.attacked.share_of", lambda share, size: size)
+    monkeypatch.setattr("lightning_sparse.contrib.robust.attacked.share_of", lambda share, size: size)
     assert steps(Method(compressor, NoMemory(), Attacked(aggregator, attack, 0.4)), torch.float32, 2) == 3
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "lightning_sparse"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_sparse"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # What a part may import of the package, besides its own folder.
 ALLOWED = {
@@ -23,7 +24,6 @@ ALLOWED = {
     "framing": {"kernels"},
     "exchange": {"comm", "compressors", "context", "framing", "kernels"},
     "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels", "options"},
-    "robust": {"aggregators", "compressors", "context", "exchange", "kernels", "layout", "options"},
     "methods": {"compressors", "memory", "aggregators", "options", "update_rule"},
     "observer": {"context", "compressors"},
     "state": {"context", "exchange", "layout", "methods"},
@@ -74,19 +74,21 @@ ALLOWED = {
     "callbacks": {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },
-    "memsgd": {"compressors", "exchange", "options"},
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {
         *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "update_rule", "updates"),
     },
-    "reproduce": {
-        *("aggregators", "comm", "compressors", "context", "exchange", "memory", "memsgd", "methods", "observer"),
-        *("layout", "options", "reducer", "robust"),
+    # Nothing of the package may import it.
+    "contrib": {
+        *("_lightning", "aggregators", "callbacks", "compressors", "context", "exchange", "kernels", "layout"),
+        "options",
     },
-    "__main__": {"advise", "cli", "reproduce"},
+    "__main__": {"advise", "cli"},
 }
-LIGHTNING = {"strategies", "callbacks", "cli"}
+# Folders of the repository that are not installed, and those of them that each may import.
+OUTSIDE = {"examples": {"benchmarks"}, "benchmarks": {"examples"}, "reproductions": {"benchmarks", "examples"}}
+LIGHTNING = {"strategies", "callbacks", "cli", "contrib"}
 DISTRIBUTED = {"_compat", "comm", "hooks", "strategies"}
 
 
@@ -113,6 +115,7 @@ def test_dependencies_point_one_way(file):
     assert mine in ALLOWED, f"say in this test what {mine} may import"
     for name in imports(file):
         top, *rest = name.split(".")
+        assert top not in OUTSIDE, name
         if top == "lightning_sparse" and rest:
             assert rest[0] == mine or rest[0] in ALLOWED[mine], name
         if top in ("lightning", "pytorch_lightning"):
@@ -122,11 +125,19 @@ def test_dependencies_point_one_way(file):
         assert top != "triton" or (mine == "kernels" and name not in imports(file, top_level=True)), name
 
 
-def test_what_tests_share_is_in_no_test_file():
-    tests = Path(__file__).parent
-    for file in (*tests.rglob("*.py"), *(tests.parent / "benchmarks").rglob("*.py")):
+@pytest.mark.parametrize("folder", OUTSIDE)
+def test_nothing_imports_a_reproduction_but_another(folder):
+    for file in (ROOT / folder).rglob("*.py"):
         for name in imports(file):
-            assert not re.search(r"^tests\.(.*\.)?test_", name), f"{file.relative_to(tests.parent)} imports {name}"
+            top = name.split(".")[0]
+            assert top == folder or top not in OUTSIDE or top in OUTSIDE[folder], f"{file.relative_to(ROOT)}: {name}"
+
+
+def test_what_tests_share_is_in_no_test_file():
+    for folder in ("tests", "benchmarks", "reproductions"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for name in imports(file):
+                assert not re.search(r"^tests\.(.*\.)?test_", name), f"{file.relative_to(ROOT)} imports {name}"
 
 
 MAKES_TENSORS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor"}
@@ -135,8 +146,7 @@ MAKES_TENSORS |= {"as_tensor", "zeros"}
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_tensors_are_made_on_a_device_that_is_named(file):
-    """The default device may be set to CUDA; but for reproductions, which are programs of their own."""
+    """The default device may be set to CUDA."""
     calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKES_TENSORS}]
-    if part(file) != "reproduce":
-        assert [ast.unparse(call) for call in made if "device" not in {word.arg for word in call.keywords}] == []
+    assert [ast.unparse(call) for call in made if "device" not in {word.arg for word in call.keywords}] == []

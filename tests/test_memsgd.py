@@ -10,9 +10,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse import NonFiniteGradient
-from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.compressors.base import Entries
-from lightning_sparse.memsgd import MemSGD, MemSGDLR, QuadraticAverage, train_parallel
+from lightning_sparse.contrib.memsgd import MemSGD, MemSGDLR, QuadraticAverage, train_parallel
+from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
 from tests.support.tiers import tiers
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_sparse.memory import Memory, Residual
-from lightning_sparse.reproduce import volume
+from reproductions import volume
 
 K, NUMEL = 20, 20_000
 

@@ -1,4 +1,4 @@
-"""CSV files of results, as `lightning_sparse.reproduce` writes them, and the command line of a benchmark."""
+"""CSV files of results, as `table` writes them, and the command line of a benchmark."""
 
 import argparse
 import time
@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from lightning_sparse.reproduce.table import Row, installed, load, origin, save, text
+from benchmarks.harness.table import Row, installed, load, origin, save, text
 
 __all__ = ["RESULTS", "Row", "command_line", "device", "installed", "load", "origin", "save", "text"]
 

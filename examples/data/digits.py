@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytorch_lightning as pl
 import torch
 from sklearn.datasets import load_digits
@@ -9,11 +11,24 @@ from sklearn.model_selection import StratifiedKFold
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparse.reproduce.digits import Split, digits
-
-__all__ = ["FOLDS", "Digits", "Split", "digits"]
-
 FOLDS = 5
+
+
+class Split(NamedTuple):
+    """Images, fp32 (n, 1, 8, 8) from 0 to 1, and labels, int64 (n)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def digits(seed: int | None = 0) -> tuple[Split, Split]:
+    """Return scikit-learn's handwritten digits, 1,500 to train and 297 to test, shuffled unless the seed is None."""
+    data = load_digits()
+    images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+    if seed is not None:
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        images, labels = images[order], labels[order]
+    return Split(images[:1500], labels[:1500]), Split(images[1500:], labels[1500:])
 
 
 class Digits(pl.LightningDataModule):

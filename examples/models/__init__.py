@@ -11,6 +11,6 @@ from examples.models.classifier import Classifier, OneCycleClassifier
 from examples.models.convnet import convnet
 from examples.models.gpt import GPT
 from examples.models.language_model import LanguageModel
-from lightning_sparse.reproduce.networks import LSTM, VGG16, ResNet20
+from examples.models.networks import LSTM, VGG16, ResNet20
 
 __all__ = ["GPT", "LSTM", "VGG16", "Classifier", "LanguageModel", "OneCycleClassifier", "ResNet20", "convnet"]

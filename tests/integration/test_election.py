@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparse import Method, SparseDDPStrategy
 from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.robust import Attacked, PartSampler, deterministic_allocation, local_vote
 from lightning_sparse.memory import NoMemory
-from lightning_sparse.robust import Attacked, PartSampler, deterministic_allocation, local_vote
 from tests.integration.trainers import Net, lightning_ranks, trainer
 
 WORKERS, PART_SIZE = 3, 4

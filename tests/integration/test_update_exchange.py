@@ -37,8 +37,8 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import in_backward
 from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
-from lightning_sparse.callbacks.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.strategies.fit_checks import why_gradients

@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from lightning_sparse.reproduce import plots, table
-from lightning_sparse.reproduce.table import Row
+from benchmarks.harness import plots, table
+from benchmarks.harness.table import Row
 
 Config = Mapping[str, Any]
 
@@ -98,7 +98,7 @@ def redraw(finding: Finding, out: Path) -> None:
     """
     path = finding.path(out)
     texts = texts_of(finding, out)
-    command = f"python -m lightning_sparse reproduce {finding.name} --out {out}"
+    command = f"python -m reproductions {finding.name} --out {out}"
     if texts.empty:
         raise SystemExit(f"{path}: there is nothing to draw yet; run: {command}")
     config = {name: type(default)(texts[name].iloc[0]) for name, default in finding.config.items()}

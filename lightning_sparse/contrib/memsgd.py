@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.compressors.randk import draw
+from lightning_sparse.contrib.options import check
 from lightning_sparse.exchange import NonFiniteGradient
-from lightning_sparse.options import check
 
 Choice = Literal["top", "random"]
 

@@ -19,6 +19,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row
 from lightning_sparse.aggregators import AllReduceMean, Mean
 from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.comm import Comm, simulate
@@ -28,10 +30,8 @@ from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.digits import best_rates, train
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
+from reproductions.digits import best_rates, train
+from reproductions.frame import Config, Finding, held
 
 TOP = TopK(density=0.01)
 METHODS = {

@@ -24,14 +24,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import TopK
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
+from reproductions.frame import Config, Finding, held
 
 RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PER_NODE = 8

@@ -24,7 +24,7 @@ from scipy import special, stats
 from sklearn.isotonic import isotonic_regression
 from torch import Tensor
 
-from lightning_sparse.reproduce.table import Row
+from benchmarks.harness.table import Row
 
 REACH, BINS = 10.0, 80
 MIDDLES = (np.arange(BINS) + 0.5) * 2 * REACH / BINS - REACH

@@ -18,10 +18,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row
 from lightning_sparse.compressors import GaussianK, TopK
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
+from reproductions.frame import Config, Finding, held
 
 SHARES = (0.005, 0.02, 0.05, 0.2, 0.5, 1.0)
 """d, of the largest."""

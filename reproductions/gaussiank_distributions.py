@@ -24,19 +24,20 @@ from matplotlib import pyplot as plt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row
+from examples.data.digits import digits
+from examples.models import LSTM, VGG16, ResNet20
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
 from lightning_sparse.methods import Method, method
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.bells import BINS, LEAST, MIDDLES, REACH, judge, summarize
-from lightning_sparse.reproduce.digits import digits, network
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal, random_contractions
-from lightning_sparse.reproduce.networks import LSTM, VGG16, ResNet20
-from lightning_sparse.reproduce.table import Row
+from reproductions.bells import BINS, LEAST, MIDDLES, REACH, judge, summarize
+from reproductions.digits import network
+from reproductions.frame import Config, Finding, held
+from reproductions.gaussiank_contraction import contraction, of_normal, random_contractions
 
 BATCH = 8
 """Examples of a rank in a step."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.harness.table import Row
 from lightning_sparse.aggregators import AllReduceMean, Mean
 from lightning_sparse.aggregators.shared_scale import SharedScale
 from lightning_sparse.compressors import Identity
@@ -20,10 +21,8 @@ from lightning_sparse.compressors.terngrad import TernGrad
 from lightning_sparse.layout import Layout
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.methods import Method
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.digits import best_rates, network, train
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
+from reproductions.digits import best_rates, loss_and_accuracy, network, train
+from reproductions.frame import Config, Finding, held
 
 METHODS = {
     "SGD": Method(Identity(), NoMemory(), AllReduceMean()),
@@ -83,7 +82,7 @@ def verdict(table: pd.DataFrame) -> str:
 def draw(table: pd.DataFrame) -> Any:
     """Draw loss and accuracy against bits."""
     best, sent = best_rates(table, ["method"]), table.groupby("method")["bits"].first()
-    figure, panels = plots.loss_and_accuracy()
+    figure, panels = loss_and_accuracy()
     for number, name in enumerate(METHODS):
         for column, panel in panels.items():
             marker = "s" if "feedback" in name else "o"

@@ -1,4 +1,4 @@
-"""`python -m lightning_sparse reproduce NAME`: what papers have found, each tried anew in minutes.
+"""`python -m reproductions NAME`: findings of papers, each tried anew in minutes, from a checkout of the repository.
 
 A finding is a file of this package, `NAME` with _ for -, that holds a `Finding` by the name `FINDING`: its config, what
 its runs are, how one is done, the figure and the verdict. See `frame` for what they share.

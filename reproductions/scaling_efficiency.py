@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.methods import method
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
+from reproductions.frame import Config, Finding, held
 
 
 class Model(NamedTuple):

@@ -1,9 +1,9 @@
-"""`python -m lightning_sparse reproduce`: try anew what a paper has found, in minutes, on this machine.
+"""`python -m reproductions`: try anew what a paper has found, in minutes, on this machine.
 
-    python -m lightning_sparse reproduce --list
-    python -m lightning_sparse reproduce memsgd
-    python -m lightning_sparse reproduce memsgd --figure   # only draw what was run
-    python -m lightning_sparse reproduce memsgd --help     # with the finding's own options
+    python -m reproductions --list
+    python -m reproductions memsgd
+    python -m reproductions memsgd --figure   # only draw what was run
+    python -m reproductions memsgd --help     # with the finding's own options
 
 Written to the folder `--out`: NAME.csv, a row for each run and what it was run with, and NAME.png. A run is written
 when it ends, so after Ctrl-C the same command goes on. At the end a sentence says whether the finding held.
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_sparse.options import suggestion
-from lightning_sparse.reproduce import FINDINGS, PACKAGES
+from reproductions import FINDINGS, PACKAGES
 
 if TYPE_CHECKING:
-    from lightning_sparse.reproduce.frame import Finding
+    from reproductions.frame import Finding
 
 
 def finding(name: str) -> Finding:
@@ -32,15 +32,15 @@ def finding(name: str) -> Finding:
         SystemExit: a package is missing.
     """
     if absent := [package for package in PACKAGES if find_spec(package) is None]:
-        raise SystemExit(f"reproduce needs {' and '.join(absent)}: pip install 'lightning_sparse[examples]'")
-    found: Finding = import_module(f"lightning_sparse.reproduce.{name.replace('-', '_')}").FINDING
+        raise SystemExit(f"reproductions need {' and '.join(absent)}: pip install 'lightning_sparse[examples]'")
+    found: Finding = import_module(f"reproductions.{name.replace('-', '_')}").FINDING
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the command line, and list, run or draw."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_sparse reproduce",
+        prog="python -m reproductions",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.print_help()
         return
     given = vars(parser.parse_args(argv))
-    from lightning_sparse.reproduce import frame
+    from reproductions import frame
 
     if args.figure:
         frame.redraw(chosen, args.out)

@@ -16,11 +16,11 @@ import torch
 from scipy import special
 from torch import Tensor
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row
 from lightning_sparse.compressors import RandK, Sparsifier, TopK
 from lightning_sparse.context import Context
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
+from reproductions.frame import Config, Finding, held
 
 SHARES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """k/d."""

@@ -26,14 +26,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row, cores
 from lightning_sparse.compressors.base import Entries, add_
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.context import Context
-from lightning_sparse.memsgd import MemSGD, QuadraticAverage, train_parallel
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.logistic import Logistic, data_from, dense_data, sparse_data
-from lightning_sparse.reproduce.table import Row, cores
+from lightning_sparse.contrib.memsgd import MemSGD, QuadraticAverage, train_parallel
+from reproductions.frame import Config, Finding, held
+from reproductions.logistic import Logistic, data_from, dense_data, sparse_data
 
 GAMMA, POINTS, COUNTED = 2.0, 16, 20
 METHODS = {

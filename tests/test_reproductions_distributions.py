@@ -15,9 +15,9 @@ import pandas as pd
 from lightning_sparse import Reducer, method, simulate
 from lightning_sparse.compressors import RandK, TopK
 from lightning_sparse.context import Context
-from lightning_sparse.reproduce.bells import LEAST, judge, summarize, unimodal
-from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal, random_contractions
-from lightning_sparse.reproduce.gaussiank_distributions import (
+from reproductions.bells import LEAST, judge, summarize, unimodal
+from reproductions.gaussiank_contraction import contraction, of_normal, random_contractions
+from reproductions.gaussiank_distributions import (
     WHOLE,
     Look,
     Recorded,

@@ -1,4 +1,4 @@
-"""`python -m lightning_sparse reproduce`: its frame, and every finding at a tiny size."""
+"""`python -m reproductions`: its frame, and every finding at a tiny size."""
 
 import re
 import runpy
@@ -14,25 +14,25 @@ pytest.importorskip("sklearn")
 import numpy as np
 import pandas as pd
 
+from benchmarks.harness import plots, table
+from examples.data.digits import digits
 from lightning_sparse.compressors import RandK, TopK
-from lightning_sparse.memsgd import MemSGD
-from lightning_sparse.reproduce import (
+from lightning_sparse.contrib.memsgd import MemSGD
+from reproductions import (
     FINDINGS,
     command,
     error_feedback,
     frame,
     gaussiank_selection,
     memsgd,
-    plots,
     scaling_efficiency,
-    table,
     volume,
 )
-from lightning_sparse.reproduce.digits import digits, network, train
-from lightning_sparse.reproduce.error_feedback import gradient, value
-from lightning_sparse.reproduce.gaussiank_contraction import contraction, of_normal
-from lightning_sparse.reproduce.logistic import Logistic, data_from, dense_data, sparse_data
-from lightning_sparse.reproduce.memsgd import bits_to
+from reproductions.digits import network, train
+from reproductions.error_feedback import gradient, value
+from reproductions.gaussiank_contraction import contraction, of_normal
+from reproductions.logistic import Logistic, data_from, dense_data, sparse_data
+from reproductions.memsgd import bits_to
 from tests.support.tiers import tiers
 
 TINY = {
@@ -129,7 +129,7 @@ def test_ctrl_c_keeps_what_has_ended_and_the_next_run_goes_on(tmp_path, capsys):
         frame.reproduce(toy, toy.config, tmp_path)
     assert table.load_texts(tmp_path / "toy.csv")["x"].tolist() == ["0"]
     assert [path.name for path in tmp_path.iterdir()] == ["toy.csv"]
-    with pytest.raises(SystemExit, match=r"lacks 2 runs of 3; run again: python -m lightning_sparse reproduce toy"):
+    with pytest.raises(SystemExit, match=r"lacks 2 runs of 3; run again: python -m reproductions toy"):
         frame.redraw(toy, tmp_path)
     frame.reproduce(toy, toy.config, tmp_path)
     assert calls == [0, 1, 1, 2]
@@ -176,7 +176,7 @@ def test_config_and_key_are_different_columns():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["memsgd", "--figure"], "memsgd.csv: there is nothing to draw yet; run: python -m lightning_sparse reproduce"),
+        (["memsgd", "--figure"], "memsgd.csv: there is nothing to draw yet; run: python -m reproductions"),
         (["memsgd", "--steps", "0"], "--steps 0: must be a number above 0"),
         (["memsgd", "--steps", "1"], "--steps 1: . processes share them, so at least as many"),
         (["layer-wise", "--density", "2"], "--density 2.0: is a share of the entries, at most 1"),
@@ -245,13 +245,13 @@ def test_list_and_help(capsys):
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "pandas" else name)
-    with pytest.raises(SystemExit, match=r"reproduce needs pandas: pip install 'lightning_sparse\[examples\]'"):
+    with pytest.raises(SystemExit, match=r"reproductions need pandas: pip install 'lightning_sparse\[examples\]'"):
         command.main(["volume"])
 
 
 def test_the_module_runs_it(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lightning_sparse", "reproduce", "--list"])
-    runpy.run_module("lightning_sparse", run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["reproductions", "--list"])
+    runpy.run_module("reproductions", run_name="__main__")
     assert "memsgd" in capsys.readouterr().out
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_sparse.options import check, check_seed
+from lightning_sparse.contrib.options import check
+from lightning_sparse.options import check_seed
 
 
 def deterministic_allocation(workers: int, byzantine: int) -> Tensor:

@@ -1,37 +1,21 @@
-"""Scikit-learn's handwritten digits, and small trainings on them by ranks that are threads."""
+"""Small trainings on scikit-learn's handwritten digits by ranks that are threads, and how they are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.harness import plots
+from examples.data.digits import digits
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import Reducer
-
-
-class Split(NamedTuple):
-    """Images, fp32 (n, 1, 8, 8) from 0 to 1, and labels, int64 (n)."""
-
-    images: Tensor
-    labels: Tensor
-
-
-def digits(seed: int | None = 0) -> tuple[Split, Split]:
-    """Return scikit-learn's handwritten digits, 1,500 to train and 297 to test, shuffled unless the seed is None."""
-    data = load_digits()
-    images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
-    if seed is not None:
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-        images, labels = images[order], labels[order]
-    return Split(images[:1500], labels[:1500]), Split(images[1500:], labels[1500:])
 
 
 class Trained(NamedTuple):
@@ -128,3 +112,11 @@ def best_rates(table: pd.DataFrame, key: Sequence[str]) -> pd.DataFrame:
     """Return the mean accuracy and loss over the seeds at the rate of the lowest mean loss, a row for each `key`."""
     means = table.groupby([*key, "lr"], sort=False)[["accuracy_percent", "loss"]].mean().reset_index()
     return means.loc[means.groupby(list(key), sort=False)["loss"].idxmin()].set_index(list(key))
+
+
+def loss_and_accuracy() -> tuple[Any, dict[str, Any]]:
+    """Return a figure with two panels, of the columns "loss" and "accuracy_percent" at each method's best rate."""
+    figure, ((loss, accuracy),) = plots.panels(1, 2, (11, 4))
+    loss.set(yscale="log", ylabel="training loss", title="at the best of three rates")
+    accuracy.set(ylabel="test accuracy, %")
+    return figure, {"loss": loss, "accuracy_percent": accuracy}

@@ -1,6 +1,11 @@
 """Training among ranks of which some are wrong: attacks to try a method with, and election coding."""
 
-from lightning_sparse.robust.attacked import Attacked
-from lightning_sparse.robust.election import PartSampler, bernoulli_allocation, deterministic_allocation, local_vote
+from lightning_sparse.contrib.robust.attacked import Attacked
+from lightning_sparse.contrib.robust.election import (
+    PartSampler,
+    bernoulli_allocation,
+    deterministic_allocation,
+    local_vote,
+)
 
 __all__ = ["Attacked", "PartSampler", "bernoulli_allocation", "deterministic_allocation", "local_vote"]

@@ -15,11 +15,11 @@ from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.aggregators.order_statistics import share_of
 from lightning_sparse.compressors.base import Compressor, Entries, Update
 from lightning_sparse.context import Context, StateSpec
+from lightning_sparse.contrib.options import check
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
-from lightning_sparse.options import check
 
 Attack = Literal["scale", "flip", "negate"]
 OTHER_NUMBERS = 0x9E3779B97F4A7C15

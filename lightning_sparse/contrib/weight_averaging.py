@@ -1,7 +1,7 @@
 """Lightning's `WeightAveraging`, and before Lightning 2.6, which has none, the smallest that averages.
 
-from lightning_sparse.callbacks.weight_averaging import WeightAveraging
-from lightning_sparse.memsgd import QuadraticAverage
+from lightning_sparse.contrib.memsgd import QuadraticAverage
+from lightning_sparse.contrib.weight_averaging import WeightAveraging
 
 Trainer(callbacks=WeightAveraging(avg_fn=QuadraticAverage(shift + 1)))
 """

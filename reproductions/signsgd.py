@@ -19,20 +19,26 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row
+from examples.data.digits import digits
 from lightning_sparse.aggregators import AllReduceMean, CoordinateMedian, TrimmedMean
 from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Compressor, Identity
 from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.robust import (
+    Attacked,
+    PartSampler,
+    bernoulli_allocation,
+    deterministic_allocation,
+    local_vote,
+)
 from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.digits import digits
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
-from lightning_sparse.robust import Attacked, PartSampler, bernoulli_allocation, deterministic_allocation, local_vote
+from reproductions.frame import Config, Finding, held
 
 RANKS, PART_SIZE = 9, 16
 ATTACKS = {"negate": "negated", "flip": "signs flipped at random", "scale": "scaled at random"}

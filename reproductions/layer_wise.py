@@ -12,14 +12,13 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.harness.table import Row
 from lightning_sparse.aggregators import Mean
 from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import Method, method
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.digits import best_rates, network, train
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
+from reproductions.digits import best_rates, loss_and_accuracy, network, train
+from reproductions.frame import Config, Finding, held
 
 NAMES = ("topk", "randk", "gaussiank", "qsgd", "terngrad", "efsignsgd")
 RATES = (0.1, 0.3, 1.0)
@@ -74,7 +73,7 @@ def verdict(table: pd.DataFrame) -> str:
 def draw(table: pd.DataFrame) -> Any:
     """Draw loss and accuracy, layer beside model."""
     best = best_rates(table, ["method", "compressed"])
-    figure, panels = plots.loss_and_accuracy()
+    figure, panels = loss_and_accuracy()
     for column, panel in panels.items():
         for offset, kind, color in ((-0.2, "layer", "#0072B2"), (0.2, "model", "#D55E00")):
             heights = [best[column][name, kind] for name in NAMES]

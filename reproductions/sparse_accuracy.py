@@ -12,11 +12,11 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.harness import plots
+from benchmarks.harness.table import Row
 from lightning_sparse.methods import method
-from lightning_sparse.reproduce import plots
-from lightning_sparse.reproduce.digits import best_rates, train
-from lightning_sparse.reproduce.frame import Config, Finding, held
-from lightning_sparse.reproduce.table import Row
+from reproductions.digits import best_rates, loss_and_accuracy, train
+from reproductions.frame import Config, Finding, held
 
 NAMES = ("topk", "gaussiank", "gtopk")
 DENSITIES = (0.1, 0.01, 0.001)
@@ -64,7 +64,7 @@ def draw(table: pd.DataFrame) -> Any:
     """Draw accuracy and loss against the bytes of a step."""
     best, key = best_rates(table, ["method", "density"]), ["method", "density"]
     sent = table.groupby(key)["bytes_per_step"].mean()
-    figure, panels = plots.loss_and_accuracy()
+    figure, panels = loss_and_accuracy()
     for name in ("dense", *NAMES):
         densities = [1.0] if name == "dense" else list(DENSITIES)
         for column, panel in panels.items():

@@ -1,0 +1,30 @@
+"""The options of `contrib`: what each may be."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from lightning_sparse import options
+from lightning_sparse.options import Option
+
+OPTIONS = {
+    "seed": options.OPTIONS["seed"],
+    "share": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks that attack."),
+    "workers": Option(Integral, lambda x: x >= 1 and x % 2 == 1, "must be odd: an even number of votes may be a tie."),
+    "byzantine": Option(Integral, lambda x: x >= 0, "must be a whole number of workers, 0 or more."),
+    "probability": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], that a worker gets a part."),
+    "part_size": Option(Integral, lambda x: x >= 1, "must be a whole number of examples, 1 or more."),
+    "mu": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0, the strong convexity of the loss."),
+    "shift": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0, of the order of d/k."),
+    "gamma": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0."),
+    "l2": Option(Real, lambda x: 0 <= x < math.inf, "must be a number, 0 or more."),
+    "steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
+    "processes": Option(Integral, lambda x: x >= 1, "must be a whole number of processes, 1 or more."),
+}
+
+
+def check(name: str, value: Any, owner: str) -> Any:
+    """Return the value of an option of `owner`; a value that it may not have is a ValueError."""
+    return options.check(name, value, owner, OPTIONS)

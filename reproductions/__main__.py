@@ -1,0 +1,6 @@
+"""`python -m reproductions`: see `reproductions.command`."""
+
+from reproductions.command import main
+
+if __name__ == "__main__":  # not in processes that a finding spawns
+    main()
