@@ -201,9 +201,7 @@ def verdict(curves: dict[str, Curve], emulated: bool) -> str:
     if ours is None and stock is None:
         return f"Neither strategy reached test loss {TARGET:g} within {LIMIT:.0f} s {link}: nothing was gained."
     if ours is None:
-        return (
-            f"Stock ddp reached test loss {TARGET:g} in {stock:.1f} s {link}, {OURS} not within {LIMIT:.0f} s."
-        )
+        return f"Stock ddp reached test loss {TARGET:g} in {stock:.1f} s {link}, {OURS} not within {LIMIT:.0f} s."
     text = f"{OURS} reached test loss {TARGET:g} in {ours:.1f} s, stock ddp "
     if stock is None:
         last = curves[STOCK][-1]
