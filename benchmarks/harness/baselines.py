@@ -200,12 +200,12 @@ def _ours(
     updates: bool = False,
     delayed: bool = False,
     granularity: Granularity = "bucket",
-    value_format: ValueFormat = "float32",
+    value_format: ValueFormat | None = None,
     **parts: Any,
 ) -> Contestant:
     def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
-        given = {"density": options.density, "value_format": value_format} if sparse else {}
-        chosen = replace(method(name, **given), **parts)
+        given = {"value_format": value_format} if value_format else {}
+        chosen = replace(method(name, density=options.density if sparse else None, **given), **parts)
         if two_level:
             chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
         if updates:
