@@ -61,7 +61,7 @@ NAMES = {
 }
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "loopback": "no limit (loopback)"}
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
-UPDATES = ["topk updates", DELAYED, "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
+UPDATES = ["topk by default", "topk updates", DELAYED, "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
 SENDS = {
     "topk": ("the k entries of largest magnitude, exactly", "2k(P − 1)"),
     "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),
@@ -1021,7 +1021,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "momentum": momentum,
     "adamw": partial(
         language,
-        [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk updates", "local_sgd")],
+        [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk by default", "local_sgd")],
     ),
     "language-four": partial(language, workers=4),
     "language-large": language_large,
