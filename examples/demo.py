@@ -42,7 +42,7 @@ EVERY = 5
 """Steps between two tests."""
 BATCH, LEARNING_RATE = 32, 0.004
 """Examples per worker and step, and the rate. Of 0.0005, 0.001, 0.002 and 0.004 it is the best for both strategies."""
-SEED = 2
+SEED = 0
 """Of the seeds 0 to 4 one at which both strategies take their median number of steps."""
 STRATEGIES = OURS, STOCK = "topk_ddp", "ddp"
 
