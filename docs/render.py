@@ -801,9 +801,9 @@ def gpu_selection() -> str:
 def gpu_line() -> str:
     """What a GPU has shown, in a line."""
     found = read("gpt_cuda").set_index("contestant")
-    share = found.added_ms["topk"] / found.ms["ddp"]
+    percent = 100 * found.added_ms["topk"] / found.ms["ddp"]
     return (
-        f"- *More than one GPU: not known.* One {found.device['topk']} has run it: `topk` adds {share:.1%} to a step of"
+        f"- *More than one GPU: not known.* One {found.device['topk']} has run it: `topk` adds {percent:.1f} % to a step of"
         " GPT-2 small,\n  before anything travels. [GPU status](docs/gpu.md).\n"
     )
 

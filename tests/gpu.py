@@ -539,7 +539,7 @@ def budget_of(given: str | None, usual: float) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["quick", "full"], help="two runs of five minutes each, or everything")
+    parser.add_argument("mode", choices=["quick", "full"], help="two runs of at most seven minutes each, or everything")
     known = f"quick: {', '.join([*RUNS, *FIRST, *SECOND])}; default: first. full: {', '.join(FULL)}; default: all"
     parser.add_argument("parts", nargs="*", metavar="part", help=known)
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU, with stand-ins; default: all parts")
