@@ -63,7 +63,7 @@ other trainings use the rate kept there, or 0.05"
     add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
     add("--density", type=float, default=0.001, help="of the sparse contestants, default: 0.001")
     add("--tune", action="store_true", help=tune)
-    add("--file", help="CSV file to add step times to; default: network.csv or network_paced.csv, whose rate is replaced")
+    add("--file", help="CSV file to add to; default: network.csv or network_paced.csv, whose rate is replaced")
     args = parser.parse_args()
     args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else CONTESTANTS)
     if args.workers < 2 or args.workers % args.ranks_per_host:

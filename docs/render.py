@@ -803,8 +803,8 @@ def gpu_line() -> str:
     found = read("gpt_cuda").set_index("contestant")
     percent = 100 * found.added_ms["topk"] / found.ms["ddp"]
     return (
-        f"- *More than one GPU: not known.* One {found.device['topk']} has run it: `topk` adds {percent:.1f} % to a step of"
-        " GPT-2 small,\n  before anything travels. [GPU status](docs/gpu.md).\n"
+        f"- *More than one GPU: not known.* One {found.device['topk']} has run it: `topk` adds {percent:.1f} % to a"
+        " step of GPT-2 small,\n  before anything travels. [GPU status](docs/gpu.md).\n"
     )
 
 
