@@ -1,19 +1,20 @@
-"""The moments of torch's optimizers: what momentum would still change, and how much of the second moment is noise.
+"""The momentum of optimizers: where it lies, how much of it is unspent, and how much of an update is noise.
 
-**Payout.** A first moment spreads each gradient over the steps to come. If no further gradient came, the weights would
-still move by p = β / (1 − β) times the present update. Where entries are sent seldom, this delay comes on top of the
-residual's. So p is paid out at once where an entry is sent, and the moment is set to zero there. (Momentum factor
-masking, Lin et al. 2018, arXiv 1712.01887, sets it to zero and drops p.) p is sent without the factor below, although
-those later updates would have got it: with four ranks the GPT of `benchmarks.updates` was worse with p rescaled.
-Optimizers that are not torch's keep their moments as they like. Where one keeps them under Adam's names, p is taken as
-that multiple of what it has changed, its weight decay included: right if its steps are linear in the first moment.
+**Momentum payout.** A first moment spreads each gradient over the steps to come. If no further gradient came, the
+weights would still move by p = β/(1 − β) · (change of the last step − its decoupled weight decay). The residual delays
+an entry that is sent seldom, and p comes on top. So p is added to the delta before entries are selected, and the moment
+is cleared where entries are sent. Elsewhere p stays in the moment. (Momentum factor masking, Lin et al. 2018, arXiv
+1712.01887, clears the moment and drops p.) p is exact for steps that are linear in the first moment, up to its bias
+correction: SGD, Adam, AdamW, RAdam, Adamax, and most optimizers of other packages. With Nesterov momentum and NAdam it
+counts the last gradient once more. p is not rescaled (below), although later updates would be: with four ranks the GPT
+of `benchmarks.updates` ended higher with p rescaled.
 
 **Rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's batch has P times
-the variance of the mean over P ranks. So where noise dominates, a rank's v is P times as large as in dense training,
-its updates are √P times smaller, and a learning rate that is right for dense training is too small. With q, the part of
-v that is signal, v of the mean gradient would be (q + (1 − q)/P) v, so updates are multiplied with 1/√(q + (1 − q)/P),
-parameter by parameter. Adam's moments estimate q: of a gradient's signal all is in m̂, and of the variance of its noise
-c = (1 − β₁)/(1 + β₁), so Σm̂² = (q + (1 − q)c) Σv̂.
+the variance of the mean over P ranks. So if noise dominates, a rank's v is P times as large as in dense training, its
+updates are √P times smaller, and a learning rate for dense training is too small. With q the part of v that is signal,
+v of the mean gradient would be (q + (1 − q)/P) v. So updates are multiplied by f = 1/√(q + (1 − q)/P), one f per
+parameter. Adam's moments estimate q: m̂ holds all of a gradient's signal, and c = (1 − β₁)/(1 + β₁) of the variance of
+its noise, so Σm̂² = (q + (1 − q)c) Σv̂.
 """
 
 from __future__ import annotations
@@ -36,37 +37,31 @@ State = Mapping[str, Any]
 
 
 class Moments(NamedTuple):
-    """How an optimizer keeps its momentum.
+    """Where a kind of optimizer keeps its moments.
 
     Attributes:
         first: key of the first moment in the optimizer's state of a parameter.
-        beta: what the moment is multiplied with in each step, from a parameter group.
-        payout: what would still be subtracted is a·m / (b·√v + c): returns a, b and c, each a number or 1-D, for a
-            parameter group, the steps of some of its parameters, 1-D, and their states. None: β/(1 − β) times what has
-            been changed, of parameters whose second moment is in the state, too.
-        divisor: key of what the first moment is divided by, from a parameter group; None if there is no such thing.
-        root: whether it is divided by the root of that.
-        second: key of the second moment, the mean of squared gradients, if the update is that of Adam: then it can be
-            rescaled.
+        beta: returns the decay of the first moment, from a parameter group.
+        second: key of the second moment, the mean of squared gradients, if an update is that of Adam and can be
+            rescaled; else None.
     """
 
     first: str
     beta: Callable[[State], float]
-    payout: Callable[[State, Tensor, Sequence[State]], tuple[Any, Any, Any]] | None
-    divisor: Callable[[State], str] | None = None
-    root: bool = True
     second: str | None = None
 
 
 class SegmentMoments:
-    """The moments of the parameters of one segment, in one step.
+    """The moments of the parameters of one segment, after one step.
 
     Args:
         segment: the segment.
-        kind: how the optimizer keeps them.
+        kind: where the optimizer keeps its moments.
         groups: the parameter group of each parameter, in the segment's order.
-        states: the optimizer's state of each parameter; empty for one that has had no gradient.
-        device: where the parameters are.
+        states: the optimizer's state of each parameter; empty for one that the optimizer has not stepped.
+        device: of the parameters.
+        skipped: an fp32 scalar on the device, 1 if a gradient scaler made the optimizer leave the step out, else 0;
+            None if the step was taken.
     """
 
     def __init__(
@@ -76,89 +71,99 @@ class SegmentMoments:
         groups: Sequence[State],
         states: Sequence[State],
         device: torch.device,
+        skipped: Tensor | None = None,
     ) -> None:
         self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
+        self._skipped = None if skipped is None else skipped.reshape(())
         self._first: list[Tensor | None] = [state.get(kind.first) for state in states]
-        if kind.payout is None:
+        if kind is ADAM_LIKE:
             plain = map(_has_adams_moments, states, segment.shapes)
             self._first = [m if is_plain else None for m, is_plain in zip(self._first, plain, strict=True)]
         self._flat_first = _flat(self._first)
-        self._factors: Tensor | None = None  # of each parameter, by which `rescaling` has it rescaled
+        self._factors: Tensor | None = None  # f of each parameter, if `rescaling` was called
 
-    def rescaling(self, steps_before: Sequence[Any], size: int) -> tuple[Tensor, Tensor] | None:
-        """Return by which factors to rescale what the optimizer has changed in a step.
+    @property
+    def _is_empty(self) -> bool:
+        return all(moment is None for moment in self._first)
 
-        Decoupled weight decay keeps its size: it has no noise. Parameters that have not been stepped stay as they are.
+    def rescaling(self, size: int) -> tuple[Tensor, Tensor] | None:
+        """Return the factors that rescale the segment's deltas.
+
+        Decoupled weight decay keeps its size: it has no noise. Parameters without a step keep a factor of 1.
 
         Args:
-            steps_before: the optimizer's steps of each parameter before this one, see `steps_of`.
             size: P, the number of ranks.
 
         Returns:
-            f = 1/√(q + (1 − q)/P) of each parameter, and r = (1 − f) · rate · weight decay: the change c of weights w
+            f = 1/√(q + (1 − q)/P) of each parameter, and r = (1 − f) · rate · weight decay: the delta c of weights w
             becomes f·c + r·w. 1-D fp32, on the parameters' device. None if there are no moments yet.
         """
-        if all(moment is None for moment in self._first):
+        if self._is_empty:
             return None
 
-        def rows(group: State, steps: Tensor, indices: Sequence[int]) -> tuple[Any, ...]:
+        def rows(group: State, steps: Tensor) -> tuple[Any, ...]:
             beta, beta_of_second = group["betas"]
-            decay = group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
-            before = _together([steps_before[index] for index in indices])
-            stepped = steps > to_device(before, steps.device)  # before the first step there are none on the device
-            corrections = _correction(beta, steps), _correction(beta_of_second, steps)
-            return *corrections, (1 - beta) / (1 + beta), decay, stepped.to(steps.dtype)
+            return _correction(beta, steps), _correction(beta_of_second, steps), (1 - beta) / (1 + beta), _decay(group)
 
         pairs = zip(self._states, self._first, strict=True)
         second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
-        numbers = self._numbers(rows, without=(1.0, 1.0, 0.0, 0.0, 0.0))
-        factors, rests = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
+        numbers = self._per_parameter(rows, without=(1.0, 1.0, -1.0, 0.0))
+        factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
+        if self._skipped is not None:
+            factors, decay_terms = torch.lerp(factors, torch.ones_like(factors), self._skipped), self._taken(decay_terms)
         self._factors = factors
-        return factors, rests
+        return factors, decay_terms
 
-    def payout(self, changes: Sequence[Tensor]) -> Payout | None:
-        """Return what would still be subtracted from the segment's weights; None if there is no momentum yet.
+    def payout(self, weights: Sequence[Tensor], before_last: Sequence[Tensor] | None = None) -> Payout | None:
+        """Return the unspent momentum of the segment, in terms of its deltas; None if there is none yet.
 
         Args:
-            changes: what the optimizer has subtracted, 1-D fp32, of each parameter.
+            weights: before the step, 1-D, one per parameter.
+            before_last: after several local steps, `last_step_references` of the last one; the deltas are those of all
+                steps then.
         """
-        if all(moment is None for moment in self._first):
+        if self._is_empty:
             return None
 
-        def rows(group: State, steps: Tensor, indices: Sequence[int]) -> tuple[Any, ...]:
-            if self._kind.payout is not None:
-                return self._kind.payout(group, steps, [self._states[index] for index in indices])
-            beta = group["betas"][0]
-            return beta / (1 - beta), 0.0, 1.0
+        def rows(group: State, steps: Tensor) -> tuple[Any, ...]:
+            beta = self._kind.beta(group)
+            return beta / (1 - beta), _decay(group)
 
-        first, second, divisor = self._flat_first, None, self._kind.divisor
-        coefficients = self._numbers(rows, without=(0.0, 0.0, 1.0))
-        if self._kind.payout is None:
-            first = [None if m is None else change for m, change in zip(first, changes, strict=True)]
-            if self._factors is not None:
-                coefficients[0] /= self._factors  # the changes are rescaled
-        if divisor is not None:
-            second = _flat(state.get(divisor(group)) for group, state in zip(self._groups, self._states, strict=True))
-        return Payout(first, second, coefficients, self._kind.root)
+        unspent, decay = self._per_parameter(rows, without=(0.0, 0.0))
+        if self._skipped is not None:
+            unspent = self._taken(unspent)
+        if before_last is not None:
+            return Payout(torch.stack([unspent, -unspent]), before_last)
+        if self._factors is not None:
+            unspent = unspent / self._factors  # of deltas that are rescaled
+        if not any(_decays(group) for group in self._groups):
+            return Payout(torch.stack([unspent, torch.zeros_like(unspent)]))
+        return Payout(torch.stack([unspent, -unspent * decay]), weights)
 
-    def take_out(self, applied: Entries) -> None:
-        """Set the moments to zero where entries were applied."""
+    def clear_(self, applied: Entries) -> None:
+        """Set the moments to zero where entries were applied; not if the optimizer left the step out."""
         for indices, _ in applied.lists:
+            if self._skipped is not None:
+                indices = torch.where(self._skipped > 0, self._segment.numel, indices)  # as padding
             clear_entries_(self._flat_first, self._segment.bounds, indices)
-        for moment, emptied in zip(self._first, self._flat_first, strict=True):
-            if moment is not None and emptied is not None and not moment.is_contiguous():
-                moment.copy_(emptied.view(moment.shape))
+        for moment, cleared in zip(self._first, self._flat_first, strict=True):
+            if moment is not None and cleared is not None and not moment.is_contiguous():
+                moment.copy_(cleared.view(moment.shape))
 
-    def _numbers(
-        self, rows: Callable[[State, Tensor, Sequence[int]], Sequence[Any]], without: Sequence[float]
-    ) -> Tensor:
-        """Return some numbers of each parameter, (rows, parameters), fp32, on their device.
+    def _taken(self, x: Tensor) -> Tensor:
+        """Return x if the step was taken, and zeros if not."""
+        assert self._skipped is not None
+        return x * (1 - self._skipped)
 
-        They are made for all parameters of a group at a time: steps may lie on the device, where each operation counts.
+    def _per_parameter(self, rows: Callable[[State, Tensor], Sequence[Any]], without: Sequence[float]) -> Tensor:
+        """Return some numbers of each parameter, (rows, parameters), fp32, on the parameters' device.
+
+        They are computed for all parameters of a group at a time: steps may lie on the device, where each operation
+        is a launch.
 
         Args:
-            rows: called once for each parameter group, with it, the steps of its parameters, 1-D, and their indices;
-                returns, for each row, one number, or one for each of these parameters.
+            rows: called once per parameter group, with the group and the steps of its parameters, 1-D; returns one
+                number per row, or one per row and parameter.
             without: the rows of parameters without momentum.
         """
         of_group: dict[int | None, list[int]] = {}
@@ -167,10 +172,10 @@ class SegmentMoments:
         made: list[Sequence[Any]] = []
         for key, indices in of_group.items():
             group = self._groups[indices[0]]
-            steps = _together([self._states[index].get("step", 0) for index in indices])
+            steps = _stack_scalars([self._states[index].get("step", 0) for index in indices])
             if any(_on_device(x) for x in (group.get("lr"), *group.get("betas", ()))):
                 steps = to_device(steps, self._device)
-            made.append(without if key is None else rows(group, steps, indices))
+            made.append(without if key is None else rows(group, steps))
         device = self._device if any(_on_device(x) for each in made for x in each) else torch.device("cpu")
         parts = [
             [_row(x, len(indices), device) for x in each] for each, indices in zip(made, of_group.values(), strict=True)
@@ -183,19 +188,41 @@ class SegmentMoments:
         return to_device(numbers, self._device)
 
 
+def last_step_references(
+    weights: Sequence[Tensor], before_last: Sequence[Tensor], groups: Sequence[State]
+) -> list[Tensor]:
+    """Return fp32 z with (delta of all local steps) − z = the last step's change without its decoupled weight decay.
+
+    Args:
+        weights: before the first local step, one per parameter.
+        before_last: before the last local step, in the same way.
+        groups: the parameter group of each parameter, as the last step will use it.
+    """
+    return [w.float() - (1 - _decay(g)) * x.float() for w, x, g in zip(weights, before_last, groups, strict=True)]
+
+
+def _decay(group: State) -> Any:
+    """Return the share of the weights that decoupled weight decay subtracts in each step."""
+    return group["lr"] * group["weight_decay"] if _decays(group) else 0.0
+
+
+def _decays(group: State) -> bool:
+    return bool(group.get("decoupled_weight_decay") and group["weight_decay"])
+
+
 def _on_device(x: Any) -> bool:
     return isinstance(x, Tensor) and x.device.type != "cpu"
 
 
 def _row(x: Any, count: int, device: torch.device) -> Tensor:
-    """Return a number, or numbers on the device, as so many fp32 numbers there."""
+    """Return a number, or numbers on the device, as `count` fp32 numbers there."""
     if isinstance(x, Tensor) and (x.dim() or x.device == device):
         return to_device(x.float(), device).expand(count)
     return torch.full((count,), float(x), dtype=torch.float32, device=device)
 
 
-def _together(numbers: Sequence[Any]) -> Tensor:
-    """Return numbers, or scalars, 1-D: fp32 on the device if one of them is there, else fp64."""
+def _stack_scalars(numbers: Sequence[Any]) -> Tensor:
+    """Return numbers, or scalars, as a 1-D tensor: fp32 on the device if one of them is there, else fp64."""
     device = next((x.device for x in numbers if _on_device(x)), None)
     if device is None:
         return torch.tensor([float(x) for x in numbers], dtype=torch.float64, device="cpu")
@@ -204,19 +231,25 @@ def _together(numbers: Sequence[Any]) -> Tensor:
 
 
 def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return tensors as 1-D, contiguous ones: views of those that are contiguous, and copies of others."""
+    """Return tensors as 1-D, contiguous ones: views of contiguous tensors, and copies of others."""
     return [None if x is None else x.contiguous().view(-1) for x in tensors]
 
 
+def _correction(beta: Any, steps: Tensor) -> Tensor:
+    """Return 1 − βᵗ, and a tiny number before the first step: a scaler lets a fused optimizer leave that out."""
+    correction: Tensor = 1 - beta**steps
+    return correction.clamp(min=1e-30)
+
+
 def moments_of(optimizer: Optimizer) -> Moments | None:
-    """Return how an optimizer keeps its momentum; None if it is not known."""
+    """Return where an optimizer keeps its moments; None if it is not known."""
     kinds = type(optimizer).__mro__
     known = next((MOMENTS[kind] for kind in kinds if kind in MOMENTS), None)
     # Not by the state alone: Ranger and SOAP have moments by Adam's names, but change weights by other rules as well.
     # A payout of these changes feeds on itself, and the training diverges. These three were measured, and gain by it.
     is_adam = any(name in kind.__name__.lower() for kind in kinds for name in ("adam", "lamb", "adopt"))
     if known is None and is_adam and all(_has_betas(group) for group in optimizer.param_groups):
-        return OTHERS
+        return ADAM_LIKE
     return known
 
 
@@ -232,85 +265,19 @@ def _has_adams_moments(state: State, shape: Sequence[int]) -> bool:
     return all(type(m) is Tensor and m.shape == torch.Size(shape) and m.is_floating_point() for m in moments)
 
 
-def _sgd(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
-    beta = group["momentum"]
-    # Nesterov's update is one step ahead: it contains β times the buffer beside the gradient.
-    ahead = beta if group["nesterov"] else 1.0
-    return group["lr"] * ahead * beta / (1 - beta), 0.0, 1.0
-
-
-def _adam(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
-    return _of_first(group, steps), _correction(group["betas"][1], steps) ** -0.5, group["eps"]
-
-
-def _nadam(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
-    beta = group["betas"][0]
-    product = _together([state["mu_product"] for state in states])
-    if _on_device(product):  # where a loaded one lies, though steps do not
-        steps = to_device(steps.float(), product.device)
-    product = to_device(product, steps.device)
-    # As with Nesterov, by a factor of its own that grows with the steps towards β.
-    ahead = beta * (1 - 0.5 * 0.96 ** ((steps + 1) * group["momentum_decay"]))
-    of_first = group["lr"] * ahead * beta / (1 - beta) / (1 - product * ahead)
-    return of_first, _correction(group["betas"][1], steps) ** -0.5, group["eps"]
-
-
-def _radam(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
-    beta = group["betas"][1]
-    correction = _correction(beta, steps)
-    longest = 2 / (1 - beta) - 1
-    length = longest - 2 * steps * beta**steps / correction
-    rectifier = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-    root, divided = rectifier.clamp(min=1e-12).sqrt(), length > 5
-    divisor = torch.where(divided, correction**-0.5 / root, 0.0)
-    return _of_first(group, steps), divisor, torch.where(divided, group["eps"] / root, 1.0)
-
-
-def _adamax(group: State, steps: Tensor, states: Sequence[State]) -> tuple[Any, Any, Any]:
-    return _of_first(group, steps), 1.0, 0.0
-
-
-def _of_first(group: State, steps: Tensor) -> Tensor:
-    """Return lr · β / (1 − β), divided by the correction of the first moment's bias."""
-    beta = group["betas"][0]
-    result: Tensor = group["lr"] * beta / (1 - beta) / _correction(beta, steps)
-    return result
-
-
-def _correction(beta: Any, steps: Tensor) -> Tensor:
-    """Return 1 − βᵗ, and a tiny number before the first step: a scaler lets a fused optimizer leave that out."""
-    correction: Tensor = 1 - beta**steps
-    return correction.clamp(min=1e-30)
-
-
-def steps_of(states: Sequence[State]) -> list[Any]:
-    """Return the number of steps in each state, 0 if none is kept: copies, on the device where they lie there."""
-    steps = [state.get("step", 0) for state in states]
-    there = [x for x in steps if _on_device(x)]
-    copies = iter(torch.stack(there).unbind() if there else ())
-    return [next(copies) if _on_device(x) else float(x) for x in steps]
-
-
 def _beta(group: State) -> float:
     return float(group["betas"][0])
 
 
-def _second(group: State) -> str:
-    return "exp_avg_sq"
-
-
-def _adams_second(group: State) -> str:
-    return "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
-
-
+ADAM = Moments("exp_avg", _beta, second="exp_avg_sq")
 MOMENTS: Mapping[type[Optimizer], Moments] = {
-    torch.optim.SGD: Moments("momentum_buffer", lambda group: float(group["momentum"]), _sgd),
-    torch.optim.Adam: Moments("exp_avg", _beta, _adam, _adams_second, second="exp_avg_sq"),
-    torch.optim.AdamW: Moments("exp_avg", _beta, _adam, _adams_second, second="exp_avg_sq"),
-    torch.optim.NAdam: Moments("exp_avg", _beta, _nadam, _second, second="exp_avg_sq"),
-    torch.optim.RAdam: Moments("exp_avg", _beta, _radam, _second),
-    torch.optim.Adamax: Moments("exp_avg", _beta, _adamax, lambda group: "exp_inf", root=False),
+    torch.optim.SGD: Moments("momentum_buffer", lambda group: float(group["momentum"])),
+    torch.optim.Adam: ADAM,
+    torch.optim.AdamW: ADAM,
+    torch.optim.NAdam: ADAM,
+    torch.optim.RAdam: Moments("exp_avg", _beta),
+    torch.optim.Adamax: Moments("exp_avg", _beta),
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""
-OTHERS = Moments("exp_avg", _beta, None, second="exp_avg_sq")
-"""Adam, Lamb and ADOPT by other packages: named so, with betas. Only for parameters whose state has Adam's moments."""
+ADAM_LIKE = Moments("exp_avg", _beta, "exp_avg_sq")
+"""Adam, Lamb and ADOPT of other packages: named so, with betas. Only for parameters whose state has Adam's moments."""
