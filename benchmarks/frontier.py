@@ -46,8 +46,8 @@ from lightning_sparse.context import Context
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.memory import DecayingResidual, Residual
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS, update_density
-from lightning_sparse.moments import OTHERS
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.momentum import ADAM_LIKE
 from tests.support.kernels import Echo
 
 ROW = 64
@@ -288,7 +288,7 @@ def train(run: Run, data: Data) -> list[Row]:
         return Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
 
     # As for Adam by other packages.
-    as_others = mock.patch.object(exchanging, "moments_of", return_value=OTHERS)
+    as_others = mock.patch.object(exchanging, "moments_of", return_value=ADAM_LIKE)
     dtype = torch.bfloat16 if idea.bf16 else torch.float32
     with as_others if idea.by_change else contextlib.nullcontext():
         return train_threads(lambda: GPT(context=LENGTH).to(dtype), trainee, run.workers, run.seed, run.steps, EVERY)
@@ -308,7 +308,7 @@ def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
                 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
                 chosen = Method(TopK(density, value_format=form), update_rule=UpdateRule())  # type: ignore[arg-type]
                 reducer = Reducer(chosen, Echo(2), granularity="model", exchanged="update")
-                exchanged = Updates(reducer, net, [optimizer])
+                exchanged = DeltaExchange(reducer, net, [optimizer])
 
                 def step(net: Any = net, optimizer: Any = optimizer, exchanged: Any = exchanged) -> None:
                     exchanged.begin(optimizer)

@@ -32,12 +32,11 @@ from lightning_sparse.aggregators import Aggregator, Mean, TwoPass
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Entries, Update, add_
 from lightning_sparse.context import Context
-from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
-from lightning_sparse.moments import SegmentMoments
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.momentum import SegmentMoments
 
 STEPS, EVERY = 1000, 25  # steps of the schedule, and between two evaluations
 BEGUN = 100  # steps of the shortest runs, in which most variants reach the target
@@ -205,8 +204,8 @@ TRIED = [
 """What to train, in this order."""
 
 
-class Trial(Updates):
-    """Updates by a rule, varied as `Variant` says; rank 0 adds the mean factor of each rescaling to `factors`."""
+class Trial(DeltaExchange):
+    """DeltaExchange by a rule, varied as `Variant` says; rank 0 adds the mean factor of each rescaling to `factors`."""
 
     def __init__(self, *args: Any, variant: Variant, factors: list[float]) -> None:
         super().__init__(*args)
@@ -236,8 +235,8 @@ class Trial(Updates):
         moments.payout, moments.rescaling = varied, recorded  # type: ignore[method-assign]
         return moments
 
-    def _empties_momentum(self, optimizer: torch.optim.Optimizer, density: float | None) -> bool:
-        return self.variant.pays_always or super()._empties_momentum(optimizer, density)
+    def _clears_momentum(self, optimizer: torch.optim.Optimizer, density: float | None) -> bool:
+        return self.variant.pays_always or super()._clears_momentum(optimizer, density)
 
     def exchange(self, optimizer: torch.optim.Optimizer) -> None:
         if self.variant.root:
@@ -253,7 +252,7 @@ class Trial(Updates):
                 self.waiting[name] = mean
 
 
-class DelayedTrial(Trial, DelayedUpdates):
+class DelayedTrial(Trial, DeltaExchange):
     """The same, where ranks go on during an exchange."""
 
 

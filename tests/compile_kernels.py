@@ -173,11 +173,11 @@ KERNELS = {
         )
         for rescale in (False, True)
     },
-    "payout": (payout._add_with_payout, UPDATES, {**TILES, "DIVIDE": True, "ROOT": True, "MOMENTS": False}),
+    "payout": (payout._add_with_payout, UPDATES, {**TILES, "REFERENCE": True, "RESCALED": True, "MOMENTS": False}),
     "payout of bf16": (
         payout._add_with_payout,
-        {**UPDATES, "moment": "*bf16"},
-        {**TILES, "DIVIDE": False, "ROOT": True, "BLOCK": 16},
+        {**UPDATES, "reference_dtype": "*bf16"},
+        {**TILES, "REFERENCE": True, "RESCALED": False, "BLOCK": 16},
     ),
     "sums of moments": (rescaling._sums, UPDATES, {"PIECE": rescaling.PIECE}),
     "factors": (rescaling._factors, UPDATES, {"AT_A_TIME": rescaling.AT_A_TIME}),

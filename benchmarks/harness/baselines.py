@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning_sparse.hooks.within_backward import WithinBackward
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +30,8 @@ from lightning_sparse import (
 from lightning_sparse.aggregators import TwoLevel, TwoPass
 from lightning_sparse.compressors.encoding import ValueFormat
 from lightning_sparse.hooks.update_exchange import exchange_of
-from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.layout import Granularity
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 
 RANK = 4  # rank of the factors that PowerSGD sends
 DDP_OPTIONS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
@@ -172,7 +172,7 @@ def _by_default(name: str, model: nn.Module, _: Options, optimizer: Optimizer) -
 def _within_backward(value_format: ValueFormat, model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     chosen = method("topk", density=options.density, value_format=value_format)
     reducer = Reducer(chosen, ProcessGroupComm(), exchanged="update")
-    updates, step_all = Updates(reducer, model, [optimizer]), optimizer.step
+    updates, step_all = DeltaExchange(reducer, model, [optimizer]), optimizer.step
     stream = torch.cuda.Stream(priority=-1) if next(model.parameters()).is_cuda else None
     within = WithinBackward(updates, reducer, optimizer, stream=stream)
 

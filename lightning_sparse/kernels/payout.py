@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,21 +32,17 @@ AT_A_TIME = 1 << 23
 
 @dataclass(frozen=True)
 class Payout:
-    """The unspent momentum of a segment's parameters: a·delta + b·reference.
+    """The unspent momentum of a segment's parameters: (a·delta + b·reference) / f.
 
     Attributes:
         coefficients: a and b of each parameter, (2, parameters) fp32, on their device; both 0 without momentum.
-        references: 1-D, contiguous, of one floating dtype, one per parameter; None if b is 0 for all of them.
+        references: 1-D, contiguous, of one floating dtype, one per parameter; None if b does not count.
+        factors: f of each parameter, by which its delta was rescaled, 1-D fp32, on their device; None is 1.
     """
 
     coefficients: Tensor
     references: Sequence[Tensor] | None = None
-
-    @functools.cached_property
-    def each(self) -> list[Any]:
-        """The coefficients parameter by parameter: numbers on the CPU, scalars on CUDA."""
-        columns = self.coefficients.T
-        return columns.tolist() if columns.device.type == "cpu" else [column.unbind() for column in columns.unbind()]
+    factors: Tensor | None = None
 
 
 FindPayout = Callable[[], Payout | None]
@@ -80,11 +76,14 @@ def add_with_payout_(
     def by_torch(start: int, stop: int) -> None:
         for index, left, right in overlaps(bounds, start, stop):
             part, term, out = slice(left - bounds[index], right - bounds[index]), residual[left:right], u[left:right]
-            delta, (a, b) = deltas[index][part].float(), payout.each[index]
+            delta, (a, b) = deltas[index][part].float(), payout.coefficients[:, index]
             term.add_(delta * scale)
-            torch.add(term, delta * a, out=out)
+            unspent = delta * a
             if references:
-                out.add_(references[index][part].float() * b)
+                unspent.add_(references[index][part].float() * b)
+            if payout.factors is not None:
+                unspent.div_(payout.factors[index])
+            torch.add(term, unspent, out=out)
 
     in_c = takes((u, residual, *deltas, *references))
     form = _by_loop(u, residual, bounds, deltas, scale, payout) if in_c else by_torch
@@ -104,7 +103,7 @@ def _by_loop(
 ) -> Callable[[int, int], None]:
     """Return what forms a part of u in C."""
     tables = [None if each is None else table(each, bounds) for each in (deltas, payout.references)]
-    args = u, residual, *tables, payout.coefficients.contiguous(), float(scale), len(deltas), len(u)
+    args = u, residual, *tables, payout.coefficients, payout.factors, float(scale), len(deltas), len(u)
     return functools.partial(run, "add_delta_with_payout", *args)
 
 
@@ -131,11 +130,13 @@ def _by_triton(
         deltas[0],
         references[0],
         payout.coefficients,
+        payout.coefficients if payout.factors is None else payout.factors,
         scale,
         *outputs,
         len(deltas),
         u.numel(),
         REFERENCE=payout.references is not None,
+        RESCALED=payout.factors is not None,
         STEPS=bisections(len(deltas)),
         LOAD=isinstance(scale, Tensor),
         **constants,
@@ -151,12 +152,14 @@ def _add_with_payout(
     delta_dtype,
     reference_dtype,
     coefficients,
+    factors,
     scale,
     maxima,
     partial,
     many,
     numel,
     REFERENCE: tl.constexpr,
+    RESCALED: tl.constexpr,
     STEPS: tl.constexpr,
     LOAD: tl.constexpr,
     MAXIMA: tl.constexpr,
@@ -192,9 +195,12 @@ def _add_with_payout(
         kept = tl.fma(delta, factor, tl.load(residual + offsets))
         tl.store(residual + offsets, kept)
         number = _bisect(deltas, tile * TILE, many, STEPS)
-        x = kept + tl.load(coefficients + number) * delta
+        unspent = tl.load(coefficients + number) * delta
         if REFERENCE:
-            x += tl.load(coefficients + many + number) * w.to(tl.float32)
+            unspent += tl.load(coefficients + many + number) * w.to(tl.float32)
+        if RESCALED:
+            unspent = unspent / tl.load(factors + number)
+        x = kept + unspent
         tl.store(u + offsets, x)
     else:
         # Seldom: little at a time, so that this does not take the registers that the other way needs.
@@ -207,12 +213,14 @@ def _add_with_payout(
             delta = tl.load(places, mask=valid, other=0.0).to(tl.float32)
             kept = tl.fma(delta, factor, tl.load(residual + index, mask=valid, other=0.0))
             tl.store(residual + index, kept, mask=valid)
-            x = kept + tl.load(coefficients + number) * delta
+            unspent = tl.load(coefficients + number) * delta
             if REFERENCE:
                 places = tl.load(references + many + number).to(tl.pointer_type(reference_dtype.dtype.element_ty))
                 w = tl.load(places + start, mask=valid, other=0.0).to(tl.float32)
-                x += tl.load(coefficients + many + number) * w
-            tl.store(u + index, x, mask=valid)
+                unspent += tl.load(coefficients + many + number) * w
+            if RESCALED:
+                unspent = unspent / tl.load(factors + number)
+            tl.store(u + index, kept + unspent, mask=valid)
         tl.debug_barrier()
         x = tl.load(u + offsets, mask=offsets < numel, other=0.0)
     _store_stats(x, tile, maxima, partial, numel, MAXIMA, MOMENTS, BLOCK, TILE)

@@ -1,4 +1,4 @@
-"""By which factors updates are rescaled, see `lightning_sparse.moments`: two launches for all of a segment."""
+"""By which factors updates are rescaled, see `lightning_sparse.momentum`: two launches for all of a segment."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import Method, RankFailure, Reducer, attach, attach_updates, exchange_pending, method
 from lightning_sparse.comm import POLL, process_group
 from lightning_sparse.compressors import TopK
-from lightning_sparse.hooks import UpdateExchange, tell_or_ask
+from lightning_sparse.hooks import UpdateExchanger, tell_or_ask
 from lightning_sparse.hooks.session import Session
 from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import run_ranks
@@ -603,7 +603,7 @@ def waits_on_the_device(rank: int, how: str) -> tuple[list[str], str, dict[str, 
         patched.setattr(Session, "over_nccl", property(lambda self: True))
         patched.setattr(Session, "free_device", lambda self: freed.append("freed"))
         patched.setattr(Session, "close", lambda self, **options: closed.update(options))
-        exchange = UpdateExchange(net, [optimizer], method("topk", density=0.1))
+        exchange = UpdateExchanger(net, [optimizer], method("topk", density=0.1))
         exchange.comm.mark_failed("Rank 1 failed at step 3: the abacus is missing a bead")
         device = threading.Event()
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
-from lightning_sparse.hooks import CommThread
-from lightning_sparse.hooks.ddp import start_comm_thread, trainable_parameters
+from lightning_sparse.hooks import GradientExchanger
+from lightning_sparse.hooks.ddp import exchange_gradients, trainable_parameters
 from lightning_sparse.hooks.session import Session
 from tests.integration.trainers import Messages
 from tests.processes import run_ranks
@@ -105,7 +105,7 @@ def by_hook(rank: int, name: str | None, density: float, granularity: str, optio
     ddp = DistributedDataParallel(net, **options)
     if name is not None:
         if rehearsal:
-            thread = start_comm_thread(ddp, make(name, density), granularity=granularity)
+            thread = exchange_gradients(ddp, make(name, density), granularity=granularity)
             thread._session.dry_run(trainable_parameters(ddp))
             reducer = thread.reducer
             assert (reducer.step, reducer.comm.sent_bytes, reducer.comm.seconds) == (0, 0, 0.0)
@@ -171,20 +171,20 @@ def test_equals_simulation(granularity, options):
 def held(rank: int, held: bool) -> tuple[list[Tensor], int]:
     """Train as over NCCL, or not, and return the weights and how often a gradient was exchanged within backward."""
     Session.over_nccl = property(lambda session: held)
-    enqueue, early = CommThread.enqueue, []
+    enqueue, early = GradientExchanger.enqueue, []
 
-    def watched(thread: CommThread, bucket: Any) -> Any:
+    def watched(thread: GradientExchanger, bucket: Any) -> Any:
         future = enqueue(thread, bucket)
         time.sleep(0.005)
         early.append(bool(thread._step.buckets) or thread.reducer.comm.sent_bytes > sent[0])
         return future
 
-    def at_end(thread: CommThread) -> None:
+    def at_end(thread: GradientExchanger) -> None:
         end(thread)
         sent[0] = thread.reducer.comm.sent_bytes
 
-    sent, end = [0], CommThread._end_of_backward
-    CommThread.enqueue, CommThread._end_of_backward = watched, at_end
+    sent, end = [0], GradientExchanger._end_of_backward
+    GradientExchanger.enqueue, GradientExchanger._end_of_backward = watched, at_end
     weights = by_hook(rank, "topk", 0.02, "layer", {"find_unused_parameters": True, "bucket_cap_mb": 0.01})
     return weights, sum(early)
 
@@ -211,7 +211,7 @@ class Stream:
 
 def queried(rank: int) -> tuple[int, int]:
     ddp = DistributedDataParallel(nn.Linear(30, 30))
-    thread = start_comm_thread(ddp, method("topk"))
+    thread = exchange_gradients(ddp, method("topk"))
     counts = []
     for _ in range(2):
         ddp(torch.ones(1, 30)).sum().backward()
@@ -230,7 +230,7 @@ def test_an_idle_device_is_left_alone():
 
 def failing(rank: int) -> tuple[str, list[bool]]:
     ddp = DistributedDataParallel(nn.Linear(30, 30))
-    thread = start_comm_thread(ddp, method("topk"))
+    thread = exchange_gradients(ddp, method("topk"))
     freed, backward_has_ended = [], threading.Event()
 
     def broken(*args: Any) -> None:

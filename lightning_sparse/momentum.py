@@ -110,7 +110,10 @@ class SegmentMoments:
         numbers = self._per_parameter(rows, without=(1.0, 1.0, -1.0, 0.0))
         factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
         if self._skipped is not None:
-            factors, decay_terms = torch.lerp(factors, torch.ones_like(factors), self._skipped), self._taken(decay_terms)
+            factors, decay_terms = (
+                torch.lerp(factors, torch.ones_like(factors), self._skipped),
+                self._taken(decay_terms),
+            )
         self._factors = factors
         return factors, decay_terms
 
@@ -125,20 +128,18 @@ class SegmentMoments:
         if self._is_empty:
             return None
 
-        def rows(group: State, steps: Tensor) -> tuple[Any, ...]:
-            beta = self._kind.beta(group)
-            return beta / (1 - beta), _decay(group)
+        decays = before_last is None and any(map(_decays, self._groups))
 
-        unspent, decay = self._per_parameter(rows, without=(0.0, 0.0))
+        def rows(group: State, steps: Tensor) -> tuple[Any, Any]:
+            beta = self._kind.beta(group)
+            unspent = beta / (1 - beta)
+            return unspent, -unspent * (_decay(group) if before_last is None else 1.0)
+
+        coefficients = self._per_parameter(rows, without=(0.0, 0.0))
         if self._skipped is not None:
-            unspent = self._taken(unspent)
-        if before_last is not None:
-            return Payout(torch.stack([unspent, -unspent]), before_last)
-        if self._factors is not None:
-            unspent = unspent / self._factors  # of deltas that are rescaled
-        if not any(_decays(group) for group in self._groups):
-            return Payout(torch.stack([unspent, torch.zeros_like(unspent)]))
-        return Payout(torch.stack([unspent, -unspent * decay]), weights)
+            coefficients = self._taken(coefficients)
+        references = before_last if before_last is not None else weights if decays else None
+        return Payout(coefficients, references, self._factors)
 
     def clear_(self, applied: Entries) -> None:
         """Set the moments to zero where entries were applied; not if the optimizer left the step out."""
