@@ -35,8 +35,8 @@ from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method, resolve_updates
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates.exchange import DeltaExchange
 
 TIMED_ELEMENTS = 8_000_000
 """A method's work is timed on at most this many elements, more than caches hold, and scaled up in proportion."""

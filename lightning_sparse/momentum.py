@@ -44,11 +44,13 @@ class Moments(NamedTuple):
         beta: returns the decay of the first moment, from a parameter group.
         second: key of the second moment, the mean of squared gradients, if an update is that of Adam and can be
             rescaled; else None.
+        is_guessed: whether only the optimizer's name says so: then parameters count if their state has both moments.
     """
 
     first: str
     beta: Callable[[State], float]
     second: str | None = None
+    is_guessed: bool = False
 
 
 class SegmentMoments:
@@ -76,7 +78,7 @@ class SegmentMoments:
         self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
         self._skipped = None if skipped is None else skipped.reshape(())
         self._first: list[Tensor | None] = [state.get(kind.first) for state in states]
-        if kind is ADAM_LIKE:
+        if kind.is_guessed:
             plain = map(_has_adams_moments, states, segment.shapes)
             self._first = [m if is_plain else None for m, is_plain in zip(self._first, plain, strict=True)]
         self._flat_first = _flat(self._first)
@@ -109,11 +111,9 @@ class SegmentMoments:
         second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
         numbers = self._per_parameter(rows, without=(1.0, 1.0, -1.0, 0.0))
         factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
-        if self._skipped is not None:
-            factors, decay_terms = (
-                torch.lerp(factors, torch.ones_like(factors), self._skipped),
-                self._taken(decay_terms),
-            )
+        if self._skipped is not None:  # without a step there may be no moments yet, and NaN
+            factors = torch.where(self._skipped > 0, 1.0, factors)
+            decay_terms = torch.where(self._skipped > 0, 0.0, decay_terms)
         self._factors = factors
         return factors, decay_terms
 
@@ -137,7 +137,7 @@ class SegmentMoments:
 
         coefficients = self._per_parameter(rows, without=(0.0, 0.0))
         if self._skipped is not None:
-            coefficients = self._taken(coefficients)
+            coefficients = torch.where(self._skipped > 0, 0.0, coefficients)
         references = before_last if before_last is not None else weights if decays else None
         return Payout(coefficients, references, self._factors)
 
@@ -150,11 +150,6 @@ class SegmentMoments:
         for moment, cleared in zip(self._first, self._flat_first, strict=True):
             if moment is not None and cleared is not None and not moment.is_contiguous():
                 moment.copy_(cleared.view(moment.shape))
-
-    def _taken(self, x: Tensor) -> Tensor:
-        """Return x if the step was taken, and zeros if not."""
-        assert self._skipped is not None
-        return x * (1 - self._skipped)
 
     def _per_parameter(self, rows: Callable[[State, Tensor], Sequence[Any]], without: Sequence[float]) -> Tensor:
         """Return some numbers of each parameter, (rows, parameters), fp32, on the parameters' device.
@@ -280,5 +275,5 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
     torch.optim.Adamax: Moments("exp_avg", _beta),
 }
 """Subclasses count as their base class; fused and foreach forms keep the same state."""
-ADAM_LIKE = Moments("exp_avg", _beta, "exp_avg_sq")
+ADAM_LIKE = Moments("exp_avg", _beta, "exp_avg_sq", is_guessed=True)
 """Adam, Lamb and ADOPT of other packages: named so, with betas. Only for parameters whose state has Adam's moments."""

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_sparse.context import State, StateSpec
 from lightning_sparse.layout import Segment
-from lightning_sparse.options import Overlap, check
 from lightning_sparse.momentum import ADAM_LIKE, moments_of
+from lightning_sparse.options import Overlap, check
 
 OUTER_MOMENTUM = "outer_momentum"
 RuleOverlap = Literal["none", "next_step"]

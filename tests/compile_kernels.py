@@ -86,10 +86,26 @@ MANY = {
     "numel": "i32",
     "many": "i32",
 }
-TABLES = dict.fromkeys(("outs", "weights", "stepped", "grads", "firsts", "seconds", "table"), "*i64")
+TABLES = dict.fromkeys(
+    ("outs", "weights", "stepped", "grads", "firsts", "deltas", "references", "seconds", "table"), "*i64"
+)
 UPDATES = {
     **TABLES,
-    **dict.fromkeys(("typed", "typed_after", "moment", "factors", "rests", "coefficients", "u", "residual"), "*fp32"),
+    **dict.fromkeys(
+        (
+            "typed",
+            "typed_after",
+            "moment",
+            "factors",
+            "rests",
+            "coefficients",
+            "u",
+            "residual",
+            "delta_dtype",
+            "reference_dtype",
+        ),
+        "*fp32",
+    ),
 }
 UPDATES |= {**dict.fromkeys(("partial", "numbers", "out"), "*fp32"), "maxima": "*i32", "scale": "fp32", "size": "fp32"}
 UPDATES |= dict.fromkeys(("many", "numel", "pieces", "count"), "i32")

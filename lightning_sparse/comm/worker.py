@@ -54,6 +54,7 @@ class Worker:
         over_nccl: whether collectives are kernels on the device.
         look: called every POLL while there is no work; None ends the thread when there is none.
         failed: called in the thread with the first error of the work, before its future gets the error.
+        free: called in the thread after that, to end kernels that wait for other ranks; it may take long.
 
     Attributes:
         stream: as given.
@@ -66,8 +67,10 @@ class Worker:
         over_nccl: bool = False,
         look: Callable[[], None] | None = None,
         failed: Callable[[BaseException], None] = _nothing,
+        free: Callable[[], None] = _nothing,
     ) -> None:
-        self.stream, self._over_nccl, self._look, self._failed = stream, over_nccl, look, failed
+        self.stream, self._over_nccl = stream, over_nccl
+        self._look, self._failed, self._free = look, failed, free
         self.error: BaseException | None = None
         self._queue: queue.Queue[_Work | None] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -176,9 +179,12 @@ class Worker:
     def _run(self, prepare: Callable[[], None]) -> None:
         prepare()
         while (work := self._next()) is not None:
+            had_failed = self.error is not None
             self._do(work)
             del work  # and the tensors that it holds
             self._queue.task_done()
+            if self.error is not None and not had_failed:
+                self._free()
         self._last(False)
 
     def _do(self, work: _Work) -> None:

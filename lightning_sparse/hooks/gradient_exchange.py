@@ -73,7 +73,7 @@ class GradientExchanger:
             for name, param in ddp.module.named_parameters()
             if not param.requires_grad and name not in ddp.parameters_to_ignore
         }
-        self._worker = Worker(session.stream, session.over_nccl, session.look, self._failed)
+        self._worker = Worker(session.stream, session.over_nccl, session.look, self._failed, session.free_device)
         self._step = Step(self.reducer, rates)
         self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
         self._in_backward = False
@@ -258,8 +258,7 @@ class GradientExchanger:
         # First of all, so that backward ends whatever happens here.
         for bucket in self._step.buckets:
             bucket.complete()
-        # A kernel may wait for a dead rank, and whoever reads a tensor waits for the kernel: a deadlock.
-        self._session.abort(error)
+        self._session.end_by(error)
 
 
 def exchanges_after_backward(ddp: DistributedDataParallel) -> bool:

@@ -329,10 +329,14 @@ class Session:
             self.abort(error)
             log.error(error_message(error, self.comm, self.reducer.step))
 
-    def abort(self, error: BaseException) -> None:
-        """Tell the other ranks that training has failed on this one, and free the device."""
+    def end_by(self, error: BaseException) -> None:
+        """Note the error that has ended training, and tell the other ranks."""
         self.error = self.error or error
         self.fail(error)
+
+    def abort(self, error: BaseException) -> None:
+        """Note the error that has ended training, tell the other ranks, and free the device."""
+        self.end_by(error)
         self.free_device()
 
     @property

@@ -34,9 +34,9 @@ from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, others_settings
-from lightning_sparse.update_rule import UpdateRule
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class UpdateExchanger:
         try:
             self._become_rank_0s()
             self._rates.compare()
-            worker = Worker(session.stream, session.over_nccl, session.look, session.abort)
+            worker = Worker(session.stream, session.over_nccl, session.look, session.end_by, session.free_device)
             self.updates = DeltaExchange(session.reducer, model, optimizers, buffers, worker)
         except BaseException as error:  # such as too little memory for a copy of the weights
             session.fail(error)

@@ -30,8 +30,8 @@ from lightning_sparse.comm.rank_0 import broadcast
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
-from lightning_sparse.updates.parameters import exchanged_parameters, rests
 from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates.parameters import exchanged_parameters, rests
 from lightning_sparse.updates.segment import UpdateSegment
 
 

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
-from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.momentum import SegmentMoments, last_step_references, moments_of
+from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.update_rule import UpdateRule
 
 

@@ -171,6 +171,7 @@ def test_equals_simulation(granularity, options):
 def held(rank: int, held: bool) -> tuple[list[Tensor], int]:
     """Train as over NCCL, or not, and return the weights and how often a gradient was exchanged within backward."""
     Session.over_nccl = property(lambda session: held)
+    Session.launching = Session.launched = lambda *_: None
     enqueue, early = GradientExchanger.enqueue, []
 
     def watched(thread: GradientExchanger, bucket: Any) -> Any:
@@ -199,10 +200,13 @@ def test_where_backward_has_collectives_ours_come_after_them():
 
 
 class Stream:
-    """Stands in for the thread's stream: busy for some queries, then done."""
+    """Stands in for the thread's stream, and for its event: busy for some queries, then done."""
 
     def __init__(self, busy: int) -> None:
         self.busy, self.queries = busy, 0
+
+    def record_event(self) -> Any:
+        return self
 
     def query(self) -> bool:
         self.queries += 1
@@ -211,15 +215,17 @@ class Stream:
 
 def queried(rank: int) -> tuple[int, int]:
     ddp = DistributedDataParallel(nn.Linear(30, 30))
-    thread = exchange_gradients(ddp, method("topk"))
+    session = exchange_gradients(ddp, method("topk"))._session
     counts = []
-    for _ in range(2):
-        ddp(torch.ones(1, 30)).sum().backward()
-        thread._stream = stream = Stream(busy=2)
-        for _ in range(6):  # as after half a second in which nothing came
-            thread._watch_device()
-        counts.append(stream.queries)
-        thread._stream = None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "over_nccl", property(lambda self: True))
+        for _ in range(2):
+            stream = Stream(busy=2)
+            session.launching()
+            session.launched(stream)
+            for _ in range(6):  # as after half a second in which nothing came
+                session.look()
+            counts.append(stream.queries)
     return counts[0], counts[1]
 
 
@@ -238,7 +244,7 @@ def failing(rank: int) -> tuple[str, list[bool]]:
 
     thread.reducer.reduce_segment_ = broken
     # Backward must not wait for it: an abort may take as long as the group's timeout.
-    thread._session.free_device = lambda: freed.append(backward_has_ended.wait(10))
+    thread._worker._free = lambda: freed.append(backward_has_ended.wait(10))
     try:
         ddp(torch.ones(1, 30)).sum().backward()
     except KeyError as error:

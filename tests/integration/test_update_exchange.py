@@ -43,6 +43,7 @@ from lightning_sparse.memory import NoMemory
 from lightning_sparse.strategies.fit_checks import why_gradients
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.updates.segment import UpdateSegment
 from tests.integration.checkpoints import AtStart
 from tests.integration.failing import SOON, caught, of_both
 from tests.integration.trainers import Gan, Loader, Lookahead, Messages, Net, lightning_ranks, same, trainer
@@ -584,7 +585,7 @@ def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights
 
 
 @pytest.mark.parametrize(
-    ("owner", "place"), [(DeltaExchange, "wait"), (DeltaExchange, "_begin"), (ADAMW, "_init_group")]
+    ("owner", "place"), [(DeltaExchange, "wait"), (UpdateSegment, "begin_"), (ADAMW, "_init_group")]
 )
 def test_a_handler_that_saves_within_a_step_has_weights_of_all_ranks_and_no_residuals(tmp_path, owner, place):
     def run(rank: int) -> Any:
