@@ -388,7 +388,7 @@ def with_options(rank: int) -> list[Any]:
     errors = [
         caught(lambda: attach(ddp, "powersgd", levels=7))[:2],
         caught(lambda: attach(ddp, "topk", granularty="layer"))[:2],
-        caught(lambda: attach_updates(net, optimizer, "topk", evry=3))[:2],
+        caught(lambda: attach_updates(net, optimizer, "topk", local_stps=3))[:2],
         caught(lambda: attach_updates(net, optimizer, Method(TopK()), value_format="int8"))[:2],
     ]
     made = [
@@ -413,8 +413,8 @@ def test_options_of_a_method_go_with_its_name():
             ),
             (
                 "TypeError",
-                "attach_updates has no option 'evry', nor has method 'topk', which has density, "
-                "index_format, value_format. Did you mean 'every'?",
+                "attach_updates has no option 'local_stps', nor has method 'topk', which has density, "
+                "index_format, value_format. Did you mean 'local_steps'?",
             ),
             (
                 "TypeError",

@@ -1833,6 +1833,16 @@ def test_a_warm_up_needs_steps_where_nobody_counts_epochs():
         attach_updates(net, ADAMW(net.parameters()), density_warmup=[0.1])
 
 
+def test_only_the_strategy_exchanges_updates_during_backward():
+    net = nn.Linear(4, 1)
+    with pytest.raises(
+        ValueError, match=r"attach_updates\(overlap='backward'\): only SparseDDPStrategy .* Leave overlap"
+    ):
+        attach_updates(net, ADAMW(net.parameters()), overlap="backward")
+    with pytest.raises(ValueError, match=r"overlap=True is not known; choose from none, backward, next_step"):
+        attach_updates(net, ADAMW(net.parameters()), overlap=True)
+
+
 class Byol(Net):
     """Its teacher is a moving average of its embedding, by the module itself; validation goes through the teacher."""
 
