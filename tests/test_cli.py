@@ -25,7 +25,7 @@ CLASSES = [
     SparseDDPStrategy,
     Method,
     *(getattr(callbacks, name) for name in callbacks.__all__),
-    *(getattr(compressors, name) for name in ("TopK", "RandK", "GaussianK")),
+    *(getattr(compressors, name) for name in ("TopK", "GaussianK")),
     *(model for name in examples.models.__all__ if isinstance(model := getattr(examples.models, name), type)),
     *(getattr(examples.data, name) for name in examples.data.__all__),
 ]
