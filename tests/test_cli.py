@@ -217,7 +217,8 @@ def test_nothing_is_said_to_be_near_what_is_far(capsys):
 def test_an_unknown_strategy_lists_the_known_ones(capsys):
     message = error_of(capsys, "--trainer.strategy=quick_ddp")
     assert (
-        "Strategy 'quick_ddp' is not known; choose from ddp, dense_ddp, topk_ddp, randk_ddp, gaussiank_ddp" in message
+        "Strategy 'quick_ddp' is not known; choose from ddp, dense_ddp, topk_ddp, gaussiank_ddp, chunktopk_ddp"
+        in message
     )
 
 
