@@ -35,9 +35,9 @@ from lightning_sparse import (
 )
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import in_backward
-from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
-from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.majority_vote import MajorityVote
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.strategies.fit_checks import why_gradients
@@ -1831,6 +1831,16 @@ def test_a_warm_up_needs_steps_where_nobody_counts_epochs():
         ValueError, match=r"density_warmup=\(0.1,\) without epochs: say how many steps each density lasts"
     ):
         attach_updates(net, ADAMW(net.parameters()), density_warmup=[0.1])
+
+
+def test_only_the_strategy_exchanges_updates_during_backward():
+    net = nn.Linear(4, 1)
+    with pytest.raises(
+        ValueError, match=r"attach_updates\(overlap='backward'\): only SparseDDPStrategy .* Leave overlap"
+    ):
+        attach_updates(net, ADAMW(net.parameters()), overlap="backward")
+    with pytest.raises(ValueError, match=r"overlap=True is not known; choose from none, backward, next_step"):
+        attach_updates(net, ADAMW(net.parameters()), overlap=True)
 
 
 class Byol(Net):
