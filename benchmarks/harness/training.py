@@ -151,14 +151,22 @@ def attach_thread(
     for optimizer in optimizers:
         _exchange_steps(exchanged, optimizer, method.local_steps)
     if method.delayed:
-        return Wrapped(model, reducer=reducer, settle=exchanged.land, wait=exchanged.wait)
+        return Wrapped(model, reducer=reducer, settle=exchanged.complete, wait=exchanged.wait)
     return Wrapped(model, reducer=reducer)
 
 
-def _exchange_steps(exchanged: DeltaExchange, optimizer: Optimizer, every: int) -> None:
+def _exchange_steps(exchanged: DeltaExchange, optimizer: Optimizer, local_steps: int) -> None:
     started, ended = itertools.count(), itertools.count(1)
-    optimizer.register_step_pre_hook(lambda *_: None if next(started) % every else exchanged.begin(optimizer))
-    optimizer.register_step_post_hook(lambda *_: None if next(ended) % every else exchanged.exchange(optimizer))
+
+    def before(*_: Any) -> None:
+        taken = next(started) % local_steps
+        if taken == 0:
+            exchanged.begin(optimizer)
+        if local_steps > 1 and taken == local_steps - 1:
+            exchanged.begin_last_step(optimizer)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: None if next(ended) % local_steps else exchanged.exchange(optimizer))
 
 
 def train_threads(

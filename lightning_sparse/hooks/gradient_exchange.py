@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse._compat import at_end_of_backward, in_backward
-from lightning_sparse.comm import Comm
+from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
 from lightning_sparse.hooks.rates import Rates
@@ -92,7 +92,7 @@ class GradientExchanger:
         return self._session.reducer
 
     @property
-    def comm(self) -> Comm:
+    def comm(self) -> ProcessGroupComm:
         """The reducer's wire."""
         return self._session.comm
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import have_hooks_called, register_first, step_depth, step_hooks
-from lightning_sparse.comm import Comm
+from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.rank_0 import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.closure import begin_step
@@ -166,7 +166,7 @@ class UpdateExchanger:
         return self._session.reducer
 
     @property
-    def comm(self) -> Comm:
+    def comm(self) -> ProcessGroupComm:
         """The reducer's wire."""
         return self._session.comm
 

@@ -53,6 +53,9 @@ class DeltaExchange:
         ValueError: a parameter belongs to two optimizers, or is not the model's; or see `Reducer.setup`.
     """
 
+    segment_kind: type[UpdateSegment] = UpdateSegment
+    """The class of the segments; benchmarks vary it."""
+
     def __init__(
         self,
         reducer: Reducer,
@@ -76,7 +79,7 @@ class DeltaExchange:
     def _lay_out(self, weights: Mapping[str, Tensor], optimizer_of: Mapping[str, Optimizer]) -> None:
         assert self._reducer.layout is not None
         self.segments = [
-            UpdateSegment(each, self.parameters, weights, optimizer_of[each.names[0]], self._reducer)
+            self.segment_kind(each, self.parameters, weights, optimizer_of[each.names[0]], self._reducer)
             for each in self._reducer.layout.segments
         ]
 

@@ -148,7 +148,7 @@ class UpdateSegment:
             for w, param in pairs:
                 torch.where(unless, w, param, out=w)
         elif pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            torch._foreach_copy_([w for w, _ in pairs], [param for _, param in pairs])
 
     def note_last_step(self, groups: Mapping[int, Any]) -> None:
         """Before the last of several local steps: keep what tells its change from that of the steps before.
