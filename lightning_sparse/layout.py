@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.options import Granularity as Granularity
-from lightning_sparse.options import check_partition
+from lightning_sparse.options import check
 
 MAX_SEGMENT = 2**31 - 1  # indices travel as int32
 
@@ -134,7 +134,8 @@ class Layout:
         Raises:
             ValueError: no parameters, an unknown granularity, or a segment too long for 32-bit indices.
         """
-        check_partition(granularity, bucket_cap_mb)
+        check("granularity", granularity)
+        check("bucket_cap_mb", bucket_cap_mb)
         if not shapes:
             raise ValueError(
                 "No trainable parameters: there is no gradient to reduce. Set requires_grad on at least one parameter "

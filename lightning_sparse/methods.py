@@ -30,7 +30,7 @@ from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.contrib.methods import CONTRIB
 from lightning_sparse.memory import DecayingResidual, Memory, NoMemory, Residual
 from lightning_sparse.method_spec import MethodSpec, Traits
-from lightning_sparse.options import listed, suggestion
+from lightning_sparse.options import ReducerOptions, listed, suggestion
 from lightning_sparse.update_rule import UpdateRule
 
 
@@ -296,32 +296,32 @@ def update_density(ranks: int) -> float:
 def resolve_updates(
     given: str | Method,
     density: float | None,
-    density_warmup: tuple[float, ...] | None = None,
-    density_warmup_steps: int | None = None,
+    options: ReducerOptions = ReducerOptions(),
     *,
     ranks: int = FEW_RANKS,
-    **options: Any,
-) -> tuple[Method, tuple[float, ...], int | None]:
-    """Return the method, the warm-up, and how many steps each of its densities lasts, for an exchange of updates.
+    **own: Any,
+) -> tuple[Method, ReducerOptions]:
+    """Return the method, and the reducer's options with their warm-up, for an exchange of updates.
 
     A sparse method by name, without a density, gets `update_density`, values of two bits if its aggregator takes
     rounded values, and a warm-up if none is given. Otherwise a user's options hold as they are.
 
     Args:
-        given, density, options: as for `resolve_method`.
-        density_warmup, density_warmup_steps: a user's options, checked; None is the default.
+        given, density, own: as for `resolve_method`, whose `options` are `own` here.
+        options: a user's; if `density_warmup` is None, it is the default.
         ranks: number of ranks that send.
     """
-    chosen = resolve_method(given, density, **options)
+    chosen = resolve_method(given, density, **own)
     if not isinstance(given, str) or density is not None or chosen.update_rule is not None or not chosen.is_sparse:
-        return chosen, density_warmup or (), density_warmup_steps
-    spec, rounded = METHODS[given], {"value_format": "int2", **options}
+        return chosen, replace(options, density_warmup=options.density_warmup or ())
+    spec, rounded = METHODS[given], {"value_format": "int2", **own}
     takes_rounded = "value_format" in spec.options and spec.aggregator.supports(spec.make(value_format="int2"))
-    chosen = method(given, density=update_density(ranks), **(rounded if takes_rounded else options))
-    if density_warmup is not None:
-        return chosen, density_warmup, density_warmup_steps
+    chosen = method(given, density=update_density(ranks), **(rounded if takes_rounded else own))
+    if options.density_warmup is not None:
+        return chosen, options
     assert chosen.density is not None
-    return chosen, tuple(min(1.0, factor * chosen.density) for factor in WARMUP_FACTORS), WARMUP_STEPS
+    densities = [min(1.0, factor * chosen.density) for factor in WARMUP_FACTORS]
+    return chosen, replace(options, density_warmup=densities, density_warmup_steps=WARMUP_STEPS)
 
 
 def resolve_method(given: str | Method, density: float | None, **options: Any) -> Method:

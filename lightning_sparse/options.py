@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 Granularity = Literal["layer", "bucket", "model"]
 OnNonFinite = Literal["raise", "skip"]
 Overlap = Literal["none", "backward", "next_step"]
+ExchangeMode = Literal["auto", "gradient", "update"]
 
 
 class Option(NamedTuple):
@@ -23,14 +25,14 @@ class Option(NamedTuple):
 
     Attributes:
         kind: its type; a bool is no number.
-        allows: whether a value of that type is in range.
-        must: the rest of the sentence that begins with option and value.
+        is_valid: whether a value of that type is in range.
+        requirement: the rest of the sentence that begins with option and value.
         choices: all values, if they are names.
     """
 
     kind: type | tuple[type, ...]
-    allows: Callable[[Any], bool]
-    must: str
+    is_valid: Callable[[Any], bool]
+    requirement: str
     choices: Sequence[str] = ()
 
 
@@ -39,7 +41,6 @@ def _choice(allowed: Any) -> Option:
     return Option(str, lambda value: value in choices, f"is not known; choose from {', '.join(choices)}.", choices)
 
 
-What = Literal["auto", "gradient", "update"]
 OPTIONS = {
     "density": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], the fraction of entries to send."),
     "granularity": _choice(Granularity),
@@ -60,7 +61,7 @@ OPTIONS = {
         lambda x: x > timedelta(0),
         "must be a datetime.timedelta above 0, such as timedelta(minutes=5), or None.",
     ),
-    "exchange": _choice(What),
+    "exchange": _choice(ExchangeMode),
     "local_steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
     "momentum": _choice(Literal["pay_out", "mask", "keep"]),
     "rescale": Option(bool, lambda x: True, "must be True or False."),
@@ -94,9 +95,9 @@ def check(name: str, value: Any, owner: str = "", options: Mapping[str, Option] 
     """
     option = options[name]
     number = option.kind in (Real, Integral)
-    if not isinstance(value, option.kind) or (number and isinstance(value, bool)) or not option.allows(value):
+    if not isinstance(value, option.kind) or (number and isinstance(value, bool)) or not option.is_valid(value):
         given = f"{owner}({name}={value!r}): {name}" if owner else f"{name}={value!r}"
-        raise ValueError(f"{given} {option.must}{suggestion(value, option.choices)}")
+        raise ValueError(f"{given} {option.requirement}{suggestion(value, option.choices)}")
     if not number or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, Integral) else float(cast(Real, value))
@@ -113,36 +114,15 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + " and others" * (len(names) > most)
 
 
+def check_optional(name: str, value: Any) -> Any:
+    """Return the value of an option that may be left out, None then; otherwise as `check` does."""
+    return None if value is None else check(name, value)
+
+
 def check_density(owner: str, density: Any) -> float:
     """Return the density of a compressor, or of a warm-up."""
     value: float = check("density", density, owner)
     return value
-
-
-def check_partition(granularity: Any, bucket_cap_mb: Any) -> float:
-    """Return the size of a bucket in MiB, if these options make a partition."""
-    check("granularity", granularity)
-    value: float = check("bucket_cap_mb", bucket_cap_mb)
-    return value
-
-
-def check_overflow_options(on_nonfinite: Any, clip_norm: Any, loss_scale: Any = None) -> float | None:
-    """Return the largest norm of a gradient, if the options about gradients that are too large make sense."""
-    check("on_nonfinite", on_nonfinite)
-    if loss_scale is not None:
-        check("loss_scale", loss_scale)
-    return None if clip_norm is None else check("clip_norm", clip_norm)
-
-
-def check_seed(seed: Any) -> int:
-    """Return the seed of a method's random choices."""
-    value: int = check("seed", seed)
-    return value
-
-
-def check_timeout(timeout: Any) -> timedelta | None:
-    """Return how long to wait for other ranks, None for what the process group has."""
-    return None if timeout is None else check("timeout", timeout)
 
 
 class _HasDensity(Protocol):
@@ -150,42 +130,74 @@ class _HasDensity(Protocol):
     def density(self) -> float | None: ...
 
 
-def check_warmup(
-    method: _HasDensity, density_warmup: Any, density_warmup_steps: Any, counts_epochs: bool = True
-) -> tuple[tuple[float, ...] | None, int | None]:
-    """Return the densities of a warm-up, None if none is given, and how many steps each lasts, if they make sense.
+@dataclass(frozen=True)
+class ReducerOptions:
+    """The options of `Reducer`, which `attach`, `attach_updates` and `SparseDDPStrategy` have, too: checked once, here.
 
-    Args:
-        method: whose density comes after the warm-up.
-        density_warmup: what the user gave.
-        density_warmup_steps: what the user gave; None is an epoch.
-        counts_epochs: whether there is somebody who counts epochs; outside of Lightning nobody does.
+    Attributes:
+        granularity: what is compressed together: "layer", "bucket" or "model" (see `Layout.of`).
+        bucket_cap_mb: size of a "bucket" in MiB.
+        density_warmup: densities to use in turn before the method's own, from dense to sparse; None if none are given.
+        density_warmup_steps: number of steps for each density of `density_warmup`; None is an epoch each.
+        seed: of all random choices; equal on all ranks.
+        loss_scale: a function that returns what the loss is multiplied with, as `GradScaler.get_scale` does, or None.
+        on_nonfinite: without a loss scale, what a gradient with a NaN or an infinity means: "raise" or "skip".
+        clip_norm: largest 2-norm of a rank's own gradient, or None.
 
     Raises:
-        ValueError: a density or a number of steps out of range, one without the other, or a method without density.
+        ValueError: a value of another type or out of range; or steps of a warm-up without its densities.
     """
-    try:
-        if isinstance(density_warmup, str):
-            raise TypeError
-        given = None if density_warmup is None else tuple(density_warmup)
-    except TypeError:
-        raise ValueError(
-            f"density_warmup={density_warmup!r} must be a list of densities to use in turn, such as [0.25, 0.0625, "
-            f"0.015]."
-        ) from None
-    densities = None if given is None else tuple(check_density("density_warmup", density) for density in given)
-    if densities and method.density is None:
-        raise ValueError(f"density_warmup={densities!r}: {method!r} has no density to warm up.")
-    if density_warmup_steps is None:
-        if densities and not counts_epochs:
+
+    granularity: Granularity = "bucket"
+    bucket_cap_mb: float = 25
+    density_warmup: Sequence[float] | None = None
+    density_warmup_steps: int | None = None
+    seed: int = 0
+    loss_scale: Callable[[], float] | None = None
+    on_nonfinite: OnNonFinite = "raise"
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        densities = _densities(self.density_warmup)
+        object.__setattr__(self, "density_warmup", densities)
+        if self.density_warmup_steps is not None and not densities:
             raise ValueError(
-                f"density_warmup={densities!r} without epochs: say how many steps each density lasts, "
+                f"density_warmup_steps={self.density_warmup_steps!r} is the number of steps for each density of "
+                f"density_warmup={densities!r}: give at least one density, or leave density_warmup_steps out."
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in OPTIONS and value is not field.default:
+                object.__setattr__(self, field.name, check(field.name, value))
+
+    def check_method(self, method: _HasDensity, counts_epochs: bool = True) -> None:
+        """Raise ValueError if the warm-up does not go with a method, or lasts epochs which nobody counts.
+
+        Args:
+            method: whose density comes after the warm-up.
+            counts_epochs: whether there is somebody who counts epochs; outside of Lightning nobody does.
+        """
+        if self.density_warmup and method.density is None:
+            raise ValueError(f"density_warmup={self.density_warmup!r}: {method!r} has no density to warm up.")
+        if self.density_warmup and self.density_warmup_steps is None and not counts_epochs:
+            raise ValueError(
+                f"density_warmup={self.density_warmup!r} without epochs: say how many steps each density lasts, "
                 f"density_warmup_steps."
             )
-        return densities, None
-    if not densities:
+
+    def settings(self) -> dict[str, str]:
+        """Return the options by name, as text, by which ranks compare theirs."""
+        return {name: "given" if callable(value) else repr(value) for name, value in vars(self).items()}
+
+
+def _densities(given: Any) -> tuple[float, ...] | None:
+    """Return the densities of a warm-up; None if none are given."""
+    try:
+        if isinstance(given, str):
+            raise TypeError
+        found = None if given is None else tuple(given)
+    except TypeError:
         raise ValueError(
-            f"density_warmup_steps={density_warmup_steps!r} is the number of steps for each density of "
-            f"density_warmup={densities!r}: give at least one density, or leave density_warmup_steps out."
-        )
-    return densities, check("density_warmup_steps", density_warmup_steps)
+            f"density_warmup={given!r} must be a list of densities to use in turn, such as [0.25, 0.0625, 0.015]."
+        ) from None
+    return None if found is None else tuple(check_density("density_warmup", density) for density in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.exchange import NOT_FINITE, NonFiniteGradient
 from lightning_sparse.layout import Layout
-from lightning_sparse.options import OnNonFinite, check_overflow_options
+from lightning_sparse.options import ReducerOptions
 
 log = logging.getLogger(__name__)
 
@@ -21,21 +21,17 @@ class GradientCheck:
     """What to do about gradients that are not finite or too large, decided before anything is added to the residual.
 
     Args:
-        loss_scale: a function that returns what the loss is multiplied with, as `GradScaler.get_scale` does.
-        on_nonfinite: without a loss scale, "raise" or "skip".
-        clip_norm: largest 2-norm of this rank's own gradient; None leaves it as it is.
+        options: of the reducer, of which `loss_scale`, `on_nonfinite` and `clip_norm` matter here.
 
     Attributes:
-        get_scale: the function `loss_scale`; may be replaced between two steps.
+        get_scale: the function `options.loss_scale`; may be replaced between two steps.
         loss_scale: the present loss scale, 1 without one.
         scale: factor on the gradients before they are added: clipping, divided by the loss scale.
     """
 
-    def __init__(
-        self, loss_scale: Callable[[], float] | None, on_nonfinite: OnNonFinite, clip_norm: float | None
-    ) -> None:
-        clip_norm = check_overflow_options(on_nonfinite, clip_norm, loss_scale)
-        self.get_scale, self._on_nonfinite, self._clip_norm = loss_scale, on_nonfinite, clip_norm
+    def __init__(self, options: ReducerOptions) -> None:
+        self.get_scale = options.loss_scale
+        self._on_nonfinite, self._clip_norm = options.on_nonfinite, options.clip_norm
         self.scale = self.loss_scale = 1.0
 
     @property

@@ -25,14 +25,15 @@ from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Compressor, Entries, Update
 from lightning_sparse.context import Context, State
-from lightning_sparse.exchange import Exchange, Exchanged
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange import Exchanged as Exchanged
 from lightning_sparse.gradients import check_fits, check_one_device, check_tensor, write_
 from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.observer import Observer
 from lightning_sparse.options import OnNonFinite as OnNonFinite
-from lightning_sparse.options import check_partition, check_seed, check_warmup
+from lightning_sparse.options import ReducerOptions
 from lightning_sparse.overflow import GradientCheck
 from lightning_sparse.routing import DENSE, Routing
 from lightning_sparse.state import SegmentStates, check_header
@@ -89,6 +90,7 @@ class Reducer:
             and residuals of one are of no use for the other.
 
     Attributes:
+        options: as given, in one object.
         step: reductions done so far.
         skipped: steps that were left out because a gradient was not finite.
         layout: the partition of the parameters; None before `setup`.
@@ -117,14 +119,20 @@ class Reducer:
         exchanged: Exchanged = "gradient",
     ) -> None:
         self.method = resolve_method(method, None)
-        densities, self.density_warmup_steps = check_warmup(self.method, density_warmup, density_warmup_steps)
-        self.density_warmup = densities or ()
-        self.gradient_check = GradientCheck(loss_scale, on_nonfinite, clip_norm)
+        self.options = ReducerOptions(
+            granularity=granularity,
+            bucket_cap_mb=bucket_cap_mb,
+            density_warmup=density_warmup,
+            density_warmup_steps=density_warmup_steps,
+            seed=seed,
+            loss_scale=loss_scale,
+            on_nonfinite=on_nonfinite,
+            clip_norm=clip_norm,
+        )
+        self.options.check_method(self.method)
+        self.gradient_check = GradientCheck(self.options)
         self.method.aggregator.check_size(comm.size)
         self.comm = comm
-        self.seed = check_seed(seed)
-        self.granularity = granularity
-        self.bucket_cap_mb = check_partition(granularity, bucket_cap_mb)
         self.step = self.skipped = self.epoch = 0
         self.in_flight = False
         self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "keep", "exposed"), 0.0)
@@ -139,8 +147,9 @@ class Reducer:
     @property
     def density(self) -> float | None:
         """The density of the present step; None where the method has none."""
-        phase = self.epoch if self.density_warmup_steps is None else self.step // self.density_warmup_steps
-        return self.density_warmup[phase] if phase < len(self.density_warmup) else self.method.density
+        densities, steps = self.options.density_warmup or (), self.options.density_warmup_steps
+        phase = self.epoch if steps is None else self.step // steps
+        return densities[phase] if phase < len(densities) else self.method.density
 
     @property
     def states(self) -> list[State]:
@@ -163,8 +172,8 @@ class Reducer:
         check_one_device(params)
         self.layout = Layout.of(
             {name: tuple(param.shape) for name, param in params.items()},
-            self.granularity,
-            self.bucket_cap_mb,
+            self.options.granularity,
+            self.options.bucket_cap_mb,
             dtypes={name: param.dtype for name, param in params.items()},
             apart=apart or {},
         )
@@ -250,7 +259,7 @@ class Reducer:
             density=density,
             scale=self.gradient_check.scale,
             state=self.states[segment.index],
-            seed=self.seed,
+            seed=self.options.seed,
             rank=self.comm.rank,
             stats=None if aggregator.divides else compressor.block_stats(segment.numel, density),
             payout=None if payout is None or parts is DENSE else payout(),
@@ -268,7 +277,7 @@ class Reducer:
             observer.compensated(u, ctx)
         # Ranks are in sync if the segment's last exchange was by the same aggregator.
         in_sync = self._last.get(segment.index) is aggregator
-        equal = (self._settings, self.seed, self.step, density, segment.index, in_sync)
+        equal = (self._settings, self.options.seed, self.step, density, segment.index, in_sync)
         fingerprint = zlib.crc32(repr(equal).encode())
         kind = self.exchanged
         exchange = Exchange(self.comm, ctx, fingerprint, device=u.device, in_sync=in_sync, exchanged=kind)

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_sparse import Reducer, method
 from lightning_sparse.hooks.gradient_exchange import exchanges_after_backward
 from lightning_sparse.hooks.session import Session
+from lightning_sparse.options import ReducerOptions
 from tests.processes import run_ranks
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
 from tests.support.kernels import Echo
@@ -68,12 +69,8 @@ def test_every_density_is_rehearsed_with_aligned_gradients_and_with_others():
         assert second[1][0] != 0
         assert (first[2], second[2]) == ([], ["b"])  # reversed, as backward brings them
         assert (first[3], second[3]) == (0, 1)
-    assert (reducer.density_warmup, reducer.density_warmup_steps, reducer.epoch, reducer.step) == (
-        (1.0, 0.1),
-        None,
-        1,
-        0,
-    )
+    assert reducer.options == ReducerOptions(density_warmup=(1.0, 0.1), granularity="model")
+    assert (reducer.epoch, reducer.step) == (1, 0)
     assert reducer.comm.sent_bytes == 0
     assert not any(reducer.seconds.values())
     assert not reducer.states[0]["residual"].any()
@@ -141,7 +138,12 @@ def opened(rank: int) -> tuple[int, dict[str, Any]]:
     torch.cuda.Stream = stream
     limit = timedelta(seconds=20)
     session = Session(
-        lambda: PARAMS, method("topk"), group=dist.group.WORLD, device=torch.device("cuda"), timeout=limit
+        lambda: PARAMS,
+        method("topk"),
+        ReducerOptions(),
+        group=dist.group.WORLD,
+        device=torch.device("cuda"),
+        timeout=limit,
     )
     session.close()
     return seen["priority"], seen["options"]

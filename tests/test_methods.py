@@ -25,6 +25,7 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, Sparsifier, TopK
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.methods import resolve_updates
+from lightning_sparse.options import ReducerOptions
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT, REPRESENTATIVES
@@ -264,36 +265,34 @@ def test_options_reach_their_part(name, options, found):
 
 @pytest.mark.parametrize(("ranks", "density"), [(1, 0.003), (2, 0.003), (4, 0.003), (8, 0.00424), (16, 0.006)])
 def test_what_updates_send_where_nothing_is_said(ranks, density):
-    chosen, warmup, steps = resolve_updates("topk", None, None, ranks=ranks)
+    chosen, options = resolve_updates("topk", None, ranks=ranks)
     assert chosen.density == pytest.approx(density, rel=0.001)
     assert chosen.compressor.value_format == "int2"
-    assert warmup == pytest.approx([8 * density, 4 * density, 2 * density], rel=0.001)
-    assert steps == 15
+    assert options.density_warmup == pytest.approx([8 * density, 4 * density, 2 * density], rel=0.001)
+    assert options.density_warmup_steps == 15
 
 
 def test_what_is_said_about_updates_holds():
     """A density turns all defaults off; a warm-up, or a format of values, is taken in place of the default one."""
-    assert resolve_updates("topk", 0.01, None) == (method("topk", density=0.01), (), None)
-    assert resolve_updates("topk", 0.01, None, value_format="int4") == (
-        method("topk", density=0.01, value_format="int4"),
-        (),
-        None,
-    )
-    assert resolve_updates("topk", None, (0.1,), 5)[1:] == ((0.1,), 5)
-    assert resolve_updates("topk", None, ())[1:] == ((), None)
-    assert resolve_updates("gaussiank", None, None, value_format="int8")[0].compressor.value_format == "int8"
+    none = ReducerOptions(density_warmup=())
+    assert resolve_updates("topk", 0.01) == (method("topk", density=0.01), none)
+    rounded = method("topk", density=0.01, value_format="int4")
+    assert resolve_updates("topk", 0.01, value_format="int4") == (rounded, none)
+    for options in (ReducerOptions(density_warmup=(0.1,), density_warmup_steps=5, seed=3), none):
+        assert resolve_updates("topk", None, options)[1] == options
+    assert resolve_updates("gaussiank", None, value_format="int8")[0].compressor.value_format == "int8"
     own = method("topk")
-    assert resolve_updates(own, None, None) == (own, (), None)
+    assert resolve_updates(own, None) == (own, none)
     for name in ("sparseloco", "memsgd", "dgc", "int4", "powersgd", "dense"):  # a rule of its own, or no density
-        assert resolve_updates(name, None, None) == (method(name), (), None)
+        assert resolve_updates(name, None) == (method(name), none)
 
 
 @pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if "density" in spec.options])
 def test_every_sparse_method_has_a_default_for_updates(name):
-    chosen, warmup, _ = resolve_updates(name, None, None)
+    chosen, options = resolve_updates(name, None)
     if METHODS[name].update_rule is None:
         assert chosen.density == 0.003
-        assert len(warmup) == 3
+        assert len(options.density_warmup) == 3
         # ScaleCom and RandK add values up on the way.
         assert getattr(chosen.compressor, "value_format", None) == {"scalecom": "float32", "randk": "float32"}.get(
             name, "int2"

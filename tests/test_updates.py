@@ -21,6 +21,7 @@ from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.layout import Layout
 from lightning_sparse.methods import resolve_updates
 from lightning_sparse.momentum import ADAM_LIKE, SegmentMoments, moments_of
+from lightning_sparse.options import ReducerOptions
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.tiers import in_diagonals, tiers
@@ -97,14 +98,16 @@ def test_nothing_is_lost_of_rounded_updates(name, value_format, dtype):
 
 def test_a_checkpoint_of_the_earlier_default_resumes_and_the_other_way_round():
     """Density 0.01 in fp32, and two bits after a warm-up: residuals are the same tensors."""
-    new, warmup, steps = resolve_updates("topk", None, None)
-    ways = [("earlier", method("topk", density=0.01), (), None), ("default", new, warmup, steps)] * 2
+    ways = [
+        ("earlier", method("topk", density=0.01), ReducerOptions()),
+        ("default", *resolve_updates("topk", None)),
+    ] * 2
 
     def rank(comm: Comm) -> list[Tensor]:
         net, state, found = Net(shapes={"a": (100, 70), "b": (64,)}), None, []
         optim = ADAMW(net.parameters(), 0.01)
-        for _, chosen, densities, each in ways:
-            reducer = Reducer(chosen, comm, density_warmup=densities, density_warmup_steps=each, exchanged="update")
+        for _, chosen, options in ways:
+            reducer = Reducer(chosen, comm, exchanged="update", **vars(options))
             updates = DeltaExchange(reducer, net, [optim])
             if state is not None:
                 reducer.load_state_dict(state)

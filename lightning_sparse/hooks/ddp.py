@@ -8,6 +8,7 @@ attach(ddp, "gaussiank", density=0.001)
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method
-from lightning_sparse.options import OnNonFinite, check_warmup
+from lightning_sparse.options import OnNonFinite, ReducerOptions
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.updates.parameters import described
 
@@ -86,39 +87,35 @@ def attach(
                 f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "
                 f"optimizer, ...), or another method, such as 'topk'."
             )
-        density_warmup, density_warmup_steps = check_warmup(
-            method, density_warmup, density_warmup_steps, counts_epochs=False
+        reducer_options = ReducerOptions(
+            granularity=granularity,
+            density_warmup=density_warmup,
+            density_warmup_steps=density_warmup_steps,
+            seed=seed,
+            loss_scale=loss_scale,
+            on_nonfinite=on_nonfinite,
+            clip_norm=clip_norm,
         )
-    return exchange_gradients(
-        ddp,
-        method,
-        granularity=granularity,
-        seed=seed,
-        density_warmup=density_warmup,
-        density_warmup_steps=density_warmup_steps,
-        loss_scale=loss_scale,
-        on_nonfinite=on_nonfinite,
-        clip_norm=clip_norm,
-        timeout=timeout,
-    ).reducer
+        reducer_options.check_method(method, counts_epochs=False)
+    return exchange_gradients(ddp, method, reducer_options, timeout=timeout).reducer
 
 
 def exchange_gradients(
     ddp: DistributedDataParallel,
     method: Method,
+    options: ReducerOptions = ReducerOptions(),
     *,
     timeout: timedelta | None = None,
     from_rank_0: Mapping[str, Tensor] | None = None,
     optimizers: Sequence[Optimizer] = (),
-    **options: Any,
 ) -> GradientExchanger:
     """Do what `attach` does, and return the communication thread.
 
     Args:
         ddp, method, timeout: see `attach`.
+        options: of the reducer, but for the size of a bucket, which is DDP's.
         from_rank_0: tensors that become rank 0's, by name, where `ddp` was made with init_sync=False.
         optimizers: to compare the learning rates of.
-        options: of the reducer.
     """
     states = from_rank_0 or {}
 
@@ -129,12 +126,11 @@ def exchange_gradients(
     session = Session(
         parameters,
         method,
+        replace(options, bucket_cap_mb=ddp.bucket_bytes_cap / 2**20),
         group=ddp.process_group,  # need not be all the ranks
         device=ddp.device,
         timeout=timeout,
         settings=lambda: {"parameters and buffers": described(states)},
-        bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
-        **options,
     )
     session.reducer.takes_buckets(parameters())
     rates = Rates(session.comm, optimizers, ddp.device)

@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +31,8 @@ from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
 from lightning_sparse.comm.process_group import call_in_thread, has_ended
 from lightning_sparse.comm.store import StoreSilent
 from lightning_sparse.methods import Method
-from lightning_sparse.options import check_timeout
-from lightning_sparse.reducer import Reducer, error_message
+from lightning_sparse.options import ReducerOptions, check_optional
+from lightning_sparse.reducer import Exchanged, Reducer, error_message
 
 log = logging.getLogger(__name__)
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
@@ -96,12 +97,13 @@ class Session:
         parameters: returns the parameters to exchange gradients of, by name, in registration order; an error in it
             reaches the other ranks too.
         method: the compression method.
+        options: of the `Reducer`.
         group: whose ranks take part; the session makes a process group of its own for them.
         device: where the parameters are.
         timeout: time to wait for other ranks; None takes the group's.
         apart: returns numbers of parameters by name; see `Layout.of`.
         settings: returns what else has to be equal on all ranks, see `Handshake.agree`.
-        options: of the `Reducer`.
+        exchanged: what the reducer is given: each rank's "gradient", or the "update" of its optimizer.
 
     Attributes:
         reducer: compresses and exchanges; its state is what a checkpoint needs.
@@ -119,13 +121,14 @@ class Session:
         self,
         parameters: Callable[[], Mapping[str, Tensor]],
         method: Method,
+        options: ReducerOptions,
         *,
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: timedelta | None = None,
         apart: Callable[[], Mapping[str, int]] = dict,
         settings: Callable[[], Mapping[str, Any]] = dict,
-        **options: Any,
+        exchanged: Exchanged = "gradient",
     ) -> None:
         self._pid = os.getpid()
         self._parent = group
@@ -139,15 +142,16 @@ class Session:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.comm = ProcessGroupComm(group)
         with told_to_others(group):
-            timeout = check_timeout(timeout) or group_timeout(group, device)
+            timeout = check_optional("timeout", timeout) or group_timeout(group, device)
             params = parameters()
-            self.reducer = Reducer(method, self.comm, **options)
+            self.reducer = Reducer(method, self.comm, exchanged=exchanged, **vars(options))
             self.reducer.setup(params, apart())
             others = settings()
         name = _handshake(self.comm, timeout).agree(
             {
                 "method": repr(method),
-                **{name: "given" if callable(value) else repr(value) for name, value in options.items()},
+                "exchanged": repr(exchanged),
+                **options.settings(),
                 "model": [
                     f"{name}{list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
                     for name, param in params.items()
@@ -210,11 +214,12 @@ class Session:
     def _rehearse(self, params: Mapping[str, Tensor]) -> None:
         reducer = self.reducer
         assert reducer.layout is not None
-        schedule = reducer.density_warmup, reducer.density_warmup_steps, reducer.epoch
-        densities = dict.fromkeys((*reducer.density_warmup, reducer.method.density))
+        options, epoch, reducer.epoch = reducer.options, reducer.epoch, 0
+        densities = dict.fromkeys((*(options.density_warmup or ()), reducer.method.density))
         try:
             for density in densities:
-                reducer.density_warmup, reducer.density_warmup_steps, reducer.epoch = (density,), None, 0  # type: ignore[assignment]
+                only = () if density is None else (density,)
+                reducer.options = replace(options, density_warmup=only, density_warmup_steps=None)
                 for shift in (0, 1):
                     if reducer.gradient_check.needs_all_gradients:
                         ones = {name: param.new_zeros(1) for name, param in params.items()}
@@ -227,7 +232,7 @@ class Session:
                 reducer.raise_deferred()
                 reducer.reset()
         finally:
-            reducer.density_warmup, reducer.density_warmup_steps, reducer.epoch = schedule
+            reducer.options, reducer.epoch = options, epoch
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that training has failed on this one.

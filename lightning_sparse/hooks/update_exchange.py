@@ -32,7 +32,7 @@ from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.methods import UPDATE_DENSITY, Method
-from lightning_sparse.options import Overlap
+from lightning_sparse.options import Overlap, ReducerOptions
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
@@ -82,6 +82,7 @@ class UpdateExchanger:
         model: the model; its weights become rank 0's.
         optimizers: the optimizers; each parameter belongs to one of them at most.
         method: the compression method.
+        options: of the `Reducer`.
         local_steps: number of steps of an optimizer before each exchange; None keeps the method's own.
         overlap: with "next_step" an exchange ends with the next one, see `UpdateRule`.
         broadcast_buffers: whether buffers become rank 0's, now and after each exchange, as DistributedDataParallel
@@ -89,7 +90,6 @@ class UpdateExchanger:
         forward_sync_buffers: unless None, buffers become rank 0's now, and this says whether after each exchange too.
         group: the process group whose ranks take part; None is the default one.
         timeout: time to wait for other ranks; None takes the group's.
-        options: of the `Reducer`.
 
     Attributes:
         optimizers: as given.
@@ -102,6 +102,7 @@ class UpdateExchanger:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         method: Method,
+        options: ReducerOptions = ReducerOptions(),
         *,
         local_steps: int | None = None,
         overlap: Overlap = "none",
@@ -109,7 +110,6 @@ class UpdateExchanger:
         forward_sync_buffers: bool | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-        **options: Any,
     ) -> None:
         with told_to_others(group):
             is_default_rule = method.update_rule is None
@@ -127,13 +127,13 @@ class UpdateExchanger:
         self._session = session = Session(
             parameters,
             method,
+            options,
             group=dist.group.WORLD if group is None else group,  # type: ignore[arg-type]
             device=next(model.parameters()).device,
             timeout=timeout,
             apart=lambda: exchanged_parameters(model, optimizers)[2],
             settings=lambda: others_settings(model, optimizers, buffers.at_start.items()),
             exchanged="update",
-            **options,
         )
         self._rates = Rates(session.comm, optimizers, session.device)
         self._others = OtherSteps(optimizers, model)

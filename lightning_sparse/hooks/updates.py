@@ -28,7 +28,7 @@ from lightning_sparse.hooks.session import told_to_others
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method, resolve_updates
-from lightning_sparse.options import Overlap, check, check_warmup, listed
+from lightning_sparse.options import Overlap, ReducerOptions, check, listed
 from lightning_sparse.reducer import Reducer
 
 log = logging.getLogger(__name__)
@@ -106,11 +106,16 @@ def attach_updates(
                 "overlap out, set overlap='next_step', or train with SparseDDPStrategy."
             )
         method_options("attach_updates", inspect.signature(attach_updates).parameters, method, options)
-        schedule = check_warmup(resolve_method(method, density, **options), density_warmup, density_warmup_steps, False)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        method, density_warmup, density_warmup_steps = resolve_updates(
-            method, density, *schedule, ranks=ranks, **options
+        reducer_options = ReducerOptions(
+            granularity=granularity,
+            bucket_cap_mb=bucket_cap_mb,
+            density_warmup=density_warmup,
+            density_warmup_steps=density_warmup_steps,
+            seed=seed,
         )
+        reducer_options.check_method(resolve_method(method, density, **options), counts_epochs=False)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        method, reducer_options = resolve_updates(method, density, reducer_options, ranks=ranks, **options)
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
     if (earlier := attached(model)) is not None:
@@ -119,14 +124,10 @@ def attach_updates(
         model,
         optimizers,
         method,
+        reducer_options,
         local_steps=local_steps,
         overlap=overlap,
         timeout=timeout,
-        granularity=granularity,
-        bucket_cap_mb=bucket_cap_mb,
-        seed=seed,
-        density_warmup=density_warmup,
-        density_warmup_steps=density_warmup_steps,
     )
     if exchange.comm.rank == 0:
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")

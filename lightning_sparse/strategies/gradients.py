@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.hooks import GradientExchanger, exchange_gradients
 from lightning_sparse.methods import Method
+from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies.checkpointing import Checkpointing
 from lightning_sparse.strategies.fit_checks import several_evaluations
 
@@ -23,7 +25,7 @@ class GradientExchange(Checkpointing):
 
     _method: Method
     _compresses: bool
-    _options: dict[str, Any]
+    _options: ReducerOptions
     _syncs = True  # whether weights become rank 0's as training starts
 
     def __init__(self, **kwargs: Any) -> None:
@@ -58,11 +60,10 @@ class GradientExchange(Checkpointing):
         self._exchange = exchange_gradients(
             self.model,  # type: ignore[arg-type]
             self._method,
+            replace(self._options, loss_scale=scaler and scaler.get_scale),
             timeout=self._timeout,
-            loss_scale=scaler and scaler.get_scale,
             from_rank_0=self._from_rank_0(),
             optimizers=self.optimizers,
-            **self._options,
         )
 
     @property
@@ -133,7 +134,7 @@ class GradientExchange(Checkpointing):
             return closure()
 
         safe: Callable[[], Any] = once
-        if self._options["on_nonfinite"] == "skip" and not self._lightnings_scaler and not self._own_scaler:
+        if self._options.on_nonfinite == "skip" and not self._lightnings_scaler and not self._own_scaler:
             safe = functools.partial(_without_nonfinite, optimizer, once)
         return super().optimizer_step(optimizer, safe, model, **kwargs)
 

@@ -26,12 +26,9 @@ from lightning_sparse.options import (
     Granularity,
     OnNonFinite,
     Overlap,
+    ReducerOptions,
     check,
-    check_overflow_options,
-    check_partition,
-    check_seed,
-    check_timeout,
-    check_warmup,
+    check_optional,
 )
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.fit_checks import (
@@ -138,7 +135,7 @@ class SparseDDP(UpdateOrGradientExchange):
         makers = [DistributedDataParallel, *(cls for cls in type(self).__mro__ if "__init__" in vars(cls))]
         known = {name for cls in makers for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
         own = {name: kwargs.pop(name) for name in method_options(type(self).__name__, known, method, kwargs)}
-        check_timeout(kwargs.get("timeout"))
+        check_optional("timeout", kwargs.get("timeout"))
         self._launched = kwargs.get("start_method", "popen") != "popen"
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
@@ -158,24 +155,25 @@ class SparseDDP(UpdateOrGradientExchange):
         ours = ddp_options(self)
         for option in UNSUPPORTED:  # which not every version of torch has
             ours.pop(option, None)
-        ours["bucket_cap_mb"] = check_partition(granularity, ours["bucket_cap_mb"])
         self._method = resolve_method(method, density, **own)
         self._given = method, density, own
         self._compresses = not isinstance(self._method.compressor, Identity)
         self._hierarchical = check("hierarchical", hierarchical)
         if hierarchical:
             self._on_two_levels()
-        density_warmup, density_warmup_steps = check_warmup(self._method, density_warmup, density_warmup_steps)
-        self._options: dict[str, Any] = {
-            "granularity": granularity,
-            "density_warmup": density_warmup,
-            "density_warmup_steps": density_warmup_steps,
-            "seed": check_seed(seed),
-            "on_nonfinite": on_nonfinite,
-            "clip_norm": check_overflow_options(on_nonfinite, clip_norm),
-        }
+        self._options = ReducerOptions(
+            granularity=granularity,
+            bucket_cap_mb=ours["bucket_cap_mb"],
+            density_warmup=density_warmup,
+            density_warmup_steps=density_warmup_steps,
+            seed=seed,
+            on_nonfinite=on_nonfinite,
+            clip_norm=clip_norm,
+        )
+        self._options.check_method(self._method)
+        ours["bucket_cap_mb"] = self._options.bucket_cap_mb  # a number of Python's
         self._exchanged, self._overlap = check("exchange", exchange), check("overlap", overlap)
-        self._local_steps = None if local_steps is None else check("local_steps", local_steps)
+        self._local_steps = check_optional("local_steps", local_steps)
         if exchange == "gradient" and self._method.update_rule is not None:
             raise ValueError(
                 f"exchange='gradient' with {self._method}: it is made to exchange updates. Leave exchange out, or take "

@@ -18,9 +18,10 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
     assert reducer.layout is not None
     method, ranks, segments = reducer.method, reducer.comm.size, len(reducer.layout.segments)
     text = f"{method} on {ranks} rank{'s' if ranks > 1 else ''}"
-    if reducer.density_warmup:
-        each = "an epoch" if reducer.density_warmup_steps is None else f"{reducer.density_warmup_steps} steps"
-        densities = ", ".join(f"{density:g}" for density in reducer.density_warmup)
+    if warmup := reducer.options.density_warmup:
+        steps = reducer.options.density_warmup_steps
+        each = "an epoch" if steps is None else f"{steps} steps"
+        densities = ", ".join(f"{density:g}" for density in warmup)
         text += f", after a warm-up at density {densities}, {each} each"
     text += f"; {reducer.layout.numel:,} parameters in {segments} segment{'s' if segments > 1 else ''}"
     dense_segments = reducer.routing.dense_segments(method.density)

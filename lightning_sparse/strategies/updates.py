@@ -36,7 +36,7 @@ class UpdateOrGradientExchange(GradientExchange):
     _obstacle = _note = ""
 
     def _begin_updates(self) -> None:
-        clip_norm = self._options["clip_norm"]
+        clip_norm = self._options.clip_norm
         if clip_norm is not None and self._lightnings_scaler is not None:
             raise ValueError(
                 f"clip_norm={clip_norm:g} with updates and precision='16-mixed': set gradient_clip_val of the Trainer "
@@ -44,26 +44,24 @@ class UpdateOrGradientExchange(GradientExchange):
             )
         assert isinstance(self.model, torch.nn.Module)
         ddp = ddp_options(self)
-        options = {key: value for key, value in self._options.items() if key not in ("on_nonfinite", "clip_norm")}
         (given, density, own), two_level = self._given, self._method.aggregator
         senders = self.world_size // two_level.ranks_per_node if isinstance(two_level, TwoLevel) else self.world_size
-        method, options["density_warmup"], options["density_warmup_steps"] = resolve_updates(
-            given, density, options["density_warmup"], options["density_warmup_steps"], ranks=senders, **own
-        )
+        # Each rank's own gradient is looked at in its step, see `_checked`.
+        options = replace(self._options, on_nonfinite="raise", clip_norm=None)
+        method, options = resolve_updates(given, density, options, ranks=senders, **own)
         if isinstance(two_level, TwoLevel):
             method = replace(method, aggregator=two_level)
         self._exchange = UpdateExchanger(
             self.model,
             self.optimizers,
             method,
+            options,
             local_steps=self._local_steps,
             overlap=self._overlap,
             # None, torch's own default, is True; from a configuration file all defaults come by name.
             broadcast_buffers=ddp.get("broadcast_buffers") is not False,
             forward_sync_buffers=ddp.get("forward_sync_buffers"),
             timeout=self._timeout,
-            bucket_cap_mb=ddp["bucket_cap_mb"],
-            **options,
         )
         self._obstacle = self._find_obstacle(self._exchange)
         when = f"after backward: {self._obstacle}" if self._obstacle else "within backward"
@@ -85,8 +83,8 @@ class UpdateOrGradientExchange(GradientExchange):
             (not module.automatic_optimization, "optimization is manual"),
             (self._lightnings_scaler is not None, "the gradient scaler looks at all gradients"),
             (trainer.gradient_clip_val, "gradient_clip_val needs all gradients"),
-            (self._options["clip_norm"] is not None, "clip_norm needs all gradients"),
-            (self._options["on_nonfinite"] == "skip", "on_nonfinite='skip' needs all gradients"),
+            (self._options.clip_norm is not None, "clip_norm needs all gradients"),
+            (self._options.on_nonfinite == "skip", "on_nonfinite='skip' needs all gradients"),
             (self.root_device.type == "cuda" and has_collectives(module), "backward has collectives of its own"),
         ]
         for owner, base, names in owners:
@@ -198,7 +196,7 @@ class UpdateOrGradientExchange(GradientExchange):
 
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure after which this rank's own gradient is clipped, or left out if it is not finite."""
-        clip_norm, skips = self._options["clip_norm"], self._options["on_nonfinite"] == "skip"
+        clip_norm, skips = self._options.clip_norm, self._options.on_nonfinite == "skip"
         if clip_norm is None and (not skips or self._lightnings_scaler):
             return closure
 

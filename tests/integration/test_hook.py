@@ -22,6 +22,7 @@ from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
 from lightning_sparse.hooks import GradientExchanger
 from lightning_sparse.hooks.ddp import exchange_gradients, trainable_parameters
 from lightning_sparse.hooks.session import Session
+from lightning_sparse.options import ReducerOptions
 from tests.integration.trainers import Messages
 from tests.processes import run_ranks
 from tests.support.representatives import REPRESENTATIVES, small
@@ -105,7 +106,7 @@ def by_hook(rank: int, name: str | None, density: float, granularity: str, optio
     ddp = DistributedDataParallel(net, **options)
     if name is not None:
         if rehearsal:
-            thread = exchange_gradients(ddp, make(name, density), granularity=granularity)
+            thread = exchange_gradients(ddp, make(name, density), ReducerOptions(granularity=granularity))
             thread._session.dry_run(trainable_parameters(ddp))
             reducer = thread.reducer
             assert (reducer.step, reducer.comm.sent_bytes, reducer.comm.seconds) == (0, 0, 0.0)

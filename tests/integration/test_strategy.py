@@ -230,7 +230,7 @@ def test_options_may_be_none_where_the_docs_say_none_and_refused_ones_may_be_emp
     strategy = SparseDDPStrategy(
         "topk", density_warmup=None, density_warmup_steps=None, clip_norm=None, local_steps=None, **nothing
     )
-    assert strategy._options["density_warmup"] is None
+    assert strategy._options.density_warmup is None
     assert not {*nothing} & {*ddp_options(strategy)}
 
 

@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_sparse.contrib.options import check
-from lightning_sparse.options import check_seed
 
 
 def deterministic_allocation(workers: int, byzantine: int) -> Tensor:
@@ -89,7 +88,7 @@ def bernoulli_allocation(workers: int, probability: float, seed: int = 0) -> Ten
     """
     n = check("workers", workers, "bernoulli_allocation")
     p = check("probability", probability, "bernoulli_allocation")
-    generator = torch.Generator().manual_seed(check_seed(seed))
+    generator = torch.Generator().manual_seed(check("seed", seed, ""))
     allocation: Tensor = torch.rand(n, n, generator=generator, device="cpu") < p
     allocation.diagonal().logical_or_(~allocation.any(1) | ~allocation.any(0))
     return allocation
@@ -127,7 +126,7 @@ class PartSampler(DistributedSampler[Any]):
                 f"PartSampler(allocation of shape {tuple(allocation.shape)}, {allocation.dtype}): it must be a square "
                 f"matrix of bool, with a part for each worker, such as deterministic_allocation(9, 2)."
             )
-        super().__init__(dataset, None if rank is None else n, rank, seed=check_seed(seed))
+        super().__init__(dataset, None if rank is None else n, rank, seed=check("seed", seed, ""))
         if self.num_replicas != n:
             raise ValueError(f"PartSampler(allocation for {n} workers): there are {self.num_replicas} ranks.")
         self.part_size: int = check("part_size", part_size, "PartSampler")
