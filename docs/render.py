@@ -38,8 +38,8 @@ from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
-from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
-from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
+from lightning_sparse.contrib.majority_vote import MajorityVote  # noqa: E402
+from lightning_sparse.contrib.order_statistics import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
 from reproductions import FINDINGS, memsgd  # noqa: E402
 from reproductions.command import finding  # noqa: E402
@@ -889,7 +889,7 @@ def costs() -> str:
         buffers = sum(spec.per != "segment" for part in parts for spec in part.state)
         # Where updates are exchanged, the weights before the steps.
         needs = [f"{4 * (buffers + (chosen.update_rule is not None))} bytes"]
-        needs += [f"{chosen.every} steps"] * (chosen.every > 1)
+        needs += [f"{chosen.local_steps} steps"] * (chosen.local_steps > 1)
         needs += ["a rate of its own"] * isinstance(spec.aggregator, MajorityVote)
         guarantees = ["a mean" if spec.aggregator.averages else RESULTS[type(spec.aggregator)]]
         guarantees += ["nothing lost"] * spec.traits.conserves

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.aggregators import AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, TwoPass
+from lightning_sparse.aggregators import AllReduceMean, GlobalTopK, Mean, OkTopK, TwoLevel, TwoPass
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
-from lightning_sparse.compressors.scaled_sign import ScaledSign
+from lightning_sparse.contrib.scalecom import ScaleCom
+from lightning_sparse.contrib.scaled_sign import ScaledSign
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT
@@ -212,7 +213,7 @@ def test_bad_input():
         TwoLevel(ranks_per_node=0)
     with pytest.raises(ValueError, match=r"two levels"):
         TwoLevel(TwoLevel())
-    with pytest.raises(ValueError, match=r"AllReduceMean.* cannot aggregate what TopK.*Leave two_level out"):
+    with pytest.raises(ValueError, match=r"AllReduceMean.* cannot aggregate what TopK.*Leave hierarchical out"):
         two_level(AllReduceMean())
     with pytest.raises(ValueError, match=r"ranks_per_node=2\) among 3 ranks: .* multiple"):
         simulate(3, lambda comm: Reducer(two_level(), comm))
