@@ -112,7 +112,7 @@ def headline(figure: Any, finding: str, task: str) -> None:
     under = 1 - (0.07 + 0.19 * len(lines)) / inches
     figure.text(0.008, under, "\n".join(below), fontsize=9, color=MUTED, va="top", linespacing=1.25)
     for _ in range(2):  # the second time with the layout that the first one has led to
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         for panel in figure.axes:
             if labels := [text for text in panel.texts if text.get_gid() == END]:
                 spread(panel, labels)
@@ -180,7 +180,7 @@ def bars(
 
 def problems(figure: Any) -> list[str]:
     """Return why a figure cannot be read: texts that are too small, leave it or cover each other, too many lines."""
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     wrong = []
     scale = min(1.0, WIDTH / figure.get_figwidth())
     boxes = []
