@@ -1,10 +1,11 @@
-"""Fill the tables in README and docs/ from the CSV files that the benchmarks have written, and from `METHODS`.
+"""Make all tables and figures of README and docs/ from the CSV files of the benchmarks, and from `METHODS`.
 
-    python docs/render.py          # write the tables
-    python docs/render.py --check  # write nothing; fail if a page is out of date
+    python docs/render.py           # write the tables, and draw the figures: a minute
+    python docs/render.py --tables  # write the tables only
+    python docs/render.py --check   # write nothing; fail if a page or a figure is out of date
 
 A page says where a table goes, `<!-- table: name -->` and `<!-- end -->`, each on a line of its own; `TABLES` says how
-to make it. So no number of a table is typed.
+to make it. So no number of a table is typed. A figure is drawn by its benchmark, which computes the title, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import lightning_sparse  # noqa: E402
+from benchmarks import comparison as comparisons  # noqa: E402
+from benchmarks import frontier as frontiers  # noqa: E402
+from benchmarks import language as languages  # noqa: E402
+from benchmarks import map as maps  # noqa: E402
+from benchmarks import network as networks  # noqa: E402
+from benchmarks import scaling as scalings  # noqa: E402
+from benchmarks import selection as selections  # noqa: E402
+from benchmarks import updates as variants  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
 from benchmarks.harness.baselines import RANK  # noqa: E402
 from benchmarks.harness.table import load  # noqa: E402
@@ -999,6 +1008,7 @@ def layer_wise() -> str:
     return table(["", "published", "points of accuracy here", "loss here, layer / model"], rows)
 
 
+DRAWING = (comparisons, frontiers, languages, maps, networks, scalings, variants)
 TABLES: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "frontier": frontier,
@@ -1055,17 +1065,30 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+FIGURES = [
+    *(figure for part in DRAWING for figure in part.FIGURES),
+    *(figure for figure in selections.figures() if figure.name == "selection_cpu"),
+    *(finding(name).figure for name in FINDINGS),
+]
+"""All figures of the pages, in benchmarks/results/."""
+
+
 def filled(text: str) -> str:
     """Return a page with its tables as the CSV files and `METHODS` have them."""
     return BLOCK.sub(lambda block: block[1] + TABLES[block[2]]() + block[3], text)
 
 
 def main() -> None:
-    """Write the pages, or check them."""
+    """Write the pages and figures, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
-    check = parser.parse_args().check
-    stale = []
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page or a figure is out of date")
+    parser.add_argument("--tables", action="store_true", help="leave the figures as they are")
+    args = parser.parse_args()
+    check = args.check
+    results = ROOT / "benchmarks" / "results"
+    stale = [f"benchmarks/results/{figure.name}.png" for figure in FIGURES if not figure.is_current(results)]
+    for figure in [] if check or args.tables else FIGURES:
+        figure.write(results, strict=True)
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text()
         if (new := filled(text)) != text:
