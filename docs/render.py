@@ -37,7 +37,7 @@ from reproductions.command import finding  # noqa: E402
 from reproductions.digits import best_rates  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"[-+−–\d.,%/ ]*|not in \d+")
+NUMBER = re.compile(r"[-+−–↓↑\d.,%/ ]*|not in \d+")
 NAMES = {
     "none": "no communication",
     "idle_hook": "DDP with a hook that does nothing",
@@ -143,6 +143,36 @@ LAYER_WISE = {
     "efsignsgd": "",
 }
 """Dutta et al. 2020: layer by layer, against the whole model at once."""
+CLAIMS = {
+    "topk": "no loss at density 0.01",
+    "gaussiank": "as good as TopK, cheaper to select",
+    "sidco": "as good as TopK, cheaper to select",
+    "mstopk": "as good as TopK, cheaper to select",
+    "chunktopk": "as good as TopK",
+    "gtopk": "as good as TopK",
+    "oktopk": "as good as dense",
+    "scalecom": "as good as dense",
+    "doublesqueeze": "the second compression costs nothing",
+    "randk": "converges, up to d/k times slower",
+    "int8": "as good as dense, without tuning",
+    "int4": "as good as dense, without tuning",
+    "qsgd": "as good as SGD",
+    "terngrad": "less than 2 points of accuracy lost",
+    "onebit": "no loss, with error feedback",
+    "efsignsgd": "as good as SGD",
+    "signsgd": "as good as SGD, or faster",
+    "signum": "better than signSGD",
+    "powersgd": "as good as SGD",
+    "memsgd": "as good as SGD",
+    "dgc": "no loss at density 0.001, with a warm-up",
+    "local_sgd": "as good as SGD, with fewer exchanges",
+    "diloco": "as good as dense, with 1/500 of the exchanges",
+    "sparseloco": "as good as DiLoCo, with 1 to 3 % of its bytes",
+}
+"""What the paper of each method claims."""
+HEADINGS = {"digits_sgd": "digits, SGD", "gpt_adamw": "GPT, AdamW", "gpt_sgd": "GPT, SGD"}
+FEW_BYTES = 0.02
+"""`comparison-fast` lists the methods that send at most this share of dense training's bytes."""
 
 
 def read(name: str) -> pd.DataFrame:
@@ -591,10 +621,50 @@ def comparison(task: str) -> str:
         seconds = [times[rate, run.contestant] * STEPS / 1e3 for rate in ("1gbit", "100mbit")]
         ends = "diverged" if math.isinf(run.loss) else f"{run.loss:.3f} ({run.low:.3f} to {run.high:.3f})"
         accuracy = "" if math.isinf(run.loss) else f"{run.accuracy:.1f} %"
-        cells = [f"{run.lr:g}", ends, accuracy, digits(run.sent_bytes / 1e6), *(digits(s) for s in seconds)]
+        end = {TASKS[task].rates[0]: "↓ ", TASKS[task].rates[-1]: "↑ "}.get(run.lr, "")
+        cells = [f"{end}{run.lr:g}", ends, accuracy, digits(run.sent_bytes / 1e6), *(digits(s) for s in seconds)]
         rows.append([run.contestant, *cells])
     heads = ["", "rate", "loss", "accuracy", "MB sent", "s, 1 Gbit/s", "s, 100 Mbit/s"]
     return table(heads, rows)
+
+
+def comparison_fast() -> str:
+    """Tasks to the methods that end at dense training's loss or below, with few of its bytes, and their seconds."""
+    rows = []
+    for task, heading in HEADINGS.items():
+        found = finals(read(f"comparison_{task}")).set_index("contestant")
+        dense = found.loc["dense"]
+        few = found[(found.loss <= dense.loss) & (found.sent_bytes <= FEW_BYTES * dense.sent_bytes)]
+        times = read("comparison_seconds").query("task == @task").set_index(["rate", "contestant"])["median_ms"]
+        cells = []
+        for rate in ("100mbit", "1gbit"):
+            seconds = [digits(times[rate, name] * STEPS / 1e3) for name in few.index]
+            span = f"{min(seconds, key=float)} to {max(seconds, key=float)}"
+            cells += [digits(times[rate, "dense"] * STEPS / 1e3), span]
+        rows.append([heading, ", ".join(f"`{name}`" for name in few.sort_values("loss").index), *cells])
+    links = ("100 Mbit/s", "1 Gbit/s")
+    heads = [f"s, {link}: {which}" for link in links for which in ("dense", "these methods")]
+    return table(["task", "methods", *heads], rows)
+
+
+def comparison_claims() -> str:
+    """Each method's claim, and by how much its mean loss on each task differs from dense training's."""
+    losses = {task: finals(read(f"comparison_{task}")).set_index("contestant")["loss"] for task in HEADINGS}
+
+    def difference(task: str, name: str) -> str:
+        if name not in losses[task]:
+            return ""
+        value = round(losses[task][name] - losses[task]["dense"], 2)
+        return f"{value:+.2f}".replace("-", "−") if value else "0.00"
+
+    def row(name: str, kind: str) -> list[str]:
+        differences = [difference(task, name + kind) for task in HEADINGS]
+        return [f"`{name}`{kind}", "" if kind else CLAIMS[name], *differences]
+
+    present = {name for found in losses.values() for name in found.index}
+    kinds = [(name, kind) for name in CLAIMS for kind in ("", " gradients", " updates") if name + kind in present]
+    rows = [row(*both) for both in kinds]
+    return table(["method", "the paper's claim", *HEADINGS.values()], rows)
 
 
 def updates() -> str:
@@ -1027,6 +1097,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "language-large": language_large,
     "within-backward": within_backward,
     **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
+    "comparison-fast": comparison_fast,
+    "comparison-claims": comparison_claims,
     "updates": updates,
     "optimizers": optimizers,
     "updates-by-ranks": updates_by_ranks,
