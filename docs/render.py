@@ -774,6 +774,29 @@ def selection() -> str:
     )
 
 
+def soak() -> str:
+    """Each long training with kills: the largest error, how fast the others ended, and how memory grows."""
+    rows = []
+    for kind, name in {"gradients": "soak", "updates": "soak_updates", "updates, delayed": "soak_delayed"}.items():
+        runs = read(name)
+        killed = runs[runs.outcome != "done"]
+        last = runs[(runs.life == runs.life.max()) & (runs.fit > 3)]
+        growth = max(memory.iloc[-1] - memory.iloc[0] for _, memory in last.groupby("rank")["memory_mb"])
+        share = (runs.error / runs.error_bound).max()
+        cells = [f"{runs.last_step.max():,}", str(killed.life.nunique()), f"{killed.seconds_to_end.max():.1f}"]
+        rows.append([kind, *cells, f"{runs.error.max():.1e}", f"{share:.1%}".replace("%", " %"), f"{growth:.1f}"])
+    heads = [
+        "exchange",
+        "steps",
+        "kills",
+        "s until the others ended",
+        "largest error",
+        "of the rounding bound",
+        "memory growth, MB",
+    ]
+    return table(heads, rows)
+
+
 def callbacks() -> str:
     """Milliseconds that callbacks add to a step that logs."""
     runs = read("callbacks").query("step == 'logs'")
@@ -1104,6 +1127,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "updates-by-ranks": updates_by_ranks,
     "volume": volume,
     "selection": selection,
+    "soak": soak,
     "callbacks": callbacks,
     "clients": clients,
     "launches": launches,
