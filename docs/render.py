@@ -780,7 +780,7 @@ def soak() -> str:
     for kind, name in {"gradients": "soak", "updates": "soak_updates", "updates, delayed": "soak_delayed"}.items():
         runs = read(name)
         killed = runs[runs.outcome != "done"]
-        last = runs[(runs.life == runs.life.max()) & (runs.fit > 3)]
+        last = runs[(runs.life == runs.life.max()) & (runs.fit >= 3)]
         growth = max(memory.iloc[-1] - memory.iloc[0] for _, memory in last.groupby("rank")["memory_mb"])
         share = (runs.error / runs.error_bound).max()
         cells = [f"{runs.last_step.max():,}", str(killed.life.nunique()), f"{killed.seconds_to_end.max():.1f}"]

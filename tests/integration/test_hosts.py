@@ -54,7 +54,7 @@ SCRIPT = """
 @exhaustive
 @pytest.mark.skipif(REASON is not None, reason=f"no hosts to be had here: {REASON}")
 @pytest.mark.reliability(
-    "torchrun over two hosts with addresses of their own, two ranks each",
+    "torchrun over two hosts with separate addresses, two ranks each",
     checked="trains the digits; equal weights on all four ranks; the counted bytes crossed the wire",
     methods=["topk"],
 )
