@@ -28,6 +28,7 @@ from benchmarks.harness.baselines import RANK  # noqa: E402
 from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
+from benchmarks.scaling import FITTED_TO  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
@@ -143,6 +144,14 @@ LAYER_WISE = {
     "efsignsgd": "",
 }
 """Dutta et al. 2020: layer by layer, against the whole model at once."""
+MODEL_NAMES = {
+    "resnet20": "ResNet-20",
+    "vgg16": "VGG-16",
+    "resnet50": "ResNet-50",
+    "alexnet": "AlexNet",
+    "lstm_ptb": "LSTM-PTB",
+    "gpt2": "GPT-2 small",
+}
 CLAIMS = {
     "topk": "no loss at density 0.01",
     "gaussiank": "as good as TopK, cheaper to select",
@@ -317,14 +326,15 @@ def _rate_and_steps(runs: pd.DataFrame, name: str, workload: str) -> str:
 
 def scaling() -> str:
     """Scaling efficiency of published models, 4 workers and 32."""
-    models = {
-        "resnet20": "ResNet-20, 0.27 M, 146 ms",
-        "vgg16": "VGG-16, 14.7 M, 140 ms",
-        "resnet50": "ResNet-50, 25.6 M, 4.88 s",
-        "alexnet": "AlexNet, 61 M, 257 ms",
-        "lstm_ptb": "LSTM-PTB, 66 M, 118 ms",
-        "gpt2": "GPT-2 small, 124 M, 250 ms",
+    sizes = {
+        "resnet20": "0.27 M, 146 ms",
+        "vgg16": "14.7 M, 140 ms",
+        "resnet50": "25.6 M, 4.88 s",
+        "alexnet": "61 M, 257 ms",
+        "lstm_ptb": "66 M, 118 ms",
+        "gpt2": "124 M, 250 ms",
     }
+    models = {model: f"{name}, {sizes[model]}" for model, name in MODEL_NAMES.items()}
     found = read("scaling").set_index(["model", "method", "workers"])
     rows = []
     for model, label in models.items():
@@ -337,9 +347,35 @@ def scaling() -> str:
     return table(["", "dense `ddp`, 4 / 32", *OURS, "published at 32: dense, TopK, gTopK"], rows)
 
 
-def accuracy() -> str:
-    """Digits: accuracy after four epochs, beside dense training with the same seeds."""
-    runs = read("convergence").query("epochs == 4").copy()
+def scaling_gains() -> str:
+    """How many times faster gTopK is with 32 workers than TopK and than dense training."""
+    found = read("scaling").set_index(["model", "method", "workers"])
+
+    def gain(column: str, model: str, other: str) -> str:
+        value = float(found[column][model, "gtopk", 32]) / float(found[column][model, other, 32])
+        return "" if math.isnan(value) else f"{value:.1f}"
+
+    rows = [
+        [name, gain("efficiency", model, "topk"), gain("published", model, "topk"), gain("efficiency", model, "ddp")]
+        for model, name in MODEL_NAMES.items()
+    ]
+    return table(["32 workers", "gTopK over TopK", "published", "gTopK over dense"], rows)
+
+
+def scaling_error() -> str:
+    """By how much the cost model is off on the measured cases to which it was not fitted."""
+    found = read("scaling").query("source == 'measured'")
+    fitted = [case in FITTED_TO for case in zip(found.model, found.workers, strict=True)]
+    off = (found.efficiency / found.by_cost_model - 1).abs()[[not known for known in fitted]]
+    return (
+        f"- The cost model is fitted to {len(FITTED_TO)} cases. On the other {len(off)} measured steps its error is"
+        f" {100 * off.median():.0f} % in the median\n  and {100 * off.max():.0f} % at most.\n"
+    )
+
+
+def accuracy(epochs: int = 4) -> str:
+    """Digits: accuracy after some epochs, beside dense training with the same seeds."""
+    runs = read("convergence").query("epochs == @epochs").copy()
     runs["order"] = runs.method.map(["ddp", "topk", "gaussiank", "randk"].index)
     rows = []
     runs["warm"] = runs.warmup.notna()
@@ -1104,7 +1140,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "network-10gbit": network_10gbit,
     "seconds": seconds,
     "scaling": scaling,
+    "scaling-gains": scaling_gains,
+    "scaling-error": scaling_error,
     "accuracy": accuracy,
+    "accuracy-two-epochs": partial(accuracy, 2),
     "language": language,
     "language-seeds": language_seeds,
     "language-ratios": language_ratios,
