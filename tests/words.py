@@ -106,7 +106,8 @@ def sentences(text: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Reduce Markdown to words: code becomes X, a link its text."""
+    """Reduce Markdown to words: code and short quotations become X, a link its text."""
+    text = re.sub(r'"[^"\s]+(?: [^"\s]+){0,3}"', "X", text)
     text = re.sub(r"``[^`]*``|`[^`]*`", "X", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return re.sub(r"https?://\S+|<!--.*?-->|\*\*|:\w+:`", "", text)
