@@ -178,7 +178,7 @@ CLAIMS = {
     "diloco": "as good as dense, with 1/500 of the exchanges",
     "sparseloco": "as good as DiLoCo, with 1 to 3 % of its bytes",
 }
-"""What the paper of each method claims."""
+"""The claim of each method's paper."""
 HEADINGS = {"digits_sgd": "digits, SGD", "gpt_adamw": "GPT, AdamW", "gpt_sgd": "GPT, SGD"}
 FEW_BYTES = 0.02
 """`comparison-fast` lists the methods that send at most this share of dense training's bytes."""
