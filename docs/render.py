@@ -56,60 +56,63 @@ NAMES = {
     "oktopk": "**`oktopk`**",
     "scalecom": "**`scalecom`**",
     "randk": "`randk`",
-    "topk_two_level": "`topk`, two levels",
-    "local_sgd": "local SGD, as many bytes as `topk`",
-    "ddp_accumulated": "accumulated gradients, as many bytes as `topk`",
+    "topk_two_level": "`topk`, hierarchical",
+    "local_sgd": "local SGD with the bytes of `topk`",
+    "ddp_accumulated": "accumulated gradients with the bytes of `topk`",
 }
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "loopback": "no limit (loopback)"}
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 UPDATES = ["topk by default", "topk updates", DELAYED, "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
 SENDS = {
-    "topk": ("the k entries of largest magnitude, exactly", "2k(P − 1)"),
-    "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),
-    "sidco": ("2k/3 to 4k/3 entries above a threshold of a fitted distribution", "2⌈4k/3⌉(P − 1)"),
-    "mstopk": ("the k entries around a threshold of a grid of 2³⁰ steps", "2k(P − 1)"),
-    "chunktopk": ("the largest entries of each 4,096, k in all, with places of 12 bits", "2k(P − 1)"),
-    "gtopk": ("the k largest of the sum, merged pair by pair", "2k log₂ P, and 4k more if P is no power of two"),
-    "oktopk": ("the k/P largest sums of each of P regions", "about 6k(P − 1)/P"),
-    "scalecom": ("its values at k indices that one rank chooses; ranks take turns", "at most 3k"),
-    "randk": ("k entries drawn at random, the same on all ranks", "2k(P − 1)/P"),
+    "topk": ("the k largest entries, exactly", "2k(P − 1)"),
+    "gaussiank": ("2k/3 to 4k/3 entries above a threshold; the first threshold assumes Gaussian u", "2⌈4k/3⌉(P − 1)"),
+    "sidco": ("2k/3 to 4k/3 entries above a threshold from a fitted distribution", "2⌈4k/3⌉(P − 1)"),
+    "mstopk": ("k entries by a bisected threshold", "2k(P − 1)"),
+    "chunktopk": ("the largest entries of each chunk of 4,096, k in total, with 12-bit indices", "2k(P − 1)"),
+    "gtopk": ("the k largest entries of the sum, merged in pairs", "2k log₂ P, and 4k more if P is no power of two"),
+    "oktopk": ("the k/P largest sums in each of P regions", "about 6k(P − 1)/P"),
+    "scalecom": ("its values at k indices that one rank selects; ranks take turns", "at most 3k"),
+    "randk": ("k random entries, the same on all ranks", "2k(P − 1)/P"),
     "doublesqueeze": (
-        "the k/P largest entries of each of P regions; of the regions' means the same again",
+        "the k/P largest entries of each of P regions; the owner of a region returns the k/P largest of its mean",
         "about 4k(P − 1)/P",
     ),
-    "int8": ("each value in 8 bits, with a scale for each block of 64; the mean the same way", "about 0.52d(P − 1)/P"),
-    "int4": ("each value in 4 bits, with a scale for each block of 64; the mean the same way", "about 0.27d(P − 1)/P"),
-    "powersgd": ("two thin factors of each matrix, n × m, of r columns each; all else exactly", "2Σ(n + m)r(P − 1)/P"),
+    "int8": ("each value in 8 bits, with one scale per 64 values; the mean likewise", "about 0.52d(P − 1)/P"),
+    "int4": ("each value in 4 bits, with one scale per 64 values; the mean likewise", "about 0.27d(P − 1)/P"),
+    "powersgd": (
+        "two factors of r columns for each n × m matrix; other parameters uncompressed",
+        "2Σ(n + m)r(P − 1)/P",
+    ),
     "onebit": (
-        "each sign, in a bit, and for each column the means of both signs; the mean the same way",
+        "each sign in 1 bit, and two values per column: the means of both signs; the mean likewise",
         "about d(P − 1)/16P",
     ),
-    "efsignsgd": ("each sign of an update, in a bit, and the mean magnitude of each parameter", "d(P − 1)/32"),
+    "efsignsgd": ("each sign of an update in 1 bit, and the mean magnitude of each parameter", "d(P − 1)/32"),
     "qsgd": ("each value rounded at random to one of 31 levels, in 5 bits", "about 5d(P − 1)/32"),
     "terngrad": (
-        "each value rounded at random to −s, 0 or s, in 2 bits, with a scale s of all ranks for each parameter",
+        "each value rounded at random to −s, 0 or s, in 2 bits; all ranks share one scale s per parameter",
         "(2 + ⌈log₂(2P + 1)⌉)d(P − 1)/32P",
     ),
-    "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent, in a bit", "d(P − 1)/16P"),
-    "signum": ("as `signsgd`, the sign of the momentum", "d(P − 1)/16P"),
-    "median": ("everything; of each coordinate all step by the median of the ranks", "2d(P − 1)/P"),
-    "trimmed_mean": ("everything; of each coordinate the quarter at either end is left out", "2d(P − 1)/P"),
-    "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),
+    "signsgd": ("each sign in 1 bit; the result is the majority sign, in 1 bit", "d(P − 1)/16P"),
+    "signum": ("the signs of its momentum, voted as in `signsgd`", "d(P − 1)/16P"),
+    "median": ("everything; the result is the median per coordinate", "2d(P − 1)/P"),
+    "trimmed_mean": ("everything; the mean per coordinate excludes a quarter of the ranks at each end", "2d(P − 1)/P"),
+    "memsgd": ("`topk` on updates; momentum unchanged", "2k(P − 1)"),
     "dgc": (
-        "updates, 0.8k to 1.3k entries above a sample's threshold; their momentum is set to zero",
+        "0.8k to 1.3k entries of updates above a sampled threshold; their momentum is cleared",
         "2⌈4k/3⌉(P − 1)",
     ),
     "sparseloco": (
-        "after 30 steps of its own, the 64 largest changes of each 4,096, in 2.5 bits, places in 12; k = d/64",
+        "after 30 local steps: the 64 largest deltas of each 4,096, in 2.5 bits, with 12-bit indices; k = d/64",
         "about 0.45k(P − 1)/30",
     ),
-    "local_sgd": ("after 8 steps of its own, all that they changed", "2d(P − 1)/8P"),
-    "diloco": ("after 500 steps of its own, all that they changed, for an outer Nesterov step", "2d(P − 1)/500P"),
-    "dense": ("everything, by all-reduce: what `ddp` does", "2d(P − 1)/P"),
+    "local_sgd": ("after 8 local steps: all deltas", "2d(P − 1)/8P"),
+    "diloco": ("after 500 local steps: all deltas, for an outer Nesterov step", "2d(P − 1)/500P"),
+    "dense": ("everything, by all-reduce, like `ddp`", "2d(P − 1)/P"),
 }
-"""Method to what a worker sends, and the words per step; a method without an entry gets its compressor's first line."""
+"""Method to its payload and words per step; a method without an entry gets its compressor's first line."""
 RESULTS = {MajorityVote: "a vote", CoordinateMedian: "a median", TrimmedMean: "a trimmed mean"}
-"""What aggregators return that make no mean."""
+"""Results of aggregators other than the mean."""
 SPEED_UP = {
     "SGD": ("1.8", "15.0", "1.1", "13.4"),
     "top": ("1.8", "16.1", "1.9", "18.3"),
@@ -136,8 +139,8 @@ BITS = {
 }
 """Alistarh et al. 2017, Wen et al. 2017, Seide et al. 2014: from full precision to so few bits."""
 LAYER_WISE = {
-    "topk": "ResNet-50: better, 1.25 to 1.63 times the accuracy; CIFAR-10: alike, at 10 % and less worse",
-    "randk": "CIFAR-10: alike, at 0.1 % better",
+    "topk": "ResNet-50: better, 1.25 to 1.63 times the accuracy; CIFAR-10: equal, but worse at 10 % and less",
+    "randk": "CIFAR-10: equal, but better at 0.1 %",
     "gaussiank": "",
     "qsgd": "better; ResNet-50: 1.52 times the accuracy",
     "terngrad": "better",
@@ -960,14 +963,14 @@ def launches_host() -> str:
 
 
 def methods(suffix: str = "") -> str:
-    """What each method sends and keeps, and who published it."""
+    """Payload, memory and source of each method."""
     rows = []
     for name in [*SENDS, *(name for name in lightning_sparse.METHODS if name not in SENDS)]:
         spec = lightning_sparse.METHODS[name]
         sends, words = SENDS.get(name, ((spec.make.__doc__ or "").partition("\n")[0].rstrip("."), ""))
-        keeps = "nothing" if not spec.memory.error_feedback else "the rest"
-        keeps = "the momentum" if isinstance(spec.memory, Momentum) else keeps
-        keeps += ", and what merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
+        keeps = "residual" if spec.memory.error_feedback else "nothing"
+        keeps = "momentum" if isinstance(spec.memory, Momentum) else keeps
+        keeps += ", and entries that merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
         keeps += ", which decays" * (not spec.traits.conserves and spec.memory.error_feedback)
         rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0]])
     return table(
@@ -977,7 +980,7 @@ def methods(suffix: str = "") -> str:
 
 
 def traits() -> str:
-    """What holds for each method, as its row in `METHODS` says."""
+    """Properties of each method, from its row in `METHODS`."""
     rows = []
     for name, spec in lightning_sparse.METHODS.items():
         exact = spec.traits.exact
@@ -995,7 +998,7 @@ def traits() -> str:
 
 
 def costs() -> str:
-    """What each method sends, takes, needs and guarantees."""
+    """Bytes, time, memory and guarantees of each method."""
     measured = read("methods").set_index("method")
     rows = []
     for name, spec in lightning_sparse.METHODS.items():
@@ -1007,10 +1010,10 @@ def costs() -> str:
             *([chosen.update_rule] if chosen.update_rule else []),
         )
         buffers = sum(spec.per != "segment" for part in parts for spec in part.state)
-        # Where updates are exchanged, the weights before the steps.
+        # Updates also need a copy of the weights.
         needs = [f"{4 * (buffers + (chosen.update_rule is not None))} bytes"]
         needs += [f"{chosen.local_steps} steps"] * (chosen.local_steps > 1)
-        needs += ["a rate of its own"] * isinstance(spec.aggregator, MajorityVote)
+        needs += ["a separate learning rate"] * isinstance(spec.aggregator, MajorityVote)
         guarantees = ["a mean" if spec.aggregator.averages else RESULTS[type(spec.aggregator)]]
         guarantees += ["nothing lost"] * spec.traits.conserves
         if spec.traits.exact is not None:
@@ -1031,7 +1034,7 @@ def costs() -> str:
         )
     header = [
         "MB per step",
-        "times less",
+        "× fewer bytes",
         "ms to compress",
         "copies",
         "step, copies",
@@ -1057,7 +1060,7 @@ def verdict(name: str) -> str:
 
 
 def memsgd_errors() -> str:
-    """Last errors of Mem-SGD and its contestants, and how many times fewer bits than SGD they need."""
+    """Final errors of Mem-SGD and other methods, and the bits that SGD needs for them, as a ratio."""
     found = load(ROOT / "benchmarks" / "results" / "memsgd.csv")
     data = list(found["problem"].unique())
     curves = {place: memsgd.curves(found, place) for place in data}
@@ -1071,12 +1074,12 @@ def memsgd_errors() -> str:
             row += [""] * 5 if last is None else [f"{last.error:.3f}", f"{last.error_last:.3f}"]
             row += [] if last is None else [f"{last.bits / 8e3:,.0f}", *(digits(to[name]) for to in saved[place])]
         rows.append(row)
-    columns = ("error", "of the last weights", "kB sent", "times fewer bits", "to its own error")
+    columns = ("error", "error of the last weights", "kB sent", "bits of SGD, ×", "bits of SGD to its final error, ×")
     return table(["", *(f"{name}: {column}" for name in data for column in columns)], rows)
 
 
 def memsgd_speed_up() -> str:
-    """How many times as fast several processes on one vector are, published and here."""
+    """Speed-up of several processes on one vector, published and here."""
     found = load(ROOT / "benchmarks" / "results" / "memsgd.csv")
     ours = [memsgd.speed_up(found, data) for data in found["problem"].unique()]
     heads = ["", "epsilon, 2 cores", "epsilon, 24", "RCV1, 2", "RCV1, 24"]

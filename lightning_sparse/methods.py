@@ -197,7 +197,7 @@ class MethodSpec(NamedTuple):
 METHODS: Mapping[str, MethodSpec] = MappingProxyType(
     {
         "dense": MethodSpec(
-            Identity, NoMemory(), AllReduceMean(), "What DistributedDataParallel does: all-reduce.", Traits(True, {})
+            Identity, NoMemory(), AllReduceMean(), "DistributedDataParallel: all-reduce.", Traits(True, {})
         ),
         "topk": MethodSpec(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
         "randk": MethodSpec(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
