@@ -31,6 +31,7 @@ from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.scaling import FITTED_TO  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.contrib.majority_vote import MajorityVote  # noqa: E402
+from lightning_sparse.contrib.methods import CONTRIB  # noqa: E402
 from lightning_sparse.contrib.order_statistics import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
 from reproductions import FINDINGS, memsgd  # noqa: E402
@@ -972,11 +973,10 @@ def methods(suffix: str = "") -> str:
         keeps = "momentum" if isinstance(spec.memory, Momentum) else keeps
         keeps += ", and entries that merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
         keeps += ", which decays" * (not spec.traits.conserves and spec.memory.error_feedback)
-        rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0]])
-    return table(
-        ["strategy" if suffix else "method", "sends", "words per step and worker", "keeps", "source"],
-        rows,
-    )
+        place = [] if suffix else ["contrib" if name in CONTRIB else "core"]
+        rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0], *place])
+    heads = ["strategy" if suffix else "method", "sends", "words per step and worker", "keeps", "source"]
+    return table([*heads, *([] if suffix else ["module"])], rows)
 
 
 def traits() -> str:
