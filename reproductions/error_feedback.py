@@ -132,12 +132,13 @@ def verdict(table: pd.DataFrame) -> str:
     yes = solved(table) and stuck and min(gain.values()) > 1
     with_feedback = [last[problem, "scaled sign, feedback"] for problem in PROBLEMS]
     return (
-        f"{held(yes)}the counter-examples end at f = {last['1', 'sign']:.2f} and "
-        f"{last['2', 'sign']:.2f} with the sign, at {with_feedback[0]:.2f} and {with_feedback[1]:.2f} with the scaled "
-        f"sign and feedback (least: −0.25 and 0). On the digits the training loss without feedback is "
-        f"{gain['scaled sign']:.1f} times that with it for the scaled sign, and {gain['top']:.1f} times for top-k; "
-        f"test accuracy {accuracy['scaled sign']} → {accuracy['scaled sign, feedback']} % and {accuracy['top']} → "
-        f"{accuracy['top, feedback']} %, SGD {accuracy['SGD']} %."
+        f"{held(yes)}with the sign, the counter-examples end at f = {last['1', 'sign']:.2f} and "
+        f"{last['2', 'sign']:.2f}. With the scaled sign and feedback they end at {with_feedback[0]:.2f} and "
+        f"{with_feedback[1]:.2f}; the minima are −0.25 and 0. On the digits, the training loss without feedback is "
+        f"{gain['scaled sign']:.1f}× that with feedback for the scaled sign, and {gain['top']:.1f}× for top-k. With "
+        f"feedback, test accuracy changes from {accuracy['scaled sign']} to {accuracy['scaled sign, feedback']} % for "
+        f"the scaled sign, and from {accuracy['top']} to {accuracy['top, feedback']} % for top-k. SGD reaches "
+        f"{accuracy['SGD']} %."
     )
 
 

@@ -84,9 +84,9 @@ def verdict(table: pd.DataFrame) -> str:
     small = top[top["k"] == top["k"].min()].iloc[0]
     yes = below == len(top) and off < 0.02
     return (
-        f"{held(yes)}TopK leaves less than (1 − k/d)² of every vector at {below} of {len(top)} values of k, from "
-        f"{share.min():.2g} to {share.max():.4g} times as much (k = {small['k']}: {small['contraction']:.4f} against "
-        f"{small['bound_squared']:.4f}); RandK is within {100 * off:.1f} % of 1 − k/d up to k = d/2."
+        f"{held(yes)}TopK leaves less than (1 − k/d)² of every vector at {below} of {len(top)} values of k. It leaves "
+        f"{share.min():.2g} to {share.max():.4g} of this bound (k = {small['k']}: {small['contraction']:.4f} against "
+        f"{small['bound_squared']:.4f}). RandK leaves 1 − k/d within {100 * off:.1f} %, up to k = d/2."
     )
 
 

@@ -215,8 +215,10 @@ def verdict(table: pd.DataFrame) -> str:
         mine, end = judged[judged["network"] == name], table[table["network"] == name]
         last = end[(end["layer"] == WHOLE) & (end["step"] == end["step"].max())].iloc[0]
         left = ", ".join(f"{last[f'left_{density:g}']:.3g}" for density in DENSITIES)
-        losses = f"loss {last['topk_loss']:.2f}, dense {last['dense_loss']:.2f}"
-        said.append(f"{name} {tally(true(mine['bell_shaped']))} (at the end the whole model leaves {left}; {losses})")
+        said.append(
+            f"The {name} has {tally(true(mine['bell_shaped']))}; at the end top-k leaves {left} of its u, and its "
+            f"loss is {last['topk_loss']:.2f} (dense: {last['dense_loss']:.2f})."
+        )
     below = [true(table[f"below_square_{density:g}"]) for density in DENSITIES]
     wider = later["times_dense_std"].dropna() > 1
     bells = true(judged["bell_shaped"])
@@ -225,10 +227,11 @@ def verdict(table: pd.DataFrame) -> str:
     on_bound = all(abs(left / (1 - density) - 1) < 0.02 for left, density in zip(random, DENSITIES, strict=True))
     yes = bool(bells.mean() >= 0.9 and all(part.all() for part in below) and wider.all() and on_bound)
     return (
-        f"{held(yes)}u is bell-shaped in {tally(bells)} layers × steps: {', '.join(said)}. It is wider than dense's "
-        f"gradient after the first step in {tally(wider)}. Top k leaves less than (1 − k/d)² in "
-        f"{', '.join(tally(part) for part in below)} at k/d = {', '.join(f'{density:g}' for density in DENSITIES)}. "
-        f"Of {LEAST:,} entries or more TopK leaves {', '.join(f'{left:.3f}' for left in top)} on average, and RandK "
+        f"{held(yes)}u is bell-shaped in {tally(bells)} layers × steps. {' '.join(said)} After the first step, u is "
+        f"wider than the gradient of dense training in {tally(wider)} cases. At k/d = "
+        f"{', '.join(f'{density:g}' for density in DENSITIES)} top-k leaves less than (1 − k/d)² in "
+        f"{', '.join(tally(part) for part in below)} cases. Of layers with at least {LEAST:,} entries, TopK leaves "
+        f"{', '.join(f'{left:.3f}' for left in top)} on average, and RandK "
         f"{', '.join(f'{left:.3f}' for left in random)}."
     )
 

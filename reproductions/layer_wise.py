@@ -66,8 +66,8 @@ def verdict(table: pd.DataFrame) -> str:
     said = ", ".join(f"{name} {gap:+.1f}" for name, gap in gaps.items())
     yes = len(better) >= len(NAMES) / 2 and min(gaps.values()) > -2
     return (
-        f"{held(yes)}layer by layer the training loss is no higher for {len(better)} of {len(NAMES)} methods "
-        f"({', '.join(better)}); test accuracy differs by, in points: {said}."
+        f"{held(yes)}layer-wise compression has no higher training loss for {len(better)} of {len(NAMES)} methods "
+        f"({', '.join(better)}). Its test accuracy differs from that of the whole model by these points: {said}."
     )
 
 

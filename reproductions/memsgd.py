@@ -215,12 +215,12 @@ def verdict(table: pd.DataFrame) -> str:
         yes = yes and tops[best] > max(1, coded) and gaps[1] > 1.5
         own = savings(table, data, to="itself").get("top-1", 0)
         parts.append(
-            f"on {data} data {best} comes within 10 % of SGD's error with {tops[best]:,.0f} times fewer bits, QSGD "
-            f"with {coded:.1f} times fewer, top-1 within 10 % of its own last error with {own:,.0f} times fewer; "
-            f"{best} ends at {gaps[0]:.2f} times SGD's error, {without} at {gaps[1]:.1f} times; speed-up with "
-            f"{table['processes'].max()} processes: {times}"
+            f"On {data} data, SGD needs {tops[best]:,.0f}× the bits of {best} for the same error, within 10 %, and "
+            f"{coded:.1f}× those of QSGD. For the final error of top-1 it needs {own:,.0f}× the bits of top-1. "
+            f"The final error of {best} is {gaps[0]:.2f}× that of SGD; that of '{without}' is {gaps[1]:.1f}×. The "
+            f"speed-up with {table['processes'].max()} processes on {table['cores'].iloc[0]} cores is {times}."
         )
-    return held(yes) + "; ".join(parts) + f" ({table['cores'].iloc[0]} cores)."
+    return held(yes) + " ".join(parts)
 
 
 def draw(table: pd.DataFrame) -> Any:

@@ -147,10 +147,10 @@ def verdict(table: pd.DataFrame) -> str:
     fast = speedups(table, "10 Gbit/s", "gaussiank", "dense")
     said = ["{:.2f} to {:.2f}".format(*times) for times in (dense, top, fast)]
     return (
-        f"{held(min(*dense, *top) > 1)}with 32 workers at 1 Gbit/s gTopK trains {said[0]} times as fast as dense "
-        f"gradients by a ring (published: 2.7 to 12), and {said[1]} times as fast as TopK (1.1 to 1.7). "
-        f"{held(min(fast) > 1)}with 16 workers at 10 Gbit/s GaussianK, selecting on a processor, trains {said[2]} "
-        f"times as fast as dense (1.19 to 2.33, on GPUs)."
+        f"{held(min(*dense, *top) > 1)}with 32 workers at 1 Gbit/s, gTopK is {said[0]}× faster than dense gradients "
+        f"over a ring (published: 2.7 to 12×). It is {said[1]}× faster than TopK (published: 1.1 to 1.7×). "
+        f"{held(min(fast) > 1)}with 16 workers at 10 Gbit/s, GaussianK on a CPU is {said[2]}× faster than dense "
+        f"gradients (published, on GPUs: 1.19 to 2.33×)."
     )
 
 

@@ -136,8 +136,8 @@ def verdict(table: pd.DataFrame) -> str:
     exact = len({found["election, b = 2", "", 0.0], *coded}) == 1
     yes = vote[1] > clean - 3 and vote[1] > worst("mean", 0.25) + 10 and exact
     return (
-        f"{held(yes)}without attackers the vote reaches {clean:.0f} %, under the worst of three attacks {drops}, "
-        f"and the mean {worst('mean', 0.15):.0f} % at α = 0.15. Election coding with b = 2 "
+        f"{held(yes)}without attackers the vote reaches {clean:.0f} %. Under the worst of three attacks it reaches "
+        f"{drops}. The mean reaches {worst('mean', 0.15):.0f} % at α = 0.15. Election coding with b = 2 "
         f"{'changes nothing' if exact else 'is not exact'} with one or two attackers."
     )
 

@@ -52,12 +52,14 @@ def verdict(table: pd.DataFrame) -> str:
     """Say what each method loses against dense, and how gTopK does beside TopK."""
     accuracy = best_rates(table, ["method", "density"])["accuracy_percent"]
     dense = accuracy["dense", 1.0]
-    said = ", ".join(
-        f"{density:g}: " + ", ".join(f"{name} {accuracy[name, density] - dense:+.1f}" for name in NAMES)
+    said = " ".join(
+        f"At density {density:g}, the difference in points is "
+        + ", ".join(f"{name} {accuracy[name, density] - dense:+.1f}" for name in NAMES)
+        + "."
         for density in DENSITIES
     )
     yes = all(accuracy[name, density] > dense - 2 for name in NAMES for density in DENSITIES)
-    return f"{held(yes)}points of test accuracy against dense's {dense:.1f} %, at density {said}."
+    return f"{held(yes)}the test accuracy of dense training is {dense:.1f} %. {said}"
 
 
 def draw(table: pd.DataFrame) -> Any:

@@ -76,8 +76,8 @@ def verdict(table: pd.DataFrame) -> str:
     worse = best["loss"]["1-bit"] / best["loss"]["1-bit, feedback"]
     yes = max(gaps["QSGD, s = 15"], gaps["TernGrad"], gaps["1-bit, feedback"]) < 2 and worse > 1
     return (
-        f"{held(yes)}points of test accuracy against SGD's {accuracy['SGD']:.1f} %: {said}. Without error "
-        f"feedback the training loss of 1-bit SGD is {worse:.1f} times that with it."
+        f"{held(yes)}the test accuracy of SGD is {accuracy['SGD']:.1f} %. The difference in points is {said}. Without "
+        f"error feedback, the training loss of 1-bit SGD is {worse:.1f}× that with it."
     )
 
 

@@ -136,10 +136,10 @@ def verdict(table: pd.DataFrame) -> str:
     # From power of two to power of two, where the swaps need no rounds more.
     yes = bool(cheaper) and tree[last] / tree[first] < 2 * math.log2(last) < top[last] / top[first]
     return (
-        f"{held(yes)}from {first} to {last} ranks what TopK sends grows {top[last] / top[first]:.0f} times, and what "
-        f"gTopK sends {tree[last] / tree[first]:.1f} times; gTopK sends less than TopK with "
-        f"{', '.join(map(str, cheaper))} ranks, {top[last] / tree[last]:.1f} times less with {last}, where dense "
-        f"gradients are {dense[last] / tree[last]:,.0f} times as large."
+        f"{held(yes)}from {first} to {last} ranks, the bytes of TopK grow {top[last] / top[first]:.0f}×, and those of "
+        f"gTopK {tree[last] / tree[first]:.1f}×. With {', '.join(map(str, cheaper))} ranks, gTopK sends less than "
+        f"TopK. With {last} ranks, TopK sends {top[last] / tree[last]:.1f}× the bytes of gTopK, and dense training "
+        f"{dense[last] / tree[last]:,.0f}×."
     )
 
 
