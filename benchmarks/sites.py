@@ -30,7 +30,7 @@ WIDTH, BATCH_SIZE = 256, 8
 UNTIMED, TIMED = 10, 120  # steps; 120 hold whole numbers of exchanges of 8 and of 30 steps
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "topk": ("topk", {}),
-    "topk, every 8": ("topk", {"every": 8}),
+    "topk, every 8": ("topk", {"local_steps": 8}),
     "sparseloco": ("sparseloco", {}),
 }
 CONTESTANTS = ["ddp", *METHODS, *(f"{name}, with broadcast" for name in METHODS)]

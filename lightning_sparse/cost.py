@@ -135,7 +135,7 @@ def step(
         density: fraction of entries to send; None keeps the method's own.
         dense_bytes: per element where gradients go dense: 4, or 2 with a 16-bit hook.
         exchanged: "gradient", or "update", which is what a method with an `UpdateRule` always exchanges, after
-            `UpdateRule.every` steps; times and bytes are of a step.
+            `UpdateRule.local_steps` steps; times and bytes are of a step.
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
@@ -147,7 +147,7 @@ def step(
     done: list[
         tuple[float, float]
     ] = []  # per segment: when its exchange ends, and the time to add up the received entries
-    arrivals = work.arrivals if method.every == 1 else (1.0,) * len(work.segments)
+    arrivals = work.arrivals if method.local_steps == 1 else (1.0,) * len(work.segments)
     for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
         shapes = matrices(numel)
         segment = Segment(index, ("",) * len(shapes), shapes, 0)
@@ -185,11 +185,11 @@ def step(
     for received, after in done:
         end = max(end, received) + after
     computing = work.forward + work.backward
-    exposed = (end - computing) / method.every
+    exposed = (end - computing) / method.local_steps
     if method.delayed:  # a thread waits for the link, and adds up, until the next exchange
-        busy = computing + (own + added * costs.shared) / method.every
-        exposed = max(busy, (travel + added) / method.every) - computing
-    return Step(computing + exposed, exposed, sent / method.every)
+        busy = computing + (own + added * costs.shared) / method.local_steps
+        exposed = max(busy, (travel + added) / method.local_steps) - computing
+    return Step(computing + exposed, exposed, sent / method.local_steps)
 
 
 def matrices(numel: int) -> tuple[tuple[int, int], ...]:
