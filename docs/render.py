@@ -802,9 +802,9 @@ def gpu_line() -> str:
     found = read("gpt_cuda").set_index("contestant")
     percent = 100 * found.added_ms["topk"] / found.ms["ddp"]
     return (
-        f"**Status.** Run on one {found.device['topk']}: Lightning over NCCL in a group of one rank, the kernels, and GPT-2"
-        f" small. There\n`topk` adds {percent:.1f} % to a step, before any communication. See [GPU status](docs/gpu.md)."
-        " Several GPUs have not been run.\nFSDP and HSDP are not supported yet.\n"
+        f"**Status.** Run on one {found.device['topk']}: Lightning over NCCL in a group of one rank, the kernels, and"
+        f" GPT-2 small. There\n`topk` adds {percent:.1f} % to a step, before any communication. See"
+        " [GPU status](docs/gpu.md). Several GPUs have not been run.\nFSDP and HSDP are not supported yet.\n"
     )
 
 
