@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sparse.comm.broadcast import broadcast
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.rank_0 import broadcast
-from lightning_sparse.comm.store import as_here, in_thread
+from lightning_sparse.comm.store import in_thread, inherit_thread_settings
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
@@ -203,7 +203,7 @@ class DelayedUpdates(Updates):
             with torch.cuda.stream(stream):
                 finish()
         else:
-            self._exchange = in_thread(finish, _THREAD, as_here(stream))
+            self._exchange = in_thread(finish, _THREAD, inherit_thread_settings(stream))
 
     def wait(self) -> None:
         if self._exchange is not None:

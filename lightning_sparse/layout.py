@@ -119,7 +119,7 @@ class Layout:
         bucket_cap_mb: float = 25,
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
-        apart: Mapping[str, int] | None = None,
+        group_of: Mapping[str, int] | None = None,
     ) -> Layout:
         """Partition parameters, given in registration order.
 
@@ -129,7 +129,7 @@ class Layout:
                 `bucket_cap_mb`, as DDP does with its buckets, "model" makes one segment of everything of one dtype.
             bucket_cap_mb: size of a "bucket" segment in MiB of the parameters' own dtype.
             dtypes: parameter name to dtype, fp32 where absent. As in DDP, a bucket holds one dtype.
-            apart: parameter name to a number, 0 where absent: a segment holds parameters of one number.
+            group_of: parameter name to a number, 0 where absent: a segment holds parameters of one number.
 
         Raises:
             ValueError: no parameters, an unknown granularity, or a segment too long for 32-bit indices.
@@ -140,13 +140,13 @@ class Layout:
                 "No trainable parameters: there is no gradient to reduce. Set requires_grad on at least one parameter "
                 "before training starts."
             )
-        dtypes, apart = dtypes or {}, apart or {}
+        dtypes, group_of = dtypes or {}, group_of or {}
         names = list(shapes)
         groups: list[list[str]] = []
         if granularity == "model":
             together: dict[tuple[int, torch.dtype], list[str]] = {}
             for name in reversed(names):
-                together.setdefault((apart.get(name, 0), dtypes.get(name, torch.float32)), []).append(name)
+                together.setdefault((group_of.get(name, 0), dtypes.get(name, torch.float32)), []).append(name)
             groups = [together[key] for key in sorted(together, key=lambda key: key[0])]
         elif granularity == "layer":
             groups = [[name] for name in reversed(names)]
@@ -156,7 +156,7 @@ class Layout:
             open_groups: dict[tuple[torch.dtype, int], tuple[list[str], int]] = {}
             for name in reversed(names):
                 dtype = dtypes.get(name, torch.float32)
-                kind = dtype, apart.get(name, 0)
+                kind = dtype, group_of.get(name, 0)
                 group, nbytes = open_groups.get(kind, ([], 0))
                 if not group:
                     groups.append(group)

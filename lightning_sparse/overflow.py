@@ -43,7 +43,7 @@ class GradientCheck:
         """Whether a step needs all gradients before the first is added, so that nothing overlaps with backward."""
         return self.get_scale is not None or self._on_nonfinite == "skip" or self._clip_norm is not None
 
-    def passes(
+    def agree_to_step(
         self,
         grads: Mapping[str, Tensor],
         unused: Collection[str],

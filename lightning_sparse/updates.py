@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.comm.rank_0 import broadcast
+from lightning_sparse.comm.broadcast import broadcast
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.kernels.payout import FindPayout

@@ -30,7 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.base import POLL, RankFailure
 from lightning_sparse.comm.peers import lost_store, rank_list, silent_store
-from lightning_sparse.comm.store import BoundedStore, StoreSilent
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 log = logging.getLogger(__name__)
 WARN_AFTER_SECONDS = 5.0
@@ -99,7 +99,7 @@ class Handshake:
                 raise
         except dist.DistError as error:
             raise RankFailure(self._reason or lost_store(self._rank, error)) from error
-        except StoreSilent as error:
+        except StoreTimeout as error:
             raise RankFailure(self._reason or silent_store(self._rank)) from error
 
     def refusal(self) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.base import POLL, RankFailure
-from lightning_sparse.comm.store import BoundedStore, StoreSilent
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 ANSWER_SECONDS = 1.5
 """Seconds a failed rank waits for replies; its peers check for the request every POLL."""
@@ -65,7 +65,7 @@ class Peers:
                     raise RankFailure(reason)
         except dist.DistError as error:
             raise RankFailure(lost_store(self._ranks[self._rank], error)) from error
-        except StoreSilent:
+        except StoreTimeout:
             return  # the collective itself times out
 
     def diagnose(self, calls: int) -> str:
@@ -79,7 +79,7 @@ class Peers:
             return str(failure)
         except dist.DistError:
             return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
-        except StoreSilent:
+        except StoreTimeout:
             return silent_store(self._ranks[self._rank])
         if silent:
             return (

@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 T = TypeVar("T")
 
 
-class StoreSilent(Exception):
+class StoreTimeout(Exception):
     """The store does not answer."""
 
 
@@ -26,7 +26,7 @@ class BoundedStore:
         seconds: to wait. After a call without an answer all further ones fail at once, until it comes.
 
     Raises:
-        StoreSilent: no answer in time.
+        StoreTimeout: no answer in time.
         torch.distributed.DistError: there is no store any more.
     """
 
@@ -60,7 +60,7 @@ class BoundedStore:
 
     def _in_time(self, call: Callable[[], Any]) -> Any:
         if self._late is not None and not self._late.done():
-            raise StoreSilent
+            raise StoreTimeout
         answer = in_thread(call, "lightning_sparse store")
         try:
             return answer.result(self._seconds)
@@ -68,10 +68,10 @@ class BoundedStore:
             if answer.done():  # the store's own
                 raise
             self._late = answer
-            raise StoreSilent from error
+            raise StoreTimeout from error
 
 
-def as_here(stream: torch.cuda.Stream | None) -> Callable[[], None]:
+def inherit_thread_settings(stream: torch.cuda.Stream | None) -> Callable[[], None]:
     """Return a function that prepares a new thread to compute as this one does, on CUDA in a stream of its own.
 
     Nothing that a thread of ours computes is part of a graph, whatever backward does, as with create_graph=True.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.peers import ANSWER_SECONDS, Responder, terminating_key
-from lightning_sparse.comm.store import BoundedStore, StoreSilent
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 AGREE_SECONDS = 10.0
 """Seconds to wait for what the other ranks' threads say: longer than they take, unless their processes have ended."""
@@ -53,17 +53,17 @@ class Termination:
         self._keys = [f"{self._key}/{member}" for member in range(len(ranks))]
         self._own_key, self._own_rank = self._keys[rank], ranks[rank]
         self._begun = (0, 0)  # batches of training, and since then of validation
-        self._begun_when_told: tuple[int, int] | None = None
+        self._frozen_at: tuple[int, int] | None = None
         self._last_begun: tuple[int, int] | None = None  # by any rank, when it heard of it
         self._lock = threading.RLock()  # not a Lock: a signal may interrupt the thread that holds it
-        self._said = self._ended = self._store_is_gone = self._all_finished = False
+        self._published = self._ended = self._store_is_gone = self._all_finished = False
         self._finished = 0  # trainings: a learning rate finder has one before the other
-        self.told, self.reason = False, ""
+        self.requested, self.reason = False, ""
         self._watcher = Responder(self._watch)
 
-    def tell(self) -> None:
+    def request(self) -> None:
         """Tell this rank to end, and the others through the store. For the handler of a signal."""
-        self.told, self.reason = True, f"Rank {self._own_rank} was told to end (SIGTERM)."
+        self.requested, self.reason = True, f"Rank {self._own_rank} was told to end (SIGTERM)."
         self._look()
 
     def begin(self, *, validation: bool = False) -> bool:
@@ -76,10 +76,10 @@ class Termination:
             training, validations = self._begun
             self._begun = (training, validations + 1) if validation else (training + 1, 0)
             self._all_finished = False
-            if self._begun_when_told is None:
+            if self._frozen_at is None:
                 return False
         if self._last_begun is None:
-            self._last_begun = self._agree(self._begun_when_told)
+            self._last_begun = self._agree(self._frozen_at)
         return self._begun > self._last_begun
 
     def finish(self) -> bool:
@@ -90,27 +90,27 @@ class Termination:
         self._finished += 1
         end = f"/finished/{self._finished}"
         keys = [key + end for key in self._keys]
-        with contextlib.suppress(StoreSilent, dist.DistError):
-            self._store.set(self._own_key + end, self.reason if self.told else "")
+        with contextlib.suppress(StoreTimeout, dist.DistError):
+            self._store.set(self._own_key + end, self.reason if self.requested else "")
             if self._store.has_within(FINISH_SECONDS, keys):
                 reasons = [self._store.get(key).decode() for key in keys]
                 self.reason, self._all_finished = next(filter(None, reasons), ""), True
                 return bool(self.reason)
-        return self.told
+        return self.requested
 
     def end(self) -> None:
         """End the thread, and say nothing to other ranks from now on. May be called twice."""
         self._ended = True
         self._watcher.end()
 
-    def leave(self) -> None:
+    def wait_for_peers(self) -> None:
         """After a training that all ranks have finished: have rank 0, whose process hosts the store, end last.
 
         For those that still ask a store that has gone torch prints a trace of its calls.
         """
         if not self._all_finished:
             return
-        with contextlib.suppress(StoreSilent, dist.DistError):
+        with contextlib.suppress(StoreTimeout, dist.DistError):
             if self._own_rank == 0:
                 self._store.has_within(FINISH_SECONDS, [key + "/left" for key in self._keys if key != self._own_key])
             else:
@@ -123,30 +123,30 @@ class Termination:
     def _look(self) -> None:
         """Once a rank was told to end, say where this one is. If the store does not answer, the next call does it."""
         try:
-            if self._said or self._ended or self._store_is_gone:
+            if self._published or self._ended or self._store_is_gone:
                 pass
-            elif self.told:
+            elif self.requested:
                 self._store.compare_set(self._key, "", self.reason)
-                self._say()
+                self._publish()
             elif self._store.check([self._key]):
                 self.reason = self._store.get(self._key).decode()
-                self._say()
-        except StoreSilent:
+                self._publish()
+        except StoreTimeout:
             pass
         except dist.DistError:
             self._store_is_gone = True  # torch prints a trace of its calls for each try
-        if self._store_is_gone and self.told:
-            self._hold()  # and end alone: so do the others, who have lost the process that hosts it
+        if self._store_is_gone and self.requested:
+            self._freeze()  # and end alone: so do the others, who have lost the process that hosts it
 
-    def _say(self) -> None:
-        self._store.set(self._own_key, "{} {}".format(*self._hold()))
-        self._said = True
+    def _publish(self) -> None:
+        self._store.set(self._own_key, "{} {}".format(*self._freeze()))
+        self._published = True
 
-    def _hold(self) -> tuple[int, int]:
+    def _freeze(self) -> tuple[int, int]:
         """Let this rank begin no batch any more before it knows where all are, and return where it is."""
         with self._lock:
-            self._begun_when_told = self._begun_when_told or self._begun
-            return self._begun_when_told
+            self._frozen_at = self._frozen_at or self._begun
+            return self._frozen_at
 
     def _agree(self, own: tuple[int, int]) -> tuple[int, int]:
         """Return the last batch that any rank had begun when it heard; this rank's own if others do not say."""
@@ -156,7 +156,7 @@ class Termination:
                 if self._store.check(self._keys):
                     begun = (self._store.get(key).split() for key in self._keys)
                     return max((int(training), int(validations)) for training, validations in begun)
-            except StoreSilent:
+            except StoreTimeout:
                 pass
             except dist.DistError:
                 break

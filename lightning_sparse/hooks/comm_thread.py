@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse._compat import at_end_of_backward, in_backward
 from lightning_sparse.comm import POLL
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.store import as_here
+from lightning_sparse.comm.store import inherit_thread_settings
 from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session
@@ -147,7 +147,7 @@ class CommThread:
         if self._thread is None and not self._closed:
             # Started here, in the process that trains: a thread does not survive fork, nor can it be pickled.
             self._thread = threading.Thread(
-                target=self._run, args=(as_here(self._stream),), name="lightning_sparse", daemon=True
+                target=self._run, args=(inherit_thread_settings(self._stream),), name="lightning_sparse", daemon=True
             )
             self._thread.start()
         arrived = Bucket(future, buffer, views, unused, ready)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import have_hooks_called, register_first, step_depth, step_hooks
-from lightning_sparse.comm.rank_0 import broadcast, broadcast_differing
+from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.device_watch import DeviceWatch
@@ -102,7 +102,7 @@ class UpdateExchange:
             group=dist.group.WORLD if group is None else group,  # type: ignore[arg-type]
             device=self._device,
             timeout=timeout,
-            apart=lambda: exchanged_parameters(model, optimizers)[2],
+            group_of=lambda: exchanged_parameters(model, optimizers)[2],
             settings=lambda: others_settings(model, optimizers, model.named_buffers() if equal_at_start else ()),
             exchanged="update",
             **options,

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import collectives_so_far, gradient_hooks, in_backward, step_without_hooks
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.store import as_here, in_thread
+from lightning_sparse.comm.store import in_thread, inherit_thread_settings
 from lightning_sparse.layout import Segment
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.updates import Updates
@@ -263,7 +263,7 @@ class WithinBackward:
                 x.record_stream(self._stream)
 
         exchange = partial(self._updates.exchange, self._optimizer, self._wait_for)
-        self._exchange = in_thread(exchange, "lightning_sparse", as_here(self._stream))
+        self._exchange = in_thread(exchange, "lightning_sparse", inherit_thread_settings(self._stream))
 
     def _step(self, index: int) -> None:
         part = self._parts[index]

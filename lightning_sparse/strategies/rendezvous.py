@@ -9,13 +9,13 @@ import torch.distributed as dist
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.peers import ANSWER_SECONDS
 from lightning_sparse.comm.process_group import default_store
-from lightning_sparse.comm.store import BoundedStore, StoreSilent
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 MEET_SECONDS = 5.0
 """Seconds to wait for the others: longer than ranks need to hear of an error, unless they are not in a step."""
 
 
-class Meetings:
+class Rendezvous:
     """One rank's way to find, through the process group's store, whether the others come to a collective.
 
     All ranks call the same methods in the same order. A rank that was alone once stays so until the next fit.
@@ -29,7 +29,7 @@ class Meetings:
         """Forget the fit that has ended, by an error or not."""
         self._fits, self._calls, self._alone = self._fits + 1, 0, False
 
-    def all_come(self) -> bool:
+    def all_ranks_present(self) -> bool:
         """Return whether all ranks come to the collective that this one is about to call; the same on all."""
         if dist.get_world_size() == 1:
             return True
@@ -40,7 +40,7 @@ class Meetings:
 
     @staticmethod
     def _meet(key: str) -> bool:
-        with contextlib.suppress(StoreSilent, dist.DistError, RankFailure):
+        with contextlib.suppress(StoreTimeout, dist.DistError, RankFailure):
             store = BoundedStore(default_store(), ANSWER_SECONDS)
             store.set(f"{key}/{dist.get_rank()}", "")
             keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
