@@ -46,11 +46,11 @@ class Routing:
             at = "" if density is None else f" at density {density:g}"
             elements, of = (sum(s.numel for s in segments) for segments in (dense, self._segments))
             nothing = elements == of and density == self._method.density
-            instead = " So nothing is compressed: take a smaller density or strategy='ddp'." if nothing else ""
+            instead = " Nothing is compressed: lower the density, or use strategy='ddp'." if nothing else ""
             log.log(
                 logging.WARNING if nothing else logging.INFO,
-                f"{self._method.compressor!r}{at} would send no less than dense gradients do among "
-                f"{self._comm.size} ranks: {elements:,} of {of:,} elements go dense ({len(dense)} of "
+                f"{self._method.compressor!r}{at} would send at least as many bytes as dense gradients with "
+                f"{self._comm.size} ranks: {elements:,} of {of:,} elements fall back to dense ({len(dense)} of "
                 f"{len(self._segments)} segments).{instead}",
             )
 

@@ -507,7 +507,8 @@ def test_the_first_line_says_how_many_elements_go_dense(density, dense):
         reducer.setup({"weight": torch.zeros(1000), "scale": torch.zeros(1), "bias": torch.zeros(1)})
         return run_summary(reducer, SimpleNamespace(loggers=[]))
 
-    assert f"; 1,002 parameters in 3 segments; {dense:,} of them go dense, as TopK would" in simulate(2, rank)[0]
+    expected = f"; 1,002 parameters in 3 segments; {dense:,} of them fall back to dense, because TopK would"
+    assert expected in simulate(2, rank)[0]
 
 
 def test_the_first_line_of_a_dense_method_and_of_one_rank_says_nothing_of_dense_elements():
@@ -516,7 +517,7 @@ def test_the_first_line_of_a_dense_method_and_of_one_rank_says_nothing_of_dense_
         reducer.setup({"bias": torch.zeros(2)})
         return run_summary(reducer, SimpleNamespace(loggers=[]))
 
-    assert all("go dense" not in simulate(size, rank)[0] for size in (1, 2))
+    assert all("fall back to dense" not in simulate(size, rank)[0] for size in (1, 2))
 
 
 @pytest.mark.parametrize("name", tiers(METHODS, ["dense", "topk", "signsgd"]))

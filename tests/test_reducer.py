@@ -83,8 +83,8 @@ def test_dense_above_the_methods_own_point(name, size, density, dense, caplog):
     said = [record.message for record in caplog.records]
     assert len(said) == dense
     if dense:
-        assert f"at density {density:g} would send no less than dense gradients do among {size} ranks" in said[0]
-        assert "1,000 of 1,000 elements go dense (1 of 1 segments)" in said[0]
+        assert f"at density {density:g} would send at least as many bytes as dense gradients with {size} ranks" in said[0]
+        assert "1,000 of 1,000 elements fall back to dense (1 of 1 segments)" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_method_that_compresses_nothing_is_warned_of(density, granularity, war
         simulate(2, rank)
     assert len(caplog.records) == warns
     assert all(
-        "So nothing is compressed: take a smaller density or strategy='ddp'." in x.message for x in caplog.records
+        "Nothing is compressed: lower the density, or use strategy='ddp'." in x.message for x in caplog.records
     )
 
 
@@ -117,7 +117,7 @@ def test_a_method_without_a_density_says_where_it_goes_dense(name, said, caplog)
         simulate(13, rank)
     found = [record.message for record in caplog.records]
     assert len(found) == said
-    assert all("would send no less than dense gradients do among 13 ranks: 40,000 of 40,000" in text for text in found)
+    assert all("bytes as dense gradients with 13 ranks: 40,000 of 40,000" in text for text in found)
 
 
 def test_what_was_kept_is_sent_when_a_warm_up_ends_dense():
