@@ -83,7 +83,8 @@ def test_dense_above_the_methods_own_point(name, size, density, dense, caplog):
     said = [record.message for record in caplog.records]
     assert len(said) == dense
     if dense:
-        assert f"at density {density:g} would send at least as many bytes as dense gradients with {size} ranks" in said[0]
+        assert f"at density {density:g} would send at least as many bytes as dense" in said[0]
+        assert f"gradients with {size} ranks" in said[0]
         assert "1,000 of 1,000 elements fall back to dense (1 of 1 segments)" in said[0]
 
 
@@ -103,9 +104,7 @@ def test_a_method_that_compresses_nothing_is_warned_of(density, granularity, war
     with caplog.at_level(logging.WARNING):
         simulate(2, rank)
     assert len(caplog.records) == warns
-    assert all(
-        "Nothing is compressed: lower the density, or use strategy='ddp'." in x.message for x in caplog.records
-    )
+    assert all("Nothing is compressed: lower the density, or use strategy='ddp'." in x.message for x in caplog.records)
 
 
 @pytest.mark.parametrize(("name", "said"), [("qsgd", 1), ("dense", 0), ("median", 0)])
@@ -333,7 +332,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_option_and_named(caplog):
     with caplog.at_level(logging.WARNING):
         outs = simulate(2, lambda comm: watched_run(comm, "topk", [{}, bad, {}], loss_scale=None, on_nonfinite="skip"))
     assert [record.message for record in caplog.records] == [
-        "The gradient of 'a' is not finite on rank 1 at step 1. All ranks leave this step out, the 1. so far."
+        "The gradient of 'a' is not finite on rank 1 at step 1. All ranks skip this step; 1 skipped so far."
     ]
     assert all(state["skipped"] == 1 for _, state in outs)
     with pytest.raises(NonFiniteGradient, match="The gradient of 'a' is not finite on rank 1 at step 1"):

@@ -232,7 +232,7 @@ def test_without_a_scaler_a_step_is_left_out_by_option(name):
             run = fit(how, Spoilt(faults, optimizer=optimizer, **options), Loader(rank, 2, 5), **precision(kind))
             said = [
                 f"The gradient of {where!r} is not finite on rank {on[0]} at step {number}. "
-                f"All ranks leave this step out, the 1. so far."
+                f"All ranks skip this step; 1 skipped so far."
             ]
             texts = [text for text in messages.texts if not text.startswith("AdamW")]  # which is warned about, too
             assert texts == (said if rank == 0 else [])
