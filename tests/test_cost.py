@@ -193,7 +193,9 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
     assert "x ddp" in slow
     assert re.search(r"^topk takes \d+% of the time of ddp, 16-bit hook", slow, re.MULTILINE)
     fast = table(capsys, "--bandwidth", "400Gbit", "--backward", "0.5")
-    assert re.search(r"Of the methods that trained as well with 8 workers, ddp(, 16-bit hook)? is the fastest", fast)
+    assert re.search(
+        r"Of the methods that trained as well as dense with 8 workers, ddp(, 16-bit hook)? is the fastest", fast
+    )
     assert "Stay with it." in fast
 
 
