@@ -1,4 +1,4 @@
-"""One style for all figures: the same colour for the same method in each of them."""
+"""One style for all figures: a method has the same colour in every figure."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ plt.rcParams |= {
     "legend.fontsize": 8,
     "savefig.dpi": 150,
 }
-LINES = {  # Okabe & Ito, grey for their yellow; dashes tell apart lines that lie on each other
+LINES = {  # colours of Okabe & Ito, with grey instead of yellow; dashes distinguish lines that overlap
     "ddp": ("#000000", "-"),
     "dense": ("#000000", "-"),
     "fp16": ("#7F7F7F", "-"),
@@ -47,18 +47,18 @@ LINES = {  # Okabe & Ito, grey for their yellow; dashes tell apart lines that li
 
 
 def line(name: str) -> dict[str, Any]:
-    """Return colour and dashes of a method."""
+    """Return a method's colour and dashes."""
     color, style = LINES.get(name, ("#B0B0B0", "-"))
     return {"color": color, "linestyle": style}
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """Return a figure of `size` inches and its panels, always as a 2-D array; `options` are those of `subplots`."""
+    """Return a figure of `size` inches and its panels as a 2-D array; `options` are passed to `subplots`."""
     return plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
 
 
 def write(figure: Any, path: Path, **options: Any) -> None:
-    """Write a figure to a PNG file, all or nothing; `options` are those of `savefig`."""
+    """Write a figure to a PNG file atomically; `options` are passed to `savefig`."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", **options)
     plt.close(figure)
