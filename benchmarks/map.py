@@ -1,12 +1,12 @@
-"""Where compression pays: link bandwidth against model size, coloured by the contestant with the shortest step.
+"""Draws a map of the fastest contestant by link bandwidth and model size.
 
     python -m benchmarks.map           # compute map.csv, and draw map.png
     python -m benchmarks.map --figure  # draw map.png from map.csv
 
-It measures nothing. The fields are from the cost model (`lightning_sparse.cost`) with the constants that
-`benchmarks.scaling` fits to measured steps: what our work costs, and a card of its own for dense gradients, which are
-charged for the link only. That favours dense. Compute time is in proportion to the model's size. The circles are steps
-that `benchmarks.network` has measured, between links of that rate, with compute times of their own.
+Nothing is measured. The coloured areas are computed by the cost model (`lightning_sparse.cost`). Its constants for this
+package's computations are fitted to measured steps by `benchmarks.scaling`. Dense gradients only cost time on the link,
+as if the network card summed them; this favours dense training. Compute time is proportional to the model's size.
+Circles are steps that `benchmarks.network` measured over links of the given rate, with their own compute times.
 """
 
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 
 WORKERS = 4
 SECONDS_PER_PARAM = 0.146 / 25_587_912
-"""Forward and backward of the MLP that `benchmarks.network` trains, per parameter."""
-TIE = 1.1  # below it `python -m lightning_sparse advise` says that the model is not sure, and that dense is simpler
+"""Time of forward and backward per parameter, for the MLP that `benchmarks.network` trains."""
+TIE = 1.1  # a smaller gain is within the model's error, and `python -m lightning_sparse advise` recommends dense
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 DDP = "dense, 32 bit"
 DENSE_BYTES = {DDP: 4, "dense, 16 bit": 2}
 CONTESTANTS = {"ddp": DDP, "bf16": "dense, 16 bit", "powersgd": "PowerSGD"}
-"""What `benchmarks.network` calls them; ours have one name."""
-POINTS, FINE = 33, 500  # to each side of a map, computed and drawn
+"""Names by name in `benchmarks.network`; this package's methods have the same name in both."""
+POINTS, FINE = 33, 500  # number of computed and of drawn points per side of a map
 TIMES = [2, 5, 10, 20, 50, 100, 200]
 MODELS = {
     "mlp": "MLP",
@@ -52,16 +52,16 @@ PANELS = {
     "cpu": ("Workers on CPU, two to a core, as measured", 2),
     "accelerator": ("Our own work 16 times faster, as if on an accelerator", 2 / 16),
 }
-"""Of each map: its title, and the seconds that our work takes, over those it takes where a worker has a core."""
-COLOURS = {DDP: "#8c8c8c", "dense, 16 bit": "#bdbdbd"}  # as in the other figures; grey for dense
+"""Title of each map, and the factor on the time of this package's computations, relative to one core per worker."""
+COLOURS = {DDP: "#8c8c8c", "dense, 16 bit": "#bdbdbd"}  # grey for dense; other colours as in the other figures
 COLOURS |= {CONTESTANTS.get(name, name): plots.LINES[name][0] for name in ("powersgd", *OURS)}
 INK = "#7d7d7d"
-"""Of all text outside of the maps: to be read on white and on black, since the background is the page's."""
+"""Colour of all text outside the maps. It is readable on white and on black, because the background is transparent."""
 EDGE = "#1c1c1c"
 
 
 def fields(panel: str) -> Iterator[Row]:
-    """Compute one map: seconds of a step, by contestant, at points that lie close enough to interpolate."""
+    """Compute one map: seconds of a step by contestant, at points that are close enough to interpolate."""
     fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")) * PANELS[panel][1], strict=True)
     costs = Costs(**{name: value for name, value in fitted if name in ("element", "entry", "segment")}, shared=False)
     cases = {name: (DENSE, Costs(), size) for name, size in DENSE_BYTES.items()}
@@ -77,7 +77,7 @@ def circles(panel: str) -> Iterator[Row]:
     """Yield the measured steps that belong to a map."""
     runs = pd.concat(results.load(RESULTS / name) for name in ("network.csv", "network_paced.csv"))
     runs = runs.query("kind == 'step' and workers == @WORKERS and ranks_per_host == 1 and rate != 'loopback'")
-    # In slow motion processors count for less.
+    # Dilated measurements reduce the share of processor time, as an accelerator would.
     runs = runs[runs.workload.isin(MODELS) & ((runs.dilate > 1) == (panel == "accelerator"))]
     for (workload, rate), found in runs.groupby(["workload", "rate"]):
         seconds = (found.set_index("contestant").median_ms / 1e3).rename(CONTESTANTS)
@@ -98,11 +98,12 @@ LABELS = {
     "LSTM": (1.15, 0, -11, "center"),
     "GPT-2": (1, 7, 10, "left"),
 }
-"""At 1 Gbit/s: by what factor a circle is moved, and where its name stands, in points, so that none covers another."""
+"""At 1 Gbit/s: factor by which a circle is moved, and the position of its name in points, so that circles and names do
+not overlap."""
 
 
 def draw(rows: pd.DataFrame, path: Path) -> None:
-    """Draw the two maps beside each other."""
+    """Draw the two maps next to each other."""
     inked = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     with plots.plt.rc_context({**inked, "hatch.linewidth": 0.6, "axes.grid": False}):
         figure, (axes,) = plots.panels(1, 2, (12, 5.9), sharey=True)
@@ -134,8 +135,11 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
 
 
 def draw_field(axis: Any, field: pd.DataFrame) -> set[str]:
-    """Colour a map by the fastest contestant, draw where dense wins and how much faster ours is; return the fastest."""
-    seconds = {}  # on a fine grid, interpolated between logarithms
+    """Colour a map by the fastest contestant, with contours of this package's speed-up; return the fastest ones.
+
+    Hatching marks the areas in which dense training is fastest.
+    """
+    seconds = {}  # on a fine grid, interpolated in the logarithm
     for name in [*DENSE_BYTES, *OURS]:
         grid = field.pivot_table(index="bits_per_second", columns="params", values=name)
         seconds[name] = np.exp(zoom(np.log(grid), FINE / POINTS, order=1))
@@ -159,7 +163,7 @@ def draw_field(axis: Any, field: pd.DataFrame) -> set[str]:
 
 
 def draw_circles(axis: Any, runs: pd.DataFrame) -> set[str]:
-    """Draw measured steps in the colour of the fastest contestant, with its gain over ddp; return the fastest."""
+    """Draw measured steps in the colour of the fastest contestant, with its speed-up over ddp; return the fastest."""
     fastest = runs[list(COLOURS)].astype(float).idxmin(axis=1)
     for (_, run), best in zip(runs.iterrows(), fastest, strict=True):
         where = LABELS if run.bits_per_second == 1e9 else {}

@@ -238,7 +238,9 @@ def test_advise_recommends_nothing_that_was_not_seen_to_train_as_dense(capsys, m
     assert "with 8 workers, ddp, 16-bit hook is the fastest." in of_eight
     assert "Stay with it." not in of_eight
     assert re.search(
-        r"^int4 would take \d+% of its time, but it trained as well as dense only with up to 4 workers", of_eight, re.MULTILINE
+        r"^int4 would take \d+% of its time, but it trained as well as dense only with up to 4 workers",
+        of_eight,
+        re.MULTILINE,
     )
 
 

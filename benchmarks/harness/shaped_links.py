@@ -90,7 +90,8 @@ def probe(name: str, rate: str, payload_bytes: int, seconds: float) -> dict[str,
     """Return the columns of a calibration measurement.
 
     "ratio_to_expected" is the payload per second divided by that of full frames at the nominal rate, which is 95.6 % of
-    the rate. The ideal ratio is 1. The time starts with the first byte and ends when the receiver's one-byte answer arrives.
+    the rate. The ideal ratio is 1. The time starts with the first byte and ends when the receiver's one-byte answer
+    arrives.
     """
     goodput = 8 * payload_bytes / seconds
     return {
