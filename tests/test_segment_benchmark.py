@@ -36,7 +36,7 @@ def test_wrong_results_get_no_times(monkeypatch):
     monkeypatch.setattr(
         segment, "residuals", lambda reducer: {key: torch.zeros(shape) for key, shape in SHAPES.items()}
     )
-    with pytest.raises(SystemExit, match="topk, P = 2, loses something of"):
+    with pytest.raises(SystemExit, match="topk, P = 2, loses a part of"):
         made.check()
     updates = segment.case("topk updates", 2, SHAPES, "cpu")
     updates.before()
