@@ -274,7 +274,7 @@ def test_broken_files_of_cifar10_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"data_batch_3\.bin has .* cut off"):
         CIFAR10(str(tmp_path / "binary")).setup()
     file.write_bytes(b"\x0b" * 3073)  # a label of 11
-    with pytest.raises(ValueError, match=r"data_batch_3\.bin is no file of CIFAR-10"):
+    with pytest.raises(ValueError, match=r"data_batch_3\.bin is not a file of CIFAR-10"):
         CIFAR10(str(tmp_path / "binary")).setup()
 
 
