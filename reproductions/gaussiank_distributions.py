@@ -1,11 +1,13 @@
-"""How is u = gradient + residual distributed in real trainings, and how much of it do the k largest entries leave?
+"""Measures the distribution of u = gradient + residual in real trainings, and the part that remains without its k
+largest entries.
 
 Shi et al. 2019, arXiv 1911.08772, observe that u is bell-shaped in every layer of an MLP, ResNet-20, VGG-16 and an
-LSTM, and wider than the gradient of dense training; and that the k largest of its d entries leave far less of ‖u‖² than
-1 − k/d, even less than (1 − k/d)². Random entries leave 1 − k/d on average. Here each network is trained with top-k at
-density 0.001 and dense, by ranks that are threads, with SGD, Nesterov momentum 0.9 and one cycle of the learning rate;
-both trainings have the same initial weights and examples. u is rank 0's, before any exchange; in dense training it is
-the gradient. `bells` says what is called bell-shaped.
+LSTM, and wider than the gradient of dense training. Without the k largest of its d entries, far less than 1 − k/d of
+‖u‖² remains, even less than (1 − k/d)². Without k random entries, 1 − k/d remains on average.
+
+Here each network is trained with top-k at density 0.001, and with dense gradients, by threads as ranks. The optimizer
+is SGD with Nesterov momentum 0.9 and one cycle of the learning rate. Both trainings have the same initial weights and
+examples. u is rank 0's, before any exchange; in dense training it is the gradient. `bells` defines "bell-shaped".
 """
 
 from __future__ import annotations
@@ -40,22 +42,22 @@ from reproductions.frame import Config, Finding, held
 from reproductions.gaussiank_contraction import contraction, of_normal, random_contractions
 
 BATCH = 8
-"""Examples of a rank in a step."""
+"""Number of examples of a rank per step."""
 DENSITY = 0.001
 DENSITIES = (0.001, 0.01, 0.1)
 WHOLE = "whole model"
 COLUMNS = 7
 RANDK = plots.line("randk")["color"]
-COLORS = ("0.8", "0.6", "C1", "C2", "C0", "k")  # early steps light, the last one black
+COLORS = ("0.8", "0.6", "C1", "C2", "C0", "k")  # light for early steps, black for the last
 TICKS = (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 
 Examples = tuple[Tensor, Tensor]
-"""Inputs and targets; the first dimension counts examples."""
+"""Inputs and targets; the first dimension is the number of examples."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: how to make the network from a seed, and its examples, and the top of the rate's cycle."""
+    """A training: functions that create the network from a seed and the examples, and the highest learning rate."""
 
     network: Callable[[int], nn.Module]
     examples: Callable[[], Examples]
@@ -69,7 +71,7 @@ def images(size: int) -> Examples:
 
 
 def text(length: int = 64) -> Examples:
-    """Return sequences of the standard library's source, and the bytes that follow each, int64 (n, length) both."""
+    """Return byte sequences of the standard library's source and their following bytes, both int64 (n, length)."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     count = (len(data) - 1) // length
@@ -85,7 +87,7 @@ WORKLOADS = {
 
 
 class Look(Observer):
-    """Copies u of the last step, and makes sure that it is the gradient plus the residual."""
+    """Copies u of the last step, and checks that it is the gradient plus the residual."""
 
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
         self.segment, self.u = ctx.segment, torch.cat(grads) + ctx.state.get("residual", 0.0)
@@ -97,7 +99,7 @@ class Look(Observer):
 
 @dataclass
 class Recorded:
-    """What rank 0 saw: u by step, where the layers are in it, and the loss of every step."""
+    """Observations of rank 0: u by step, the layers' positions in u, and the loss of every step."""
 
     layers: dict[str, tuple[int, int]] = field(default_factory=dict)
     u: dict[int, Tensor] = field(default_factory=dict)
@@ -105,15 +107,15 @@ class Recorded:
 
 
 def shown(steps: int) -> list[int]:
-    """Return the steps, counted from 1, whose u is looked at."""
+    """Return the steps, counted from 1, whose u is observed."""
     return sorted({step for step in (1, 3, 10, 30, 100) if step < steps} | {steps})
 
 
 def train(workload: Workload, chosen: Method, config: Config) -> Recorded:
-    """Train, and return what rank 0 saw.
+    """Train, and return rank 0's observations.
 
     Raises:
-        RuntimeError: u is not the gradient plus the residual, or the residual not u without its largest entries.
+        RuntimeError: u is not the gradient plus the residual, or the residual is not u without its largest entries.
     """
     inputs, targets = workload.examples()
     recorded, looks = Recorded(), shown(config["steps"])
@@ -129,7 +131,7 @@ def train(workload: Workload, chosen: Method, config: Config) -> Recorded:
         optimizer = torch.optim.SGD(net.parameters(), workload.lr, momentum=0.9, nesterov=True)
         steps = config["steps"]
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, workload.lr, max(2, steps), cycle_momentum=False)
-        # One segment: the k largest entries of the whole model.
+        # With one segment, TopK selects the k largest entries of the whole model.
         reducer = Reducer(chosen, comm, seed=config["seed"], granularity="model")
         generator = torch.Generator().manual_seed(1000 * config["seed"] + comm.rank)
         for step in range(1, steps + 1):
@@ -161,7 +163,7 @@ def keep(look: Look, state: Mapping[str, Tensor], step: int, recorded: Recorded)
 
 
 def parts(recorded: Recorded, step: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield u of the whole model and of each layer, in the order of the model."""
+    """Yield u of the whole model and of each layer, in the model's order."""
     u = recorded.u[step]
     yield WHOLE, u
     for name, (start, stop) in reversed(recorded.layers.items()):
@@ -169,10 +171,10 @@ def parts(recorded: Recorded, step: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def rows(sparse: Recorded, dense: Recorded, config: Config) -> Iterator[Row]:
-    """Yield how u is distributed and what its largest and random entries leave, a row per step and layer.
+    """Yield, for each step and layer, statistics of u and its remaining share without the largest or random entries.
 
     Raises:
-        RuntimeError: they leave more than 1 − k/d.
+        RuntimeError: more than 1 − k/d remains without the largest entries.
     """
     for step in sparse.u:
         for (name, u), (_, gradient) in zip(parts(sparse, step), parts(dense, step), strict=True):
@@ -198,7 +200,7 @@ def cases(config: Config) -> list[Row]:
 
 
 def run(case: Row, config: Config) -> list[Row]:
-    """Train with top-k and dense, and return a row per step and layer."""
+    """Train with top-k and with dense gradients, and return a row per step and layer."""
     workload = WORKLOADS[case["network"]]
     sparse, dense = (train(workload, chosen, config) for chosen in (method("topk", density=DENSITY), method("dense")))
     if not torch.equal(sparse.u[1], dense.u[1]):
@@ -237,20 +239,20 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def true(column: pd.Series) -> pd.Series:
-    """Return which cells say True, of those that say anything."""
+    """Return which of the non-empty cells contain True."""
     return column[column != ""].astype(str) == "True"
 
 
 def tally(held: pd.Series) -> str:
-    """Return in how many cases something is true, of how many."""
+    """Return "n of m": the number of true cases and of all cases."""
     return f"{int(held.sum())} of {len(held)}"
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw for each network the layers' histograms, and below them contraction and width over the steps."""
+    """Draw, for each network, the layers' histograms, and below them contraction and width against steps."""
     networks = list(table.groupby("network", sort=False))
     counts = [found[found["histogram"] != ""]["layer"].nunique() for _, found in networks]
-    lines = [math.ceil((count + 1) / COLUMNS) for count in counts]  # with a place for the legend
+    lines = [math.ceil((count + 1) / COLUMNS) for count in counts]  # with a panel for the legend
     heights = [part for count in lines for part in (1.8 * count + 0.5, 3.2)]
     figure = plt.figure(figsize=(15, sum(heights)))
     areas: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
@@ -263,7 +265,7 @@ def draw(table: pd.DataFrame) -> Any:
 
 
 def draw_shapes(panels: Sequence[Any], found: pd.DataFrame) -> None:
-    """Draw each layer's histograms in one panel, and a legend in the last one."""
+    """Draw each layer's histograms in one panel, and the legend in the last panel."""
     normal = np.exp(-(MIDDLES**2) / 2) / math.sqrt(2 * math.pi) * 2 * REACH / BINS
     layers = list(found.groupby("layer", sort=False))
     for panel, (name, mine) in zip(panels, layers, strict=False):
@@ -287,7 +289,7 @@ def draw_shapes(panels: Sequence[Any], found: pd.DataFrame) -> None:
 
 
 def draw_contraction(panels: Sequence[Any], found: pd.DataFrame) -> None:
-    """Draw what is left at each density over the steps, with both bounds, and how wide u is."""
+    """Draw the remaining share at each density against steps, with both bounds, and the width of u."""
     whole, layers = found[found["layer"] == WHOLE], found[(found["layer"] != WHOLE) & (found["numel"] >= LEAST)]
     for panel, density in zip(panels, DENSITIES, strict=False):
         by_step = layers.groupby("step")[f"left_{density:g}"]
@@ -300,7 +302,7 @@ def draw_contraction(panels: Sequence[Any], found: pd.DataFrame) -> None:
         panel.plot(whole["step"], whole[f"left_{density:g}"], "C0.-", label=WHOLE)
         label = f"{WHOLE}, RandK, mean of {whole['draws'].iloc[0]} draws"
         panel.plot(whole["step"], randoms := whole[f"randk_left_{density:g}"], "x", color=RANDK, label=label)
-        # The logit stretches both ends, so that 0.998 and 0.999 are told apart.
+        # The logit scale stretches both ends, so that 0.998 and 0.999 are distinguishable.
         title = f"k/d = {density:g}"
         panel.set(xscale="log", yscale="logit", xlabel="step", title=title, ylabel="‖u − C(u)‖² / ‖u‖²")
         panel.set_yticks(TICKS, map(str, TICKS), fontsize=7)

@@ -297,6 +297,6 @@ def test_a_pickle_of_a_stranger_runs_no_code(content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_cifar10(tmp_path, "python")
     (tmp_path / "python/cifar-10-batches-py/data_batch_2").write_bytes(content)
-    with pytest.raises(pickle.UnpicklingError, match="which CIFAR-10's do not: it was not read"):
+    with pytest.raises(pickle.UnpicklingError, match="which files of CIFAR-10 do not: it was not read"):
         CIFAR10("python").setup()
     assert not Path("ran_code_of_a_stranger").exists()
