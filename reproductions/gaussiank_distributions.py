@@ -1,5 +1,4 @@
-"""Measures the distribution of u = gradient + residual in real trainings, and the part that remains without its k
-largest entries.
+"""Measures the distribution of u = gradient + residual in real trainings, and its share without the largest entries.
 
 Shi et al. 2019, arXiv 1911.08772, observe that u is bell-shaped in every layer of an MLP, ResNet-20, VGG-16 and an
 LSTM, and wider than the gradient of dense training. Without the k largest of its d entries, far less than 1 − k/d of
