@@ -1,12 +1,13 @@
-"""Small trainings with code of other people, with two processes, beside stock `ddp`: a standing check.
+"""Small trainings with other packages, with two processes, compared with stock `ddp`.
 
-    make clients                             # all of them, in an environment of its own; downloads 1.5 GB
-    .venv-clients/bin/python -m tests.clients timm-vit accelerate    # some of them
+    make clients                             # all clients, in a separate environment; downloads 1.5 GB
+    .venv-clients/bin/python -m tests.clients timm-vit accelerate    # only some clients
 
 Each client is a model, an optimizer or a trainer of another package. Both strategies start from the same weights and
-see the same batches. Written to `benchmarks/results/clients.csv`, after each client: the training loss at the start and
-at the end as the mean of the last steps and both ranks; whether weights are equal on both ranks; and whether a training
-that was saved and resumed halfway ends with the same weights, bit for bit, with our strategy and with `ddp`.
+use the same batches. The output is `benchmarks/results/clients.csv`, written after each client. It contains the
+training loss at the start and at the end, as the mean of the last steps and both ranks. It says whether weights are
+equal on both ranks. It also says whether a training that was saved and resumed halfway ends with the same weights, bit
+by bit, with this package's strategy and with `ddp`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Tests, checks and benchmarks that need a GPU, in parts with a time limit each, and the promises that hold.
+"""Tests, checks and benchmarks that need a GPU. Each part has a time limit.
 
     python3 -m tests.gpu quick                               # the first run of two, 345 seconds
     python3 -m tests.gpu quick second                        # the second, 415 seconds
-    python3 -m tests.gpu quick kernels gpt --out ~/results   # parts by name, such as those that failed
-    python3 -m tests.gpu quick --rehearse                    # on a CPU, with stand-ins, to see that all of it runs
-    python3 -m tests.gpu full                                # everything, without haste: `make gpu`
+    python3 -m tests.gpu quick kernels gpt --out ~/results   # parts by name, such as failed parts
+    python3 -m tests.gpu quick --rehearse                    # on a CPU with mocks, as a test of these parts
+    python3 -m tests.gpu full                                # all parts without time limits of a short run: `make gpu`
 
-Parts that check results run side by side; parts that measure times run alone. A part that reaches its limit is killed
-with all processes that it has started, and the others go on. BUDGET in the environment is the limit of the whole run in
-seconds. Runs from the root of the repository with any Python that has torch and the packages of the extra `dev`; it
-needs no network and installs nothing.
+Parts that check results run in parallel. Parts that measure times run alone. A part that reaches its limit is killed
+with all its child processes, and the other parts continue. The environment variable BUDGET is the limit of the whole
+run in seconds. Run the command in the root of the repository, with any Python that has torch and the packages of the
+extra `dev`. It needs no network and installs nothing.
 
-Written to `--out`, or to the folder that OUT names: `gpu.csv` with a row for each promise, after each part; `log.txt`
-with the output of all parts; and the CSV files of the benchmarks. A part that runs again replaces its rows. The exit
-status is 0 if all promises hold, 1 if one does not or was not shown, 130 after Ctrl-C.
+The output is in `--out`, or in the folder given by OUT: `gpu.csv` with a row for each promise, written after each part;
+`log.txt` with the output of all parts; and the CSV files of the benchmarks. A part that runs again replaces its rows.
+The exit status is 0 if all promises hold, 1 if a promise does not hold or was not tested, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Runs the quick tests with other versions of torch, Lightning and Python, and writes what came out as a table.
+"""Runs the quick tests with other versions of torch, Lightning and Python, and writes the results as a table.
 
     python -m tests.matrix            # every row, one after the other
-    python -m tests.matrix oldest     # this row; the others of the table stay
+    python -m tests.matrix oldest     # only this row; the other rows of the table are kept
 
-Each row gets a fresh environment, in a folder for temporary files, which is deleted again. Needs nothing but Python.
-A row whose Python is not there uses the one that runs this; the table says which it was.
+Each row uses a fresh environment in a temporary folder. Only Python is required. If a row's Python version is missing,
+the row uses the current Python, and the table shows its version.
 """
 
 from __future__ import annotations

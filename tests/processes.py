@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes, forked unless something else is asked for, over gloo."""
+"""Real ranks for tests: processes over gloo, forked by default."""
 
 import faulthandler
 import gc

@@ -1,4 +1,4 @@
-"""Attacks by some of the ranks: what they send, by hand, and that honest ranks and memories are left alone."""
+"""Simulated attacks: the payloads of attackers by hand, and no effect on honest ranks and memories."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of an exchange, and input at its limits: right results, or an error on every rank."""
+"""Errors during an exchange, and extreme input: correct results, or an error on every rank."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Tensors become rank 0's, in few messages and few bytes."""
+"""Broadcasting tensors from rank 0 in few messages and few bytes."""
 
 import math
 

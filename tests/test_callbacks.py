@@ -1,4 +1,4 @@
-"""What the callbacks say is what is there, against scipy, theory and numbers worked out by hand."""
+"""The callbacks' values against scipy, theory, and results by hand."""
 
 import itertools
 import logging.handlers

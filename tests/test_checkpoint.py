@@ -1,4 +1,4 @@
-"""Sidecar files without Lightning: written, read, damaged, removed."""
+"""Sidecar files without Lightning: writing, reading, damage, removal."""
 
 import errno
 import io

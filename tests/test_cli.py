@@ -1,4 +1,4 @@
-"""The command line: what it knows, what it says about mistakes, and that it starts processes."""
+"""The command line: registered names, error messages, and that it starts processes."""
 
 import inspect
 import os

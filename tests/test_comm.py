@@ -1,4 +1,4 @@
-"""Every collective, with threads and with processes: same results, same bytes."""
+"""Every collective with threads and with processes: the same results and the same bytes."""
 
 import signal
 import threading

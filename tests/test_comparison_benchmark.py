@@ -1,4 +1,4 @@
-"""The comparison of all methods: the trainings it asks for, what they come to, and a few steps by each contestant."""
+"""The comparison of all methods: its trainings, its summary, and a few steps with each method."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What `_compat` promises about torch and Lightning holds for the versions installed; `make matrix` has others."""
+"""The promises of `_compat` hold for the installed torch and Lightning; `make matrix` tests other versions."""
 
 import ast
 import contextlib

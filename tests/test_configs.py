@@ -1,4 +1,4 @@
-"""Every file in configs/ is loaded and trains two steps on two ranks."""
+"""Every file in configs/ can be loaded and trains two steps on two ranks."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The cost model against steps worked out by hand, and the command that prints it."""
+"""The cost model against steps computed by hand, and the command `advise`."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Exchanges that go on during the next step: equal weights, nothing lost, and what it comes to without the delay."""
+"""Exchanges that overlap with the next step: equal weights, no loss, and the relation to exchanges without delay."""
 
 import threading
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The documentation says what the package does: numbers from CSV files, errors that exist, links that lead on."""
+"""The documentation matches the package: numbers from CSV files, existing error messages, working links."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""What training launches is launched before it, and streams wait for each other; without a GPU, by stand-ins."""
+"""Kernels are warmed up before training, and streams synchronise; tested without a GPU, with mocks."""
 
 import contextlib
 from datetime import timedelta

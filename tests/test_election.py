@@ -1,4 +1,4 @@
-"""Election coding: exhaustively for few workers, and that training goes as if nobody were wrong."""
+"""Election coding: exhaustive for few workers, and training as if no worker were wrong."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The examples: what the model and the data look like, and a short training in one process."""
+"""The examples: models, data, and a short training in one process."""
 
 import pickle
 import sysconfig

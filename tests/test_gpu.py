@@ -1,4 +1,4 @@
-"""The runner of what only a GPU can show, by commands that stand in for those that need one."""
+"""The runner of the GPU tests, with mock commands."""
 
 import contextlib
 import importlib.util

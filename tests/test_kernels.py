@@ -1,6 +1,6 @@
-"""Kernels against plain torch: those in C, and Triton's, on a GPU or else by its interpreter on the CPU.
+"""Kernels in C and in Triton against plain torch. Triton's kernels run on a GPU, or with the interpreter on the CPU.
 
-That they also compile for GPUs is tested without one. What remains for a GPU is skipped with a reason.
+Compilation for GPUs is tested without a GPU. Tests that need a GPU are skipped with a reason.
 """
 
 import contextlib

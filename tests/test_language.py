@@ -1,4 +1,4 @@
-"""The language model benchmark: its pure parts, and all contestants for some steps."""
+"""The language model benchmark: its pure functions, and all methods for some steps."""
 
 import math
 from pathlib import Path

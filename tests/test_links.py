@@ -1,4 +1,4 @@
-"""Imitated links: rates, and that nothing of them stays behind."""
+"""Emulated links: their rates, and that they leave nothing behind."""
 
 import contextlib
 import json

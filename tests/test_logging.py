@@ -1,4 +1,4 @@
-"""Importing leaves logging as it is; what a run has to say shows in a Trainer's output all the same, once."""
+"""Importing does not change logging, and a run's messages appear once in a Trainer's output."""
 
 import ast
 import os

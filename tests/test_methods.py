@@ -1,4 +1,4 @@
-"""What every method in the table must do. A new row joins by itself."""
+"""Requirements for every method in the table. A new row is tested automatically."""
 
 import inspect
 import math

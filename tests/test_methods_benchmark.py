@@ -1,4 +1,4 @@
-"""What `benchmarks/methods.py` measures, and that it refuses to time what is wrong."""
+"""The measurements of `benchmarks/methods.py`, and that it does not time wrong results."""
 
 import csv
 import sys

@@ -1,4 +1,4 @@
-"""Random models and histories whose updates are exchanged, by hypothesis: all ranks equal, and nothing lost."""
+"""Random models and histories with exchanged updates, with hypothesis: equal ranks and no loss."""
 
 from dataclasses import dataclass
 

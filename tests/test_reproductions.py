@@ -1,4 +1,4 @@
-"""`python -m reproductions`: its frame, and every finding at a tiny size."""
+"""`python -m reproductions`: its common code, and every finding at a tiny size."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The benchmark of one segment, with a small one on the CPU."""
+"""The benchmark of one segment, with a small segment on the CPU."""
 
 import pytest
 import torch

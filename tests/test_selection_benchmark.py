@@ -1,4 +1,4 @@
-"""The benchmark of selection on CUDA: what it compares, and what it draws."""
+"""The selection benchmark on CUDA: its comparison and its figure."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""Ranks that are told to end do so after the same batch, wherever each of them is."""
+"""Ranks that are asked to end do so after the same batch, wherever each of them is."""
 
 import random
 import threading

@@ -1,15 +1,16 @@
-"""A cache of Triton's for a GPU that is not here, made on a CPU, so that no time on the GPU goes into compiling.
+"""Creates Triton's cache for a GPU on another machine, so that no GPU time is spent on compiling.
 
-    python -m tests.triton_cache           # makes .gpu/cache.tgz, some 3 minutes, 400 MB of downloads the first time
-    python -m tests.triton_cache --check   # says how many kernels and launchers of it would be found
+    python -m tests.triton_cache           # creates .gpu/cache.tgz in about 3 minutes, downloads 400 MB the first time
+    python -m tests.triton_cache --check   # prints how many kernels and launchers would be found
 
-It holds the kernels that the tests and benchmarks of `tests.gpu quick` launch most, for compute capability 9.0, and the
-small C extension that Triton builds for each signature to launch a kernel. `tests.gpu` unpacks it.
+The cache contains the kernels that the tests and benchmarks of `tests.gpu quick` launch most, for compute capability
+9.0. It also contains the small C extension that Triton builds to launch a kernel, one for each signature. `tests.gpu`
+unpacks it.
 
-Triton finds a kernel again by its source, arguments and options, and by the files of Triton itself, the compiled
-library of the wheel for the GPU machine's Python included; and only under the same absolute path of the cache. So this
-needs Triton's wheel for Python 3.12 beside the one that compiles, and the headers of Python 3.12. Kernels that are not
-found on the GPU machine are compiled there: nothing can go wrong but time.
+Triton finds a kernel by its source, arguments and options, and by the files of Triton itself. These include the
+compiled library in the wheel for the GPU machine's Python. The cache must have the same absolute path. So this script
+needs Triton's wheel for Python 3.12 in addition to the wheel that compiles, and the headers of Python 3.12. If kernels
+are not found on the GPU machine, they are compiled there, which only costs time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One rank whose collectives really go through its process group, as those of several ranks do.
+"""One rank whose collectives use its process group, as with several ranks.
 
-    python -m tests.wired                # every way to aggregate: over NCCL where there is a GPU, else over gloo
-    python -m tests.wired topk int8      # some of them
+    python -m tests.wired                # every aggregator: over NCCL if there is a GPU, otherwise over gloo
+    python -m tests.wired topk int8      # only some methods
 
-NCCL refuses two ranks on one GPU, and `Comm` leaves out the collectives of a rank that is alone. Here it calls them.
-Each case trains twice, without and with collectives, and must end with the same weights, bit for bit. On a GPU it is an
-error, from the third step on, if the host waits for the device: in the second step DDP itself waits, as it rebuilds its
-buckets. `gtopk` is not among the cases: one rank has nobody to exchange with in any of its rounds.
+NCCL does not allow two ranks on one GPU, and `Comm` skips the collectives of a single rank. Here `Comm` calls them.
+Each case trains twice, without and with collectives, and must end with the same weights, bit by bit. On a GPU, an error
+is raised if the host waits for the device after the second step. In the second step DDP itself waits, because it
+rebuilds its buckets. `gtopk` is not among the cases, because a single rank has no peer in any of its rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Helpers of the tests that save and resume: fits, their results, and misplaced sidecar files."""
+"""Helpers for tests that save and resume: fits, their results, and misplaced sidecar files."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints have their sidecar files, and no others are left, whatever the CheckpointIO writes, and when."""
+"""Checkpoints have their sidecar files and no others, with every CheckpointIO and at every time of writing."""
 
 import io
 import os

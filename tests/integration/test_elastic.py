@@ -1,4 +1,4 @@
-"""A rank is killed, hangs or fails: the others soon end with the cause, and the last checkpoint goes on."""
+"""A rank is killed, hangs or fails: the others soon end with the cause, and the last checkpoint can be resumed."""
 
 import contextlib
 import json

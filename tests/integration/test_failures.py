@@ -1,4 +1,4 @@
-"""When something is wrong, every rank ends soon with an error that names the cause. Nobody hangs."""
+"""After any failure, every rank soon ends with an error that names the cause. No rank hangs."""
 
 import gc
 import json

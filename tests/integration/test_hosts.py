@@ -1,4 +1,4 @@
-"""Two hosts with addresses of their own, two ranks on each, out of network namespaces: torchrun trains the digits."""
+"""Two hosts with separate addresses and two ranks each, in network namespaces: torchrun trains the digits."""
 
 import json
 import os

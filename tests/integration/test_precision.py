@@ -1,4 +1,4 @@
-"""Precision, overflow, and gradients that are not finite. Stock ddp is the control."""
+"""Precision, overflow, and gradients that are not finite, compared with stock ddp."""
 
 import itertools
 from functools import partial

@@ -1,4 +1,4 @@
-"""A checkpoint has its sidecar files however it is saved, and whatever fails meanwhile."""
+"""A checkpoint has its sidecar files however it is saved, and whatever fails in the meantime."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""SIGTERM during a fit: all ranks end after the same batch, with a checkpoint that is whole, and go on from it."""
+"""SIGTERM during a fit: all ranks end after the same batch with a complete checkpoint, and resume from it."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Lightning in forked ranks: as many fits in a row as a test needs, in one process group."""
+"""Lightning in forked ranks: any number of consecutive fits in one process group."""
 
 import logging
 import os

@@ -1,24 +1,25 @@
-"""Does training stay whole over a long time in which everything happens?
+"""Tests that training stays correct over a long time in which many failures happen.
 
     python -m tests.long.soak                      # 2,000 steps, some minutes
     python -m tests.long.soak --exchange update    # AdamW, and updates instead of gradients
-    python -m tests.long.soak --exchange delayed   # which are exchanged while the next step goes on
+    python -m tests.long.soak --exchange delayed   # updates whose exchange overlaps with the next step
 
-Two or three workers train a small network with Lightning, over gloo. They fit again and again, each time from the last
-checkpoint, with another mix of precision, gradient scaler, accumulation, granularity and overflows on random ranks. In
-between a random worker is killed, in a step or while it writes a checkpoint; the others must end by themselves, and
-then the other number of workers goes on. After every step all workers work out, in fp64 and from what autograd gave
-them, whether the mean gradient so far is what was applied plus what is kept: (given − applied − kept), as a multiple of
-what rounding explains. At the end the last workers fit on and on, without being killed, for what adds up slowly:
-memory, open descriptors, threads.
+Two or three workers train a small network with Lightning over gloo. They run one fit after the other, each from the
+last checkpoint. Each fit has another mix of precision, gradient scaler, accumulation, granularity, and overflows on
+random ranks. In between, a random worker is killed, in a step or while it writes a checkpoint. The other workers must
+end by themselves, and training continues with the other number of workers.
 
-With updates, given is what each rank's optimizer has changed, and what momentum still owed where entries were sent;
-and the weights have to be those of the start minus what was applied. Where exchanges go on during the next step, that
-is looked at after every third step and before each checkpoint, when they have ended.
+After every step, all workers check in fp64 that the mean gradient so far, from autograd, equals the applied plus the
+kept part. They report the difference (given − applied − kept) relative to the bound of rounding errors. At the end, the
+last workers run fits without kills, to detect slow growth of memory, open descriptors, and threads.
 
-Written: `results/soak.csv`, `soak_updates.csv` or `soak_delayed.csv`, a row per fit and rank. "error" is the largest
-absolute difference so far, "error_bound" what rounding to fp32 allows; memory, descriptors and threads are counted
-after the fit.
+With updates, the given part is the change of each rank's optimizer, and the unspent momentum where entries were sent.
+The weights must equal the initial weights minus the applied part. If exchanges overlap with the next step, this is
+checked after every third step and before each checkpoint, when exchanges have ended.
+
+Output: `results/soak.csv`, `soak_updates.csv` or `soak_delayed.csv`, one row per fit and rank. "error" is the largest
+absolute difference so far, and "error_bound" its limit from rounding to fp32. Memory, descriptors and threads are
+counted after the fit.
 """
 
 from __future__ import annotations
