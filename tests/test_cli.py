@@ -250,7 +250,7 @@ OWN_PARTS = "method: {compressor: {class_path: TopK, init_args: {density: 0.02}}
 def test_own_parts_after_a_file_that_gives_a_density(tmp_path, capsys):
     message = error_of(capsys, "--config", written(tmp_path, STRATEGY % OWN_PARTS))
     assert message.startswith("density: 0.01 is set together with custom parts of a method")
-    assert "Put `density: null` beside `method:`." in message
+    assert "Add `density: null` next to `method:`." in message
     printed = config_of(capsys, "--config", written(tmp_path, STRATEGY % f"density: null, {OWN_PARTS}"))
     assert printed["trainer"]["strategy"]["init_args"]["method"]["compressor"]["init_args"]["density"] == 0.02
 
