@@ -1,13 +1,13 @@
 """Measures the cost of the callbacks, on logging steps and on other steps.
 
-All contestants take turns in one training run of an MLP. Each has a block of five steps, the last of which logs. So
-other load on the machine affects all of them equally. Each block is compared with the block without callbacks of the
-same round. Before the measurement, a run with all callbacks must end with the same weights as a run without callbacks,
-bit by bit.
+All combinations of callbacks take turns in one training run of an MLP. Each has a block of five steps, the last of
+which logs. So other load on the machine affects all of them equally. Each block is compared with the block without
+callbacks of the same round. Before the measurement, a run with all callbacks must end with the same weights as a run
+without callbacks, bit by bit.
 
     python -m benchmarks.callbacks
 
-Output: `results/callbacks.csv`, two rows per contestant. "ms" is rank 0's time from the start to the end of a batch.
+Output: `results/callbacks.csv`, two rows per combination. "ms" is rank 0's time from the start to the end of a batch.
 "extra_ms" is the difference to a step without callbacks. Both are medians with 20th and 80th percentiles.
 """
 
@@ -63,7 +63,7 @@ class MLP(pl.LightningModule):
 
 
 class Turns(pl.Callback):
-    """Gives each contestant a block of steps in turn, and times every step."""
+    """Gives each combination of callbacks a block of steps in turn, and times every step."""
 
     def __init__(self) -> None:
         self.contestants = contestants()
@@ -123,7 +123,7 @@ def check(folder: Path) -> None:
 
 
 def summarize(steps: list[Row]) -> list[Row]:
-    """Return a row for each contestant and kind of step, without the first block, which is a warm-up."""
+    """Return a row for each combination and kind of step, without the first block, which is a warm-up."""
     table = pd.DataFrame(steps).query("block > 0")
     blocks = table.groupby(["step", "callback", "block"])["ms"].median()
     rows = []
@@ -135,7 +135,7 @@ def summarize(steps: list[Row]) -> list[Row]:
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--rounds", type=int, default=20, help="number of blocks of each contestant. Default: 20")
+    parser.add_argument("--rounds", type=int, default=20, help="number of blocks of each combination. Default: 20")
     args = parser.parse_args()
     torch.set_num_threads(1)
     quiet()

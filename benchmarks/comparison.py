@@ -4,13 +4,13 @@ There are three tasks with two workers: ResNet-20 on scikit-learn's digits with 
 `benchmarks.language` with SGD and with AdamW. SGD has momentum 0.9, except with Signum, which has its own momentum. The
 density is 0.01. The learning rate warms up linearly over a tenth of 300 steps, and then follows a cosine to zero.
 
-Each contestant uses the learning rate with the lowest final loss for seed 0. The grid of rates is equal for all
-contestants of a task. Two more seeds follow; a rate is rejected if one of them diverges. The strategy's default decides
-whether gradients or updates are exchanged. Contestants whose names end in "gradients" or "updates" exchange the other
-quantity. Ranks are threads of this process, and their bytes are counted.
+Each method uses the learning rate with the lowest final loss for seed 0. The grid of rates is equal for all
+methods of a task. Two more seeds follow; a rate is rejected if one of them diverges. The strategy's default decides
+whether gradients or updates are exchanged. Two methods per task exchange the other quantity. Their names end in
+"gradients" or "updates". Ranks are threads of this process, and their bytes are counted.
 
     python -m benchmarks.comparison                      # do missing trainings; --task NAME: one task
-    sudo python -m benchmarks.comparison --seconds       # time steps over shaped links, all contestants in turn
+    sudo python -m benchmarks.comparison --seconds       # time steps over shaped links, all methods in turn
     python -m benchmarks.comparison --figure             # only draw the figure
 
 Output: `comparison_TASK.csv` with a row per evaluation, `comparison_seconds.csv` and `comparison.png`. If the loss
@@ -44,7 +44,7 @@ WORKERS, STEPS, EVERY, DENSITY, SEEDS = 2, 300, 50, 0.01, (0, 1, 2)
 LOCAL_STEPS = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 """Steps between exchanges. All are divisors of `EVERY`, so that weights are equal when they are evaluated."""
 TOP = {"digits_sgd": 3.0, "gpt_sgd": 1.3, "gpt_adamw": 1.15}
-"""Highest loss in a panel, as a multiple of the lowest. Triangles mark contestants above it."""
+"""Highest loss in a panel, as a multiple of the lowest. Triangles mark methods above it."""
 
 
 class Run(NamedTuple):
@@ -62,7 +62,7 @@ def images() -> Data:
 
 
 class Task(NamedTuple):
-    """A training task: data, model, optimizer, and the learning rates that each contestant tries."""
+    """A training task: data, model, optimizer, and the learning rates that each method tries."""
 
     data: Callable[[], Data]
     model: Callable[[], nn.Module]
@@ -81,13 +81,13 @@ TASKS = {
 
 
 def contestants(task: str) -> list[str]:
-    """Return the rows of METHODS, and two contestants that exchange the quantity that is not the default."""
+    """Return the rows of METHODS, and two methods that exchange the quantity that is not the default."""
     other = "gradients" if TASKS[task].optimizer == "adamw" else "updates"
     return [*METHODS, f"topk {other}", f"gaussiank {other}"]
 
 
 def made(task: str, contestant: str, most: int = STEPS) -> Method:
-    """Return a contestant's method with at most `most` local steps. Without an `update_rule` it exchanges gradients."""
+    """Return a method by name, with at most `most` local steps. Without an `update_rule` it exchanges gradients."""
     name, _, what = contestant.partition(" ")
     chosen = make_method(name, density=DENSITY if "density" in METHODS[name].options and name != "sparseloco" else None)
     rule = chosen.update_rule
@@ -98,7 +98,7 @@ def made(task: str, contestant: str, most: int = STEPS) -> Method:
 
 
 def optimizer_for(task: str, method: Method, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Return a contestant's optimizer. It has no momentum if the method has its own, as Signum does."""
+    """Return a method's optimizer. It has no momentum if the method has its own, as Signum does."""
     optimizer = OPTIMIZERS[TASKS[task].optimizer](model.parameters(), lr=lr)
     if isinstance(method.memory, Momentum) and "momentum" in optimizer.defaults:
         optimizer.param_groups[0]["momentum"] = 0.0
@@ -128,7 +128,7 @@ def missing_runs(task: str, table: pd.DataFrame) -> list[Run]:
 
 
 def best_rates(table: pd.DataFrame) -> dict[str, float]:
-    """Return each contestant's rate with the lowest final loss for seed 0, without rates at which a seed diverges."""
+    """Return each method's rate with the lowest final loss for seed 0, without rates at which a seed diverges."""
     ends = table.groupby([*Run._fields], sort=False)["val_loss"].last()
     diverges = ends.groupby(level=["contestant", "lr"], sort=False).max() == math.inf
     first = ends.xs(SEEDS[0], level="seed").mask(diverges, math.inf)
@@ -136,7 +136,7 @@ def best_rates(table: pd.DataFrame) -> dict[str, float]:
 
 
 def finals(table: pd.DataFrame) -> pd.DataFrame:
-    """Return, for each contestant's best rate: mean and range of the final loss, accuracy, bytes, rate, and seeds."""
+    """Return, for each method's best rate: mean and range of the final loss, accuracy, bytes, rate, and seeds."""
     best = best_rates(table)
     chosen = table[table["lr"] == table["contestant"].map(best)]
     ends = chosen.groupby(["contestant", "seed"], sort=False).last().reset_index()
@@ -146,7 +146,7 @@ def finals(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def work(job: Row) -> None:
-    """Time steps of each contestant in turn. This runs in each process of the benchmark."""
+    """Time steps of each method in turn. This runs in each process of the benchmark."""
     task, data, comm = job["task"], TASKS[job["task"]].data(), ProcessGroupComm()
     timed = []
     for name in contestants(task):
@@ -160,7 +160,7 @@ def work(job: Row) -> None:
 
 
 def draw(folder: Path) -> None:
-    """Draw the final loss of each contestant against the bytes that a worker has sent."""
+    """Draw the final loss of each method against the bytes that a worker has sent."""
     present = [task for task in TASKS if (folder / f"comparison_{task}.csv").exists()]
     figure, panels = plots.panels(len(present), 1, (11, 6.5 * len(present)))
     for (panel,), task in zip(panels, present, strict=True):

@@ -322,9 +322,9 @@ def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
 
 
 def contestants(folder: Path, ranks: int) -> pd.DataFrame:
-    """Return each contestant's loss after 1,000 steps, in % above dense training, and its bytes in % of dense bytes.
+    """Return each method's loss after 1,000 steps, in % above dense training, and its bytes in % of dense bytes.
 
-    The data are from `language.csv`. Each contestant, like `ddp`, has the rate of its grid with the lowest final loss.
+    The data are from `language.csv`. Each method, like `ddp`, has the rate of its grid with the lowest final loss.
     """
     table = results.load(folder / "language.csv").query("optimizer == 'adamw' and step == 1000")
     table = table[table.part == {2: "final", 4: "four", 8: "eight"}[ranks]]

@@ -1,14 +1,14 @@
 """Measures the time that compression adds to a step of GPT-2 small on one GPU.
 
 There is one rank, so no bytes are sent. But each gradient is added to the residual, and entries are selected, encoded,
-decoded and written back, as with several ranks. Contestants are plain DDP, `attach` with each method, and the exchange
-of updates, which does not rescale with one rank. They train the same model on random tokens and take turns of a few
-steps each. Times are from CUDA events; the result is the median of all turns. Updates are exchanged after the step,
+decoded and written back, as with several ranks. The benchmark compares plain DDP, `attach` with each method, and the
+exchange of updates, which does not rescale with one rank. All train the same model on random tokens and take turns of a
+few steps each. Times are from CUDA events; the result is the median of all turns. Updates are exchanged after the step,
 within backward, or during the next step. Before a method is timed, one step checks its result: average and residual
 must add up to the gradient, bit by bit. If it exchanges updates, only few weights may change.
 
     python -m benchmarks.gpt                          # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
-    python -m benchmarks.gpt --contestants ddp topk   # only some contestants, at all precisions
+    python -m benchmarks.gpt --contestants ddp topk   # only these, at all precisions
     python -m benchmarks.gpt --rehearse               # a small model on the CPU, over gloo: a test of the benchmark
 
 Output: `gpt_cuda.csv`, written after each precision. "added" is a method's time minus plain DDP's. Its limit is 1.6

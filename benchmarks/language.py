@@ -3,17 +3,17 @@
 A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library, with two, four or eight workers
 over gloo. Each worker uses 8 sequences of 128 bytes per step. The density is 0.01, or 0.0075 with more than two
 workers. The learning rate warms up linearly over a tenth of the steps, and then follows a cosine to zero. With equal
-seeds, all contestants have equal initial weights and equal batches in the same order. A run is reported only if all
+seeds, all methods have equal initial weights and equal batches in the same order. A run is reported only if all
 workers end with the same weights.
 
     python -m benchmarks.language                 # do the trainings of `TRIED` that `language.csv` lacks
-    sudo python -m benchmarks.language --seconds  # time steps over shaped links, all contestants in turn
+    sudo python -m benchmarks.language --seconds  # time steps over shaped links, all methods in turn
     python -m benchmarks.language --figure        # only draw the figure
 
 Learning rates are chosen by the final loss on held-out text, in short runs with a separate seed. If the best rate is at
 the end of the grid, more rates are tried. With AdamW, short runs are misleading, so the best rate and its neighbours
 are also tried at full length. Losses are deterministic, so other programs may run. Step times are not deterministic:
-`language_seconds.csv` contains the medians of one short run without other load. Bytes are those that a worker sends.
+`language_seconds.csv` contains the medians of one short run without other load. Bytes are counted for one worker.
 DDP and its hooks do not count bytes, so the volume of ring all-reduces is reported. `language_seconds.csv` also
 contains the bytes that left the network interface, including headers and acknowledgements.
 """
@@ -42,7 +42,7 @@ DELAYED = "topk updates, delayed"
 DEFAULT, GAUSSIANK = "topk by default", "gaussiank by default"  # the strategies with default options
 IN_EACH_STEP = [DEFAULT, GAUSSIANK, "topk updates", DELAYED, "gaussiank updates", "two_pass updates"]
 UPDATES = dict.fromkeys(IN_EACH_STEP, 1) | LOCAL | {EQUAL: 75}
-"""Steps between exchanges, by contestant that exchanges updates. Weights are equal when they are evaluated."""
+"""Steps between exchanges, by method that exchanges updates. Weights are equal when they are evaluated."""
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
 BATCH_SIZE, LENGTH, VAL_SEQUENCES = 8, 128, 256
@@ -118,9 +118,9 @@ REPEATED = {
 }
 LARGE_TWICE = ["ddp", "topk updates"]  # also with seed 1; more would take hours
 MORE_SEEDS = [1, 2]  # further seeds of `REPEATED`; the parts in `EARLY` use all seeds
-TARGET = 2.6  # nats per byte: the lowest multiple of 0.1 that every contestant reaches at its best rate
+TARGET = 2.6  # nats per byte: the lowest multiple of 0.1 that every method reaches at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # rates of the links for step times
-FAR = "100mbit 50ms"  # links between distant sites, for the contestants in `AT_SITES`
+FAR = "100mbit 50ms"  # links between distant sites, for the methods in `AT_SITES`
 AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", DELAYED, "gaussiank updates", *LOCAL]
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}  # columns of all runs

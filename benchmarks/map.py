@@ -1,4 +1,4 @@
-"""Draws a map of the fastest contestant by link bandwidth and model size.
+"""Draws a map of the fastest method by link bandwidth and model size.
 
     python -m benchmarks.map           # compute map.csv, and draw map.png
     python -m benchmarks.map --figure  # draw map.png from map.csv
@@ -61,7 +61,7 @@ EDGE = "#1c1c1c"
 
 
 def fields(panel: str) -> Iterator[Row]:
-    """Compute one map: seconds of a step by contestant, at points that are close enough to interpolate."""
+    """Compute one map: seconds of a step by method, at points that are close enough to interpolate."""
     fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")) * PANELS[panel][1], strict=True)
     costs = Costs(**{name: value for name, value in fitted if name in ("element", "entry", "segment")}, shared=False)
     cases = {name: (DENSE, Costs(), size) for name, size in DENSE_BYTES.items()}
@@ -135,7 +135,7 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
 
 
 def draw_field(axis: Any, field: pd.DataFrame) -> set[str]:
-    """Colour a map by the fastest contestant, with contours of this package's speed-up; return the fastest ones.
+    """Colour a map by the fastest method, with contours of this package's speed-up; return the fastest ones.
 
     Hatching marks the areas in which dense training is fastest.
     """
@@ -163,7 +163,7 @@ def draw_field(axis: Any, field: pd.DataFrame) -> set[str]:
 
 
 def draw_circles(axis: Any, runs: pd.DataFrame) -> set[str]:
-    """Draw measured steps in the colour of the fastest contestant, with its speed-up over ddp; return the fastest."""
+    """Draw measured steps in the colour of the fastest method, with its speed-up over ddp; return the fastest."""
     fastest = runs[list(COLOURS)].astype(float).idxmin(axis=1)
     for (_, run), best in zip(runs.iterrows(), fastest, strict=True):
         where = LABELS if run.bits_per_second == 1e9 else {}

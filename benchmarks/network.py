@@ -10,13 +10,13 @@ r"""Measures step times of ways to average gradients, over links of a given rate
 
 Each worker is a process on a separate host (see `benchmarks.harness.shaped_links`). Nothing is reported if a link
 deviates from its rate by more than 10 %. Without root, the workers share the loopback interface, which is not shaped.
-The contestants run one after the other in the same processes. Each is checked before it is timed (see
+The methods run one after the other in the same processes. Each is checked before it is timed (see
 `benchmarks.network_rank`).
 
 Workloads: "mlp" runs steps of a model of 25.6 million parameters on random data with SGD, and "mlp_adamw" with AdamW.
 "real" and "real_resnet20" train a small convolutional network, or ResNet-20, on scikit-learn's handwritten digits and
 record the test loss over time. All other workloads are paced: gradients of the model's shapes arrive after the
-published compute time, and the processors sleep meanwhile. For the contestants see `benchmarks.harness.baselines`.
+published compute time, and the processors sleep meanwhile. For the methods see `benchmarks.harness.baselines`.
 """
 
 import argparse
@@ -75,7 +75,7 @@ network_tuning.csv; other trainings use the rate in that file, or 0.05"
 
 
 def contestants(args: argparse.Namespace) -> list[Row]:
-    """Return the contestants of a workload in order; for trainings, each with its learning rates."""
+    """Return the methods of a workload in order; for trainings, each with its learning rates."""
     if args.workload not in TRAININGS:
         return [{"contestant": name} for name in args.contestants if name not in IN_TRAININGS] * args.rounds
     tuned = results.load(args.out / "network_tuning.csv")
@@ -85,7 +85,7 @@ def contestants(args: argparse.Namespace) -> list[Row]:
 
 
 def measure(args: argparse.Namespace, rate: str) -> None:
-    """Measure all contestants at one rate, print the results, and write them to the CSV files."""
+    """Measure all methods at one rate, print the results, and write them to the CSV files."""
     print(f"{args.workload}, {rate}, {args.workers} workers")
     todo, compute = contestants(args), COMPUTE_SECONDS.get(args.workload)
     job = {"module": "benchmarks.network_rank", "todo": todo, "compute": (compute or 0.0) * args.dilate}
@@ -136,7 +136,7 @@ def save_curves(args: argparse.Namespace, records: list[Record], common: Row, ke
 
 
 def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
-    """Return one row per contestant, and one per phase of the reducer."""
+    """Return one row per method, and one per phase of the reducer."""
     steps: list[Row] = []
     phases: list[Row] = []
     ddp = None
@@ -172,7 +172,7 @@ def ordered(rates: Iterable[str]) -> list[str]:
 
 
 def draw_steps(rows: Any, path: Path) -> None:
-    """Draw the step times of all contestants, a panel for each rate."""
+    """Draw the step times of all methods, a panel for each rate."""
     rates = ordered(rows["rate"])
     lines = max(1, math.ceil(len(rates) / 2))
     figure, panels = plots.panels(lines, 2, (11, 3.6 * lines))

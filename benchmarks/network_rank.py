@@ -1,6 +1,6 @@
 """One rank of the network benchmark. `benchmarks.network` starts one per worker.
 
-Each contestant is checked before it is timed. Losses must be finite, and weights must be bit-identical on all ranks. No
+Each method is checked before it is timed. Losses must be finite, and weights must be bit-identical on all ranks. No
 gradient may be lost: over the first steps, the sum of all ranks' gradients must equal the sum of averages and
 residuals. The sums are compared along one random direction, so that the check sends two numbers instead of whole
 gradients. For exchanged updates, the number of changed weights is checked instead.
@@ -26,7 +26,7 @@ from benchmarks.harness.workloads import BATCH, COMPUTE_SECONDS, TARGET_LOSS, bu
 from examples.data.digits import digits
 
 LEARNING_RATE = 0.01
-LEAST, MOST = 3, 30  # limits for the number of timed steps of a contestant in each round
+LEAST, MOST = 3, 30  # limits for the number of timed steps of a method in each round
 
 
 class Rank:
@@ -38,7 +38,7 @@ class Rank:
         self.options = Options(job.density, job.ranks_per_host)
 
     def model(self) -> nn.Module:
-        """Return a new model of the workload. Each contestant has its own, because a large model fills the memory."""
+        """Return a new model of the workload. Each method has its own, because a large model fills the memory."""
         return build(self.job.workload, self.job.compute, self.rank)
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
@@ -55,7 +55,7 @@ class Rank:
         return out if self.paced else cross_entropy(out, y)
 
     def measure(self, contestant: str) -> dict[str, Any]:
-        """Check a contestant in its first steps, and then time it."""
+        """Check a method in its first steps, and then time it."""
         kind, model = CONTESTANTS[contestant], self.model()
         params = list(model.parameters())
         optimizer = (torch.optim.AdamW if self.adamw else torch.optim.SGD)(params, lr=LEARNING_RATE)
@@ -161,7 +161,7 @@ class Rank:
 
 
 def work(job: dict[str, Any]) -> None:
-    """Time contestants in rounds, or train the contestants that have learning rates."""
+    """Time methods in rounds, or train the methods that have learning rates."""
     rank = Rank(SimpleNamespace(**job))
     for case in job["todo"]:
         found = {"curve": rank.train(**case)} if "learning_rate" in case else rank.measure(**case)

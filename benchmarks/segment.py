@@ -51,7 +51,7 @@ TOKENS, PRODUCTS = 8192, 40
 
 
 class Case(NamedTuple):
-    """One contestant.
+    """One measured case.
 
     Attributes:
         before: function that creates a gradient or an update to exchange; not timed.
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def case(name: str, ranks: int, shapes: dict[str, Any], device: str) -> Case:
-    """Return a contestant for tensors of the given shapes."""
+    """Return a case for tensors of the given shapes."""
     torch.manual_seed(0)
     kind, *updates = name.split()
     made = method(kind, **({"density": 0.001} if "density" in METHODS[kind].options else {}))
@@ -106,7 +106,7 @@ def residuals(reducer: Reducer) -> dict[str, Tensor]:
 
 
 def of_updates(name: str, reducer: Reducer, fresh: dict[str, Tensor], device: str) -> Case:
-    """Return a contestant that exchanges AdamW's updates."""
+    """Return a case in which AdamW's updates are exchanged."""
     model = torch.nn.ParameterDict({key: torch.zeros_like(x) for key, x in fresh.items()})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=device == "cuda")
     updates = Updates(reducer, model, [optimizer])
@@ -212,7 +212,7 @@ def counted() -> dict[tuple[str, int, str], int]:
 
 
 def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, device: str, tokens: int) -> results.Row:
-    """Check and time one contestant."""
+    """Check and time one case."""
     made = case(name, ranks, shapes, device)
     for _ in range(3):  # compile, and create the tables of addresses
         made.before()

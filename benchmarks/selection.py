@@ -1,6 +1,6 @@
 """Measures the cost of selecting the entries to send.
 
-All contestants run in one process, in turn, on the same data, after a check that they select the right entries. Each
+All methods run in one process, in turn, on the same data, after a check that they select the right entries. Each
 turn is timed twice. "Cold" is after other data filled the caches, as between a forward and a backward pass. "Warm" is a
 repetition immediately after. Times are medians of all repetitions with 20th and 80th percentiles.
 
@@ -87,7 +87,7 @@ def count(u: Tensor, density: float) -> int:
 
 
 def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
-    """Exit unless `chosen` are the indices that a contestant should select."""
+    """Exit unless `chosen` are the indices that a method should select."""
     wrong = SystemExit(
         f"{name} selects wrong entries of {len(u):,} elements at density {density}, so nothing is measured."
     )
@@ -178,7 +178,7 @@ def sparsifiers(density: float) -> dict[str, Sparsifier]:
 
 
 def selector(name: str, density: float) -> Callable[[Tensor], Tensor]:
-    """Return the selection function of a contestant."""
+    """Return the selection function of a method."""
     ours = sparsifiers(density)
     return ours[name].select if name in ours else functools.partial(SELECTIONS[name], density=density)
 
@@ -200,7 +200,7 @@ def checked(part: str, names: list[str], data: Tensor, density: float) -> Iterat
 
 @contextlib.contextmanager
 def skipped_if_out_of_memory(name: str) -> Iterator[None]:
-    """Skip a contestant if there is not enough memory."""
+    """Skip a method if there is not enough memory."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,7 +1,7 @@
 """Measures the time of a Trainer's step between distant sites.
 
 There are two workers on separate hosts, with 100 Mbit/s and a round trip of 50 ms between them. The model is a linear
-layer of 65,792 parameters under AdamW, so that waiting dominates. In each round, each contestant runs one fit in turn.
+layer of 65,792 parameters under AdamW, so that waiting dominates. In each round, each method runs one fit in turn.
 The result of a fit is the mean time of 120 steps, and the final result is the median of all rounds. With the controls
 "with broadcast", Lightning broadcasts in each batch whether rank 0 received SIGTERM, as it does with its own
 strategies. Nothing is reported unless all workers end with the same weights.
@@ -64,7 +64,7 @@ class Clock(pl.Callback):
 
 
 def work(job: dict[str, Any]) -> None:
-    """Run the contestants in turn. `run_ranks` calls this on each rank."""
+    """Run the methods in turn. `run_ranks` calls this on each rank."""
     rank = as_if_by_torchrun()
     batches = torch.randn(UNTIMED + TIMED + 1, BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(rank))
     for number in range(ROUNDS):

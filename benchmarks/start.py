@@ -2,7 +2,7 @@
 
 There are two workers on separate hosts, with 100 Mbit/s between them, and an MLP of 25.2 M parameters. The time is
 measured from the call of `fit` to the first batch. Before this batch, DistributedDataParallel sends all weights. In
-each round, each contestant runs once, in turn. Nothing is reported unless all workers start with the same weights.
+each round, each method runs once, in turn. Nothing is reported unless all workers start with the same weights.
 
     sudo python -m benchmarks.start
 """
@@ -49,7 +49,7 @@ class Net(pl.LightningModule):
 
 
 def work(job: dict[str, Any]) -> None:
-    """Run the contestants in turn. `run_ranks` calls this on each rank."""
+    """Run the methods in turn. `run_ranks` calls this on each rank."""
     rank = as_if_by_torchrun()
     for _ in range(ROUNDS):
         for name, exchange in EXCHANGES.items():

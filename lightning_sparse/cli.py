@@ -117,7 +117,8 @@ class CLI(LightningCLI):
         if not isinstance(options.get("method"), str | None) and options.get("density") is not None:
             self.parser.error(
                 f"density: {options['density']} is set together with custom parts of a method, which have their own "
-                f"density. It comes from the command line or from an earlier file. Add `density: null` next to `method:`."
+                f"density. It comes from the command line or from an earlier file. Add `density: null` next to "
+                f"`method:`."
             )
         if isinstance(name, str) and name.lower() not in ("auto", *StrategyRegistry):
             self.parser.error(

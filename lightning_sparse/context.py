@@ -57,8 +57,8 @@ class Context:
         rank: this rank.
         stats: block statistics of u, which the memory fills in while it computes u; None if the compressor needs none.
         payout: momentum payout, if optimizer updates are exchanged: the weight change that the momentum of this rank's
-            optimizer would still make without new gradients. The memory adds it to u. Where entries are applied, the
-            momentum is set to zero. None: there is no payout.
+            optimizer would still make without new gradients. The memory adds it to u. The momentum of
+            applied entries is set to zero. None: there is no payout.
     """
 
     segment: Segment
@@ -79,7 +79,7 @@ class Context:
     def turn(self, count: int) -> int:
         """Return the number, from 0 to `count` − 1, whose turn this step is; each has one turn in every `count` steps.
 
-        Turns stay balanced even if the segment is exchanged only in every n-th step, where `step % count` could be
+        Turns stay balanced even if the segment is exchanged only in every n-th step, so that `step % count` may be
         constant. This happens if several optimizers exchange in turn. Each round therefore starts at another number: an
         offset by multiples of the golden ratio, which are spread evenly (Weyl 1916).
         """

@@ -41,7 +41,7 @@ Bucket = dist.GradBucket  # type: ignore[attr-defined]
 
 
 class Options(NamedTuple):
-    """Density of sparse contestants, number of ranks that share a link, and steps between exchanges of updates."""
+    """Density of sparse methods, number of ranks that share a link, and steps between exchanges of updates."""
 
     density: float = 0.001
     ranks_per_host: int = 1
@@ -50,7 +50,7 @@ class Options(NamedTuple):
 
 @dataclass
 class Wrapped:
-    """A model that is prepared for one contestant's communication."""
+    """A model that is prepared for one method's communication."""
 
     module: nn.Module  # module to call in the training loop
     residuals: Callable[[], dict[str, Tensor]] = dict  # this rank's residuals by name; empty without error feedback
@@ -66,7 +66,7 @@ class Wrapped:
         return self.reducer.comm.sent_bytes if self.reducer else 0
 
     def sent_bytes(self, steps: int) -> int:
-        """Return the bytes that this rank sent in its first `steps` steps; dense contestants use ring all-reduce."""
+        """Return the bytes that this rank sent in its first `steps` steps; dense methods use ring all-reduce."""
         if not self.all_reduced:
             return self.counted_bytes
         nbytes = self.all_reduced(sum(param.numel() for param in self.module.parameters()), steps)
@@ -100,7 +100,7 @@ def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **optio
 
 
 def _dense(nbytes: int, hook: Any = None, **options: Any) -> Wrap:
-    """Return a contestant that all-reduces `nbytes` bytes of each parameter."""
+    """Return a method that all-reduces `nbytes` bytes of each parameter."""
     return lambda model, *_: Wrapped(
         data_parallel(model, hook, **options), all_reduced=lambda numel, steps: nbytes * numel * steps
     )

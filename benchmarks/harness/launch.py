@@ -130,7 +130,7 @@ def run_ranks(module: str, job: Record, workers: int, rate: str = "loopback") ->
 
 
 class WrongResult(RuntimeError):
-    """A contestant computes a wrong result, so its time is meaningless."""
+    """A method computes a wrong result, so its time is meaningless."""
 
 
 def write(out: str, **record: Any) -> None:

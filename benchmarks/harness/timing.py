@@ -45,9 +45,9 @@ def elapsed_ms(run: Callable[[], object], device: str = "cpu", clock: Callable[[
 def in_turns(
     contestants: Mapping[str, Callable[[], object]], repetitions: int, device: str = "cpu", **options: Any
 ) -> dict[tuple[str, str], list[float]]:
-    """Time all contestants in turn, each twice: "cold", after other data filled the caches, and then "warm".
+    """Time all methods in turn, each twice: "cold", after other data filled the caches, and then "warm".
 
-    Returns the milliseconds of all repetitions by contestant and cache. Options are passed to `elapsed_ms`.
+    Returns the milliseconds of all repetitions by method and cache. Options are passed to `elapsed_ms`.
     """
     other, times = torch.ones(EVICTION[device], device=device), collections.defaultdict(list)
     for _ in range(1 + repetitions):

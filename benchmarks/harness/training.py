@@ -1,6 +1,6 @@
 """Training loops for comparisons: with equal seeds, trainings use equal weights and equal batches in the same order.
 
-A rank is a process, or a thread of this process (`train_threads`). To time steps, several contestants take turns on the
+A rank is a process, or a thread of this process (`train_threads`). To time steps, several methods take turns on the
 same ranks: `save_times` starts the ranks, and a benchmark's `work` calls `take_turns` on each of them.
 """
 
@@ -29,7 +29,7 @@ from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.updates import Updates
 
 ROUNDS, TIMED_STEPS = 5, 8
-"""Number of turns of each contestant, and of timed steps per turn. Updates are exchanged every 1 or `TIMED_STEPS`."""
+"""Number of turns of each method, and of timed steps per turn. Updates are exchanged every 1 or `TIMED_STEPS`."""
 
 
 class Data(NamedTuple):
@@ -183,10 +183,10 @@ def train_threads(
 
 
 def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> None:
-    """Time steps of each contestant in turn, in several rounds.
+    """Time steps of each method in turn, in several rounds.
 
     Args:
-        contestants: columns of the table, steps between exchanges, and trainee of each contestant.
+        contestants: columns of the table, steps between exchanges, and trainee of each method.
         out: file of the job's results.
     """
     for _, _, trainee in contestants:  # DDP rebuilds its buckets in the second step
@@ -204,7 +204,7 @@ def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> Non
 
 
 def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> None:
-    """Time the steps of the contestants that a module's `work` passes to `take_turns`, and write one row for each."""
+    """Time the steps of the methods that a module's `work` passes to `take_turns`, and write one row for each."""
     records, calibration = run_ranks(module, job, workers, case["rate"])
     off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
     rows: list[Row] = []
