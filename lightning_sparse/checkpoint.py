@@ -137,7 +137,7 @@ def check(info: Mapping[str, Any]) -> None:
     valid = all(isinstance(count, int) and 0 <= count < 2**63 for count in counts) and 1 <= info["size"] <= MAX_RANKS
     valid = valid and isinstance(info.get("optimizers", {}), Mapping)
     if not valid or not re.fullmatch("[0-9a-f]{1,64}", str(info.get("tag"))):
-        raise ValueError(f"its entry about sidecar files makes no sense: {dict(info)!r:.200}")
+        raise ValueError(f"its entry about sidecar files is invalid: {dict(info)!r:.200}")
 
 
 def _locate(path: str) -> tuple[AbstractFileSystem, str] | None:
@@ -170,7 +170,7 @@ def _load(fs: AbstractFileSystem, path: str, tag: str, rank: int, size: int) -> 
         intact = stored_checksum == checksum(content) and _is_state(content["state"])
         names = (content["version"], content["tag"], content["state"]["rank"], content["state"]["size"])
     except Exception as error:  # torch.load raises many types of errors, with texts about zip files and pickles
-        raise ValueError(f"{path!r} is damaged, or not one of ours: {type(error).__name__}") from error
+        raise ValueError(f"{path!r} is damaged, or not a sidecar file: {type(error).__name__}") from error
     if not intact:
         raise ValueError(f"{path!r} is damaged: its checksum differs")
     if names != (VERSION, tag, rank, size):

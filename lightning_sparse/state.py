@@ -161,7 +161,7 @@ class SegmentStates:
             )
         kept = ", ".join(f"{name} of {owner.removesuffix(' of updates')}" for name, owner in dropped.items())
         return (
-            f"The saved state holds {kept}, for which {self._method} has no use: what was kept there has no further "
+            f"The saved state contains {kept}, which {self._method} does not use: it is dropped and has no further "
             f"effect."
         )
 
@@ -175,7 +175,7 @@ def check_header(state: Mapping[str, Any], rank: int, size: int) -> None:
     """Raise ValueError unless a `Reducer.state_dict` has the current version, this rank and this number of ranks."""
     for key, here in (("version", VERSION), ("rank", rank), ("size", size)):
         if state.get(key) != here:
-            raise ValueError(f"Reducer state is of {key} {state.get(key)!r}, here it is {here!r}: cannot load it.")
+            raise ValueError(f"Reducer state has {key} {state.get(key)!r}, but {here!r} is needed: cannot load it.")
 
 
 def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:

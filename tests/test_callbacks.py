@@ -547,7 +547,7 @@ def test_no_logger(tmp_path):
 def test_a_logger_without_histograms(tmp_path):
     (result,) = fit(tmp_path, [callback() for callback in ALL], loggers=("csv",))
     (warned,) = [line for line in result["said"] if line.startswith("GradientDistribution")]
-    assert "CSVLogger takes no histograms" in warned
+    assert "CSVLogger does not support histograms" in warned
     assert "TensorBoardLogger" in warned
     assert "distribution/u_std" in (tmp_path / "csv" / "metrics.csv").read_text()
     assert not any("TensorBoard:" in line for line in result["said"])

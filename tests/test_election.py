@@ -198,7 +198,7 @@ def test_training_goes_bit_for_bit_as_if_nobody_attacked(n, b, share):
         (lambda: deterministic_allocation(6, 1), r"deterministic_allocation\(workers=6\): workers must be odd"),
         (lambda: deterministic_allocation(0, 0), "workers must be odd"),
         (lambda: deterministic_allocation(5.0, 1), r"workers=5.0\): workers must be odd"),
-        (lambda: deterministic_allocation(5, 3), r"workers=5, byzantine=3\): no vote withstands so many; at most 2"),
+        (lambda: deterministic_allocation(5, 3), r"workers=5, byzantine=3\): no vote tolerates so many; at most 2"),
         (lambda: deterministic_allocation(5, -1), r"byzantine=-1\): byzantine must be a whole number of workers"),
         (lambda: deterministic_allocation(5, True), r"byzantine=True\)"),
         (lambda: bernoulli_allocation(4, 0.5), r"bernoulli_allocation\(workers=4\): workers must be odd"),

@@ -502,7 +502,7 @@ def test_a_part_of_another_kind_finds_nothing_and_says_so(caplog):
 
     with caplog.at_level(logging.WARNING):
         simulate(1, rank)
-    text = "The saved state holds residual of Residual, for which Identity() + NoMemory() + AllReduceMean() has no use"
+    text = "The saved state contains residual of Residual, which Identity() + NoMemory() + AllReduceMean() does not use"
     assert [record.message.partition(":")[0] for record in caplog.records] == [text]
 
 

@@ -82,9 +82,9 @@ class StepCallback(Callback, abc.ABC):
     def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, SparseDDP):
             raise TypeError(
-                f"{type(self).__name__} looks at gradients on their way through lightning_sparse, but the Trainer's "
-                f"strategy is {type(trainer.strategy).__name__}. Use one of lightning_sparse, such as 'topk_ddp', or "
-                f"'dense_ddp' for gradients that are not compressed; or leave the callback out."
+                f"{type(self).__name__} observes the reductions of lightning_sparse, but the Trainer's strategy is "
+                f"{type(trainer.strategy).__name__}. Use a strategy of lightning_sparse, such as 'topk_ddp', or "
+                f"'dense_ddp' for uncompressed gradients; or remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
@@ -107,14 +107,14 @@ class StepCallback(Callback, abc.ABC):
     def _why_nothing_logs(self, trainer: Trainer) -> str | None:
         every, done = trainer.log_every_n_steps, steps_taken(trainer)
         if not trainer.loggers and self.needs_logger:
-            return "the Trainer has no logger, so it does nothing. Give it one: Trainer(logger=TensorBoardLogger(...))."
+            return "the Trainer has no logger, so it does nothing. Set one: Trainer(logger=TensorBoardLogger(...))."
         last = trainer.max_steps if trainer.max_steps >= 0 else math.inf
         if trainer.max_epochs is not None and trainer.max_epochs >= 0 and trainer.num_training_batches != math.inf:
             per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
             last = min(last, per_epoch * trainer.max_epochs)
         if every == 0 or last // every == done // every:
             return (
-                f"none of the steps {done + 1} to {last} logs, since log_every_n_steps={every}, so it does nothing. "
+                f"none of the steps {done + 1} to {last} logs with log_every_n_steps={every}, so it does nothing. "
                 f"Lower Trainer(log_every_n_steps=...)."
             )
         return None

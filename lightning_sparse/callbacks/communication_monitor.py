@@ -160,9 +160,9 @@ class CommunicationMonitor(StepCallback):
             self._warned = True
             warnings.warn(
                 f"CommunicationMonitor: at step {step} the residual's norm is {norm:.3g}, still growing, and beyond "
-                f"{bound:.3g}, what error feedback allows at density {delta:.3g} with gradients of norm up to "
-                f"{self._largest:.3g}. Some entries are never sent, or what is sent is not taken out. Train with "
-                f"strategy='topk_ddp', or raise the density; if the method is your own, check what it selects.",
+                f"{bound:.3g}, the bound of error feedback at density {delta:.3g} with gradients of norm up to "
+                f"{self._largest:.3g}. Some entries are never sent, or sent entries stay in the residual. Train with "
+                f"strategy='topk_ddp', or raise the density; if the method is custom, check its selection.",
                 stacklevel=2,
             )
 

@@ -60,7 +60,7 @@ class GradientDistribution(StepCallback):
 
     def charts(self, reducer: Reducer) -> Charts:
         return {
-            "Threshold: smallest |u| sent, and where as much of a normal u is cut off": [
+            "Threshold: smallest |u| sent, and the threshold of a normal u at equal density": [
                 "distribution/threshold_sent",
                 "distribution/threshold_if_normal",
             ],
@@ -77,8 +77,8 @@ class GradientDistribution(StepCallback):
         if trainer.is_global_zero and trainer.loggers and not (summary_writers(trainer) or trainer.fast_dev_run):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             warnings.warn(
-                f"GradientDistribution: {names} takes no histograms, so there will be scalars only. Add a "
-                f"TensorBoardLogger to Trainer(logger=[...]) to see them.",
+                f"GradientDistribution: {names} does not support histograms, so only scalars are logged. Add a "
+                f"TensorBoardLogger to Trainer(logger=[...]) to see histograms.",
                 stacklevel=2,
             )
 

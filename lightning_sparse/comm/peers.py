@@ -89,8 +89,8 @@ class Peers:
                 f"or ranks have different numbers of batches, or save checkpoints at different steps."
             )
         return (
-            "All ranks have come to this error: look for an interruption of the network, or for ranks that wait for "
-            "each other in different places, such as one that resumes and one that does not."
+            "All ranks have this error: look for an interruption of the network, or for ranks that wait for each other "
+            "in different places, such as one that resumes and one that does not."
         )
 
     def respond(self) -> None:

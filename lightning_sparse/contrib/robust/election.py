@@ -57,7 +57,7 @@ def deterministic_allocation(workers: int, byzantine: int) -> Tensor:
     b = check("byzantine", byzantine, "deterministic_allocation")
     if 2 * b >= n:
         raise ValueError(
-            f"deterministic_allocation(workers={n}, byzantine={b}): no vote withstands so many; at most {(n - 1) // 2}."
+            f"deterministic_allocation(workers={n}, byzantine={b}): no vote tolerates so many; at most {(n - 1) // 2}."
         )
     overlapping = (n - 2 * b - 1) // (2 * b + 2)
     alone = (n - 1) // 2 - b - overlapping
