@@ -2,7 +2,7 @@
 
 The task is ResNet-20 (0.27 M parameters) on scikit-learn's digits, with two processes over gloo. The optimizer is SGD
 (Nesterov if there is momentum) with weight decay 5e-4 and one cycle of the learning rate. Each worker uses 8 images per
-step. For each seed, all methods have the same initial weights and the same order of the data, so the gap to dense is a
+step. For each seed, all methods have equal initial weights and the same order of the data. So the gap to dense is a
 paired difference. Reported are its mean over the seeds, and the upper end of the one-sided 95 % interval by Student's
 t. The interval covers the variation between seeds, but not between sets of 360 digits. "Less than one point below
 dense" holds if the upper end is below 1.

@@ -13,8 +13,8 @@ must add up to the gradient, bit by bit. If it exchanges updates, only few weigh
 
 Output: `gpt_cuda.csv`, written after each precision. "added" is a method's time minus plain DDP's. Its limit is 1.6
 times the floor plus one millisecond. The floor is the time to read the gradient, to read and write the residual in
-fp32, and to write the result, at the rate at which the card copies fp32 numbers. For exchanged updates the floor is the
-time of the kernels' loads and stores, see `UPDATE_BYTES`.
+fp32, and to write the result. It assumes the rate at which the card copies fp32 numbers. For exchanged updates the
+floor is the time of the kernels' loads and stores, see `UPDATE_BYTES`.
 """
 
 import functools

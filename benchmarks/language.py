@@ -37,7 +37,7 @@ from lightning_sparse import ProcessGroupComm
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 LOCAL = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
-EQUAL = "local_sgd, every 75"  # with two workers it sends as many bytes as topk updates; with four, every 50 does
+EQUAL = "local_sgd, every 75"  # with two workers it sends the same bytes as topk updates; with four, every 50 does
 DELAYED = "topk updates, delayed"
 DEFAULT, GAUSSIANK = "topk by default", "gaussiank by default"  # the strategies with default options
 IN_EACH_STEP = [DEFAULT, GAUSSIANK, "topk updates", DELAYED, "gaussiank updates", "two_pass updates"]

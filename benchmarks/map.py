@@ -98,8 +98,8 @@ LABELS = {
     "LSTM": (1.15, 0, -11, "center"),
     "GPT-2": (1, 7, 10, "left"),
 }
-"""At 1 Gbit/s: factor by which a circle is moved, and the position of its name in points, so that circles and names do
-not overlap."""
+"""At 1 Gbit/s: factor by which a circle is moved, and the position of its name in points. Without them, circles and
+names would overlap."""
 
 
 def draw(rows: pd.DataFrame, path: Path) -> None:

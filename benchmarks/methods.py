@@ -11,8 +11,8 @@ Methods with the same compressor and memory share their times.
 
 Output: `results/methods.csv`, one row per method.
 
-- `bytes`, `dense_bytes`: bytes that a worker sends per step, by the method's own formula, without headers, averaged
-  over local steps; and the bytes of dense gradients. Both are equal if the method falls back to dense.
+- `bytes`: bytes that a worker sends per step, by the method's own formula, without headers, averaged over local steps.
+- `dense_bytes`: the same for dense gradients. Both are equal if the method falls back to dense.
 - `copy_ms`: time of a copy, a lower bound for a pass over the data. It reads and writes 4 bytes per element.
 - `compress_ms`: time to compress u to a payload and the corresponding update, without the pass that computes u.
 - `step_ms`: time of that pass, of compression, and of subtracting the update from the residual.
@@ -59,8 +59,8 @@ def works(chosen: Method, matrices: int) -> dict[str, Callable[[], object]]:
         SystemExit: other ranks decode a different update.
     """
     parts = [parts_of(chosen, segment) for segment in layout(matrices).segments]
-    # Each result is freed before the next, as in training. Keeping all of them would cause page faults, which take as
-    # long as a copy.
+    # Each result is freed before the next, as in training. Keeping all of them would cause page faults, which take the
+    # time of a copy.
     return {name: lambda name=name: deque((each[name]() for each in parts), maxlen=0) for name in parts[0]}
 
 

@@ -14,9 +14,10 @@ The methods run one after the other in the same processes. Each is checked befor
 `benchmarks.network_rank`).
 
 Workloads: "mlp" runs steps of a model of 25.6 million parameters on random data with SGD, and "mlp_adamw" with AdamW.
-"real" and "real_resnet20" train a small convolutional network, or ResNet-20, on scikit-learn's handwritten digits and
-record the test loss over time. All other workloads are paced: gradients of the model's shapes arrive after the
-published compute time, and the processors sleep meanwhile. For the methods see `benchmarks.harness.baselines`.
+The workloads "real" and "real_resnet20" train a small convolutional network, or ResNet-20, on scikit-learn's
+handwritten digits. They record the test loss over time. All other workloads are paced: gradients of the model's shapes
+arrive after the published compute time, and the processors sleep meanwhile. For the methods see
+`benchmarks.harness.baselines`.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python -m benchmarks.scaling
 
-Nothing is measured. The script reads the paced models' results of `benchmarks.network` from `network_paced.csv`, fits
-the cost model (`lightning_sparse.cost`) to some of these runs, and checks it against the others. It prints the model's
-error and writes the table. Efficiency is the time of a step without communication divided by the time of a step with
-communication.
+Nothing is measured. The script reads the paced models' results of `benchmarks.network` from `network_paced.csv`. It
+fits the cost model (`lightning_sparse.cost`) to some of these runs, and checks it against the others. It prints the
+model's error and writes the table. Efficiency is the time of a step without communication divided by the time of a step
+with communication.
 """
 
 import itertools

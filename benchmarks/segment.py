@@ -7,8 +7,8 @@ are medians in μs:
 - `device_us`: time between two CUDA events. The device sleeps until the host has launched all kernels, so no kernel
   waits for its launch.
 - `host_us`: time from the first launch to the last, while the device sleeps.
-- `beside_us`: time between two events in a stream of high priority, while another stream computes bf16 matrix products
-  of 8192 tokens with a layer of GPT-2.
+- `beside_us`: time between two events in a stream of high priority. Another stream computes bf16 matrix products of
+  8192 tokens with a layer of GPT-2 at the same time.
 - `delay_us`: additional time of these products when the segment runs in parallel.
 - `launches`, `busy_us`: number of kernels and copies of a segment, and the sum of their times, from torch's profiler.
   `counted` is the number that `benchmarks.launches` counts without a GPU.

@@ -86,8 +86,8 @@ class Variant(NamedTuple):
     aggregator: Aggregator[Any] | None = None  # replaces the method's own
     beta1: float = 0.9
     root: bool = False  # multiply each rank's update by √P
-    payout: float | None = 1.0  # share of the unspent momentum that is paid out; None: rescaled like the update
-    pays_always: bool = False  # pay out momentum at any density, and with any number of local steps
+    payout: float | None = 1.0  # share of the unspent momentum in the payout; None: rescaled like the update
+    pays_always: bool = False  # use momentum payout at any density, and with any number of local steps
     weight_decay: float = 0.01
     decay_outside: bool = False  # apply weight decay after the exchange, equally on all ranks, not in the update
     late: bool = False  # apply the mean of the previous step, as if the exchange overlapped with the next step

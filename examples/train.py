@@ -32,9 +32,9 @@ from examples.models import OneCycleClassifier, ResNet20
 class StepCost(pl.Callback):
     """Logs the cost of a step after every epoch, as the mean over the workers.
 
-    "step/seconds" is the median time from the start to the end of a batch: forward, backward, exchange, optimizer.
-    "step/bytes" is the number of bytes that a worker sends. Stock DDP does not count bytes. Its volume is that of a
-    ring all-reduce with P workers, 2(P - 1)/P times the gradient.
+    The time "step/seconds" is the median from the start to the end of a batch: forward, backward, exchange, optimizer.
+    The volume "step/bytes" is the number of bytes that a worker sends. Stock DDP does not count bytes. Its volume is
+    that of a ring all-reduce with P workers, 2(P - 1)/P times the gradient.
     """
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,7 +1,7 @@
 """The only module that uses private or version-dependent APIs of torch and Lightning.
 
-Each entry names the versions that it applies to. tests/test_compat.py has a test for each entry, and `make matrix` runs
-these tests with the oldest and the newest supported versions.
+Each entry names the versions that it applies to. It has a test in tests/test_compat.py. `make matrix` runs these tests
+with the oldest and the newest supported versions.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ steps:
 
 1. Every rank writes its sidecar file under a tag that is new for each save.
 2. When all sidecar files are complete, rank 0 writes the checkpoint, which contains the tag.
-3. When the checkpoint is in place, rank 0 removes the sidecar files of earlier tags, and then all other ranks do the
-   same, because nodes may have separate disks.
+3. When the checkpoint is in place, rank 0 removes the sidecar files of earlier tags. Then all other ranks do the same,
+   because nodes may have separate disks.
 
 So a process may be killed at any moment: the checkpoint on disk always has matching sidecar files. If you move or copy
 a checkpoint, move or copy the folder too.

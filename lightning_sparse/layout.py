@@ -65,8 +65,9 @@ class Segment:
 def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
     """Cut a segment into consecutive regions like `tensor_split`: their lengths differ by at most one.
 
-    A parameter is cut at the end of a region. A piece of a vector is a vector. A piece of any other parameter becomes
-    up to three parts along the first dimension: its whole rows, and a one-row matrix for an incomplete row at each end.
+    A parameter is cut at the end of a region. A piece of a vector is a vector. A piece of any other parameter is cut
+    along the first dimension into up to three parts: its whole rows, and an incomplete row at each end. An incomplete
+    row becomes a matrix of one row.
     """
     each, more = divmod(segment.numel, count)
     edges = [region * each + min(region, more) for region in range(count + 1)]

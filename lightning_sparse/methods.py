@@ -386,9 +386,9 @@ def resolve_updates(
 ) -> tuple[Method, tuple[float, ...], int | None]:
     """Return the method, the density warm-up, and the number of steps per warm-up density, for an exchange of updates.
 
-    A sparse method that is given by name and without a density gets defaults: `update_density`, two-bit values if its
-    aggregator supports rounded values, and a density warm-up if none is given. In all other cases the user's options
-    are unchanged.
+    A sparse method that is given by name and without a density gets defaults: `update_density`, and a density warm-up
+    if none is given. It also gets two-bit values if its aggregator supports rounded values. In all other cases the
+    user's options are unchanged.
 
     Args:
         given, density, options: as for `resolve_method`.

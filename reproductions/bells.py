@@ -3,13 +3,13 @@
 Theorem 1 of Shi et al. 2019, arXiv 1911.08772, requires one peak at zero and a decrease on both sides. Then the sorted
 magnitudes form a convex curve. A layer of at least 1,000 entries has "one peak" if
 
-- the histogram, with bins of a quarter of a standard deviation, would rise to one peak and then fall if at most 3 % of
-  the entries changed their bin (by chance, up to 2 % of 1,000 normal numbers need to change),
+- the histogram would rise to one peak and then fall if at most 3 % of the entries changed their bin. A bin is a quarter
+  of a standard deviation. By chance, up to 2 % of 1,000 normal numbers need to change,
 - the peak is within half a standard deviation of zero, and u is nearly symmetric, |skewness| < 1.
 
-A narrow spike with wide tails meets these criteria too. So "bell-shaped" also requires a Kolmogorov-Smirnov distance of
-at most 0.1 to the normal distribution of the same mean and standard deviation (a Laplace distribution has 0.06). It
-requires an excess kurtosis above −1, which excludes a uniform distribution.
+A narrow spike with wide tails meets these criteria too. So "bell-shaped" has two more requirements. The
+Kolmogorov-Smirnov distance to the normal distribution of the same mean and standard deviation must be at most 0.1. (A
+Laplace distribution has 0.06.) The excess kurtosis must be above −1, which excludes a uniform distribution.
 """
 
 from __future__ import annotations

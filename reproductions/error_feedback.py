@@ -8,8 +8,8 @@ minimum:
 
 For the counter-examples, the learning rate decreases linearly to 0. With a constant rate, steps for the second, which
 has a kink, would not become shorter. The network has two hidden layers and learns scikit-learn's digits. Each method
-uses the best of three rates. "sign" is sign(g), "scaled sign" is (‖u‖₁/d)·sign(u), and "top" selects the k largest
-entries: one entry in the counter-examples, and 1 % of the entries in the network.
+uses the best of three rates. The method "sign" is sign(g), and "scaled sign" is (‖u‖₁/d)·sign(u). The method "top"
+selects the k largest entries: one entry in the counter-examples, and 1 % of the entries in the network.
 """
 
 from __future__ import annotations

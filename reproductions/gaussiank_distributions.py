@@ -1,7 +1,7 @@
 """Measures the distribution of u = gradient + residual in real trainings, and its share without the largest entries.
 
 Shi et al. 2019, arXiv 1911.08772, observe that u is bell-shaped in every layer of an MLP, ResNet-20, VGG-16 and an
-LSTM, and wider than the gradient of dense training. Without the k largest of its d entries, far less than 1 − k/d of
+LSTM. It is wider than the gradient of dense training. Without the k largest of its d entries, far less than 1 − k/d of
 ‖u‖² remains, even less than (1 − k/d)². Without k random entries, 1 − k/d remains on average.
 
 Here each network is trained with top-k at density 0.001, and with dense gradients, by threads as ranks. The optimizer

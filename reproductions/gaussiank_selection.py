@@ -1,10 +1,10 @@
 """Measures the time to select k of d entries: exactly with torch, with the published GaussianK, and with this package.
 
-Shi et al. 2019, arXiv 1911.08772: on a GPU torch's top-k is slow. Selection with a threshold that is estimated from
-mean and standard deviation, and refined a few times, is far faster for all d from 20 to 400 million. Here a CPU selects
-from normal numbers. "published" is the paper's algorithm. `gaussiank` starts with the same threshold and uses block
-maxima to select k entries up to a third. `topk` is exact and uses the same maxima. `benchmarks.selection` compares more
-methods, also on a GPU.
+Shi et al. 2019, arXiv 1911.08772: on a GPU torch's top-k is slow. Selection with an estimated threshold is far faster
+for all d from 20 to 400 million. The threshold comes from mean and standard deviation, and is refined a few times. Here
+a CPU selects from normal numbers. "published" is the paper's algorithm. `gaussiank` starts with the same threshold and
+uses block maxima to select k entries up to a third. `topk` is exact and uses the same maxima. `benchmarks.selection`
+compares more methods, also on a GPU.
 """
 
 from __future__ import annotations

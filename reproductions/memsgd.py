@@ -1,7 +1,7 @@
 """Logistic regression with Mem-SGD: error against iterations and bits, compared with SGD and QSGD, and parallel runs.
 
-Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599. η_t = 2/(λ(a + t)) with λ = 1/n, and weights are averaged with
-factors (a + t)², as in the authors' code. There a is d, 10 d, or one of these divided by k, depending on data and
+Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599. As in the authors' code, η_t = 2/(λ(a + t)) with λ = 1/n, and
+weights are averaged with factors (a + t)². There a is d, 10 d, or one of these divided by k, depending on data and
 method. Here a is d for all methods. In runs of 10,000 steps it was the best of 0.1 d, d and 10 d for SGD, top-k and
 random k. "no shift" means a = 1.
 

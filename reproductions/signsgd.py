@@ -5,7 +5,7 @@ the workers are wrong. Sohn et al. 2020, arXiv 1910.06093, show that election co
 
 A network of one hidden layer learns scikit-learn's digits, with nine threads as ranks. Each step uses nine parts of the
 data, which are equal for all methods. The last ⌊9α⌋ ranks attack (see `Attacked`). The learning rate is the best of
-four in 200 steps without attackers: from 0.1 to 1 for the mean, and from 0.001 to 0.01 for the vote. If a gradient is
+four in 200 steps without attackers. They are 0.1 to 1 for the mean, and 0.001 to 0.01 for the vote. If a gradient is
 not finite, training ends with the weights before it, and `steps` is the number of completed steps.
 """
 

@@ -216,7 +216,7 @@ def _ours(
 
 
 def steps_for_equal_bytes(model: nn.Module, density: float) -> int:
-    """Return the period, in steps, at which one dense exchange sends as many bytes as top-k in all of these steps."""
+    """Return the number of steps in which top-k sends the bytes of one dense exchange."""
     reducer = Reducer(method("topk", density=density), ProcessGroupComm())
     reducer.setup(dict(model.named_parameters()))
     return round(reducer.routing.dense_nbytes / reducer.routing.nbytes(None))

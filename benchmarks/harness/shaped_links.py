@@ -8,7 +8,7 @@ Each host is a namespace with one interface, `eth0`. The other end of its veth p
 namespace, without access to any other network. A token bucket (`tc … tbf`) shapes both ends of each pair. Shaping one
 end would not limit the total traffic from several hosts to one host.
 
-If the rate includes a round trip, such as "100mbit 50ms", the interfaces are tun devices, and a program carries packets
+If the rate includes a round trip, such as "100mbit 50ms", the interfaces are tun devices. A program carries packets
 between them and delays each packet. So this works without `netem`, which not every kernel has.
 
 The namespaces have no names. Each host's namespaces hold a `cat`, the first process of its process namespace. The `cat`
@@ -161,8 +161,8 @@ class ShapedLinks:
         """Measure 600 KB (the median of nine), 20 MB, a stream of 50 KB messages, and 20 MB from all hosts to host 0.
 
         A message is written when the socket has accepted the previous message. In the last measurement all other hosts
-        send equal parts. If the rate includes a round trip, only the round trip is measured, with one byte, because TCP
-        needs several round trips to reach a link's rate.
+        send equal parts. If the rate includes a round trip, only the round trip is measured, with one byte. TCP would
+        need several round trips to reach a link's rate.
         """
         # The stream is so long that the burst, which is sent at full speed, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))

@@ -43,15 +43,16 @@ class CommunicationMonitor(StepCallback):
     - `residual/norm`, `residual/gradient_norm` and their ratio. A warning is given once if the residual grows beyond
       the bound of error feedback (see below);
     - `communication/drift`, if ranks take several steps between exchanges: the distance of rank 0's weights from the
-      agreed weights, relative to the norm of the agreed update;
-    - `seconds/compensate`, `select` (includes packing and summing), `exchange` (includes waiting for slower ranks) and
-      `decode` (writing results back and updating the residual), per step; and `seconds/hidden_share`: the fraction of
-      this time that overlaps with backward. These are means over the steps since the last log. Logging steps are
-      excluded if there are other steps.
+      agreed weights. It is relative to the norm of the agreed update;
+    - `seconds/compensate`, `select`, `exchange` and `decode`: seconds of each phase per step. Selection includes
+    packing
+      and summing, exchange includes waiting for slower ranks, and decoding includes the update of the residual. These
+      are means over the steps since the last log. Logging steps are excluded if there are other steps;
+    - `seconds/hidden_share`: the fraction of this time that overlaps with backward.
 
     If C leaves at most 1 − δ of ‖u‖² in the residual, ‖e‖ ≤ 2√(1 − δ)/δ · max ‖g‖ (Karimireddy et al. 2019, arXiv
-    1901.09847, lemma 3). Here δ = k/d. The warning appears when ‖e‖ exceeds this bound, with the largest ‖g‖ of all
-    logging steps, and has grown on each of the last five logging steps.
+    1901.09847, lemma 3). Here δ = k/d. The bound uses the largest ‖g‖ of all logging steps. The warning appears if ‖e‖
+    exceeds the bound and has grown on each of the last five logging steps.
 
     A logging step costs one pass over gradient and residual, logged as `monitoring_cost/CommunicationMonitor_ms`. Other
     steps cost nothing.

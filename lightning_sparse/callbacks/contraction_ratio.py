@@ -34,9 +34,8 @@ class ContractionRatio(StepCallback):
 
     - `bound_any_u`, 1 − k/d: the largest possible share if the k largest entries are sent, and the mean share if k
       random entries are sent;
-    - `bound_bell_shaped_u`, (1 − k/d)²: the largest possible share if the k largest entries are sent and the sorted
-      magnitudes of u form a convex curve, as they do for a bell-shaped u (Shi et al. 2019, arXiv 1911.08772,
-      theorem 1).
+    - `bound_bell_shaped_u`, (1 − k/d)²: the largest possible share for a bell-shaped u if the k largest entries are
+      sent. It holds if the sorted magnitudes of u form a convex curve (Shi et al. 2019, arXiv 1911.08772, theorem 1).
 
     A chart under TensorBoard's "Custom scalars" shows the three series together. A method that does not choose entries
     has only the measured share. A logging step costs one pass over the parameters, logged as

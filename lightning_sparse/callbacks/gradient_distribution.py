@@ -43,8 +43,9 @@ class GradientDistribution(StepCallback):
     - the Kolmogorov-Smirnov distance, 0 to 1, of all elements to the normal distribution of equal mean and standard
       deviation. It is computed at the edges of bins with a relative width of 1/128, so it is within 0.003 of the exact
       distance;
-    - `threshold_sent`: the smallest |u| that was sent; and `threshold_if_normal`: the threshold that would select
-      equally many entries if u were normal, |mean| + z · std with z = Φ⁻¹(1 − k/2d) for k of d entries sent.
+    - `threshold_sent`: the smallest |u| that was sent;
+    - `threshold_if_normal`: the threshold that would select the same number of entries from a normal u. It is
+      |mean| + z · std with z = Φ⁻¹(1 − k/2d) for k of d entries sent.
 
     A logging step costs three passes over the parameters and no temporary tensor of their size. Its time is logged as
     `monitoring_cost/GradientDistribution_ms`. Other steps cost nothing.

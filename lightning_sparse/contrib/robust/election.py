@@ -1,10 +1,10 @@
 """Election coding: each worker votes for several parts of the data, so that the overall vote tolerates wrong workers.
 
-Sohn et al. 2020, arXiv 1910.06093. There are n workers, and the data of each step are divided into n parts. A bool
-allocation matrix of shape (n, n) says which worker computes which part: `allocation[i, j]` is True if worker i computes
-the gradient of part j. For each coordinate, a worker votes for the majority sign of its parts' gradients. All workers
-then step by the majority sign of the workers' votes, as in the method `signsgd`. With `deterministic_allocation(n, b)`
-the result is always the majority sign of the n parts, regardless of the votes of b workers.
+Sohn et al. 2020, arXiv 1910.06093. There are n workers, and the data of each step are divided into n parts. An
+allocation is a bool matrix of shape (n, n): `allocation[i, j]` is True if worker i computes the gradient of part j. For
+each coordinate, a worker votes for the majority sign of its parts' gradients. All workers then step by the majority
+sign of the workers' votes, as in the method `signsgd`. With `deterministic_allocation(n, b)` the result is always the
+majority sign of the n parts, regardless of the votes of b workers.
 
     allocation = deterministic_allocation(9, byzantine=2)
     sampler = PartSampler(dataset, allocation, part_size=16)              # on each worker
