@@ -92,7 +92,7 @@ def made(task: str, contestant: str, most: int = STEPS) -> Method:
     chosen = make_method(name, density=DENSITY if "density" in METHODS[name].options and name != "sparseloco" else None)
     rule = chosen.update_rule
     if rule is not None:
-        return replace(chosen, update_rule=replace(rule, every=min(LOCAL_STEPS.get(name, 1), most)))
+        return replace(chosen, update_rule=replace(rule, local_steps=min(LOCAL_STEPS.get(name, 1), most)))
     updates = what == "updates" or (not what and TASKS[task].optimizer == "adamw" and chosen.is_sparse)
     return replace(chosen, update_rule=UpdateRule() if updates else None)
 
@@ -155,7 +155,7 @@ def work(job: Row) -> None:
         optimizer = optimizer_for(task, method, model, 1e-3)
         wrapped = ours(made(task, name, training.TIMED_STEPS), model, optimizer)
         trainee = Trainee(model, wrapped, optimizer, data, comm, seed=0, batch_size=TASKS[task].batch_size, steps=STEPS)
-        timed.append(({"contestant": name}, method.every, trainee))
+        timed.append(({"contestant": name}, method.local_steps, trainee))
     training.take_turns(timed, job["out"])
 
 

@@ -98,8 +98,13 @@ def train_once(run: Run) -> list[Row]:
     if run.method != DENSE.method:
         warmup = [float(density) for density in run.warmup.split("/") if density]
         steps = STEPS_PER_EPOCH // 4 if warmup else None
-        options: Row = {"warmup": warmup, "warmup_steps": steps, "start_method": "fork", "exchange": run.exchange}
-        strategy = SparseDDPStrategy(run.method, run.density, **options)
+        options: Row = {
+            "density_warmup": warmup,
+            "density_warmup_steps": steps,
+            "start_method": "fork",
+            "exchange": run.exchange,
+        }
+        strategy = SparseDDPStrategy(run.method, density=run.density, **options)
     training = {name: getattr(run, name) for name in ("max_lr", "momentum", "epochs", "seed", "fold")}
     result = train(strategy, devices=WORKERS, batch_size=BATCH_SIZE, **training)
     return [

@@ -275,7 +275,11 @@ def train(run: Run, data: Data) -> list[Row]:
     made = Method(compressor, memory, variant.aggregator or Mean(), None if idea.sgd else variant.rule)
     trial = functools.partial(Trial, variant=variant, factors=[])
     kind = type("Flushing", (Flushing,), {"flush": idea.flush})
-    warmup = {"warmup": [factor * run.density for factor in factors], "warmup_steps": each} if factors else {}
+    warmup = (
+        {"density_warmup": [factor * run.density for factor in factors], "density_warmup_steps": each}
+        if factors
+        else {}
+    )
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         params = model.parameters()

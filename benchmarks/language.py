@@ -155,8 +155,8 @@ def work(job: Row) -> None:
         columns = [{"optimizer": run.optimizer, "method": run.method} for run in runs]
         everys, made = [UPDATES.get(run.method, 1) for run in runs], [trainee(run, data, TIMED_STEPS) for run in runs]
         for each in made:  # skip density warm-up
-            if (reducer := each.wrapped.reducer) is not None and reducer.warmup_steps is not None:
-                reducer.step = len(reducer.warmup) * reducer.warmup_steps
+            if (reducer := each.wrapped.reducer) is not None and reducer.density_warmup_steps is not None:
+                reducer.step = len(reducer.density_warmup) * reducer.density_warmup_steps
         take_turns([*zip(columns, everys, made, strict=True)], job["out"])
         return
     trained = trainee(runs[0], data)

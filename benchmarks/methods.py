@@ -46,7 +46,7 @@ def volume(chosen: Method, matrices: int) -> Row:
 
     def rank(comm: Comm) -> Row:
         routing = Routing(chosen, comm, layout(matrices))
-        nbytes = round(routing.nbytes(chosen.density) / chosen.every)
+        nbytes = round(routing.nbytes(chosen.density) / chosen.local_steps)
         return {"bytes": nbytes, "dense_bytes": round(routing.dense_nbytes)}
 
     return simulate(WORKERS, rank)[0]

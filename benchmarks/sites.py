@@ -30,7 +30,7 @@ WIDTH, BATCH_SIZE = 256, 8
 UNTIMED, TIMED = 10, 120  # numbers of steps; 120 is a multiple of 8 and of 30, the steps between exchanges
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "topk": ("topk", {}),
-    "topk, every 8": ("topk", {"every": 8}),
+    "topk, every 8": ("topk", {"local_steps": 8}),
     "sparseloco": ("sparseloco", {}),
 }
 CONTESTANTS = ["ddp", *METHODS, *(f"{name}, with broadcast" for name in METHODS)]

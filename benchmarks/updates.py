@@ -115,17 +115,17 @@ VARIANTS = {
     "decay 0.1": Variant(weight_decay=0.1),
     "decay 0.1 outside": Variant(weight_decay=0.1, decay_outside=True),
     "late": Variant(late=True),
-    "delayed": Variant(rule=UpdateRule(delayed=True)),
-    "every 10, delayed": Variant(rule=UpdateRule(delayed=True, every=10)),
+    "delayed": Variant(rule=UpdateRule(overlap="next_step")),
+    "every 10, delayed": Variant(rule=UpdateRule(overlap="next_step", local_steps=10)),
     "bf16 values": Variant(value_format="bfloat16"),
     "8-bit values": Variant(value_format="int8"),
     "4-bit values": Variant(value_format="int4"),
     "2-bit values": Variant(value_format="int2"),
     "chunks, 2-bit values": Variant("chunktopk", value_format="int2"),
     "always paid out": Variant(pays_always=True),
-    **{f"every {H}, paid out": Variant(rule=UpdateRule(every=H), pays_always=True) for H in (2, 5, 10)},
-    **{f"every {H}, not paid out": Variant(rule=UpdateRule(every=H, momentum="keep")) for H in (2, 5, 10)},
-    "int8, every 20": Variant("int8", rule=KEEP.changed(20, False)),  # quantized local SGD with the same bytes as topk
+    **{f"every {H}, paid out": Variant(rule=UpdateRule(local_steps=H), pays_always=True) for H in (2, 5, 10)},
+    **{f"every {H}, not paid out": Variant(rule=UpdateRule(local_steps=H, momentum="keep")) for H in (2, 5, 10)},
+    "int8, every 20": Variant("int8", rule=KEEP.changed(20, "none")),  # quantized local SGD with the same bytes as topk
 }
 
 

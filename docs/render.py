@@ -880,7 +880,7 @@ def costs() -> str:
         buffers = sum(spec.per != "segment" for part in parts for spec in part.state)
         # Where updates are exchanged, the weights before the steps.
         needs = [f"{4 * (buffers + (chosen.update_rule is not None))} bytes"]
-        needs += [f"{chosen.every} steps"] * (chosen.every > 1)
+        needs += [f"{chosen.local_steps} steps"] * (chosen.local_steps > 1)
         needs += ["a rate of its own"] * isinstance(spec.aggregator, MajorityVote)
         guarantees = ["a mean" if spec.aggregator.averages else RESULTS[type(spec.aggregator)]]
         guarantees += ["nothing lost"] * spec.traits.conserves

@@ -50,9 +50,9 @@ CAUTIONS = {
     "randk": "a random choice: needs many more steps",
     **{name: "discards unsent entries" for name, spec in METHODS.items() if not spec.traits.conserves},
     **{
-        name: f"{spec.update_rule.every} local steps between exchanges: may need more steps"
+        name: f"{spec.update_rule.local_steps} local steps between exchanges: may need more steps"
         for name, spec in METHODS.items()
-        if spec.update_rule and spec.update_rule.every > 1
+        if spec.update_rule and spec.update_rule.local_steps > 1
     },
     **dict.fromkeys(("memsgd", "dgc"), "for SGD"),
     **{
@@ -186,7 +186,7 @@ class Estimate(NamedTuple):
         name: name of the method or baseline.
         step: estimated step.
         point: break-even bandwidth, see `break_even_bandwidth`; None for a baseline.
-        delayed: estimated step with `delayed=True`; None if the method exchanges gradients or cannot be delayed.
+        delayed: estimated step with `overlap="next_step"`; None if the method exchanges gradients or cannot be delayed.
     """
 
     name: str
@@ -246,7 +246,7 @@ def estimates(
             later = None
             if what == "update":
                 with contextlib.suppress(ValueError):  # it cannot be delayed
-                    rule = (chosen.update_rule or UpdateRule()).changed(None, True)
+                    rule = (chosen.update_rule or UpdateRule()).changed(None, "next_step")
                     later = step(replace(chosen, update_rule=rule), work, workers, link, costs)
             rows.append(Estimate(name, found, point, later))
             tell(f"{name}: {1e3 * found.seconds:.1f} ms a step")
@@ -364,4 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     delayed = [(row.delayed.seconds, row.name) for row in rows if row.delayed and row.name in trained]
     if delayed and min(delayed)[0] < 0.9 * fastest.seconds:
         seconds, name = min(delayed)
-        print(f"With delayed=True {name} would take {1e3 * seconds:.1f} ms a step, as ranks go on while they exchange.")
+        print(
+            f"With overlap='next_step' {name} would take {1e3 * seconds:.1f} ms a step, as ranks go on while they "
+            f"exchange."
+        )

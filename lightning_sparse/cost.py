@@ -142,7 +142,7 @@ def step(
         density: fraction of entries to send; None selects the method's own.
         dense_bytes: bytes per element of dense gradients: 4, or 2 with a 16-bit hook.
         exchanged: "gradient" or "update". A method with an `UpdateRule` always exchanges updates, once in
-            `UpdateRule.every` steps. Times and bytes are those of one step.
+            `UpdateRule.local_steps` steps. Times and bytes are those of one step.
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
@@ -153,7 +153,7 @@ def step(
     own, travel, added = 0.0, 0.0, 0.0  # seconds of selecting, on the link, and of summing, over all segments
     # Of each segment, the time at which its exchange ends, and the seconds of summing the received entries.
     done: list[tuple[float, float]] = []
-    arrivals = work.arrivals if method.every == 1 else (1.0,) * len(work.segments)
+    arrivals = work.arrivals if method.local_steps == 1 else (1.0,) * len(work.segments)
     for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
         shapes = matrices(numel)
         segment = Segment(index, ("",) * len(shapes), shapes, 0)
@@ -191,11 +191,11 @@ def step(
     for received, after in done:
         end = max(end, received) + after
     computing = work.forward + work.backward
-    exposed = (end - computing) / method.every
+    exposed = (end - computing) / method.local_steps
     if method.delayed:  # a thread waits for the link and sums entries until the next exchange
-        busy = computing + (own + added * costs.shared) / method.every
-        exposed = max(busy, (travel + added) / method.every) - computing
-    return Step(computing + exposed, exposed, sent / method.every)
+        busy = computing + (own + added * costs.shared) / method.local_steps
+        exposed = max(busy, (travel + added) / method.local_steps) - computing
+    return Step(computing + exposed, exposed, sent / method.local_steps)
 
 
 def matrices(numel: int) -> tuple[tuple[int, int], ...]:

@@ -80,20 +80,20 @@ class Method:
         if not self.aggregator.supports(self.compressor):
             instead = "Use Mean(), which gathers all payloads and takes any."
             if isinstance(self.aggregator, TwoLevel):
-                instead = "Leave two_level out, or take another method: a node's ranks cut a segment, and matrices."
+                instead = "Leave hierarchical out, or take another method: a node's ranks cut a segment, and matrices."
                 by_option = self.aggregator == TwoLevel(self.aggregator.inter_node)
                 if by_option and (name := _name_of(self)):
-                    raise ValueError(f"two_level=True with {name!r}, which is not made for it. {instead}")
+                    raise ValueError(f"hierarchical=True with {name!r}, which is not made for it. {instead}")
             if isinstance(self.aggregator, TwoPass) and TwoPass().supports(self.compressor):
                 instead = "Leave second out: it is for compressors with a density."
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
         if self.delayed and not self.aggregator.takes_all:
-            what, remedy = repr(_name_of(self) or self.aggregator), "Leave delayed out, or take topk or gaussiank."
+            what, remedy = repr(_name_of(self) or self.aggregator), "Leave overlap out, or take topk or gaussiank."
             if isinstance(self.aggregator, TwoLevel) and self.aggregator.inter_node.takes_all:
-                what, remedy = "two_level", "Leave two_level out, or take no delay."
+                what, remedy = "hierarchical", "Leave hierarchical out, or take another overlap."
             raise ValueError(
-                f"delayed=True with {what}: a rank cannot go on by the entries that it has sent, as other ranks decide "
-                f"which of them count. {remedy}"
+                f"overlap='next_step' with {what}: a rank cannot go on by the entries that it has sent, as other ranks "
+                f"decide which of them count. {remedy}"
             )
         if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(
@@ -112,9 +112,9 @@ class Method:
         return getattr(self.compressor, "density", None)
 
     @property
-    def every(self) -> int:
+    def local_steps(self) -> int:
         """H, the number of optimizer steps between exchanges; 1 unless the update rule sets another number."""
-        return 1 if self.update_rule is None else self.update_rule.every
+        return 1 if self.update_rule is None else self.update_rule.local_steps
 
     @property
     def delayed(self) -> bool:
@@ -261,7 +261,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             AllReduceMean(),
             "Stich 2019, arXiv 1805.09767",
             Traits(True, {}),
-            UpdateRule(every=8, momentum="keep", rescale=False),
+            UpdateRule(local_steps=8, momentum="keep", rescale=False),
         ),
         "diloco": MethodSpec(
             Identity,
@@ -269,7 +269,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             AllReduceMean(),
             "Douillard et al. 2023, arXiv 2311.08105",
             Traits(True, {}),
-            UpdateRule(every=500, momentum="keep", rescale=False, outer_lr=0.7, outer_momentum=0.9),
+            UpdateRule(local_steps=500, momentum="keep", rescale=False, outer_lr=0.7, outer_momentum=0.9),
         ),
         "sparseloco": MethodSpec(
             partial(ChunkTopK, density=64 / 4096, value_format="int2"),
@@ -277,7 +277,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             Mean(),
             "Sarfi et al. 2025, arXiv 2508.15706",
             Traits(conserves=False, exact={"density": 1.0, "value_format": "float32"}, test_options={"density": 0.05}),
-            UpdateRule(every=30, momentum="keep", rescale=False),
+            UpdateRule(local_steps=30, momentum="keep", rescale=False),
         ),
     }
 )
@@ -325,7 +325,7 @@ def option_hint(option: str, known: Iterable[str] = ()) -> str:
         return suggestion(option, known)
     hint = f" {option!r} is an option of {listed(having)}"
     if option in {field.name for field in fields(UpdateRule)}:
-        rest = ", every=..." if option == "outer_momentum" else ""  # which has no use without local steps
+        rest = ", local_steps=..." if option == "outer_momentum" else ""  # which has no use without local steps
         hint += f"; any method that makes a mean takes it as Method(..., update_rule=UpdateRule({option}=...{rest}))"
     return f"{hint}."
 
@@ -378,8 +378,8 @@ def update_density(ranks: int) -> float:
 def resolve_updates(
     given: str | Method,
     density: float | None,
-    warmup: tuple[float, ...] | None = None,
-    warmup_steps: int | None = None,
+    density_warmup: tuple[float, ...] | None = None,
+    density_warmup_steps: int | None = None,
     *,
     ranks: int = FEW_RANKS,
     **options: Any,
@@ -392,17 +392,17 @@ def resolve_updates(
 
     Args:
         given, density, options: as for `resolve_method`.
-        warmup, warmup_steps: the user's options, already checked; None selects the default.
+        density_warmup, density_warmup_steps: the user's options, already checked; None selects the default.
         ranks: number of sending ranks.
     """
     chosen = resolve_method(given, density, **options)
     if not isinstance(given, str) or density is not None or chosen.update_rule is not None or not chosen.is_sparse:
-        return chosen, warmup or (), warmup_steps
+        return chosen, density_warmup or (), density_warmup_steps
     spec, rounded = METHODS[given], {"value_format": "int2", **options}
     takes_rounded = "value_format" in spec.options and spec.aggregator.supports(spec.make(value_format="int2"))
     chosen = method(given, density=update_density(ranks), **(rounded if takes_rounded else options))
-    if warmup is not None:
-        return chosen, warmup, warmup_steps
+    if density_warmup is not None:
+        return chosen, density_warmup, density_warmup_steps
     assert chosen.density is not None
     return chosen, tuple(min(1.0, factor * chosen.density) for factor in WARMUP_FACTORS), WARMUP_STEPS
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 Granularity = Literal["layer", "bucket", "model"]
 OnNonFinite = Literal["raise", "skip"]
+Overlap = Literal["none", "backward", "next_step"]
 
 
 class Option(NamedTuple):
@@ -43,7 +44,7 @@ OPTIONS = {
     "density": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], the fraction of entries to send."),
     "granularity": _choice(Granularity),
     "bucket_cap_mb": Option(Real, lambda x: 0 < x < math.inf, "must be a positive number of MiB."),
-    "warmup_steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more, or None."),
+    "density_warmup_steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more, or None."),
     "seed": Option(Integral, lambda x: True, "must be a whole number."),
     "on_nonfinite": _choice(OnNonFinite),
     "clip_norm": Option(
@@ -60,12 +61,11 @@ OPTIONS = {
         "must be a datetime.timedelta above 0, such as timedelta(minutes=5), or None.",
     ),
     "exchange": _choice(What),
-    "every": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
+    "local_steps": Option(Integral, lambda x: x >= 1, "must be a whole number of steps, 1 or more."),
     "momentum": _choice(Literal["pay_out", "mask", "keep"]),
     "rescale": Option(bool, lambda x: True, "must be True or False."),
     "outer_lr": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0."),
     "outer_momentum": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1)."),
-    "delayed": Option(bool, lambda x: True, "must be True or False."),
     "second": Option(
         Real, lambda x: 0 < x < math.inf, "must be a number above 0, the second pass's density over the first's."
     ),
@@ -81,8 +81,8 @@ OPTIONS = {
     "rank": Option(Integral, lambda x: x >= 1, "must be a whole number of columns, 1 or more."),
     "beta": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1), what remains of the momentum in each step."),
     "trim": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks left out at either end."),
-    "two_level": Option(bool, lambda x: True, "must be True or False."),
-    "overlap": Option(bool, lambda x: True, "must be True or False."),
+    "hierarchical": Option(bool, lambda x: True, "must be True or False."),
+    "overlap": _choice(Overlap),
 }
 
 
@@ -157,39 +157,41 @@ class _HasDensity(Protocol):
 
 
 def check_warmup(
-    method: _HasDensity, warmup: Any, warmup_steps: Any, counts_epochs: bool = True
+    method: _HasDensity, density_warmup: Any, density_warmup_steps: Any, counts_epochs: bool = True
 ) -> tuple[tuple[float, ...] | None, int | None]:
     """Return the densities of a warm-up, None if none is given, and how many steps each lasts, if they make sense.
 
     Args:
         method: whose density comes after the warm-up.
-        warmup: what the user gave.
-        warmup_steps: what the user gave; None is an epoch.
+        density_warmup: what the user gave.
+        density_warmup_steps: what the user gave; None is an epoch.
         counts_epochs: whether there is somebody who counts epochs; outside of Lightning nobody does.
 
     Raises:
         ValueError: a density or a number of steps out of range, one without the other, or a method without density.
     """
     try:
-        if isinstance(warmup, str):
+        if isinstance(density_warmup, str):
             raise TypeError
-        given = None if warmup is None else tuple(warmup)
+        given = None if density_warmup is None else tuple(density_warmup)
     except TypeError:
         raise ValueError(
-            f"warmup={warmup!r} must be a list of densities to use in turn, such as [0.25, 0.0625, 0.015]."
+            f"density_warmup={density_warmup!r} must be a list of densities to use in turn, such as [0.25, 0.0625, "
+            f"0.015]."
         ) from None
-    densities = None if given is None else tuple(check_density("warmup", density) for density in given)
+    densities = None if given is None else tuple(check_density("density_warmup", density) for density in given)
     if densities and method.density is None:
-        raise ValueError(f"warmup={densities!r}: {method!r} has no density to warm up.")
-    if warmup_steps is None:
+        raise ValueError(f"density_warmup={densities!r}: {method!r} has no density to warm up.")
+    if density_warmup_steps is None:
         if densities and not counts_epochs:
             raise ValueError(
-                f"warmup={densities!r} without epochs: say how many steps each density lasts, warmup_steps."
+                f"density_warmup={densities!r} without epochs: say how many steps each density lasts, "
+                f"density_warmup_steps."
             )
         return densities, None
     if not densities:
         raise ValueError(
-            f"warmup_steps={warmup_steps!r} is the number of steps for each density of warmup={densities!r}: give at "
-            f"least one density, or leave warmup_steps out."
+            f"density_warmup_steps={density_warmup_steps!r} is the number of steps for each density of "
+            f"density_warmup={densities!r}: give at least one density, or leave density_warmup_steps out."
         )
-    return densities, check("warmup_steps", warmup_steps)
+    return densities, check("density_warmup_steps", density_warmup_steps)

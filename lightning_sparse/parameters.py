@@ -41,7 +41,7 @@ def exchanged_parameters(
                     raise ValueError(
                         f"{name!r} belongs to two optimizers: each exchanges what its own step has changed, so the "
                         f"same change would be sent twice. Give each parameter to one optimizer; or let ranks exchange "
-                        f"gradients: exchange='gradient' of the strategy, without every and delayed, or attach."
+                        f"gradients: exchange='gradient' of the strategy, without local_steps and overlap, or attach."
                     )
                 found[name] = optimizer
     params: dict[str, Tensor] = {names[id(param)]: param for param in model.parameters() if names[id(param)] in found}

@@ -46,8 +46,9 @@ class Reducer:
         seed: of all random choices; equal on all ranks.
         granularity: what is compressed together: "layer", "bucket" or "model" (see `Layout.of`).
         bucket_cap_mb: size of a "bucket" in MiB.
-        warmup: densities to use in turn before the method's own, from dense to sparse.
-        warmup_steps: number of steps for each density of `warmup`; None: one epoch each, counted by `epoch`.
+        density_warmup: densities to use in turn before the method's own, from dense to sparse.
+        density_warmup_steps: number of steps for each density of `density_warmup`; None: one epoch each, counted by
+            `epoch`.
         loss_scale: a function that returns what the loss is multiplied with, as `GradScaler.get_scale` does. Residuals
             are unscaled; if a gradient overflows, all ranks get NaN and no residual changes.
         on_nonfinite: what a gradient with a NaN or an infinity means without a loss scale: "raise" NonFiniteGradient on
@@ -78,16 +79,16 @@ class Reducer:
         seed: int = 0,
         granularity: Granularity = "bucket",
         bucket_cap_mb: float = 25,
-        warmup: Sequence[float] | None = (),
-        warmup_steps: int | None = None,
+        density_warmup: Sequence[float] | None = None,
+        density_warmup_steps: int | None = None,
         loss_scale: Callable[[], float] | None = None,
         on_nonfinite: OnNonFinite = "raise",
         clip_norm: float | None = None,
         exchanged: Exchanged = "gradient",
     ) -> None:
         self.method = resolve_method(method, None)
-        densities, self.warmup_steps = check_warmup(self.method, warmup, warmup_steps)
-        self.warmup = densities or ()
+        densities, self.density_warmup_steps = check_warmup(self.method, density_warmup, density_warmup_steps)
+        self.density_warmup = densities or ()
         self.gradient_check = GradientCheck(loss_scale, on_nonfinite, clip_norm)
         self.method.aggregator.check_size(comm.size)
         self.comm = comm
@@ -107,8 +108,8 @@ class Reducer:
     @property
     def density(self) -> float | None:
         """The density of the present step; None where the method has none."""
-        phase = self.epoch if self.warmup_steps is None else self.step // self.warmup_steps
-        return self.warmup[phase] if phase < len(self.warmup) else self.method.density
+        phase = self.epoch if self.density_warmup_steps is None else self.step // self.density_warmup_steps
+        return self.density_warmup[phase] if phase < len(self.density_warmup) else self.method.density
 
     @property
     def states(self) -> list[State]:
@@ -270,8 +271,8 @@ class Reducer:
         """
         if self.in_flight:
             raise RuntimeError(
-                "Reducer.state_dict while an exchange goes on, as it does after each step with delayed=True: call "
-                "exchange_pending(optimizer) before, on all ranks, and save the weights after it."
+                "Reducer.state_dict while an exchange goes on, as it does after each step with overlap='next_step': "
+                "call exchange_pending(optimizer) before, on all ranks, and save the weights after it."
             )
         self.raise_deferred()
         own = self._states.state_dict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from lightning_sparse.context import State, StateSpec
 from lightning_sparse.layout import Segment
 from lightning_sparse.moments import OTHERS, moments_of
-from lightning_sparse.options import check
+from lightning_sparse.options import Overlap, check
 
 OUTER_MOMENTUM = "outer_momentum"
+RuleOverlap = Literal["none", "next_step"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class UpdateRule:
     """The part of a method that matters only where updates are exchanged, see `lightning_sparse.updates`.
 
     Attributes:
-        every: H, the number of optimizer steps before each exchange (local SGD, Stich 2019, arXiv 1805.09767).
+        local_steps: H, the number of optimizer steps before each exchange (local SGD, Stich 2019, arXiv 1805.09767).
         momentum: what becomes of the optimizer's momentum where entries are sent. "pay_out": what it would still add is
             sent, too, and it is set to zero, if density · H < 1 − β; see `lightning_sparse.moments`. "mask": it is set
             to zero (momentum factor masking, Lin et al. 2018). "keep": nothing.
@@ -31,40 +32,50 @@ class UpdateRule:
         outer_lr: factor on the mean of the updates.
         outer_momentum: Nesterov momentum of the means, on all ranks alike (DiLoCo, Douillard et al. 2023, arXiv
             2311.08105): with m ← μm + mean, weights change by outer_lr · (mean + μm).
-        delayed: whether ranks go on while they exchange, each as if the others had sent what it has sent, until the
-            mean is there at the next exchange; see `lightning_sparse.delayed`.
+        overlap: "next_step": ranks go on while they exchange, each as if the others had sent what it has sent, until
+            the mean is there at the next exchange; see `lightning_sparse.delayed`. "none": they wait for the mean.
 
     Raises:
-        ValueError: a value out of range, outer momentum without local steps, or an outer step that is delayed.
+        ValueError: a value out of range, outer momentum without local steps, or an outer step with overlap="next_step".
     """
 
-    every: int = 1
+    local_steps: int = 1
     momentum: Literal["pay_out", "mask", "keep"] = "pay_out"
     rescale: bool = True
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
-    delayed: bool = False
+    overlap: RuleOverlap = "none"
 
     def __post_init__(self) -> None:
-        for name in ("every", "momentum", "rescale", "outer_lr", "outer_momentum", "delayed"):
+        for name in ("local_steps", "momentum", "rescale", "outer_lr", "outer_momentum", "overlap"):
             object.__setattr__(self, name, check(name, getattr(self, name), "UpdateRule"))
-        if self.every == 1 and self.outer_momentum:
+        if self.overlap not in get_args(RuleOverlap):
             raise ValueError(
-                f"UpdateRule(every=1, outer_momentum={self.outer_momentum:g}): the optimizer has its own momentum in "
-                f"every step, and a second one on top delays it. Take several local steps, every=8 for example, or "
-                f"outer_momentum=0."
+                f"UpdateRule(overlap={self.overlap!r}): the strategy overlaps updates with backward, not the rule of a "
+                f"method. Leave overlap out, or set overlap='next_step'."
+            )
+        if self.local_steps == 1 and self.outer_momentum:
+            raise ValueError(
+                f"UpdateRule(local_steps=1, outer_momentum={self.outer_momentum:g}): the optimizer has its own "
+                f"momentum in every step, and a second one on top delays it. Take several local steps, local_steps=8 "
+                f"for example, or outer_momentum=0."
             )
         if self.delayed and self.has_outer_step:
             raise ValueError(
-                f"UpdateRule(delayed=True, outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}): until "
-                f"the mean is there, a rank goes on by what it has sent itself, which an outer step would change. "
-                f"Leave delayed out, or take a rule without an outer step."
+                f"UpdateRule(overlap='next_step', outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}): "
+                f"until the mean is there, a rank goes on by what it has sent itself, which an outer step would "
+                f"change. Leave overlap out, or take a rule without an outer step."
             )
 
-    def changed(self, every: int | None, delayed: bool) -> UpdateRule:
-        """Return the rule with another number of steps, None keeps it, and delayed where that is wanted."""
-        every, delayed = self.every if every is None else every, delayed or self.delayed
-        return replace(self, every=every, delayed=delayed)
+    @property
+    def delayed(self) -> bool:
+        """Whether an exchange ends with the next one."""
+        return self.overlap == "next_step"
+
+    def changed(self, local_steps: int | None, overlap: Overlap) -> UpdateRule:
+        """Return the rule with another number of steps, unless None, and with `overlap` if it is "next_step"."""
+        steps = self.local_steps if local_steps is None else local_steps
+        return replace(self, local_steps=steps, overlap="next_step" if overlap == "next_step" else self.overlap)
 
     def rescales(self, optimizer: Optimizer, size: int) -> bool:
         """Return whether updates of one rank's batches are smaller than those of the batches of all `size` would be."""
@@ -72,19 +83,19 @@ class UpdateRule:
         if kind is None or kind.second is None or not self.rescale or size == 1:
             return False
         # Without a first moment there is no telling signal from noise; and several steps are not one of dense training.
-        return self.every == 1 and min(map(kind.beta, optimizer.param_groups)) > 0
+        return self.local_steps == 1 and min(map(kind.beta, optimizer.param_groups)) > 0
 
     def empties_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
         """Return whether there is momentum whose delay adds to that of a residual; `density` None: there is none."""
         kind = moments_of(optimizer)
         if kind is None or density is None or self.momentum == "keep":
             return False
-        if kind is OTHERS and self.momentum == "pay_out" and self.every > 1:
+        if kind is OTHERS and self.momentum == "pay_out" and self.local_steps > 1:
             return False  # the change is that of several steps
         beta = max(map(kind.beta, optimizer.param_groups))
         # Entries that are sent about as often as momentum decays have no delay to make up for. After several steps
         # there is less of it, since weights have moved by momentum meanwhile; "every 5" of `benchmarks.updates`.
-        return beta > 0 and (self.momentum == "mask" or density * self.every < 1 - beta)
+        return beta > 0 and (self.momentum == "mask" or density * self.local_steps < 1 - beta)
 
     def note(self, optimizers: Collection[Optimizer], density: float | None, size: int) -> str:
         """Return one sentence about what is exchanged.
@@ -95,8 +106,8 @@ class UpdateRule:
             size: P, the number of ranks.
         """
         text = f"Each rank steps its own {_names(optimizers)}, and the updates are exchanged"
-        if self.every > 1:
-            text += f" after every {self.every} steps"
+        if self.local_steps > 1:
+            text += f" after every {self.local_steps} steps"
         if self.delayed:
             text += " while the next step goes on"
         torchs = [optimizer for optimizer in optimizers if moments_of(optimizer) not in (None, OTHERS)]

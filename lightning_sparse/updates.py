@@ -82,7 +82,7 @@ class Updates:
         before = self._frozen.intersection(names)
         if frozen != before:
             self.land()  # a pending exchange has no update of a frozen parameter
-            if self._rule.every > 1 or self._rule.delayed:  # ranks may have changed it by weights that differ
+            if self._rule.local_steps > 1 or self._rule.delayed:  # ranks may have changed it by weights that differ
                 self._new += [name for name in names if name in before - frozen]
         self._frozen.difference_update(names)
         self._frozen.update(frozen)

@@ -486,7 +486,7 @@ def test_a_batch_that_is_left_out_leaves_nobody_watching(tmp_path):
 
 def test_the_first_line_and_what_it_counts():
     def rank(comm):
-        reducer = Reducer(method("topk", density=0.125), comm, warmup=[0.5], warmup_steps=100)
+        reducer = Reducer(method("topk", density=0.125), comm, density_warmup=[0.5], density_warmup_steps=100)
         reducer.setup({"a": torch.zeros(8), "b": torch.zeros(8)})
         # Two ranks send 2(P − 1)/P times 4 bytes, or 4 for each of k entries and k + 16 bits; all of them is no less.
         assert reducer.routing.dense_nbytes == 64
@@ -525,7 +525,7 @@ def test_every_method_can_be_watched(name, tmp_path):
     fit(
         tmp_path,
         [GradientDistribution(True), ContractionRatio(True), CommunicationMonitor()],
-        strategy=lambda: SparseDDPStrategy(name, every=2 if method(name).every > 1 else None),
+        strategy=lambda: SparseDDPStrategy(name, local_steps=2 if method(name).local_steps > 1 else None),
     )
     found, tags = events(tmp_path / "tensorboard")
     assert "distribution/u_std" in tags["scalars"]
@@ -626,7 +626,7 @@ def test_bytes_where_validation_and_the_end_ask_for_the_exchange(tmp_path):
     def rank(rank):
         logger = CSVLogger(tmp_path, name="", version="0")
         options = {"callbacks": [monitor], "logger": logger, "log_every_n_steps": 1, "max_epochs": 1}
-        strategy = SparseDDPStrategy("topk", density=0.05, exchange="update", every=4)
+        strategy = SparseDDPStrategy("topk", density=0.05, exchange="update", local_steps=4)
         trained = trainer(strategy, 2, **options, default_root_dir=tmp_path, val_check_interval=2)
         trained.fit(Validates(), Loader(rank, 2, 5), Loader(rank, 2, 1))
         reducer = trained.strategy.reducer

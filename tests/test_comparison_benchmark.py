@@ -53,7 +53,7 @@ def test_contestants_exchange_what_the_strategy_would_or_what_their_name_says():
     assert made("gpt_adamw", "topk").update_rule is not None
     assert made("gpt_adamw", "topk gradients").update_rule is None
     assert made("gpt_adamw", "int4").update_rule is None
-    assert made("digits_sgd", "local_sgd").every == 50
+    assert made("digits_sgd", "local_sgd").local_steps == 50
     assert set(METHODS) < set(contestants("digits_sgd"))
 
 

@@ -67,7 +67,7 @@ def test_bytes_are_those_of_a_reducer(name, size):
 
     work = Workload((numel,), (1.0,), 0.0, 1.0)
     said = step(DENSE if name == "dense" else chosen, work, size, Link(1e9), Costs()).sent_bytes
-    said *= chosen.update_rule.every if chosen.update_rule else 1
+    said *= chosen.update_rule.local_steps if chosen.update_rule else 1
     sent = simulate(size, rank)
     # In gTopK not all ranks send as often as the busiest; in ScaleCom each leads in turn, and sends more then.
     assert said <= max(sent) * 1.001
@@ -84,7 +84,7 @@ def test_updates_of_several_steps_come_after_backward():
     """Two segments of 0.1 s on the wire: one hides behind backward, but of four steps none, and these share them."""
     work = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0)
     link = Link(4000 / 0.1, latency=0.0)
-    local = replace(DENSE, update_rule=UpdateRule(every=4))
+    local = replace(DENSE, update_rule=UpdateRule(local_steps=4))
     assert step(DENSE, work, 2, link, Costs()).exposed == pytest.approx(0.1)
     assert step(DENSE, work, 2, link, Costs(), exchanged="update").exposed == pytest.approx(0.1)
     found = step(local, work, 2, link, Costs())
@@ -104,13 +104,13 @@ def test_updates_go_segment_by_segment():
 def test_delayed_updates_go_beside_the_next_steps():
     """Two segments of 10 entries: 0.1 s of selecting, 0.05 s of adding up, and a message of 80 bytes, each."""
     work, costs = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0), Costs(element=0.1e-3, entry=0.005)
-    topk = Method(TopK(density=0.01, index_format="int32"), update_rule=UpdateRule(delayed=True))
+    topk = Method(TopK(density=0.01, index_format="int32"), update_rule=UpdateRule(overlap="next_step"))
     beside = replace(costs, shared=False)
     assert step(topk, work, 2, Link(80 / 0.2, latency=0.3), costs).exposed == pytest.approx(0.2 + 0.1)
     assert step(topk, work, 2, Link(80 / 0.2, latency=0.3), beside).exposed == pytest.approx(0.2)
     # The link's second and the third that it takes to add up are longer than a step of two seconds, or than two steps.
     assert step(topk, work, 2, Link(80 / 0.2, latency=1.3), costs).exposed == pytest.approx(3.0 + 0.1 - 2)
-    rarer = replace(topk, update_rule=UpdateRule(delayed=True, every=2))
+    rarer = replace(topk, update_rule=UpdateRule(overlap="next_step", local_steps=2))
     assert step(rarer, work, 2, Link(80 / 0.2, latency=1.3), costs).exposed == pytest.approx((0.2 + 0.1) / 2)
     assert step(rarer, work, 2, Link(80 / 0.2, latency=3.3), costs).exposed == pytest.approx((7.0 + 0.1 - 4) / 2)
 
@@ -202,8 +202,8 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
 def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
     monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in ("topk", "gtopk", "sparseloco")})
     far = table(capsys, "--bandwidth", "1Mbit", "--backward", "1", "--latency", "0.05")
-    assert re.search(r"^With delayed=True topk would take 15\d\d\.\d ms a step", far, re.MULTILINE)
-    assert "delayed" not in table(capsys, "--bandwidth", "1Gbit", "--backward", "1")
+    assert re.search(r"^With overlap='next_step' topk would take 15\d\d\.\d ms a step", far, re.MULTILINE)
+    assert "next_step" not in table(capsys, "--bandwidth", "1Gbit", "--backward", "1")
 
 
 def test_advise_says_that_it_takes_its_time_before_it_does(capsys, monkeypatch):

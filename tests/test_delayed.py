@@ -20,14 +20,14 @@ from tests.support.tiers import tiers
 from tests.support.training import make
 from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, residual, train, weights
 
-RULE = UpdateRule(delayed=True)
+RULE = UpdateRule(overlap="next_step")
 # Those whose ranks know what goes into the result when they have compressed, and that have no outer step.
 NAMES = [name for name, spec in METHODS.items() if spec.aggregator.takes_all and name != "diloco"]
 
 
 def delayed(name: str, **options: Any) -> Method:
     made = method(name, **options)
-    return replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, True))
+    return replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, "next_step"))
 
 
 def exchanging(
@@ -111,7 +111,7 @@ def trained(
 def test_without_the_delay_it_is_the_same_exchange_bit_for_bit(name, dtype, size):
     options = dict(METHODS[name].traits.test_options)
     later = delayed(name, **options)
-    now = replace(later, update_rule=replace(later.update_rule, delayed=False))
+    now = replace(later, update_rule=replace(later.update_rule, overlap="none"))
     landed = simulate(size, lambda comm: trained(comm, later, dtype, land=True))
     for found, expected in zip(landed, simulate(size, lambda comm: trained(comm, now, dtype, land=False)), strict=True):
         if size > 1 or options:  # one rank that sends all of it leaves weights as its optimizer has made them
@@ -227,7 +227,7 @@ def test_each_optimizer_ends_its_own_exchange(every):
         first, second = SGD([net.a], 0.1), ADAMW([net.b, net.c], 0.01)
         made = delayed("topk", density=0.2)
         updates, reducer = exchanging(
-            comm, net, [first, second], replace(made, update_rule=made.update_rule.changed(every, True))
+            comm, net, [first, second], replace(made, update_rule=made.update_rule.changed(every, "next_step"))
         )
         before, changed, taken = net.a.detach().clone(), torch.zeros(()), {first: 0, second: 0}
         for step in range(24):
@@ -292,7 +292,7 @@ def test_parameters_are_taken_in_while_another_optimizer_has_taken_steps_of_its_
             net.register_parameter(key, nn.Parameter(torch.zeros(4)))
         first, second = SGD([net.a], 1.0), SGD([net.b], 1.0)
         made = method(name, **({"density": 1.0} if name == "topk" else {}))
-        rule = UpdateRule(every=3, momentum="keep", rescale=False, delayed=True)
+        rule = UpdateRule(local_steps=3, momentum="keep", rescale=False, overlap="next_step")
         updates, _ = exchanging(comm, net, [first, second], replace(made, update_rule=rule))
         taken = {first: 0, second: 0}
         for optimizer in [*[second] * 5, *[first] * 3, *[second] * 4]:
@@ -373,7 +373,7 @@ def test_several_steps_before_each_exchange(name):
         net = Net()
         optimizer = ADAMW(net.parameters(), 0.01)
         made = make(name)
-        rule = (made.update_rule or UpdateRule()).changed(3, True)
+        rule = (made.update_rule or UpdateRule()).changed(3, "next_step")
         updates, _ = exchanging(comm, net, [optimizer], replace(made, update_rule=rule))
         for step in range(9):
             if step % 3 == 0:
@@ -412,9 +412,12 @@ def test_nothing_is_left_in_the_residual_that_was_sent():
 @pytest.mark.parametrize(
     ("aggregator", "said"),
     [
-        (GlobalTopK(), "delayed=True with 'gtopk': .* Leave delayed out, or take topk or gaussiank"),
-        (TwoPass(), "delayed=True with 'doublesqueeze': .* Leave delayed out, or take topk or gaussiank"),
-        (TwoLevel(ranks_per_node=2), "delayed=True with two_level: .* Leave two_level out, or take no delay"),
+        (GlobalTopK(), "overlap='next_step' with 'gtopk': .* Leave overlap out, or take topk or gaussiank"),
+        (TwoPass(), "overlap='next_step' with 'doublesqueeze': .* Leave overlap out, or take topk or gaussiank"),
+        (
+            TwoLevel(ranks_per_node=2),
+            "overlap='next_step' with hierarchical: .* Leave hierarchical out, or take another overlap",
+        ),
     ],
 )
 def test_aggregators_that_decide_later_are_refused(aggregator, said):
@@ -423,10 +426,12 @@ def test_aggregators_that_decide_later_are_refused(aggregator, said):
 
 
 def test_an_outer_step_is_refused():
-    with pytest.raises(ValueError, match="Leave delayed out, or take a rule without an outer step"):
-        UpdateRule(every=4, outer_lr=0.7, delayed=True)
-    with pytest.raises(ValueError, match=r"UpdateRule\(delayed=.yes.\): delayed must be True or False"):
-        UpdateRule(delayed="yes")
+    with pytest.raises(ValueError, match="Leave overlap out, or take a rule without an outer step"):
+        UpdateRule(local_steps=4, outer_lr=0.7, overlap="next_step")
+    with pytest.raises(ValueError, match=r"UpdateRule\(overlap=True\): overlap is not known; choose from none"):
+        UpdateRule(overlap=True)
+    with pytest.raises(ValueError, match=r"UpdateRule\(overlap='backward'\): the strategy overlaps .* set overlap="):
+        UpdateRule(overlap="backward")
     assert Method(Identity(), NoMemory(), METHODS["dense"].aggregator, RULE).delayed
 
 

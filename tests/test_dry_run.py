@@ -61,14 +61,19 @@ def rehearsed(**options: Any) -> tuple[Reducer, list[tuple[Any, ...]]]:
 
 def test_every_density_is_rehearsed_with_aligned_gradients_and_with_others():
     """Triton compiles anew for memory that starts elsewhere, and for other densities; in backward that may be late."""
-    reducer, seen = rehearsed(warmup=(1.0, 0.1), granularity="model")
+    reducer, seen = rehearsed(density_warmup=(1.0, 0.1), granularity="model")
     assert [row[0] for row in seen] == [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
     for first, second in zip(seen[::2], seen[1::2], strict=True):
         assert first[1][0] == 0
         assert second[1][0] != 0
         assert (first[2], second[2]) == ([], ["b"])  # reversed, as backward brings them
         assert (first[3], second[3]) == (0, 1)
-    assert (reducer.warmup, reducer.warmup_steps, reducer.epoch, reducer.step) == ((1.0, 0.1), None, 1, 0)
+    assert (reducer.density_warmup, reducer.density_warmup_steps, reducer.epoch, reducer.step) == (
+        (1.0, 0.1),
+        None,
+        1,
+        0,
+    )
     assert reducer.comm.sent_bytes == 0
     assert not any(reducer.seconds.values())
     assert not reducer.states[0]["residual"].any()

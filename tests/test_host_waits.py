@@ -218,7 +218,7 @@ def test_no_delayed_step_waits(name, dtype, fake_cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     made = method(name)
-    made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, True))
+    made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, "next_step"))
     assert steps_of_updates(made, dtype, 2, "adamw, fused") == 4
 
 
@@ -236,7 +236,7 @@ def test_a_delayed_exchange_keeps_nothing_of_what_it_has_sent(name, fake_cuda, m
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     made = method(name)
-    made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, True))
+    made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, "next_step"))
     assert steps_of_updates(made, torch.float32, 2, "adamw, fused") == 4
     assert sent
     assert not any(reference() is not None for reference in sent)
@@ -258,7 +258,7 @@ def test_no_step_of_an_attacker_waits(compressor, aggregator, attack, fake_cuda,
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "gtopk", "randk"])
 def test_no_step_of_a_warm_up_waits(name, fake_cuda):
     """The first goes dense, the next two not."""
-    steps(method(name), torch.float32, 4, warmup=(0.9, 0.01), warmup_steps=1)
+    steps(method(name), torch.float32, 4, density_warmup=(0.9, 0.01), density_warmup_steps=1)
 
 
 COMPRESSORS = [

@@ -149,10 +149,10 @@ def test_another_default_device_changes_nothing(name):
 
     def rank(comm: Comm, device: str | None) -> tuple[Tensor, Tensor]:
         exchanged = replace(make(name), update_rule=make(name).update_rule or UpdateRule())
-        given = [gradients("normal", comm.rank, step) for step in range(exchanged.every)]
+        given = [gradients("normal", comm.rank, step) for step in range(exchanged.local_steps)]
         net = Net()
         optimizer = torch.optim.AdamW(net.parameters())
-        for step in range(exchanged.every):
+        for step in range(exchanged.local_steps):
             net.backward(comm.rank, step)
         torch.set_default_device(device)  # of this thread
         try:
@@ -231,7 +231,7 @@ def test_every_option_of_every_part_is_reached_by_its_name(name):
     others = {*inspect.signature(SparseDDPStrategy.__init__).parameters}
     others |= {*inspect.signature(DDPStrategy.__init__).parameters}
     others |= {*inspect.signature(DistributedDataParallel.__init__).parameters}
-    assert {*spec.options} & others <= {"density", "every", "delayed"}
+    assert {*spec.options} & others <= {"density", "local_steps", "overlap"}
 
 
 def test_constants_are_those_of_the_papers():
@@ -239,8 +239,8 @@ def test_constants_are_those_of_the_papers():
     assert method("dgc").update_rule.momentum == "mask"
     assert method("memsgd").update_rule.momentum == "keep"
     diloco, sparseloco = method("diloco"), method("sparseloco")
-    assert (diloco.every, diloco.update_rule.outer_lr, diloco.update_rule.outer_momentum) == (500, 0.7, 0.9)
-    assert (sparseloco.every, sparseloco.memory.decay, sparseloco.density) == (30, 0.95, 64 / 4096)
+    assert (diloco.local_steps, diloco.update_rule.outer_lr, diloco.update_rule.outer_momentum) == (500, 0.7, 0.9)
+    assert (sparseloco.local_steps, sparseloco.memory.decay, sparseloco.density) == (30, 0.95, 64 / 4096)
     assert method("signum").memory.beta == 0.9
     assert method("terngrad").compressor.clip == 2.5
 
@@ -252,7 +252,7 @@ def test_constants_are_those_of_the_papers():
         ("signum", {"beta": 0.5}, lambda made: made.memory.beta == 0.5),
         ("trimmed_mean", {"trim": 0.25}, lambda made: made.aggregator.trim == 0.25),
         ("doublesqueeze", {"second": 3, "value_format": "int8"}, lambda made: made.aggregator.second == 3),
-        ("diloco", {"outer_lr": 0.5}, lambda made: made.update_rule.outer_lr == 0.5 and made.every == 500),
+        ("diloco", {"outer_lr": 0.5}, lambda made: made.update_rule.outer_lr == 0.5 and made.local_steps == 500),
         ("sparseloco", {"decay": 0.5, "density": 0.1}, lambda made: made.memory.decay == 0.5),
     ],
 )
@@ -323,7 +323,11 @@ def test_randk_is_worse_than_topk():
             r"no option 'colour'; it has density, [a-z_, ]*\.$",
         ),
         (lambda: method("powersgd", levels=3), TypeError, r"it has rank\. 'levels' is an option of qsgd\.$"),
-        (lambda: method("topk", every=4), TypeError, r"Method\(\.\.\., update_rule=UpdateRule\(every=\.\.\.\)\)\.$"),
+        (
+            lambda: method("topk", local_steps=4),
+            TypeError,
+            r"Method\(\.\.\., update_rule=UpdateRule\(local_steps=\.\.\.\)\)\.$",
+        ),
         (lambda: method("dense", density=0.1), TypeError, "'dense' has no option 'density'"),
         (
             lambda: Method(TopK(), aggregator=AllReduceMean()),
@@ -333,9 +337,9 @@ def test_randk_is_worse_than_topk():
         (lambda: Method(Residual()), TypeError, r"Method\(compressor=Residual\(\)\): compressor must be a Compressor"),
         (lambda: Method(TopK(), memory=Mean()), TypeError, "memory must be a Memory"),
         (lambda: Reducer(3, None), TypeError, r"method=3: give a method"),
-        (lambda: Reducer("dense", None, warmup=[0.1]), ValueError, "no density to warm up"),
-        (lambda: Reducer("topk", None, warmup=[2]), ValueError, r"warmup\(density=2\)"),
-        (lambda: Reducer("topk", None, warmup_steps=3), ValueError, "warmup_steps=3"),
+        (lambda: Reducer("dense", None, density_warmup=[0.1]), ValueError, "no density to warm up"),
+        (lambda: Reducer("topk", None, density_warmup=[2]), ValueError, r"density_warmup\(density=2\)"),
+        (lambda: Reducer("topk", None, density_warmup_steps=3), ValueError, "density_warmup_steps=3"),
     ],
 )
 def test_bad_input(call, error, message):

@@ -7,15 +7,21 @@ import torch
 from lightning_sparse import METHODS, Reducer, SparseDDPStrategy, method, simulate
 
 BAD = [
-    ({"warmup": [0.1], "warmup_steps": 1e2}, r"warmup_steps=100.0 must be a whole number of steps, 1 or more"),
-    ({"warmup": [0.1], "warmup_steps": "100"}, r"warmup_steps='100' must be a whole number"),
-    ({"warmup": [0.1], "warmup_steps": 0}, r"warmup_steps=0 must be a whole number of steps, 1 or more"),
-    ({"warmup": [0.1], "warmup_steps": True}, r"warmup_steps=True must be a whole number"),
-    ({"warmup": 0.25}, r"warmup=0.25 must be a list of densities"),
-    ({"warmup": np.array(0.25)}, r"warmup=array\(0.25\) must be a list of densities"),
-    ({"warmup": "0.25"}, r"warmup='0.25' must be a list of densities"),
-    ({"warmup": 1}, r"warmup=1 must be a list of densities"),
-    ({"warmup": ["0.25"]}, r"warmup\(density='0.25'\): density must be in \(0, 1\]"),
+    (
+        {"density_warmup": [0.1], "density_warmup_steps": 1e2},
+        r"density_warmup_steps=100.0 must be a whole number of steps, 1 or more",
+    ),
+    ({"density_warmup": [0.1], "density_warmup_steps": "100"}, r"density_warmup_steps='100' must be a whole number"),
+    (
+        {"density_warmup": [0.1], "density_warmup_steps": 0},
+        r"density_warmup_steps=0 must be a whole number of steps, 1 or more",
+    ),
+    ({"density_warmup": [0.1], "density_warmup_steps": True}, r"density_warmup_steps=True must be a whole number"),
+    ({"density_warmup": 0.25}, r"density_warmup=0.25 must be a list of densities"),
+    ({"density_warmup": np.array(0.25)}, r"density_warmup=array\(0.25\) must be a list of densities"),
+    ({"density_warmup": "0.25"}, r"density_warmup='0.25' must be a list of densities"),
+    ({"density_warmup": 1}, r"density_warmup=1 must be a list of densities"),
+    ({"density_warmup": ["0.25"]}, r"density_warmup\(density='0.25'\): density must be in \(0, 1\]"),
     ({"clip_norm": "1"}, r"clip_norm='1' must be the largest 2-norm of a rank's gradient, a number above 0"),
     ({"clip_norm": True}, r"clip_norm=True must be the largest 2-norm of a rank's gradient, a number above 0"),
     ({"clip_norm": float("nan")}, r"clip_norm=nan must be the largest 2-norm of a rank's gradient, a number above 0"),
@@ -39,8 +45,8 @@ def test_an_option_that_makes_no_sense_is_refused_at_construction(options, messa
 
 
 def test_options_of_one_door_only():
-    with pytest.raises(ValueError, match=r"two_level='yes' must be True or False"):
-        SparseDDPStrategy("topk", two_level="yes")
+    with pytest.raises(ValueError, match=r"hierarchical='yes' must be True or False"):
+        SparseDDPStrategy("topk", hierarchical="yes")
     with pytest.raises(ValueError, match=r"loss_scale=1024.0 must be a function that returns the present loss scale"):
         simulate(1, lambda comm: Reducer("topk", comm, loss_scale=1024.0))
 
@@ -53,8 +59,12 @@ def test_a_density_that_makes_no_sense_is_refused_by_every_sparsifier(name, dens
 
 
 def test_numbers_of_numpy_are_numbers():
-    options = {"warmup": np.array([0.5, 0.25]), "warmup_steps": np.int64(3), "clip_norm": np.float32(2.0)}
-    plain = {"warmup": [0.5, 0.25], "warmup_steps": 3, "clip_norm": 2.0}
+    options = {
+        "density_warmup": np.array([0.5, 0.25]),
+        "density_warmup_steps": np.int64(3),
+        "clip_norm": np.float32(2.0),
+    }
+    plain = {"density_warmup": [0.5, 0.25], "density_warmup_steps": 3, "clip_norm": 2.0}
     wide = SparseDDPStrategy(
         "topk", density=np.float32(0.125), seed=np.int32(7), bucket_cap_mb=np.float64(3), **options
     )
@@ -93,7 +103,9 @@ def test_whole_numbers_of_numpy_are_numbers_to_methods_too(name, option, value):
 
 def test_a_warm_up_by_whole_numbers_of_numpy_takes_its_steps():
     def densities(comm):
-        reducer = Reducer(method("topk", density=0.1), comm, warmup=(np.float32(0.5),), warmup_steps=np.int64(2))
+        reducer = Reducer(
+            method("topk", density=0.1), comm, density_warmup=(np.float32(0.5),), density_warmup_steps=np.int64(2)
+        )
         seen = []
         for _ in range(3):
             seen.append(reducer.density)

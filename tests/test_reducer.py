@@ -89,14 +89,18 @@ def test_dense_above_the_methods_own_point(name, size, density, dense, caplog):
 
 
 @pytest.mark.parametrize(
-    ("density", "granularity", "warmup", "warns"),
+    ("density", "granularity", "density_warmup", "warns"),
     [(1, "model", (), True), (0.9, "layer", (), True), (0.4, "layer", (), False), (0.01, "model", (1.0,), False)],
 )
-def test_a_method_that_compresses_nothing_is_warned_of(density, granularity, warmup, warns, caplog):
+def test_a_method_that_compresses_nothing_is_warned_of(density, granularity, density_warmup, warns, caplog):
     """Not one of which some segments go dense, nor in a warm-up."""
 
     def rank(comm: Comm) -> None:
-        options = {"granularity": granularity, "warmup": warmup, "warmup_steps": 1 if warmup else None}
+        options = {
+            "granularity": granularity,
+            "density_warmup": density_warmup,
+            "density_warmup_steps": 1 if density_warmup else None,
+        }
         reducer = Reducer(method("topk", density=density, index_format="int32"), comm, **options)
         for _ in range(3):
             reducer.reduce_({"large": torch.randn(10_000), "small": torch.randn(3)})
@@ -121,7 +125,7 @@ def test_a_method_without_a_density_says_where_it_goes_dense(name, said, caplog)
 
 def test_what_was_kept_is_sent_when_a_warm_up_ends_dense():
     def rank(comm: Comm) -> tuple[float, float]:
-        reducer = Reducer(method("topk", density=0.01), comm, warmup=[0.01, 1.0], granularity="model")
+        reducer = Reducer(method("topk", density=0.01), comm, density_warmup=[0.01, 1.0], granularity="model")
         total = 0.0
         for reducer.epoch in (0, 0, 1):
             grads = {"w": torch.arange(1.0, 101)}
@@ -133,13 +137,13 @@ def test_what_was_kept_is_sent_when_a_warm_up_ends_dense():
 
 
 def test_warm_up_by_epochs_and_by_steps():
-    reducer = simulate(1, lambda comm: Reducer(method("topk", density=0.01), comm, warmup=[0.25, 0.05]))[0]
+    reducer = simulate(1, lambda comm: Reducer(method("topk", density=0.01), comm, density_warmup=[0.25, 0.05]))[0]
     densities = []
     for reducer.epoch in range(4):
         densities.append(reducer.density)
     assert densities == [0.25, 0.05, 0.01, 0.01]
     reducer = simulate(
-        1, lambda comm: Reducer(method("topk", density=0.01), comm, warmup=[0.25, 0.05], warmup_steps=2)
+        1, lambda comm: Reducer(method("topk", density=0.01), comm, density_warmup=[0.25, 0.05], density_warmup_steps=2)
     )[0]
     densities = []
     for reducer.step in range(6):

@@ -212,7 +212,7 @@ def test_bad_input():
         TwoLevel(ranks_per_node=0)
     with pytest.raises(ValueError, match=r"two levels"):
         TwoLevel(TwoLevel())
-    with pytest.raises(ValueError, match=r"AllReduceMean.* cannot aggregate what TopK.*Leave two_level out"):
+    with pytest.raises(ValueError, match=r"AllReduceMean.* cannot aggregate what TopK.*Leave hierarchical out"):
         two_level(AllReduceMean())
     with pytest.raises(ValueError, match=r"ranks_per_node=2\) among 3 ranks: .* multiple"):
         simulate(3, lambda comm: Reducer(two_level(), comm))

@@ -23,7 +23,7 @@ from lightning_sparse.updates import Updates
 from tests.support.tiers import tiers
 from tests.support.update_training import ADAMW, SGD, Net, residual, weights
 
-LOCAL = [name for name, spec in METHODS.items() if spec.update_rule and spec.update_rule.every > 1]
+LOCAL = [name for name, spec in METHODS.items() if spec.update_rule and spec.update_rule.local_steps > 1]
 
 
 def local_steps(net: Net, optimizer: torch.optim.Optimizer, rank: int, first: int, steps: int) -> None:
@@ -54,7 +54,7 @@ def test_the_outer_step_by_hand():
         net = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.constant_(net.weight, 100.0)
         optimizer = SGD(net.parameters(), 1.0)
-        rule = UpdateRule(every=2, outer_lr=2.0, outer_momentum=0.5)
+        rule = UpdateRule(local_steps=2, outer_lr=2.0, outer_momentum=0.5)
         updates, seen = Updates(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer]), []
         for grads in ([[2.0, 2.0], [1.0, 1.0]], [[1.0, 2.0], [-2.0, 1.0]]):
             updates.begin(optimizer)
@@ -70,7 +70,7 @@ def test_the_outer_step_by_hand():
 
 @pytest.mark.parametrize("size", tiers([1, 2, 3, 5, 8], [1, 3]))
 def test_the_outer_optimizer_is_torchs_sgd_with_nesterov_on_the_mean_update(size):
-    rule = UpdateRule(every=3, rescale=False, outer_lr=0.7, outer_momentum=0.9)
+    rule = UpdateRule(local_steps=3, rescale=False, outer_lr=0.7, outer_momentum=0.9)
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         net, theirs = Net(), Net()
@@ -236,7 +236,7 @@ def test_what_cannot_be_rescaled_is_not(betas, every):
         net = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.constant_(net.weight, 5.0)
         optimizer = torch.optim.Adam(net.parameters(), 0.5, betas=betas)
-        updates = exchanged_once(comm, net, optimizer, UpdateRule(every=every))
+        updates = exchanged_once(comm, net, optimizer, UpdateRule(local_steps=every))
         assert "times as large" not in updates.note
         return net.weight.item()
 
@@ -258,7 +258,7 @@ def test_momentum_of_0_is_not_paid_out():
 )
 def test_momentum_is_paid_out_only_if_density_times_steps_is_below_1_minus_beta(every, density, pays):
     def rank(comm: Comm) -> str:
-        net, chosen = Net(), Method(TopK(density=density), update_rule=UpdateRule(every=every))
+        net, chosen = Net(), Method(TopK(density=density), update_rule=UpdateRule(local_steps=every))
         reducer = Reducer(chosen, comm, exchanged="update")
         return Updates(reducer, net, [SGD(net.parameters(), 0.1, momentum=0.9)]).note
 
@@ -270,7 +270,7 @@ def test_outer_momentum_is_loaded_with_another_number_of_steps():
         net = Net()
         saved = after_an_outer_step(comm, net)
         again = Reducer(
-            replace(method("diloco"), update_rule=method("diloco").update_rule.changed(7, False)),
+            replace(method("diloco"), update_rule=method("diloco").update_rule.changed(7, "none")),
             comm,
             exchanged="update",
         )
@@ -340,11 +340,11 @@ def test_another_number_of_ranks_keeps_the_outer_momentum():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"every": 0}, r"UpdateRule\(every=0\): every must be a whole number of steps, 1 or more"),
+        ({"local_steps": 0}, r"UpdateRule\(local_steps=0\): local_steps must be a whole number of steps, 1 or more"),
         ({"momentum": "payout"}, "choose from pay_out, mask, keep"),
         ({"outer_lr": 0.0}, "outer_lr must be a number above 0"),
         ({"outer_lr": math.nan}, "outer_lr must be a number above 0"),
-        ({"outer_momentum": 1.0, "every": 2}, r"outer_momentum must be in \[0, 1\)"),
+        ({"outer_momentum": 1.0, "local_steps": 2}, r"outer_momentum must be in \[0, 1\)"),
         ({"outer_momentum": 0.9}, "Take several local steps"),
     ],
 )
@@ -367,6 +367,7 @@ def test_a_rule_that_is_none():
 @pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, spec in METHODS.items() if spec.update_rule])
 def test_rows_have_their_rule(name: str, spec: MethodSpec):
     assert method(name).update_rule == spec.update_rule
-    assert f"UpdateRule({'every' if spec.update_rule and spec.update_rule.every > 1 else 'momentum'}=" in str(
-        method(name)
+    assert (
+        f"UpdateRule({'local_steps' if spec.update_rule and spec.update_rule.local_steps > 1 else 'momentum'}="
+        in str(method(name))
     )

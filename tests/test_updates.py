@@ -105,7 +105,7 @@ def test_a_checkpoint_of_the_earlier_default_resumes_and_the_other_way_round():
         net, state, found = Net(shapes={"a": (100, 70), "b": (64,)}), None, []
         optim = ADAMW(net.parameters(), 0.01)
         for _, chosen, densities, each in ways:
-            reducer = Reducer(chosen, comm, warmup=densities, warmup_steps=each, exchanged="update")
+            reducer = Reducer(chosen, comm, density_warmup=densities, density_warmup_steps=each, exchanged="update")
             updates = Updates(reducer, net, [optim])
             if state is not None:
                 reducer.load_state_dict(state)
@@ -274,7 +274,7 @@ def test_adam_by_others_is_exchanged_as_torchs(delayed):
     def rank(comm: Comm, kind: Any) -> tuple[Tensor, Tensor, Tensor]:
         net = Net()
         optimizer = kind(net.parameters(), 0.01)
-        rule = UpdateRule(delayed=delayed)
+        rule = UpdateRule(overlap="next_step" if delayed else "none")
         chosen = replace(method("topk", density=0.1), update_rule=rule)
         reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
         updates: Any = None
@@ -370,7 +370,7 @@ def test_moments_that_are_kept_otherwise_are_left_alone(kind, options, every):
     def rank(comm: Comm) -> tuple[bool, Tensor, Tensor]:
         net = Net()
         optimizer = kind(net.parameters(), 0.01, **options)
-        chosen = replace(method("topk", density=0.05), update_rule=UpdateRule(every=every))
+        chosen = replace(method("topk", density=0.05), update_rule=UpdateRule(local_steps=every))
         reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
         updates = Updates(reducer, net, [optimizer])
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
@@ -678,7 +678,9 @@ def test_what_a_module_changes_of_frozen_parameters_itself_is_left_alone(name, e
         net = Net()
         optimizer = ADAMW(net.parameters(), 0.01)
         made = method(name, **({"density": 0.1} if name in ("topk", "randk") else {}))
-        made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(every, delayed))
+        made = replace(
+            made, update_rule=(made.update_rule or UpdateRule()).changed(every, "next_step" if delayed else "none")
+        )
         reducer = Reducer(made, comm, granularity="model", exchanged="update")
         updates = (DelayedUpdates if delayed else Updates)(reducer, net, [optimizer])
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense

@@ -47,7 +47,7 @@ def test_a_long_run_stands_beside_a_short_one_as_it_was_after_as_many_steps():
 def test_every_variant_trains_and_keeps_weights_equal(variant, monkeypatch):
     monkeypatch.setattr(updates, "BATCH_SIZE", 1)
     rule = VARIANTS[variant].rule
-    steps = max(4, rule.every if rule else 1)  # weights are equal after each exchange
+    steps = max(4, rule.local_steps if rule else 1)  # weights are equal after each exchange
     monkeypatch.setattr(updates, "EVERY", steps)
     sequence = torch.arange(LENGTH + 1) % 7
     batch, held_out = ((sequence[None, :-1].expand(n, -1), sequence[None, 1:].expand(n, -1)) for n in (1, 2))

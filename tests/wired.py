@@ -88,10 +88,10 @@ GRADIENTS: dict[str, str | Method] = {
 }
 UPDATES: dict[str, dict[str, Any]] = {
     "topk updates": {},
-    "topk updates, delayed": {"delayed": True},
-    "topk updates, local steps": {"every": 2},
+    "topk updates, delayed": {"overlap": "next_step"},
+    "topk updates, local steps": {"local_steps": 2},
     "efsignsgd updates": {"method": "efsignsgd"},
-    "sparseloco updates": {"method": "sparseloco", "every": 2},
+    "sparseloco updates": {"method": "sparseloco", "local_steps": 2},
 }
 CASES = (*GRADIENTS, *UPDATES)
 

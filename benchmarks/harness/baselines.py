@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -154,7 +154,7 @@ def _naive_topk(model: nn.Module, options: Options, optimizer: Optimizer) -> Wra
 def ours(chosen: Method, model: nn.Module, optimizer: Optimizer, *, granularity: Granularity = "bucket") -> Wrapped:
     """Prepare a model for a method of this package, which exchanges updates if it has an update rule."""
     if chosen.update_rule is not None:
-        made = Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.every)
+        made = Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.local_steps)
         exchange = exchange_of(optimizer)
         if exchange is not None and chosen.delayed:
             made = replace(made, settle=exchange.exchange_pending, wait=exchange.updates.wait)
@@ -196,9 +196,9 @@ def _within_backward(value_format: ValueFormat, model: nn.Module, options: Optio
 def _ours(
     name: str,
     sparse: bool = True,
-    two_level: bool = False,
+    hierarchical: bool = False,
     updates: bool = False,
-    delayed: bool = False,
+    overlap: Literal["none", "next_step"] = "none",
     granularity: Granularity = "bucket",
     value_format: ValueFormat | None = None,
     **parts: Any,
@@ -206,10 +206,10 @@ def _ours(
     def wrap(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
         given = {"value_format": value_format} if value_format else {}
         chosen = replace(method(name, density=options.density if sparse else None, **given), **parts)
-        if two_level:
+        if hierarchical:
             chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, options.ranks_per_host))
         if updates:
-            chosen = replace(chosen, update_rule=(chosen.update_rule or UpdateRule()).changed(options.every, delayed))
+            chosen = replace(chosen, update_rule=(chosen.update_rule or UpdateRule()).changed(options.every, overlap))
         return ours(chosen, model, optimizer, granularity=granularity)
 
     return Contestant(wrap, check_steps=2, sparse=sparse, updates=updates)
@@ -238,20 +238,20 @@ CONTESTANTS = {
         lambda model, options, _: Wrapped(data_parallel(model), every=steps_for_equal_bytes(model, options.density))
     ),
     "topk, whole model": _ours("topk", granularity="model"),
-    "topk_two_level": _ours("topk", two_level=True),
+    "topk_two_level": _ours("topk", hierarchical=True),
     "int4": _ours("int4", sparse=False),
     **{f"{name} updates": _ours(name, updates=True) for name in ("topk", "gaussiank")},
     **{
         f"{name} by default": Contestant(functools.partial(_by_default, name), sparse=True, updates=True)
         for name in ("topk", "gaussiank")
     },
-    "topk updates, delayed": _ours("topk", updates=True, delayed=True),
+    "topk updates, delayed": _ours("topk", updates=True, overlap="next_step"),
     "topk updates within backward": Contestant(
         functools.partial(_within_backward, "float32"), check_steps=2, sparse=True, updates=True
     ),
     # Equal to the default after density warm-up, if the density is the default.
     "topk updates, int2": _ours("topk", updates=True, value_format="int2"),
-    "topk updates, int2, delayed": _ours("topk", updates=True, delayed=True, value_format="int2"),
+    "topk updates, int2, delayed": _ours("topk", updates=True, overlap="next_step", value_format="int2"),
     "topk updates, int2, within backward": Contestant(
         functools.partial(_within_backward, "int2"), check_steps=2, sparse=True, updates=True
     ),

@@ -151,7 +151,7 @@ def attach_thread(
         return Wrapped(model, reducer=reducer)
     exchanged = (updates or (DelayedUpdates if method.delayed else Updates))(reducer, model, optimizers)
     for optimizer in optimizers:
-        _exchange_steps(exchanged, optimizer, method.every)
+        _exchange_steps(exchanged, optimizer, method.local_steps)
     if method.delayed:
         return Wrapped(model, reducer=reducer, settle=exchanged.land, wait=exchanged.wait)
     return Wrapped(model, reducer=reducer)

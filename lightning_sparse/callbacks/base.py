@@ -123,7 +123,7 @@ class StepCallback(Callback, abc.ABC):
         if self._waits_for_an_exchange(trainer):
             return
         if self._timed_observer is not None:
-            if trainer.strategy.reducer.method.every > 1:
+            if trainer.strategy.reducer.method.local_steps > 1:
                 self._report_observed(trainer, pl_module)  # validation or a checkpoint caused the exchange
             else:
                 self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
@@ -169,7 +169,7 @@ class StepCallback(Callback, abc.ABC):
         The callback then reports the next exchange.
         """
         watch = self._timed_observer
-        return watch is not None and watch.observer is None and trainer.strategy.reducer.method.every > 1
+        return watch is not None and watch.observer is None and trainer.strategy.reducer.method.local_steps > 1
 
     def _detach(self, reducer: Reducer) -> None:
         if self._timed_observer in reducer.observers:

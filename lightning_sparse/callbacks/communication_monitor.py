@@ -79,7 +79,7 @@ class CommunicationMonitor(StepCallback):
             ],
             **(
                 {"Distance of rank 0's weights from the ranks' mean, by the mean update": ["communication/drift"]}
-                if reducer.method.every > 1
+                if reducer.method.local_steps > 1
                 else {}
             ),
             "2-norms of the residual e and of the gradient g": ["residual/norm", "residual/gradient_norm"],
@@ -116,7 +116,7 @@ class CommunicationMonitor(StepCallback):
             self._step_began = _Totals.of(trainer)
 
     def observer(self, reducer: Reducer) -> Observer:
-        return _Norms(drifts=reducer.method.every > 1)
+        return _Norms(drifts=reducer.method.local_steps > 1)
 
     def report(
         self, seen: _Norms, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
@@ -179,8 +179,8 @@ class _Totals:
     @staticmethod
     def of(trainer: Trainer) -> _Totals:
         reducer: Reducer = trainer.strategy.reducer
-        # Validation or a checkpoint may cause an exchange before `every` steps are complete.
-        steps = trainer.global_step if reducer.method.every > 1 else reducer.step
+        # Validation or a checkpoint may cause an exchange before `local_steps` steps are complete.
+        steps = trainer.global_step if reducer.method.local_steps > 1 else reducer.step
         return _Totals(steps, reducer.comm.sent_bytes, {**reducer.seconds, "exchange": reducer.comm.seconds})
 
     def seconds_since(self, before: _Totals) -> dict[str, float]:

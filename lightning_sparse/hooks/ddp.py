@@ -38,10 +38,9 @@ def attach(
     *,
     density: float | None = None,
     granularity: Granularity = "bucket",
-    lr: float | Callable[[], float] | None = None,
     seed: int = 0,
-    warmup: Sequence[float] | None = (),
-    warmup_steps: int | None = None,
+    density_warmup: Sequence[float] | None = None,
+    density_warmup_steps: int | None = None,
     loss_scale: Callable[[], float] | None = None,
     on_nonfinite: OnNonFinite = "raise",
     clip_norm: float | None = None,
@@ -55,10 +54,9 @@ def attach(
         method: a name in `METHODS`, or a `Method` made of own parts.
         density: fraction of entries to send, in (0, 1]; None keeps the method's own. Only beside a name.
         granularity: what is compressed together: "layer", "bucket" (of the size of DDP's own buckets) or "model".
-        lr: without effect: no method keeps the learning rate in its residual.
         seed: of all random choices; equal on all ranks.
-        warmup: densities to use in turn before `density`, `warmup_steps` steps each.
-        warmup_steps: number of steps for each density of `warmup`.
+        density_warmup: densities to use in turn before `density`, `density_warmup_steps` steps each.
+        density_warmup_steps: number of steps for each density of `density_warmup`.
         loss_scale: the `get_scale` of a GradScaler, where one is used. Where a gradient overflows on any rank, all
             ranks get NaN, so that all scalers leave the step out, and no residual changes.
         on_nonfinite: without a loss scale, what a gradient with a NaN or an infinity means: "raise" NonFiniteGradient
@@ -88,14 +86,16 @@ def attach(
                 f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "
                 f"optimizer, ...), or another method, such as 'topk'."
             )
-        warmup, warmup_steps = check_warmup(method, warmup, warmup_steps, counts_epochs=False)
+        density_warmup, density_warmup_steps = check_warmup(
+            method, density_warmup, density_warmup_steps, counts_epochs=False
+        )
     return start_comm_thread(
         ddp,
         method,
         granularity=granularity,
         seed=seed,
-        warmup=warmup,
-        warmup_steps=warmup_steps,
+        density_warmup=density_warmup,
+        density_warmup_steps=density_warmup_steps,
         loss_scale=loss_scale,
         on_nonfinite=on_nonfinite,
         clip_norm=clip_norm,

@@ -206,11 +206,11 @@ class Session:
     def _rehearse(self, params: Mapping[str, Tensor]) -> None:
         reducer = self.reducer
         assert reducer.layout is not None
-        schedule = reducer.warmup, reducer.warmup_steps, reducer.epoch
-        densities = dict.fromkeys((*reducer.warmup, reducer.method.density))
+        schedule = reducer.density_warmup, reducer.density_warmup_steps, reducer.epoch
+        densities = dict.fromkeys((*reducer.density_warmup, reducer.method.density))
         try:
             for density in densities:
-                reducer.warmup, reducer.warmup_steps, reducer.epoch = (density,), None, 0  # type: ignore[assignment]
+                reducer.density_warmup, reducer.density_warmup_steps, reducer.epoch = (density,), None, 0  # type: ignore[assignment]
                 for shift in (0, 1):
                     if reducer.gradient_check.needs_all_gradients:
                         ones = {name: param.new_zeros(1) for name, param in params.items()}
@@ -223,7 +223,7 @@ class Session:
                 reducer.raise_deferred()
                 reducer.reset()
         finally:
-            reducer.warmup, reducer.warmup_steps, reducer.epoch = schedule
+            reducer.density_warmup, reducer.density_warmup_steps, reducer.epoch = schedule
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that training has failed on this one.

@@ -31,6 +31,7 @@ from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.methods import UPDATE_DENSITY, Method
+from lightning_sparse.options import Overlap
 from lightning_sparse.parameters import exchanged_parameters, others_settings
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates import Updates
@@ -45,8 +46,8 @@ class UpdateExchange:
         model: the model; its weights become rank 0's.
         optimizers: the optimizers; each parameter belongs to one of them at most.
         method: the compression method.
-        every: number of steps of an optimizer before each exchange; None keeps the method's own.
-        delayed: whether an exchange ends with the next one, see `UpdateRule`.
+        local_steps: number of steps of an optimizer before each exchange; None keeps the method's own.
+        overlap: with "next_step" an exchange ends with the next one, see `UpdateRule`.
         broadcast_buffers: whether buffers become rank 0's, now and after each exchange, as DistributedDataParallel
             does it.
         forward_sync_buffers: unless None, buffers become rank 0's now, and this says whether after each exchange too.
@@ -68,8 +69,8 @@ class UpdateExchange:
         optimizers: Sequence[Optimizer],
         method: Method,
         *,
-        every: int | None = None,
-        delayed: bool = False,
+        local_steps: int | None = None,
+        overlap: Overlap = "none",
         broadcast_buffers: bool = True,
         forward_sync_buffers: bool | None = None,
         group: dist.ProcessGroup | None = None,
@@ -78,9 +79,9 @@ class UpdateExchange:
     ) -> None:
         with told_to_others(group):
             is_default_rule = method.update_rule is None
-            rule = (method.update_rule or UpdateRule()).changed(every, delayed)
+            rule = (method.update_rule or UpdateRule()).changed(local_steps, overlap)
             method = replace(method, update_rule=rule)
-        self.optimizers, self._every = optimizers, rule.every
+        self.optimizers, self._local_steps = optimizers, rule.local_steps
         self._steps = [0] * len(optimizers)
         equal_at_start = broadcast_buffers or forward_sync_buffers is not None
         # Looked up each time: a module may put another tensor in a buffer's place.
@@ -158,7 +159,7 @@ class UpdateExchange:
         if self._within is not None and self._within.begun:
             return
         self.in_step = True
-        if self._steps[self.optimizers.index(optimizer)] % self._every == 0:
+        if self._steps[self.optimizers.index(optimizer)] % self._local_steps == 0:
             self.updates.begin(optimizer, unless)
         elif not self.updates.in_flight:  # which could not end in the middle of a period
             self.updates.adopt()
@@ -207,15 +208,15 @@ class UpdateExchange:
     def _count(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
         self._steps[index] += 1
-        self._unshared = self._every > 1 or self._delayed
-        if self._steps[index] % self._every == 0:
+        self._unshared = self._local_steps > 1 or self._delayed
+        if self._steps[index] % self._local_steps == 0:
             self._exchange(optimizer)
         self.in_step = False
 
     @property
     def is_pending(self) -> bool:
         """Whether there are steps whose exchange is still to come or to end, so that weights differ among ranks."""
-        return self.updates.in_flight or any(steps % self._every for steps in self._steps)
+        return self.updates.in_flight or any(steps % self._local_steps for steps in self._steps)
 
     @torch.inference_mode(False)  # other threads and later steps update what it makes
     @torch.no_grad()
@@ -230,7 +231,7 @@ class UpdateExchange:
                 "that was interrupted. Call exchange_pending between steps; after an interrupt start from a checkpoint."
             )
         for index, optimizer in enumerate(self.optimizers):
-            if self._steps[index] % self._every:
+            if self._steps[index] % self._local_steps:
                 self._steps[index] = 0
                 self._exchange(optimizer)
         if self.updates.in_flight or self.updates.is_unwritten:
@@ -279,7 +280,7 @@ class UpdateExchange:
             within.finish() if within else self.updates.exchange(optimizer)
             if not self._delayed and (buffers := self._buffers()):
                 broadcast(self.comm, [*buffers.values()], self._device)
-            if self._rates.are_due(self._every):
+            if self._rates.are_due(self._local_steps):
                 self.updates.wait()
                 self._rates.compare()
 

@@ -28,7 +28,7 @@ from lightning_sparse.hooks.session import told_to_others
 from lightning_sparse.hooks.update_exchange import UpdateExchange, exchange_of
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method, resolve_updates
-from lightning_sparse.options import check_warmup, listed
+from lightning_sparse.options import Overlap, check, check_warmup, listed
 from lightning_sparse.reducer import Reducer
 
 log = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ def attach_updates(
     density: float | None = None,
     granularity: Granularity = "bucket",
     bucket_cap_mb: float = 25,
-    every: int | None = None,
-    delayed: bool = False,
+    local_steps: int | None = None,
+    overlap: Overlap = "none",
     seed: int = 0,
-    warmup: Sequence[float] | None = None,
-    warmup_steps: int | None = None,
+    density_warmup: Sequence[float] | None = None,
+    density_warmup_steps: int | None = None,
     timeout: timedelta | None = None,
     **options: Any,
 ) -> Reducer:
@@ -65,14 +65,14 @@ def attach_updates(
             more than four ranks, after a warm-up; or a method's own if it has an `UpdateRule`.
         granularity: what is compressed together: "layer", "bucket" or "model".
         bucket_cap_mb: size of a "bucket" in MiB.
-        every: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most. With more
-            than one, call `exchange_pending` before weights are evaluated or saved, and at the end.
-        delayed: whether the next step goes on during an exchange, for links of high latency, see `UpdateRule`. Call
-            `exchange_pending` in the same places; nothing but optimizers may change weights then.
+        local_steps: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most. With
+            more than one, call `exchange_pending` before weights are evaluated or saved, and at the end.
+        overlap: "next_step": the next step goes on during an exchange, for links of high latency, see `UpdateRule`.
+            Call `exchange_pending` in the same places; nothing but optimizers may change weights then.
         seed: of all random choices; equal on all ranks.
-        warmup: densities to use in turn before `density`, `warmup_steps` exchanges each. None is 8, 4 and 2 times the
-            density, 15 exchanges each, if no density is given, else none; () is none.
-        warmup_steps: number of exchanges for each density of `warmup`.
+        density_warmup: densities to use in turn before `density`, `density_warmup_steps` exchanges each. None is 8, 4
+            and 2 times the density, 15 exchanges each, if no density is given, else none; () is none.
+        density_warmup_steps: number of exchanges for each density of `density_warmup`.
         timeout: how long to wait for other ranks; None takes the default process group's.
         **options: further options of a method given by name, such as `value_format="int8"` of "topk".
 
@@ -100,10 +100,17 @@ def attach_updates(
                 f"drift apart in them. Pass all optimizers, attach_updates(model, [first, second], ...), or freeze "
                 f"them by requires_grad_(False)."
             )
+        if check("overlap", overlap) == "backward":
+            raise ValueError(
+                "attach_updates(overlap='backward'): only SparseDDPStrategy exchanges updates during backward. Leave "
+                "overlap out, set overlap='next_step', or train with SparseDDPStrategy."
+            )
         method_options("attach_updates", inspect.signature(attach_updates).parameters, method, options)
-        schedule = check_warmup(resolve_method(method, density, **options), warmup, warmup_steps, False)
+        schedule = check_warmup(resolve_method(method, density, **options), density_warmup, density_warmup_steps, False)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        method, warmup, warmup_steps = resolve_updates(method, density, *schedule, ranks=ranks, **options)
+        method, density_warmup, density_warmup_steps = resolve_updates(
+            method, density, *schedule, ranks=ranks, **options
+        )
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
     if (earlier := attached(model)) is not None:
@@ -112,14 +119,14 @@ def attach_updates(
         model,
         optimizers,
         method,
-        every=every,
-        delayed=delayed,
+        local_steps=local_steps,
+        overlap=overlap,
         timeout=timeout,
         granularity=granularity,
         bucket_cap_mb=bucket_cap_mb,
         seed=seed,
-        warmup=warmup,
-        warmup_steps=warmup_steps,
+        density_warmup=density_warmup,
+        density_warmup_steps=density_warmup_steps,
     )
     if exchange.comm.rank == 0:
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")

@@ -40,7 +40,7 @@ from lightning_sparse.updates import Updates
 log = logging.getLogger(__name__)
 _NEEDED_AGAIN = (
     "A weight may have been needed for another gradient after it had been stepped within backward, as it is where a "
-    "detached one is used. Then set overlap=False of the strategy: the exchange begins when backward has ended."
+    "detached one is used. Then set overlap='none' of the strategy: the exchange begins when backward has ended."
 )
 
 
@@ -237,7 +237,7 @@ class WithinBackward:
                 raise RuntimeError(
                     f"The gradient of {name!r} came in two parts, though in the step before it came at once, so its "
                     f"update may be of one part only. Checkpoint activations with use_reentrant=False, or set "
-                    f"overlap=False of the strategy."
+                    f"overlap='none' of the strategy."
                 )
         if self._stream is not None:
             self._streams.add(torch.cuda.current_stream(self._stream.device))

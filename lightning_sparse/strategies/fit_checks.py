@@ -119,5 +119,5 @@ def check_placement(nodes: Sequence[int], ranks_per_node: int) -> None:
             raise ValueError(
                 f"TwoLevel(ranks_per_node={ranks_per_node}): the ranks {first} to {first + len(together) - 1} are to "
                 f"add up their gradients inside one node, but they are on several ({placed}). Start the ranks node by "
-                f"node, as torchrun does, and SLURM with --distribution=block; or leave two_level out."
+                f"node, as torchrun does, and SLURM with --distribution=block; or leave hierarchical out."
             )

@@ -25,6 +25,7 @@ from lightning_sparse.methods import METHODS, Method, method_options, resolve_me
 from lightning_sparse.options import (
     Granularity,
     OnNonFinite,
+    Overlap,
     check,
     check_overflow_options,
     check_partition,
@@ -84,24 +85,25 @@ class SparseDDP(UpdateOrGradientExchange):
         density: fraction of entries to send, in (0, 1]; None is the method's own, 0.001. Of updates None is 0.003, in
             two bits each, more with more than four ranks, after a warm-up, unless the method has an `UpdateRule`.
         granularity: what is compressed together: each "layer", each "bucket" of `bucket_cap_mb`, or the whole "model".
-        warmup: densities to use in turn before `density`, an epoch each, or `warmup_steps` steps each. None is no
-            warm-up; of updates, if no density is given, 8, 4 and 2 times the density, 15 exchanges each.
-        warmup_steps: number of optimizer steps, or of exchanges of updates, for each density of `warmup`.
+        density_warmup: densities to use in turn before `density`, an epoch each, or `density_warmup_steps` steps each.
+            None is no warm-up; of updates, if no density is given, 8, 4 and 2 times the density, 15 exchanges each.
+        density_warmup_steps: number of optimizer steps, or of exchanges of updates, for each density of
+            `density_warmup`.
         seed: of the method's random choices.
         on_nonfinite: what a gradient with a NaN or an infinity means where no gradient scaler is at work: "raise" an
             error on all ranks, or "skip" the step: on all ranks, counted in `reducer.skipped`, where gradients are
             exchanged; on this rank alone, which then sends of its residual, where updates are.
         clip_norm: largest 2-norm of a worker's own gradient, before compression; use it in place of Trainer's
             gradient_clip_val, which destroys what has already left the residuals.
-        two_level: add up densely inside each node, and compress only between nodes: for several devices behind one
+        hierarchical: add up densely inside each node, and compress only between nodes: for several devices behind one
             network card. Nodes must have equal numbers of devices.
         exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
             gradient. "auto" takes updates for a sparse method, unless the optimizer is torch's SGD, takes signs, or
             evaluates other weights than it trains.
-        every: number of optimizer steps before each exchange, of updates; None keeps the method's own, 1 for most.
-        delayed: whether the next step goes on during an exchange of updates, for links of high latency: a rank's
-            weights change by what it has sent itself, until the mean is there.
-        overlap: whether updates are exchanged while backward goes on, where nothing needs all gradients before a step.
+        local_steps: number of optimizer steps before each exchange of updates; None keeps the method's own, 1 for most.
+        overlap: what goes on during an exchange of updates. "backward": the rest of backward, unless something needs
+            all gradients before a step. "next_step": the next step, for links of high latency: a rank's weights change
+            by what it has sent itself, until the mean is there. "none": nothing.
         **kwargs: further options of a method given by name, such as `levels=7` of "qsgd"; and those of Lightning's
             DDPStrategy and torch's DistributedDataParallel.
 
@@ -112,18 +114,18 @@ class SparseDDP(UpdateOrGradientExchange):
     def __init__(
         self,
         method: str | Method = "topk",
+        *,
         density: float | None = None,
         granularity: Granularity = "bucket",
-        warmup: Sequence[float] | None = None,
-        warmup_steps: int | None = None,
+        density_warmup: Sequence[float] | None = None,
+        density_warmup_steps: int | None = None,
         seed: int = 0,
         on_nonfinite: OnNonFinite = "raise",
         clip_norm: float | None = None,
-        two_level: bool = False,
+        hierarchical: bool = False,
         exchange: Literal["auto", "gradient", "update"] = "auto",
-        every: int | None = None,
-        delayed: bool = False,
-        overlap: bool = True,
+        local_steps: int | None = None,
+        overlap: Overlap = "backward",
         **kwargs: Any,
     ) -> None:
         given = {**locals(), **kwargs}
@@ -160,38 +162,38 @@ class SparseDDP(UpdateOrGradientExchange):
         self._method = resolve_method(method, density, **own)
         self._given = method, density, own
         self._compresses = not isinstance(self._method.compressor, Identity)
-        self._two_level = check("two_level", two_level)
-        if two_level:
+        self._hierarchical = check("hierarchical", hierarchical)
+        if hierarchical:
             self._on_two_levels()
-        warmup, warmup_steps = check_warmup(self._method, warmup, warmup_steps)
+        density_warmup, density_warmup_steps = check_warmup(self._method, density_warmup, density_warmup_steps)
         self._options: dict[str, Any] = {
             "granularity": granularity,
-            "warmup": warmup,
-            "warmup_steps": warmup_steps,
+            "density_warmup": density_warmup,
+            "density_warmup_steps": density_warmup_steps,
             "seed": check_seed(seed),
             "on_nonfinite": on_nonfinite,
             "clip_norm": check_overflow_options(on_nonfinite, clip_norm),
         }
-        self._exchanged, self._every = check("exchange", exchange), None if every is None else check("every", every)
-        self._overlaps = check("overlap", overlap)
+        self._exchanged, self._overlap = check("exchange", exchange), check("overlap", overlap)
+        self._local_steps = None if local_steps is None else check("local_steps", local_steps)
         if exchange == "gradient" and self._method.update_rule is not None:
             raise ValueError(
                 f"exchange='gradient' with {self._method}: it is made to exchange updates. Leave exchange out, or take "
                 f"another method, such as 'topk'."
             )
-        if exchange == "gradient" and (self._every or 1) > 1:
+        if exchange == "gradient" and (self._local_steps or 1) > 1:
             raise ValueError(
-                f"every={every!r} with exchange='gradient': gradients are exchanged in every step. Set "
-                f"exchange='update' to let each rank take {every} steps before each exchange."
+                f"local_steps={local_steps!r} with exchange='gradient': gradients are exchanged in every step. Set "
+                f"exchange='update' to let each rank take {local_steps} steps before each exchange."
             )
-        self._delayed = check("delayed", delayed)
-        if delayed and exchange == "gradient":
+        if overlap == "next_step" and exchange == "gradient":
             raise ValueError(
-                "delayed=True with exchange='gradient': every step waits for its gradients. Set exchange='update', and "
-                "the next step goes on while ranks exchange."
+                "overlap='next_step' with exchange='gradient': every step waits for its gradients. Set "
+                "exchange='update', and the next step goes on while ranks exchange."
             )
-        if self._every is not None or delayed:  # raises where they do not go together
-            replace(self._method, update_rule=(self._method.update_rule or UpdateRule()).changed(self._every, delayed))
+        if self._local_steps is not None or overlap == "next_step":  # raises where they do not go together
+            rule = (self._method.update_rule or UpdateRule()).changed(self._local_steps, overlap)
+            replace(self._method, update_rule=rule)
         if self._choice()[0] == "update":  # whatever the optimizers, of which there are none yet
             check_updates(self._method, self.optimizers)
         self._exchange: CommThread | UpdateExchange | None = None
@@ -269,7 +271,7 @@ class SparseDDP(UpdateOrGradientExchange):
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         self._reducer = None  # free the residuals of an earlier fit before new ones are allocated
-        if self._two_level:
+        if self._hierarchical:
             self._on_two_levels(self.num_processes)
         what, why = self._choice()
         ranks: list[Any] = [None] * self.world_size
@@ -318,10 +320,10 @@ class SparseDDP(UpdateOrGradientExchange):
             return self._exchanged, f"exchange={self._exchanged!r}"
         if self._method.update_rule is not None:
             return "update", "the method"
-        if (self._every or 1) > 1:
-            return "update", f"every={self._every}"
-        if self._delayed:
-            return "update", "delayed=True"
+        if (self._local_steps or 1) > 1:
+            return "update", f"local_steps={self._local_steps}"
+        if self._overlap == "next_step":
+            return "update", "overlap='next_step'"
         if not self._method.is_sparse:
             return "gradient", "the method"
         if share_parameters(self.optimizers):

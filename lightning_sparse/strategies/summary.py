@@ -18,16 +18,17 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
     assert reducer.layout is not None
     method, ranks, segments = reducer.method, reducer.comm.size, len(reducer.layout.segments)
     text = f"{method} on {ranks} rank{'s' if ranks > 1 else ''}"
-    if reducer.warmup:
-        each = "an epoch" if reducer.warmup_steps is None else f"{reducer.warmup_steps} steps"
-        text += f", after a warm-up at density {', '.join(f'{density:g}' for density in reducer.warmup)}, {each} each"
+    if reducer.density_warmup:
+        each = "an epoch" if reducer.density_warmup_steps is None else f"{reducer.density_warmup_steps} steps"
+        densities = ", ".join(f"{density:g}" for density in reducer.density_warmup)
+        text += f", after a warm-up at density {densities}, {each} each"
     text += f"; {reducer.layout.numel:,} parameters in {segments} segment{'s' if segments > 1 else ''}"
     dense_segments = reducer.routing.dense_segments(method.density)
     if dense_segments and not isinstance(method.compressor, Identity):
         numel = sum(segment.numel for segment in dense_segments)
         compressor = type(method.compressor).__name__
         text += f"; {numel:,} of them fall back to dense, because {compressor} would send at least as many bytes"
-    if sent := reducer.routing.nbytes(method.density) / method.every:
+    if sent := reducer.routing.nbytes(method.density) / method.local_steps:
         dense = reducer.routing.dense_nbytes
         text += f"; bytes per step and rank: {sent:,.0f}, dense fp32 {dense:,.0f} ({dense / sent:.3g} times as many)"
     text += f". {note}" if note else "."

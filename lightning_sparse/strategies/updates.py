@@ -19,6 +19,7 @@ from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.hooks import UpdateExchange, has_collectives
 from lightning_sparse.methods import Method, resolve_updates
+from lightning_sparse.options import Overlap
 from lightning_sparse.strategies.gradients import GradientExchange
 
 log = logging.getLogger(__name__)
@@ -27,12 +28,11 @@ log = logging.getLogger(__name__)
 class UpdateOrGradientExchange(GradientExchange):
     """Exchanges either updates, with a model that is not wrapped, or gradients, through DistributedDataParallel."""
 
-    _every: int | None
-    _delayed: bool
+    _local_steps: int | None
     _method: Method
     _given: tuple[str | Method, float | None, dict[str, Any]]
     _first_callback: Any = None
-    _overlaps: bool
+    _overlap: Overlap
     _obstacle = ""
 
     def _begin_updates(self) -> None:
@@ -47,8 +47,8 @@ class UpdateOrGradientExchange(GradientExchange):
         options = {key: value for key, value in self._options.items() if key not in ("on_nonfinite", "clip_norm")}
         (given, density, own), two_level = self._given, self._method.aggregator
         senders = self.world_size // two_level.ranks_per_node if isinstance(two_level, TwoLevel) else self.world_size
-        method, options["warmup"], options["warmup_steps"] = resolve_updates(
-            given, density, options["warmup"], options["warmup_steps"], ranks=senders, **own
+        method, options["density_warmup"], options["density_warmup_steps"] = resolve_updates(
+            given, density, options["density_warmup"], options["density_warmup_steps"], ranks=senders, **own
         )
         if isinstance(two_level, TwoLevel):
             method = replace(method, aggregator=two_level)
@@ -56,8 +56,8 @@ class UpdateOrGradientExchange(GradientExchange):
             self.model,
             self.optimizers,
             method,
-            every=self._every,
-            delayed=self._delayed,
+            local_steps=self._local_steps,
+            overlap=self._overlap,
             # None, torch's own default, is True; from a configuration file all defaults come by name.
             broadcast_buffers=ddp.get("broadcast_buffers") is not False,
             forward_sync_buffers=ddp.get("forward_sync_buffers"),
@@ -79,9 +79,9 @@ class UpdateOrGradientExchange(GradientExchange):
         owners = [(module, pl.LightningModule, own)]
         owners += [(callback, pl.Callback, hooks) for callback in trainer.callbacks]
         obstacles = [
-            (not self._overlaps, "overlap=False"),
-            (exchange.reducer.method.every > 1, "there are several steps before"),
-            (exchange.reducer.method.delayed, "delayed=True"),
+            (self._overlap == "none", "overlap='none'"),
+            (exchange.reducer.method.local_steps > 1, "there are several steps before"),
+            (exchange.reducer.method.delayed, "overlap='next_step'"),
             (not module.automatic_optimization, "optimization is manual"),
             (self._lightnings_scaler is not None, "the gradient scaler looks at all gradients"),
             (trainer.gradient_clip_val, "gradient_clip_val needs all gradients"),
@@ -107,7 +107,7 @@ class UpdateOrGradientExchange(GradientExchange):
     def _exchange_before_callbacks(self, trainer: Any) -> None:
         """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last."""
         method = self.reducer.method
-        if (method.every > 1 or method.delayed) and self._first_callback not in trainer.callbacks:
+        if (method.local_steps > 1 or method.delayed) and self._first_callback not in trainer.callbacks:
             self._first_callback = import_module(self._namespace).Callback()
             self._first_callback.on_validation_start = self._exchange_pending
             self._first_callback.on_train_end = self._exchange_pending
@@ -122,9 +122,10 @@ class UpdateOrGradientExchange(GradientExchange):
         for callback in trainer.callbacks:
             if _averages(callback, step_idx=trainer.global_step - 1):
                 method = self.reducer.method
-                option, remedy = f"every={method.every}", "or only steps with an exchange; or set every=1"
+                option = f"local_steps={method.local_steps}"
+                remedy = "or only steps with an exchange; or set local_steps=1"
                 if method.delayed:
-                    option, remedy = "delayed=True", "or leave delayed out"
+                    option, remedy = "overlap='next_step'", "or leave overlap out"
                 raise self._failed(
                     f"{type(callback).__name__} averages the weights after step {trainer.global_step}, but with "
                     f"{option} they are each rank's own until the next exchange, so averages would differ among ranks. "

@@ -388,10 +388,13 @@ def with_options(rank: int) -> list[Any]:
     errors = [
         caught(lambda: attach(ddp, "powersgd", levels=7))[:2],
         caught(lambda: attach(ddp, "topk", granularty="layer"))[:2],
-        caught(lambda: attach_updates(net, optimizer, "topk", evry=3))[:2],
+        caught(lambda: attach_updates(net, optimizer, "topk", local_stps=3))[:2],
         caught(lambda: attach_updates(net, optimizer, Method(TopK()), value_format="int8"))[:2],
     ]
-    made = [attach(ddp, "powersgd", rank=2, warmup=None), attach_updates(net, optimizer, "topk", value_format="int8")]
+    made = [
+        attach(ddp, "powersgd", rank=2, density_warmup=None),
+        attach_updates(net, optimizer, "topk", value_format="int8"),
+    ]
     return [*errors, *(str(reducer.method) for reducer in made)]
 
 
@@ -410,8 +413,8 @@ def test_options_of_a_method_go_with_its_name():
             ),
             (
                 "TypeError",
-                "attach_updates has no option 'evry', nor has method 'topk', which has density, "
-                "index_format, value_format. Did you mean 'every'?",
+                "attach_updates has no option 'local_stps', nor has method 'topk', which has density, "
+                "index_format, value_format. Did you mean 'local_steps'?",
             ),
             (
                 "TypeError",
@@ -500,9 +503,12 @@ def with_bad_options(rank: int, options: dict[str, Any]) -> tuple[str, str, floa
         ({"timeout": timedelta(0)}, "ValueError: timeout=datetime.timedelta(0) must be a datetime.timedelta above 0"),
         ({"clip_norm": "1"}, "ValueError: clip_norm='1' must be the largest 2-norm"),
         ({"loss_scale": 1024.0}, "ValueError: loss_scale=1024.0 must be a function"),
-        ({"warmup": [0.5]}, "ValueError: warmup=(0.5,) without epochs"),
-        ({"warmup": 0.5, "warmup_steps": 3}, "ValueError: warmup=0.5 must be a list of densities"),
-        ({"warmup": 0.5}, "ValueError: warmup=0.5 must be a list of densities"),
+        ({"density_warmup": [0.5]}, "ValueError: density_warmup=(0.5,) without epochs"),
+        (
+            {"density_warmup": 0.5, "density_warmup_steps": 3},
+            "ValueError: density_warmup=0.5 must be a list of densities",
+        ),
+        ({"density_warmup": 0.5}, "ValueError: density_warmup=0.5 must be a list of densities"),
         ({"method": "qsgd", "density": 0.1}, "TypeError: Method 'qsgd' has no option 'density'"),
     ],
     ids=str,
@@ -527,7 +533,7 @@ def wrong_on_one_rank(rank: int, odd: int, exchange: str, how: str) -> tuple[str
     elif rank == odd and how == "without the optimizer's parameter":
         begin = partial(attach_updates, nn.Linear(50, 50), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     elif rank == odd:
-        options = {"density": {"density": 2}, "every": {"every": 0}, "timeout": {"timeout": 5}}[how]
+        options = {"density": {"density": 2}, "local_steps": {"local_steps": 0}, "timeout": {"timeout": 5}}[how]
     return caught(lambda: (begin(**options), step()))
 
 
@@ -538,7 +544,7 @@ def wrong_on_one_rank(rank: int, odd: int, exchange: str, how: str) -> tuple[str
         ("gradient", "density", "ValueError: TopK(density=2)"),
         ("gradient", "timeout", "ValueError: timeout=5 must be"),
         ("update", "density", "ValueError: TopK(density=2)"),
-        ("update", "every", "ValueError: UpdateRule(every=0)"),
+        ("update", "local_steps", "ValueError: UpdateRule(local_steps=0)"),
         ("update", "without the optimizer's parameter", "ValueError: 'weight', 'bias' require gradients but are in no"),
         ("update", "a copy of the weights", "OutOfMemoryError: tried to allocate a copy"),
     ],
@@ -649,7 +655,7 @@ def compared(rank: int, how: str, level: str) -> list[torch.Tensor]:
     if how == "gradient":
         attach(model, "topk", density=0.1)
     else:
-        attach_updates(net, optimizer, "topk", density=0.1, delayed=how == "delayed")
+        attach_updates(net, optimizer, "topk", density=0.1, overlap="next_step" if how == "delayed" else "none")
     if rank > 0 and level == "DETAIL":
         process_group.has_ended(dist.group.WORLD, 0)  # while ranks connect it is asked as often as they are late
     for _ in range(2):

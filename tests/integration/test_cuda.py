@@ -162,7 +162,7 @@ def fits_with_adamw(rank: int, device: str, size: int, fits: list[dict[str, Any]
 
 @on_both
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("fits", [[{"overlap": True}, {"overlap": False}], [{"delayed": True}] * 2])
+@pytest.mark.parametrize("fits", [[{"overlap": "backward"}, {"overlap": "none"}], [{"overlap": "next_step"}] * 2])
 def test_updates_are_exchanged_alike_in_each_fit(device, size, fits):
     """Within backward and after it, or during the next step. One rank over NCCL where there is a GPU; two over gloo."""
     found = ranks(device, size, fits_with_adamw, size, fits, backend=None if device == "cuda" else "gloo")
@@ -175,8 +175,8 @@ def over_gloo(rank: int, device: str, names: list[str]) -> dict[str, dict[str, A
 
 
 def over_gloo_strategy(name: str) -> SparseDDPStrategy:
-    every = LOCAL_STEPS if method(name).every > 1 else None
-    return SparseDDPStrategy(name, every=every, process_group_backend="gloo")
+    local_steps = LOCAL_STEPS if method(name).local_steps > 1 else None
+    return SparseDDPStrategy(name, local_steps=local_steps, process_group_backend="gloo")
 
 
 SOME = ["topk", "gaussiank", "int4", "powersgd", "sparseloco"]
@@ -190,7 +190,7 @@ def test_lightning_with_two_ranks_over_gloo(device, names):
     results = ranks(device, 2, over_gloo, names, backend=None if device == "cuda" else "gloo")
     for name in names:
         runs = [result[name] for result in results]
-        exchanges = math.ceil(STEPS / LOCAL_STEPS) if method(name).every > 1 else STEPS
+        exchanges = math.ceil(STEPS / LOCAL_STEPS) if method(name).local_steps > 1 else STEPS
         assert all((run["steps"], run["backend"]) == (exchanges, "gloo") for run in runs), name
         assert all(run["device"].startswith(device) for run in runs)
         assert torch.equal(runs[0]["weights"], runs[1]["weights"]), name

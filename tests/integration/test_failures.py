@@ -41,7 +41,7 @@ def attach_with(rank: int, exchange: str, settings: list[dict[str, Any]]) -> tup
         ([{"density": 0.1}, {"density": 0.2}], ", which differ in density=0.1 and density=0.2. Give all ranks"),
         ([{"seed": 1}, {"seed": 2}], "Ranks differ in seed: rank 0 has 1, rank 1 has 2"),
         ([{}, {"granularity": "model"}], "Ranks differ in granularity: rank 0 has 'bucket', rank 1 has 'model'"),
-        ([{}, {"warmup": [0.1], "warmup_steps": 5}], "Ranks differ in warmup"),
+        ([{}, {"density_warmup": [0.1], "density_warmup_steps": 5}], "Ranks differ in density_warmup"),
     ],
 )
 def test_ranks_with_different_settings(settings, message, exchange):
@@ -54,11 +54,11 @@ def test_ranks_with_different_settings(settings, message, exchange):
 
 
 def test_ranks_with_different_numbers_of_steps_before_an_exchange():
-    for kind, text, seconds in run_ranks(2, attach_with, "update", [{"every": 2}, {"every": 3}]):
+    for kind, text, seconds in run_ranks(2, attach_with, "update", [{"local_steps": 2}, {"local_steps": 3}]):
         assert kind == "RankFailure"
         assert "Ranks differ in method" in text
-        assert "every=2" in text
-        assert "every=3" in text
+        assert "local_steps=2" in text
+        assert "local_steps=3" in text
         assert seconds < SOON
 
 
@@ -354,7 +354,7 @@ def refused(rank: int) -> list[tuple[str, str, float]]:
         caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.complex64)), init_sync=False))),
         caught(lambda: attach(stock(nn.Embedding(4, 4, sparse=True)))),
         caught(lambda: attach(stock(nn.Linear(2, 2), skip_all_reduce_unused_params=True))),
-        caught(lambda: attach(good, "topk", warmup=[0.1])),
+        caught(lambda: attach(good, "topk", density_warmup=[0.1])),
         caught(lambda: attach(good, "topkk")),
         caught(lambda: attach(good, "diloco")),
         caught(lambda: attach(good, 3)),
@@ -375,7 +375,7 @@ def test_what_is_refused_says_why():
             ),
             ("TypeError", "is a Embedding with sparse=True: sparse gradients cannot be compressed. Set sparse=False"),
             ("ValueError", "skip_all_reduce_unused_params=...) bypasses the exchange of gradients"),
-            ("ValueError", "warmup=(0.1,) without epochs: say how many steps"),
+            ("ValueError", "density_warmup=(0.1,) without epochs: say how many steps"),
             ("ValueError", "Method 'topkk' is not known; choose from dense, topk"),
             ("ValueError", "is made to exchange updates. Use attach_updates(model, optimizer, ...), or another method"),
             ("TypeError", "method=3: give a method's name, or a Method"),

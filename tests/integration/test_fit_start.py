@@ -193,7 +193,7 @@ def test_two_levels_need_the_ranks_of_a_node_next_to_each_other(nodes, wrong):
 
     def rank(rank: int) -> str | None:
         os.environ.update(GROUP_RANK=str(nodes[rank]), LOCAL_RANK=str(nodes[:rank].count(nodes[rank])))
-        run = trainer(SparseDDPStrategy("topk", density=0.1, two_level=True), 2, num_nodes=2)
+        run = trainer(SparseDDPStrategy("topk", density=0.1, hierarchical=True), 2, num_nodes=2)
         try:
             run.fit(Net(), Loader(rank, 4, 2))
         except ValueError as error:

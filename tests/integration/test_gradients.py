@@ -546,9 +546,9 @@ def test_a_reference_to_the_last_gradient_keeps_that_gradient():
         found = []
         for how in (
             pl.strategies.DDPStrategy(),
-            SparseDDPStrategy("topk", 1.0),
-            SparseDDPStrategy("topk", 0.1),
-            SparseDDPStrategy("topk", 0.1, exchange="update"),
+            SparseDDPStrategy("topk", density=1.0),
+            SparseDDPStrategy("topk", density=0.1),
+            SparseDDPStrategy("topk", density=0.1, exchange="update"),
         ):
             net = Keeps()
             trainer(how, 2).fit(net, Loader(rank, 2, 5))
@@ -576,7 +576,7 @@ def test_a_trainer_can_be_copied_within_and_after_a_training_and_its_copy_trains
             pl.strategies.DDPStrategy(),
             strategy("topk", 0.1),
             strategy("topk", 0.1, exchange="update"),
-            strategy("topk", 0.1, exchange="update", delayed=True),
+            strategy("topk", 0.1, exchange="update", overlap="next_step"),
         ):
             ours = [] if type(how) is pl.strategies.DDPStrategy else [CommunicationMonitor(), GradientDistribution()]
             run = trainer(how, 2, callbacks=ours, logger=pl.loggers.CSVLogger(tmp_path), log_every_n_steps=1)
@@ -644,7 +644,7 @@ class Plateau(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "metric"}}
 
 
-@pytest.mark.parametrize("options", [{}, {"exchange": "update"}, {"exchange": "update", "delayed": True}])
+@pytest.mark.parametrize("options", [{}, {"exchange": "update"}, {"exchange": "update", "overlap": "next_step"}])
 def test_rates_that_differ_among_ranks_are_warned_of_once(options, monkeypatch):
     """As under stock ddp, in which weights drift apart without a word."""
     monkeypatch.setattr(rates, "PERIOD", 5)
@@ -684,7 +684,7 @@ def test_rates_that_differ_from_the_start_are_warned_of_at_the_first_step():
 def own_rates(rank: int) -> None:
     net = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    attach_updates(net, optimizer, every=4)
+    attach_updates(net, optimizer, local_steps=4)
     for step in range(16):
         optimizer.param_groups[0]["lr"] = 0.1 if step < 4 else 0.1 / (1 + rank)
         net(torch.ones(1, 8)).sum().backward()

@@ -598,7 +598,7 @@ def test_forked_data_loader_workers_while_the_thread_lives():
 def warmed_up(rank: int) -> list[int]:
     net = nn.Linear(100, 10, bias=False)
     ddp = DistributedDataParallel(net)
-    reducer = attach(ddp, "topk", density=0.01, warmup=[1.0, 0.1], warmup_steps=2)
+    reducer = attach(ddp, "topk", density=0.01, density_warmup=[1.0, 0.1], density_warmup_steps=2)
     counts = []
     for _ in range(5):
         net.zero_grad()

@@ -43,9 +43,9 @@ SCRIPT = """
 
 
     quiet()
-    for two_level in (False, True):
-        folder, note = Path(sys.argv[1]) / str(two_level), Note()
-        strategy = SparseDDPStrategy("topk", density=0.01, two_level=two_level)
+    for hierarchical in (False, True):
+        folder, note = Path(sys.argv[1]) / str(hierarchical), Note()
+        strategy = SparseDDPStrategy("topk", density=0.01, hierarchical=hierarchical)
         accuracy = train(folder, strategy, steps=60, every=30, callbacks=[note])
         (folder / f"rank{note.seen['rank']}.json").write_text(json.dumps({**note.seen, "accuracy": accuracy}))
 """
@@ -94,8 +94,8 @@ def test_two_hosts(tmp_path):
                 )
         for host, agent in enumerate(agents):
             assert agent.wait(PATIENCE) == 0, (tmp_path / f"output{host}").read_text()
-    for two_level in (False, True):
-        ranks = [json.loads((tmp_path / str(two_level) / f"rank{rank}.json").read_text()) for rank in range(4)]
+    for hierarchical in (False, True):
+        ranks = [json.loads((tmp_path / str(hierarchical) / f"rank{rank}.json").read_text()) for rank in range(4)]
         assert [(seen["node"], seen["local_rank"]) for seen in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert all(set(seen["interfaces"]) == {"lo", INTERFACE} for seen in ranks)
         assert all(seen["steps"] == 60 for seen in ranks)

@@ -90,10 +90,10 @@ class Densities(Callback):
     "warm-up by steps or by epochs, with a resume within it", checked="bit-identical", methods=WITH_DENSITY
 )
 @pytest.mark.parametrize(
-    ("warmup_steps", "names"), [(3, WITH_DENSITY[:3]), pytest.param(None, WITH_DENSITY[3:], marks=full)]
+    ("density_warmup_steps", "names"), [(3, WITH_DENSITY[:3]), pytest.param(None, WITH_DENSITY[3:], marks=full)]
 )
-def test_a_warm_up_goes_on(warmup_steps, names, tmp_path):
-    ours = {"warmup": (0.4, 0.2), "warmup_steps": warmup_steps}
+def test_a_warm_up_goes_on(density_warmup_steps, names, tmp_path):
+    ours = {"density_warmup": (0.4, 0.2), "density_warmup_steps": density_warmup_steps}
 
     def rank(rank):
         results = {}
@@ -101,7 +101,7 @@ def test_a_warm_up_goes_on(warmup_steps, names, tmp_path):
             seen, later = Densities(), Densities()
             straight = result(*fit(name, rank, ours=ours, callbacks=[seen, saving(tmp_path / name)]))
             resumed = result(*fit(name, rank, ours=ours, callbacks=[later], ckpt_path=tmp_path / name / STEP_4))
-            assert set(seen.seen.values()) == ({0.4, 0.2, 0.05} if warmup_steps else {0.4, 0.2})
+            assert set(seen.seen.values()) == ({0.4, 0.2, 0.05} if density_warmup_steps else {0.4, 0.2})
             results[name] = same(resumed, straight), later.seen == {step: seen.seen[step] for step in range(5, 13)}
         return results
 

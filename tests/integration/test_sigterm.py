@@ -103,8 +103,8 @@ def test_told_at_different_places_all_end_and_go_on_bit_for_bit(name, size, opti
 
 
 def told_in_local_steps(rank, size, folder):
-    ended = fit(rank, size, "topk", folder, PLACES[rank], exchange="update", every=4)
-    return ended, fit(rank, size, "topk", folder, resume=True, exchange="update", every=4)
+    ended = fit(rank, size, "topk", folder, PLACES[rank], exchange="update", local_steps=4)
+    return ended, fit(rank, size, "topk", folder, resume=True, exchange="update", local_steps=4)
 
 
 def test_between_two_exchanges_a_checkpoint_has_the_updates_of_all_ranks(tmp_path):

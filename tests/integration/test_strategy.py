@@ -119,7 +119,7 @@ class Mine(SparseDDPStrategy):
 @pytest.mark.parametrize("namespace", [pytorch_lightning, lightning.pytorch])
 def test_a_strategy_goes_with_the_trainers_of_both_of_lightnings_names(made_for, namespace):
     def fit(rank: int) -> tuple[list[tuple[int, float]], str, dict[str, Any]]:
-        strategy = made_for("topk", density=0.1, warmup=[0.5], find_unused_parameters=True)
+        strategy = made_for("topk", density=0.1, density_warmup=[0.5], find_unused_parameters=True)
         seen = fit_alone(rank, strategy, max_epochs=2, namespace=namespace)
         assert isinstance(strategy, namespace.strategies.DDPStrategy)
         assert isinstance(strategy, namespace.strategies.DDPStrategy.__mro__[1])
@@ -146,7 +146,7 @@ def test_registering_twice_is_harmless():
 
 
 def test_strategy_survives_pickling_before_fit():
-    strategy = pickle.loads(pickle.dumps(SparseDDPStrategy("topk", density=0.1, warmup=[0.5])))
+    strategy = pickle.loads(pickle.dumps(SparseDDPStrategy("topk", density=0.1, density_warmup=[0.5])))
     assert strategy._method == method("topk", density=0.1)
 
 
@@ -163,8 +163,12 @@ def test_teardown_before_setup():
         ({"method": 7}, TypeError, "method=7: give a method's name, or a Method"),
         ({"granularity": "row"}, ValueError, "granularity='row' is not known; choose from layer, bucket, model"),
         ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb=-1 must be a positive number"),
-        ({"warmup": [0.25, 7]}, ValueError, r"warmup\(density=7\)"),
-        ({"warmup_steps": 10}, ValueError, "warmup_steps=10 is the number of steps for each density of warmup"),
+        ({"density_warmup": [0.25, 7]}, ValueError, r"density_warmup\(density=7\)"),
+        (
+            {"density_warmup_steps": 10},
+            ValueError,
+            "density_warmup_steps=10 is the number of steps for each density of density_warmup",
+        ),
         ({"timeout": 5}, ValueError, r"timeout=5 must be a datetime.timedelta above 0, such as timedelta\(minutes=5\)"),
         ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=...\): DDP takes one communication hook"),
         ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
@@ -172,17 +176,24 @@ def test_teardown_before_setup():
         ({"exchange": "updates"}, ValueError, r"choose from auto, gradient, update\. Did you mean 'update'\?$"),
         ({"granularity": "layers"}, ValueError, r"Did you mean 'layer'\?$"),
         (
-            {"method": "int4", "delayed": True, "exchange": "update"},
+            {"method": "int4", "overlap": "next_step", "exchange": "update"},
             ValueError,
-            "delayed=True with 'int4': a rank cannot",
+            "overlap='next_step' with 'int4': a rank cannot",
         ),
-        ({"method": "gtopk", "two_level": True, "delayed": True}, ValueError, "delayed=True with 'gtopk': a rank"),
+        (
+            {"method": "gtopk", "hierarchical": True, "overlap": "next_step"},
+            ValueError,
+            "overlap='next_step' with 'gtopk': a rank",
+        ),
         ({"mixed_precision": object()}, ValueError, "out and set precision='bf16-mixed' of the Trainer"),
         (
             {"findunused_parameters": True},
             TypeError,
             r"no option 'findunused_parameters', nor has method 'topk', which has .*\. Did you mean 'find_unused",
         ),
+        ({"warmup": [0.5]}, TypeError, r"no option 'warmup', nor .*\. Did you mean 'density_warmup'\?$"),
+        ({"overlap": False}, ValueError, r"overlap=False is not known; choose from none, backward, next_step\.$"),
+        ({"overlap": "next"}, ValueError, r"Did you mean 'next_step'\?$"),
         ({"densty": 0.01}, TypeError, r"no option 'densty', nor has method 'topk'.*\. Did you mean 'density'"),
         ({"k": 100}, TypeError, r"'k', nor has method 'topk', which has density, index_format, value_format\.$"),
         ({"method": "dense", "k": 100}, TypeError, r"has no option 'k', nor has method 'dense'\.$"),
@@ -197,7 +208,7 @@ def test_teardown_before_setup():
             {"outer_momentum": 0.9},
             TypeError,
             r"'outer_momentum' is an option of efsignsgd, memsgd, dgc and others; any method that makes a mean takes "
-            r"it as Method\(\.\.\., update_rule=UpdateRule\(outer_momentum=\.\.\., every=\.\.\.\)\)\.$",
+            r"it as Method\(\.\.\., update_rule=UpdateRule\(outer_momentum=\.\.\., local_steps=\.\.\.\)\)\.$",
         ),
         ({"method": "qsgd", "momentum": "keep"}, TypeError, r"update_rule=UpdateRule\(momentum=\.\.\.\)\)\.$"),
         ({"method": "onebit", "second": 2}, ValueError, "Leave second out: it is for compressors with a density"),
@@ -216,8 +227,10 @@ def test_bad_options(options, error, message):
 
 def test_options_may_be_none_where_the_docs_say_none_and_refused_ones_may_be_empty():
     nothing = {"ddp_comm_hook": None, "mixed_precision": None, "skip_all_reduce_unused_params": False}
-    strategy = SparseDDPStrategy("topk", warmup=None, warmup_steps=None, clip_norm=None, every=None, **nothing)
-    assert strategy._options["warmup"] is None
+    strategy = SparseDDPStrategy(
+        "topk", density_warmup=None, density_warmup_steps=None, clip_norm=None, local_steps=None, **nothing
+    )
+    assert strategy._options["density_warmup"] is None
     assert not {*nothing} & {*ddp_options(strategy)}
 
 
@@ -306,7 +319,7 @@ def test_a_fit_that_cannot_start_its_ranks_after_another_fit_says_so(start_metho
 
 
 def test_warm_up_by_epochs():
-    strategy = SparseDDPStrategy("topk", density=0.01, warmup=[0.5, 0.1])
+    strategy = SparseDDPStrategy("topk", density=0.01, density_warmup=[0.5, 0.1])
     (seen,) = run_ranks(1, lambda rank: fit_alone(rank, strategy, max_epochs=3))
     assert seen == [(1, 0.5), (2, 0.5), (3, 0.1), (4, 0.1), (5, 0.01), (6, 0.01)]
 
@@ -371,7 +384,7 @@ def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
 
 
 def test_two_level_is_an_option_and_needs_parts_that_it_can_send():
-    strategy = SparseDDPStrategy("gtopk", two_level=True)
+    strategy = SparseDDPStrategy("gtopk", hierarchical=True)
     assert "TwoLevel(inter_node=GlobalTopK()" in repr(strategy._method)
-    with pytest.raises(ValueError, match=r"two_level=True with 'powersgd', which is not made for it\."):
-        SparseDDPStrategy("powersgd", two_level=True)
+    with pytest.raises(ValueError, match=r"hierarchical=True with 'powersgd', which is not made for it\."):
+        SparseDDPStrategy("powersgd", hierarchical=True)

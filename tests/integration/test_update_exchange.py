@@ -196,22 +196,22 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "qsgd": (AdamNet, {"method": "qsgd", "density": None, "exchange": "update"}, {}),
     "int4": (AdamNet, {"method": "int4", "density": None, "exchange": "update"}, {}),
     "powersgd": (AdamNet, {"method": method("powersgd", rank=2), "density": None, "exchange": "update"}, {}),
-    "warm-up": (AdamNet, {"warmup": [0.5, 0.1], "warmup_steps": 2}, {}),
-    "every third step": (AdamNet, {"every": 3}, {}),
-    "delayed": (AdamNet, {"delayed": True}, {}),
-    "delayed by layers": (AdamNet, {"delayed": True, "granularity": "layer"}, {}),
-    "delayed, 16-mixed": (AdamNet, {"delayed": True}, {"scaled": True}),
-    "delayed gan": (partial(Gan, lr=0.005), {"delayed": True}, {}),
-    "delayed, every third step": (AdamNet, {"delayed": True, "every": 3}, {}),
-    "delayed, dense": (AdamNet, {"method": "local_sgd", "density": None, "delayed": True, "every": 3}, {}),
-    "delayed, tied weights": (Tied, {"delayed": True}, {}),
-    "delayed, parameters without gradients": (Unused, {"delayed": True}, {}),
-    "delayed, compiled": (Compiled, {"delayed": True}, {}),
-    "delayed, manual optimization": (Manual, {"delayed": True}, {}),
+    "warm-up": (AdamNet, {"density_warmup": [0.5, 0.1], "density_warmup_steps": 2}, {}),
+    "every third step": (AdamNet, {"local_steps": 3}, {}),
+    "delayed": (AdamNet, {"overlap": "next_step"}, {}),
+    "delayed by layers": (AdamNet, {"overlap": "next_step", "granularity": "layer"}, {}),
+    "delayed, 16-mixed": (AdamNet, {"overlap": "next_step"}, {"scaled": True}),
+    "delayed gan": (partial(Gan, lr=0.005), {"overlap": "next_step"}, {}),
+    "delayed, every third step": (AdamNet, {"overlap": "next_step", "local_steps": 3}, {}),
+    "delayed, dense": (AdamNet, {"method": "local_sgd", "density": None, "overlap": "next_step", "local_steps": 3}, {}),
+    "delayed, tied weights": (Tied, {"overlap": "next_step"}, {}),
+    "delayed, parameters without gradients": (Unused, {"overlap": "next_step"}, {}),
+    "delayed, compiled": (Compiled, {"overlap": "next_step"}, {}),
+    "delayed, manual optimization": (Manual, {"overlap": "next_step"}, {}),
     # As a configuration file gives what torch has by default.
     "defaults of a file": (AdamNet, {"broadcast_buffers": None, "gradient_as_bucket_view": True}, {}),
-    "diloco": (AdamNet, {"method": "diloco", "density": None, "every": 3}, {}),
-    "sparseloco": (AdamNet, {"method": "sparseloco", "density": None, "every": 3}, {}),
+    "diloco": (AdamNet, {"method": "diloco", "density": None, "local_steps": 3}, {}),
+    "sparseloco": (AdamNet, {"method": "sparseloco", "density": None, "local_steps": 3}, {}),
     "tied weights": (Tied, {}, {}),
     "parameters without gradients": (Unused, {}, {}),
     "compiled": (Compiled, {}, {}),
@@ -220,8 +220,8 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "manual optimization": (Manual, {}, {}),
     "backward in the training step": (partial(Twice, ADAMW, lr=0.01), {}, {}),
     "checkpointing": (partial(Checkpointed, ADAMW, lr=0.01), {}, {}),
-    "two levels": (AdamNet, {"two_level": True}, {}),
-    "two levels, two passes": (AdamNet, {"method": "doublesqueeze", "two_level": True}, {}),
+    "two levels": (AdamNet, {"hierarchical": True}, {}),
+    "two levels, two passes": (AdamNet, {"method": "doublesqueeze", "hierarchical": True}, {}),
     "RMSprop": (partial(Net, torch.optim.RMSprop, lr=0.001), {}, {}),
     "dgc": (partial(Net, partial(torch.optim.SGD, momentum=0.9), lr=0.01), {"method": "dgc"}, {}),
 }
@@ -253,7 +253,9 @@ def test_optimizers_of_the_same_parameters_exchange_gradients_unless_updates_are
     def rank(rank: int) -> list[Any]:
         messages = Messages()
         found: list[Any] = [fits(rank, how) for how in (pl.strategies.DDPStrategy(), sparse(density=1.0), sparse())]
-        refused = [sparse(**options) for options in ({"exchange": "update"}, {"every": 2}, {"delayed": True})]
+        refused = [
+            sparse(**options) for options in ({"exchange": "update"}, {"local_steps": 2}, {"overlap": "next_step"})
+        ]
         return [messages.texts, *found, *(caught(partial(fits, rank, how))[1] for how in refused)]
 
     (warnings, *first), (_, *second) = lightning_ranks(2, rank)
@@ -261,7 +263,10 @@ def test_optimizers_of_the_same_parameters_exchange_gradients_unless_updates_are
     stock, all_of_it, _, *refused = first
     assert torch.equal(stock, all_of_it)
     for text in refused:
-        assert "or let ranks exchange gradients: exchange='gradient' of the strategy, without every and delayed" in text
+        assert (
+            "or let ranks exchange gradients: exchange='gradient' of the strategy, without local_steps and overlap"
+            in text
+        )
     (warning,) = (text for text in warnings if "density=1" not in text)
     assert "Take a method that sends every element, such as 'int4', as optimizers share parameters here" in warning
 
@@ -384,12 +389,12 @@ def test_weights_and_buffers_are_equal_in_every_form(form):
         **dict.fromkeys(["every third step", "diloco", "sparseloco"], 6),
         **dict.fromkeys(["delayed, every third step", "delayed, dense"], 6),
     }.get(form, 16)
-    if strategy.get("delayed"):
+    if strategy.get("overlap") == "next_step":
         assert "while the next step goes on" in first["first line"]
         return
     # Whether an exchange waits for the end of backward makes no difference, to the last bit.
-    after, _ = lightning_ranks(2, partial(fit, max_epochs=2, **options), net, {**strategy, "overlap": False})
-    assert "exchanged after backward: overlap=False." in after["first line"]
+    after, _ = lightning_ranks(2, partial(fit, max_epochs=2, **options), net, {**strategy, "overlap": "none"})
+    assert "exchanged after backward: overlap='none'." in after["first line"]
     assert all(same(first[key], after[key]) for key in ("weights", "buffers", "residual"))
 
 
@@ -414,7 +419,7 @@ class Own(Net):
         (AdamNet, {"clip_norm": 1.0}, {}, "clip_norm needs all gradients"),
         (AdamNet, {"on_nonfinite": "skip"}, {}, "on_nonfinite='skip' needs all gradients"),
         (AdamNet, {}, {"scaled": True}, "the gradient scaler looks at all gradients"),
-        (AdamNet, {"every": 2}, {}, "there are several steps before"),
+        (AdamNet, {"local_steps": 2}, {}, "there are several steps before"),
         (AdamNet, {}, {"callbacks": [Looks()]}, "Looks.on_before_optimizer_step comes first"),
         (partial(Own, ADAMW, lr=0.01), {}, {}, "Own.on_after_backward comes first"),
         (Gan, {"exchange": "update"}, {}, "optimization is manual"),
@@ -477,7 +482,7 @@ class Clips(pl.plugins.Precision):
 def test_what_looks_at_gradients_is_seen_whenever_it_comes(how):
     def run(rank: int) -> Any:
         options = {"plugins": [Clips()]} if how == "plugin" else {"callbacks": [Late(how)]}
-        return [fit(rank, AdamNet, {"overlap": overlap}, **options)["weights"] for overlap in (True, False)]
+        return [fit(rank, AdamNet, {"overlap": overlap}, **options)["weights"] for overlap in ("backward", "none")]
 
     (within, after), _ = lightning_ranks(2, run)
     assert torch.equal(within, after)
@@ -532,7 +537,7 @@ class OnFailure(pl.Callback):
 def test_what_is_saved_on_an_exception_during_an_exchange_has_weights_that_all_ranks_agreed_on():
     def run(rank: int) -> Any:
         module, kept = Stumbles(ADAMW, lr=0.01), OnFailure()
-        failed = caught(lambda: trainer(sparse(delayed=True), 2, callbacks=[kept]).fit(module, Loader(rank, 2)))
+        failed = caught(lambda: trainer(sparse(overlap="next_step"), 2, callbacks=[kept]).fit(module, Loader(rank, 2)))
         names = [name for name, _ in module.named_parameters()]
         return failed, {name: kept.state[name] for name in names}, kept.consistent
 
@@ -561,11 +566,11 @@ def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights
         path = tmp_path / "saved.ckpt"
         module = SavesInForward(path=path)
         messages = Messages()
-        trainer(sparse(delayed=True), 2).fit(module, Loader(rank, 2))
+        trainer(sparse(overlap="next_step"), 2).fit(module, Loader(rank, 2))
         dist.barrier()
         saved = torch.load(path, weights_only=True)
         started = AdamNet()
-        again = trainer(sparse(delayed=True), 2, max_steps=3)  # as many as were done: it goes on for none
+        again = trainer(sparse(overlap="next_step"), 2, max_steps=3)  # as many as were done: it goes on for none
         again.fit(started, Loader(rank, 2), ckpt_path=path)
         same_weights = all(same(saved["state_dict"][name], param) for name, param in started.named_parameters())
         elements = again.strategy.reducer.state_dict()["elements"]
@@ -585,7 +590,7 @@ def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights
 def test_a_handler_that_saves_within_a_step_has_weights_of_all_ranks_and_no_residuals(tmp_path, owner, place):
     def run(rank: int) -> Any:
         module, messages, path = AdamNet(), Messages(), tmp_path / "saved.ckpt"
-        run = trainer(sparse(delayed=True, granularity="layer"), 2)
+        run = trainer(sparse(overlap="next_step", granularity="layer"), 2)
         real, calls = getattr(owner, place), []
 
         def handled(*args: Any, **options: Any) -> Any:
@@ -605,10 +610,10 @@ def test_a_handler_that_saves_within_a_step_has_weights_of_all_ranks_and_no_resi
     assert any("gets no residuals" in text for text in texts)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_a_rank_with_fewer_batches_is_named_though_there_are_buffers(delayed):
+@pytest.mark.parametrize("overlap", ["backward", "next_step"])
+def test_a_rank_with_fewer_batches_is_named_though_there_are_buffers(overlap):
     def run(rank: int) -> tuple[str, str, float]:
-        strategy = sparse(delayed=delayed)
+        strategy = sparse(overlap=overlap)
         return caught(lambda: trainer(strategy, 2).fit(AdamNet(), Loader(rank, 2, 8 if rank else 4)))
 
     (kind, _, _), (other, text, seconds) = lightning_ranks(2, run)
@@ -628,7 +633,7 @@ class FailsInBackward(Net):
         return nn.functional.cross_entropy(self.layers(hidden), batch[1])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", ["none", "backward"])
 def test_an_error_within_backward_is_told_to_the_others(overlap):
     def run(rank: int) -> tuple[str, str, float]:
         return caught(lambda: fit(rank, partial(FailsInBackward, ADAMW, lr=0.01), {"overlap": overlap}))
@@ -705,10 +710,12 @@ def of_updates(name: str) -> dict[str, Any]:
     options: dict[str, Any] = {"method": name, "exchange": "update"}
     if "density" not in METHODS[name].options or METHODS[name].update_rule:
         options["density"] = None
-    return options | ({"every": 3} if method(name).every > 1 else {})
+    return options | ({"local_steps": 3} if method(name).local_steps > 1 else {})
 
 
-RESUMED = [(name, {}) for name in AVERAGING] + [(name, {"delayed": True}) for name in ("topk", "randk", "local_sgd")]
+RESUMED = [(name, {}) for name in AVERAGING] + [
+    (name, {"overlap": "next_step"}) for name in ("topk", "randk", "local_sgd")
+]
 
 
 @pytest.mark.parametrize(
@@ -851,7 +858,10 @@ def in_mode(rank: int, options: dict[str, Any], mode: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    tiers([{"every": 3, "delayed": True}, {"delayed": True}, {"every": 3}, {}], [{"every": 3, "delayed": True}]),
+    tiers(
+        [{"local_steps": 3, "overlap": "next_step"}, {"overlap": "next_step"}, {"local_steps": 3}, {}],
+        [{"local_steps": 3, "overlap": "next_step"}],
+    ),
 )
 def test_pending_updates_are_exchanged_in_inference_mode(options):
     first, second = run_ranks(2, in_mode, options, torch.inference_mode, backend="gloo")
@@ -1104,27 +1114,27 @@ def test_plain_torch():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"every": 0}, "every=0 must be a whole number of steps, 1 or more"),
-        ({"every": 2.5}, "every=2.5 must be a whole number"),
+        ({"local_steps": 0}, "local_steps=0 must be a whole number of steps, 1 or more"),
+        ({"local_steps": 2.5}, "local_steps=2.5 must be a whole number"),
         ({"exchange": "weights"}, "exchange='weights' is not known; choose from auto, gradient, update"),
-        ({"exchange": "gradient", "every": 4}, "gradients are exchanged in every step"),
+        ({"exchange": "gradient", "local_steps": 4}, "gradients are exchanged in every step"),
         ({"method": "diloco", "exchange": "gradient"}, "it is made to exchange updates"),
-        ({"method": "diloco", "every": 1}, "Take several local steps"),
+        ({"method": "diloco", "local_steps": 1}, "Take several local steps"),
         ({"method": "signsgd", "exchange": "update"}, "no mean of what ranks send, so it cannot exchange updates"),
-        ({"method": "signum", "exchange": "update", "two_level": True}, "makes no mean of what ranks send"),
+        ({"method": "signum", "exchange": "update", "hierarchical": True}, "makes no mean of what ranks send"),
         ({"method": "median", "exchange": "update"}, "makes no mean of what ranks send"),
-        ({"method": "signsgd", "every": 4}, "makes no mean of what ranks send"),
-        ({"delayed": 1}, "delayed=1 must be True or False"),
-        ({"exchange": "gradient", "delayed": True}, "every step waits for its gradients. Set exchange='update'"),
-        ({"method": "gtopk", "delayed": True}, r"delayed=True with 'gtopk': .* take topk"),
+        ({"method": "signsgd", "local_steps": 4}, "makes no mean of what ranks send"),
+        ({"overlap": True}, "overlap=True is not known; choose from none, backward, next_step"),
+        ({"exchange": "gradient", "overlap": "next_step"}, "every step waits for its gradients. Set exchange='update'"),
+        ({"method": "gtopk", "overlap": "next_step"}, r"overlap='next_step' with 'gtopk': .* take topk"),
         (
-            {"method": "topk", "delayed": True, "two_level": True},
-            r"delayed=True with two_level: .* Leave two_level out",
+            {"method": "topk", "overlap": "next_step", "hierarchical": True},
+            r"overlap='next_step' with hierarchical: .* Leave hierarchical out",
         ),
-        ({"method": "diloco", "delayed": True}, "Leave delayed out, or take a rule without an outer step"),
-        ({"method": "signsgd", "delayed": True}, r"delayed=True with 'signsgd'"),
+        ({"method": "diloco", "overlap": "next_step"}, "Leave overlap out, or take a rule without an outer step"),
+        ({"method": "signsgd", "overlap": "next_step"}, r"overlap='next_step' with 'signsgd'"),
         (
-            {"method": Method(Sign(), NoMemory(), MajorityVote(), UpdateRule(every=4))},
+            {"method": Method(Sign(), NoMemory(), MajorityVote(), UpdateRule(local_steps=4))},
             "makes no mean of what ranks send",
         ),
     ],
@@ -1145,7 +1155,7 @@ def test_a_vote_makes_no_updates():
         assert seconds < SOON
 
 
-@pytest.mark.parametrize("options", [{}, {"every": 1}, {"exchange": "gradient"}, {"two_level": True}])
+@pytest.mark.parametrize("options", [{}, {"local_steps": 1}, {"exchange": "gradient"}, {"hierarchical": True}])
 def test_a_vote_exchanges_gradients_whatever_the_optimizer(options):
     strategy = SparseDDPStrategy("signsgd", **options)
     strategy.optimizers = [ADAMW(nn.Linear(4, 2).parameters(), 0.01)]
@@ -1176,13 +1186,13 @@ class OwnScaler(Net):
         self.scaler.update()
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_a_scaler_of_the_modules_own_may_leave_a_step_out_on_one_rank(every):
+@pytest.mark.parametrize("local_steps", [1, 4])
+def test_a_scaler_of_the_modules_own_may_leave_a_step_out_on_one_rank(local_steps):
     """As if that rank's optimizer had had no gradient."""
 
     def run(rank: int, scaled: bool, wrapped: bool = False) -> tuple[Tensor, int, bool]:
         modules = [OwnScaler(scaled, rank == 1, wrapped)]
-        ended = fit(rank, modules.pop, {"density": 0.1, "every": every})
+        ended = fit(rank, modules.pop, {"density": 0.1, "local_steps": local_steps})
         return ended["weights"], ended["steps"], torch.amp.GradScaler.step is step
 
     step = torch.amp.GradScaler.step
@@ -1193,7 +1203,7 @@ def test_a_scaler_of_the_modules_own_may_leave_a_step_out_on_one_rank(every):
         ):
             assert torch.equal(weights, others)
             assert torch.equal(weights, expected[0][0])
-            assert steps == 8 // every
+            assert steps == 8 // local_steps
             assert is_torchs, "after fit torch is as it was"
 
 
@@ -1228,10 +1238,10 @@ class Killed(Net):
         return super().training_step(batch, index)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_a_rank_that_is_killed_is_named(delayed):
+@pytest.mark.parametrize("overlap", ["backward", "next_step"])
+def test_a_rank_that_is_killed_is_named(overlap):
     def run(rank: int) -> tuple[str, str, float]:
-        return caught(lambda: fit(rank, partial(Killed, ADAMW, lr=0.01), {"delayed": delayed}, 3))
+        return caught(lambda: fit(rank, partial(Killed, ADAMW, lr=0.01), {"overlap": overlap}, 3))
 
     first, killed, third = lightning_ranks(3, run)
     assert killed is None
@@ -1261,13 +1271,13 @@ def test_ranks_that_would_exchange_different_things_are_told_so(differ, said):
         assert seconds < SOON
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_callbacks_show_updates(tmp_path, delayed):
+@pytest.mark.parametrize("overlap", ["backward", "next_step"])
+def test_callbacks_show_updates(tmp_path, overlap):
     def run(rank: int, watch: bool = True) -> Tensor:
         watching = [GradientDistribution(), ContractionRatio(), CommunicationMonitor()] if watch else []
         logger = TensorBoardLogger(tmp_path, name="", version="") if watch else False
         options = {"callbacks": watching, "log_every_n_steps": 2, "logger": logger}
-        return fit(rank, AdamNet, {"delayed": delayed}, **options)["weights"]
+        return fit(rank, AdamNet, {"overlap": overlap}, **options)["weights"]
 
     watched, _ = lightning_ranks(2, run)
     assert torch.equal(watched, lightning_ranks(2, partial(run, watch=False))[0])
@@ -1276,7 +1286,7 @@ def test_callbacks_show_updates(tmp_path, delayed):
     tags = found.Tags()
     assert {"distribution/update g", "distribution/residual e", "distribution/u = g + e"} <= set(tags["histograms"])
     shares = [scalar.value for scalar in found.Scalars("seconds/hidden_share")]
-    assert delayed or all(share < 0.5 for share in shares), shares
+    assert overlap == "next_step" or all(share < 0.5 for share in shares), shares
     assert {scalar.value for scalar in found.Scalars("communication/bytes_per_step")[1:]} == {
         found.Scalars("communication/bytes_per_step")[0].value
     }
@@ -1291,7 +1301,7 @@ def test_callbacks_wait_for_the_exchange_and_show_how_far_ranks_drift(tmp_path):
         fit(
             rank,
             AdamNet,
-            {"method": "local_sgd", "density": None, "every": 3},
+            {"method": "local_sgd", "density": None, "local_steps": 3},
             log_every_n_steps=5,
             max_epochs=2,
             **options,
@@ -1496,12 +1506,12 @@ def test_what_is_sent_where_no_density_is_given(net, options, density):
     ("options", "said"),
     [
         ({}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
-        ({"warmup": None}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
-        ({"warmup": ()}, None),
+        ({"density_warmup": None}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
+        ({"density_warmup": ()}, None),
         ({"density": 0.003}, None),
         ({"exchange": "gradient"}, None),
-        ({"warmup": [0.5], "warmup_steps": 2}, "after a warm-up at density 0.5, 2 steps each"),
-        ({"two_level": True}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
+        ({"density_warmup": [0.5], "density_warmup_steps": 2}, "after a warm-up at density 0.5, 2 steps each"),
+        ({"hierarchical": True}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
     ],
 )
 def test_updates_have_a_warm_up_of_their_own_where_nothing_is_said(options, said):
@@ -1538,7 +1548,7 @@ class Validated(Net):
         return Loader(0, 1, 1)
 
 
-@pytest.mark.parametrize("options", [{"every": 3}, {"delayed": True}], ids=str)
+@pytest.mark.parametrize("options", [{"local_steps": 3}, {"overlap": "next_step"}], ids=str)
 def test_callbacks_that_swap_weights_find_them_exchanged(options):
     def run(rank: int) -> list[Tensor]:
         net, found = Validated(ADAMW, lr=0.01), []
@@ -1573,12 +1583,12 @@ if hasattr(pl.callbacks, "WeightAveraging"):  # since Lightning 2.6
     AVERAGES += [(WeightAveraging, True), *((partial(Averaging, n), n == 2) for n in (2, 4, None))]
 
 
-DELAYED_AVERAGES = [(*case, {"delayed": True}) for case in AVERAGES if not isinstance(case[0], partial)]
-DELAYED_AVERAGES += [(*case, {"delayed": True}) for case in AVERAGES if case[0] == AVERAGES[1][0]]
+DELAYED_AVERAGES = [(*case, {"overlap": "next_step"}) for case in AVERAGES if not isinstance(case[0], partial)]
+DELAYED_AVERAGES += [(*case, {"overlap": "next_step"}) for case in AVERAGES if case[0] == AVERAGES[1][0]]
 
 
 @pytest.mark.parametrize(
-    ("average", "fails", "options"), [*((*case, {"every": 4}) for case in AVERAGES), *DELAYED_AVERAGES]
+    ("average", "fails", "options"), [*((*case, {"local_steps": 4}) for case in AVERAGES), *DELAYED_AVERAGES]
 )
 def test_averages_are_of_weights_that_are_equal_on_all_ranks(average, fails, options):
     def run(rank: int) -> Any:
@@ -1701,7 +1711,7 @@ def attached_twice(rank: int) -> tuple[str, str, float]:
     net = nn.Linear(4, 1)
     optimizer = ADAMW(net.parameters())
     attach_updates(net, optimizer)
-    return caught(lambda: attach_updates(net, optimizer, every=2))
+    return caught(lambda: attach_updates(net, optimizer, local_steps=2))
 
 
 def test_updates_are_not_exchanged_twice():
@@ -1716,7 +1726,7 @@ def attached_during_an_exchange(rank: int) -> list[Tensor]:
     found = []
     for rate in (0.1, 0.2):  # the second takes the place of the first, whose exchange goes on
         optimizer = ADAMW(net.parameters(), lr=rate)
-        attach_updates(net, optimizer, density=0.5, delayed=True)
+        attach_updates(net, optimizer, density=0.5, overlap="next_step")
         for _ in range(3):
             optimizer.zero_grad()
             net(torch.randn(8, 6) + rank).square().mean().backward()
@@ -1736,7 +1746,7 @@ rank = int(os.environ["RANK"])
 torch.distributed.init_process_group("gloo")
 net = torch.nn.Linear(50, 50)
 optimizer = torch.optim.AdamW(net.parameters())
-attach_updates(net, optimizer, delayed=True)
+attach_updates(net, optimizer, overlap="next_step")
 for step in range(4):
     if rank == 0 and step == 3:
         time.sleep(1)
@@ -1795,7 +1805,9 @@ def with_pending_steps(rank: int, **options: Any) -> list[Tensor]:
     return [*found, flat(net)]
 
 
-@pytest.mark.parametrize("options", [{"every": 3}, {"delayed": True}, {"every": 3, "delayed": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"local_steps": 3}, {"overlap": "next_step"}, {"local_steps": 3, "overlap": "next_step"}], ids=str
+)
 def test_pending_updates_are_exchanged_when_it_is_asked_for(options):
     first, second = run_ranks(2, partial(with_pending_steps, **options))
     assert not torch.equal(first[0], second[0])
@@ -1815,8 +1827,20 @@ def test_lbfgs_is_refused_for_what_it_keeps():
 
 def test_a_warm_up_needs_steps_where_nobody_counts_epochs():
     net = nn.Linear(4, 1)
-    with pytest.raises(ValueError, match=r"warmup=\(0.1,\) without epochs: say how many steps each density lasts"):
-        attach_updates(net, ADAMW(net.parameters()), warmup=[0.1])
+    with pytest.raises(
+        ValueError, match=r"density_warmup=\(0.1,\) without epochs: say how many steps each density lasts"
+    ):
+        attach_updates(net, ADAMW(net.parameters()), density_warmup=[0.1])
+
+
+def test_only_the_strategy_exchanges_updates_during_backward():
+    net = nn.Linear(4, 1)
+    with pytest.raises(
+        ValueError, match=r"attach_updates\(overlap='backward'\): only SparseDDPStrategy .* Leave overlap"
+    ):
+        attach_updates(net, ADAMW(net.parameters()), overlap="backward")
+    with pytest.raises(ValueError, match=r"overlap=True is not known; choose from none, backward, next_step"):
+        attach_updates(net, ADAMW(net.parameters()), overlap=True)
 
 
 class Byol(Net):
@@ -1862,15 +1886,19 @@ def byol(rank: int, strategy: Any, *args: Any) -> tuple[Tensor, float, list[Tens
     tiers(
         [
             (strategy, given, how)
-            for strategy in ({"every": 3, "density": 0.2}, {"delayed": True, "density": 0.2}, {"method": "local_sgd"})
+            for strategy in (
+                {"local_steps": 3, "density": 0.2},
+                {"overlap": "next_step", "density": 0.2},
+                {"method": "local_sgd"},
+            )
             for given in (True, False)
             for how in ("in place", "anew")
         ],
         [
-            ({"every": 3, "density": 0.2}, True, "in place"),
-            ({"every": 3, "density": 0.2}, False, "anew"),
-            ({"delayed": True, "density": 0.2}, True, "anew"),
-            ({"delayed": True, "density": 0.2}, False, "in place"),
+            ({"local_steps": 3, "density": 0.2}, True, "in place"),
+            ({"local_steps": 3, "density": 0.2}, False, "anew"),
+            ({"overlap": "next_step", "density": 0.2}, True, "anew"),
+            ({"overlap": "next_step", "density": 0.2}, False, "in place"),
         ],
     ),
 )

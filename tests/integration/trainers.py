@@ -243,7 +243,7 @@ def strategy(name: str, density: float | None = None, **options: Any) -> pl.stra
     Gradients are exchanged whatever the optimizer; test_update_exchange.py has the updates.
     """
     if name == "ddp":
-        ours = ("method", "granularity", "warmup", "warmup_steps", "seed", "on_nonfinite", "clip_norm")
+        ours = ("method", "granularity", "density_warmup", "density_warmup_steps", "seed", "on_nonfinite", "clip_norm")
         return pl.strategies.DDPStrategy(**{key: value for key, value in options.items() if key not in ours})
     chosen = method(name, density=None if method(name).density is None else density, **small(name))
     return SparseDDPStrategy(chosen, **{"exchange": "gradient", **options})

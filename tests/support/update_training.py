@@ -119,7 +119,8 @@ def train(
     """
     net = net or Net(dtype)
     optim = OPTIMIZERS[optimizer](net.parameters())
-    rule = UpdateRule(rescale=False, delayed=delayed)  # without rescaling, the weights show the exchanged part
+    # Without rescaling, the weights show the exchanged part.
+    rule = UpdateRule(rescale=False, overlap="next_step" if delayed else "none")
     reducer = Reducer(replace(chosen, update_rule=rule), comm, granularity=granularity, exchanged="update")
     updates = (DelayedUpdates if delayed else Updates)(reducer, net, [optim])
     reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
