@@ -34,7 +34,7 @@ ROWS = {
 }
 TESTS = (
     ["tests", "-m", "not full and not exhaustive", "-n", "2", "--dist", "loadgroup"],
-    # What compilers of other versions make of the kernels.
+    # Compile the kernels with the compilers of other versions.
     [
         "tests/test_kernels.py::test_whole_steps_compile_for_gpus",
         "tests/test_kernels.py::test_kernels_compile_for_gpus",
@@ -83,7 +83,7 @@ def tested(row: str) -> dict[str, object]:
         subprocess.run([*pip, "--editable", ".[dev]"], cwd=ROOT, check=True)
         said = subprocess.run([python, "-c", VERSIONS], cwd=folder, check=True, capture_output=True, text=True).stdout
         torch, lightning, own, triton = said.strip().split(",")
-        # Other packages that are that old use what their dependencies have deprecated since.
+        # Old versions of other packages use features that their dependencies have deprecated since.
         tolerated = ["-W", "default::DeprecationWarning"] if constraints is None else []
         outcomes: list[tuple[str, str, str]] = []
         for number, tests in enumerate(TESTS):

@@ -55,7 +55,7 @@ def test_a_broadcast_is_one_message_whatever_the_tensors():
 @pytest.mark.parametrize("at_once", [broadcast_module.AT_ONCE, 24, 1])
 @pytest.mark.parametrize("size", tiers([1, 2, 3, 5, 8], [1, 2, 3]))
 def test_only_what_differs_is_sent(size, at_once, monkeypatch):
-    """Whichever rank has it; what is equal is left as it is, by bits."""
+    """Any rank may differ. Equal tensors keep their bits."""
     monkeypatch.setattr(broadcast_module, "AT_ONCE", at_once)
 
     def rank(comm: Comm) -> tuple[list[int], list[int], list[Tensor]]:

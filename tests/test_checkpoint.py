@@ -276,7 +276,7 @@ def test_links_and_moved_folders_are_followed(tmp_path):
     written(tmp_path / "a.ckpt")
     os.symlink("a.ckpt", tmp_path / "last.ckpt")
     assert same(sidecars.read(tmp_path / "last.ckpt", info(), 1, 2)[0], state(1))
-    sidecars.prune(tmp_path / "last.ckpt")  # the link has none of its own
+    sidecars.prune(tmp_path / "last.ckpt")  # the link has no sidecar files
     os.mkdir(tmp_path / "elsewhere")
     for name in ("a.ckpt", "a.ckpt.residuals"):
         os.rename(tmp_path / name, tmp_path / "elsewhere" / name)

@@ -20,7 +20,7 @@ PARAMS = {"w": torch.zeros(50, 40), "b": torch.zeros(7)}
 
 
 class Log(list):
-    """What happened to a stream, or to several, in order."""
+    """The calls on one or several streams, in order."""
 
     def stream(self, name: str) -> Any:
         class Stream:

@@ -90,7 +90,7 @@ def test_told_in_the_last_batch_all_hear_of_it_when_they_finish(pair):
 
 
 def test_who_does_not_finish_is_not_waited_for(pair, monkeypatch):
-    """Such as a rank with more batches, which waits for this one, and is told by its end that there are no more."""
+    """An example is a rank with more batches. It waits for this rank, and learns from its end that there are no more."""
     monkeypatch.setattr(termination, "FINISH_SECONDS", 0.2)
     first, _ = pair
     assert not first.finish()
@@ -134,7 +134,7 @@ def without_answers(rank, error, monkeypatch, names=("check", "get", "set", "com
 
 
 def test_without_a_store_a_rank_that_is_told_ends(pair, monkeypatch):
-    """Those that are not go on until they miss the process that hosted it."""
+    """The other ranks continue until they notice that the store's host has ended."""
     first, second = pair
     for rank in pair:
         without_answers(rank, dist.DistNetworkError, monkeypatch)
@@ -168,7 +168,7 @@ def test_nothing_ends_the_thread_that_looks_into_the_store(pair, monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("every", [1, 3])
 def test_all_ranks_end_after_the_same_batch(size, every, monkeypatch):
-    """Threads as ranks, that meet after every few batches, and of which some are told at places of their own."""
+    """Ranks are threads that synchronise after every few batches. Some are asked to end at different places."""
     monkeypatch.setattr("lightning_sparse.comm.peers.POLL", 0.02 * POLL)
     chance = random.Random(size * every)
     for _ in range(5):

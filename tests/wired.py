@@ -104,7 +104,7 @@ def train(case: str, device: str) -> Tensor:
     inputs = [torch.randn(8, 1024, generator=generator).to(device) for _ in range(STEPS)]
     optimizer: torch.optim.Optimizer
     if case in UPDATES:
-        # With `capturable` Adam's steps are tensors of the device, and no step of its own waits.
+        # With `capturable` Adam's step counts are tensors on the device, so Adam itself does not wait.
         optimizer = torch.optim.AdamW(net.parameters(), 0.01, capturable=device == "cuda")
         attach_updates(net, optimizer, **{"method": "topk", **UPDATES[case]})
         model = net
@@ -129,7 +129,7 @@ def train(case: str, device: str) -> Tensor:
 
 
 def compare(case: str, device: str, comm: type[ProcessGroupComm] = Wired) -> str:
-    """Train without and with collectives; return what differs, or an empty text."""
+    """Train without and with collectives; return a description of the differences, or an empty text."""
     alone = train(case, device)
     CALLED.clear()
     with mock.patch("lightning_sparse.hooks.session.ProcessGroupComm", comm):

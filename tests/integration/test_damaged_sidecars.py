@@ -129,7 +129,7 @@ def test_damaged_sidecar_files(damage, saved, tmp_path):
         raised, records = with_warnings(error_of, fit, "topk", rank, callbacks=[at_start := AtStart()], **options)
         if error:
             assert time.monotonic() - started < 20  # the group's timeout is 30 s
-            # Without the folder the run goes on, as the message says, unless the checkpoint's entry is invalid.
+            # Without the folder, the run continues, as the message says, unless the checkpoint's entry is invalid.
             dist.barrier()
             shutil.rmtree(tmp_path / "moved" / f"{STEP_4}.residuals", ignore_errors=True)
             dist.barrier()

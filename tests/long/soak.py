@@ -70,7 +70,7 @@ COLUMNS = (
 
 
 class Plan:
-    """What happens in one fit; equal on all ranks, since it follows from the key: seed, life and number of the fit."""
+    """The random choices for one fit. They depend only on the key (seed, life and number), so all ranks agree."""
 
     def __init__(self, key: str, size: int, peaceful: bool) -> None:
         self.key = key
@@ -88,7 +88,7 @@ class Plan:
 
 
 class Net(pl.LightningModule):
-    """A small network with what networks have; on one rank a loss may be infinite."""
+    """A small network with common kinds of layers. On one rank a loss may be infinite."""
 
     def __init__(self, plan: Plan, first: int, adaptive: bool) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Batches:
 
 
 class Ledger(pl.Callback):
-    """Adds up what autograd gives and what is applied, and compares it with what is kept, in every step."""
+    """Sums autograd's and the applied gradients, and compares their difference with the residual in each step."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -167,8 +167,8 @@ class Ledger(pl.Callback):
         elements = trainer.strategy.reducer.state_dict()["elements"]
         kept = sum(torch.cat([per_param[name].flatten() for name in names]).double() for per_param in elements.values())
         kept = kept + torch.zeros(self.sums["given"].shape)
-        # What is in play on the rank where it is most: rounded once for every rank, when it is added, scaled, divided,
-        # written and kept.
+        # The largest magnitude on any rank. It is rounded once for every rank, and when values are added, scaled,
+        # divided, written and kept.
         most = largest + float(kept.abs().max())
         worst = trainer.strategy.reduce(torch.tensor([most], dtype=torch.float64), reduce_op="max").item()
         self.bound += steps * (trainer.world_size + 6) * worst * 2**-24
@@ -185,9 +185,9 @@ def names_of(trainer: pl.Trainer) -> list[str]:
 
 
 class UpdateLedger(Observer, Ledger):
-    """Adds up what optimizers change and momentum pays out, and what all ranks make of it.
+    """Sums the optimizers' changes, the momentum payouts, and the applied updates.
 
-    Looks after steps that are multiples of one of `every`.
+    It checks after steps that are multiples of a number in `every`.
     """
 
     def __init__(self, *every: int) -> None:
@@ -252,7 +252,7 @@ def weights_of(module: pl.LightningModule) -> Tensor:
 
 
 class Killer(pl.Callback):
-    """Kills this process where the plan says so."""
+    """Kills this process at the planned place."""
 
     def __init__(self, plan: Plan, first: int, note: Path) -> None:
         self.plan, self.first, self.note = plan, first, note
@@ -337,7 +337,7 @@ def fit(folder: Path, plan: Plan, method: str, exchange: Any, rank: int, size: i
 
 
 def steps_done(folder: Path) -> int:
-    """Return where the last checkpoint is."""
+    """Return the step of the last checkpoint."""
     last = folder / "last.ckpt"
     return int(torch.load(last, weights_only=True)["global_step"]) if last.exists() else 0
 
@@ -356,7 +356,7 @@ def run_worker(rank: int, size: int, life: int, port: int, folder: Path, args: a
     count = 0
     while True:
         done = steps_done(folder)
-        dist.barrier()  # nobody writes before everybody has read
+        dist.barrier()  # no rank writes before all ranks have read
         if done >= args.steps:
             break
         plan = Plan(f"{args.seed} {life} {count}", size, done >= args.steps * QUIET_SHARE)
@@ -408,7 +408,7 @@ def main() -> None:
 
 
 def one_life(folder: Path, size: int, life: int, port: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start workers, wait until they have ended, and return what they wrote."""
+    """Start workers, wait until they have ended, and return the rows that they wrote."""
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=run_worker, args=(rank, size, life, port, folder, args)) for rank in range(size)]
     for worker in workers:
@@ -432,7 +432,7 @@ def one_life(folder: Path, size: int, life: int, port: int, args: argparse.Names
 
 
 def summarize(rows: list[dict[str, Any]], seconds: float) -> list[str]:
-    """Print what was seen and return what is wrong with it."""
+    """Print a summary and return a list of problems."""
     lives = {row["life"] for row in rows}
     last = [row for row in rows if row["life"] == max(lives)]
     waits = [row["seconds_to_end"] for row in rows if row["outcome"] != "done"]
