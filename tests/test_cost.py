@@ -69,7 +69,7 @@ def test_bytes_are_those_of_a_reducer(name, size):
     said = step(DENSE if name == "dense" else chosen, work, size, Link(1e9), Costs()).sent_bytes
     said *= chosen.update_rule.local_steps if chosen.update_rule else 1
     sent = simulate(size, rank)
-    # In gTopK some ranks send fewer messages than the busiest. In ScaleCom each rank leads in turn, and then sends more.
+    # In gTopK some ranks send fewer messages than others. In ScaleCom each rank leads in turn, and then sends more.
     assert said <= max(sent) * 1.001
     # The difference is headers, counts, and rounding up to words of 8 bytes.
     assert sum(sent) / size <= said + 150 * size
