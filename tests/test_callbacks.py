@@ -571,7 +571,7 @@ def test_fast_dev_run(tmp_path):
 
 @pytest.mark.parametrize("callback", ALL)
 def test_another_strategy_is_refused(callback, tmp_path):
-    with pytest.raises(TypeError, match=rf"{callback.__name__} looks at .* strategy is DDPStrategy\. Use .*'topk_ddp'"):
+    with pytest.raises(TypeError, match=rf"{callback.__name__} observes .* strategy is DDPStrategy\. Use .*'topk_ddp'"):
         fit(tmp_path, [callback()], strategy=lambda: "ddp", net=Net)
 
 

@@ -114,7 +114,7 @@ class StepCallback(Callback, abc.ABC):
             last = min(last, per_epoch * trainer.max_epochs)
         if every == 0 or last // every == done // every:
             return (
-                f"none of the steps {done + 1} to {last} logs with log_every_n_steps={every}, so it does nothing. "
+                f"none of the steps {done + 1} to {last} logs, since log_every_n_steps={every}, so it does nothing. "
                 f"Lower Trainer(log_every_n_steps=...)."
             )
         return None
