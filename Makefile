@@ -58,7 +58,7 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.venv/installed: setup.cfg setup.py pyproject.toml requirements/ci.txt $(wildcard lightning_sparse/kernels/cpu/*)
+.venv/installed: setup.cfg setup.py pyproject.toml requirements/ci.txt $(wildcard lightning_sparse/kernels/cpu/* lightning_sparse/contrib/kernels/cpu/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/ci.txt --editable '.[dev]'
 	touch $@

@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("lightning_sparse", "kernels", "cpu")
+FOLDERS = [Path("lightning_sparse", *parts, "kernels", "cpu") for parts in ((), ("contrib",))]
 LIBRARY = "lightning_sparse.kernels._cpu"
 OLDEST_GLIBC = 17  # 2.17, the oldest that pip of Python 3.10 looks for
 
@@ -43,8 +43,9 @@ setup(
     ext_modules=[
         Extension(
             LIBRARY,
-            sorted(map(str, FOLDER.glob("*.c"))),
-            depends=sorted(map(str, FOLDER.glob("*.h"))),
+            sorted(str(path) for folder in FOLDERS for path in folder.glob("*.c")),
+            depends=sorted(map(str, FOLDERS[0].glob("*.h"))),
+            include_dirs=[str(FOLDERS[0])],
             # None by which the compiler may change results.
             extra_compile_args=["-std=c99", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
             optional=True,

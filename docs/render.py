@@ -29,8 +29,8 @@ from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
-from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean  # noqa: E402
-from lightning_sparse.aggregators.majority_vote import MajorityVote  # noqa: E402
+from lightning_sparse.contrib.majority_vote import MajorityVote  # noqa: E402
+from lightning_sparse.contrib.order_statistics import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
 from reproductions import FINDINGS, memsgd  # noqa: E402
 from reproductions.command import finding  # noqa: E402

@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
 from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, matrices, step
@@ -57,7 +56,7 @@ CAUTIONS = {
     **dict.fromkeys(("memsgd", "dgc"), "for SGD"),
     **{
         name: "a vote, not a mean: needs its own learning rate"
-        if isinstance(spec.aggregator, MajorityVote)
+        if not spec.make().approximates
         else "for faulty or malicious ranks: sends as many bytes as dense"
         for name, spec in METHODS.items()
         if not spec.aggregator.averages

@@ -6,42 +6,30 @@ Method(TopK(density=0.01), memory=NoMemory())      # custom parts
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_sparse.aggregators import (
     Aggregator,
     AllReduceMean,
-    CoordinateMedian,
     GlobalTopK,
     Mean,
     OkTopK,
     PowerSGD,
-    ScaleCom,
-    TrimmedMean,
     TwoLevel,
     TwoPass,
 )
-from lightning_sparse.aggregators.majority_vote import MajorityVote
-from lightning_sparse.aggregators.shared_scale import SharedScale
-from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
+from lightning_sparse.compressors import Compressor, GaussianK, Identity, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.chunktopk import ChunkTopK
 from lightning_sparse.compressors.low_rank import LowRank
-from lightning_sparse.compressors.mstopk import MSTopK
-from lightning_sparse.compressors.onebit import OneBit
-from lightning_sparse.compressors.qsgd import QSGD
-from lightning_sparse.compressors.sampled_topk import SampledTopK
-from lightning_sparse.compressors.scaled_sign import ScaledSign
-from lightning_sparse.compressors.sidco import SIDCo
-from lightning_sparse.compressors.sign import Sign
-from lightning_sparse.compressors.terngrad import TernGrad
-from lightning_sparse.memory import DecayingResidual, Memory, Momentum, NoMemory, Residual
+from lightning_sparse.contrib.methods import CONTRIB
+from lightning_sparse.memory import DecayingResidual, Memory, NoMemory, Residual
+from lightning_sparse.method_spec import MethodSpec, Traits
 from lightning_sparse.options import listed, suggestion
 from lightning_sparse.update_rule import UpdateRule
 
@@ -149,20 +137,6 @@ def _short_repr(part: Any) -> str:
     return f"{type(part).__name__}({', '.join(said)})"
 
 
-class Traits(NamedTuple):
-    """Properties of a method for the common tests, `advise` and the documentation.
-
-    Attributes:
-        conserves: whether no entry is lost: Σ u over the ranks equals P times the result plus Σ of the residuals.
-        exact: options for which the result is the mean of the gradients; None if no options achieve this.
-        test_options: options for the common tests, suitable for small tensors.
-    """
-
-    conserves: bool
-    exact: Mapping[str, Any] | None
-    test_options: Mapping[str, Any] = MappingProxyType({})
-
-
 def _int4(block: int = 64) -> Blocks:
     """Quantizes all values to 4 bits, with a scale per block."""
     return Blocks(4, block)
@@ -174,25 +148,6 @@ def _int8(block: int = 64) -> Blocks:
 
 
 TWO_PASS = "Dettmers et al. 2022, arXiv 2110.02861; Tang et al. 2019, arXiv 1905.05957"
-SPARSE = Traits(conserves=True, exact={"density": 1.0}, test_options={"density": 0.05})
-
-
-class MethodSpec(NamedTuple):
-    """A row of `METHODS`: the method's parts, its citation, and its properties."""
-
-    make: Callable[..., Compressor]
-    memory: Memory
-    aggregator: Aggregator[Any]
-    citation: str
-    traits: Traits = SPARSE
-    update_rule: UpdateRule | None = None
-
-    @property
-    def options(self) -> list[str]:
-        """Names of the options of its parts. No two parts have an option of the same name."""
-        parts: list[Any] = [part for part in (self.memory, self.aggregator, self.update_rule) if part is not None]
-        return [*inspect.signature(self.make).parameters, *(field.name for part in parts for field in fields(part))]
-
 
 METHODS: Mapping[str, MethodSpec] = MappingProxyType(
     {
@@ -200,46 +155,15 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             Identity, NoMemory(), AllReduceMean(), "What DistributedDataParallel does: all-reduce.", Traits(True, {})
         ),
         "topk": MethodSpec(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
-        "randk": MethodSpec(RandK, Residual(), AllReduceMean(), "Stich et al. 2018, arXiv 1809.07599"),
         "gaussiank": MethodSpec(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),
-        "sidco": MethodSpec(SIDCo, Residual(), Mean(), "Abdelmoniem et al. 2021, arXiv 2101.10761"),
-        "mstopk": MethodSpec(MSTopK, Residual(), Mean(), "Shi et al. 2021, arXiv 2010.10458"),
         "chunktopk": MethodSpec(ChunkTopK, Residual(), Mean(), "Peng et al. 2024, arXiv 2411.19870"),
         "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
         "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
-        "scalecom": MethodSpec(TopK, Residual(), ScaleCom(), "Chen et al. 2020, NeurIPS"),
         "doublesqueeze": MethodSpec(TopK, Residual(), TwoPass(), "Tang et al. 2019, arXiv 1905.05957"),
         "int8": MethodSpec(_int8, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
         "int4": MethodSpec(_int4, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
-        "qsgd": MethodSpec(
-            QSGD, NoMemory(), Mean(), "Alistarh et al. 2017, arXiv 1610.02132", Traits(False, None, {"bucket": 64})
-        ),
-        "signsgd": MethodSpec(
-            Sign, NoMemory(), MajorityVote(), "Bernstein et al. 2019, arXiv 1810.05291", Traits(False, None)
-        ),
         "powersgd": MethodSpec(
             LowRank, Residual(), PowerSGD(), "Vogels et al. 2019, arXiv 1905.13727", Traits(True, None, {"rank": 2})
-        ),
-        "signum": MethodSpec(
-            Sign, Momentum(), MajorityVote(), "Bernstein et al. 2018, arXiv 1802.04434", Traits(False, None)
-        ),
-        "median": MethodSpec(
-            Identity, NoMemory(), CoordinateMedian(), "Yin et al. 2018, arXiv 1803.01498", Traits(False, None)
-        ),
-        "trimmed_mean": MethodSpec(
-            Identity, NoMemory(), TrimmedMean(), "Yin et al. 2018, arXiv 1803.01498", Traits(False, None)
-        ),
-        "efsignsgd": MethodSpec(
-            ScaledSign,
-            Residual(),
-            Mean(),
-            "Karimireddy et al. 2019, arXiv 1901.09847",
-            Traits(True, None),
-            UpdateRule(momentum="keep", rescale=False),
-        ),
-        "onebit": MethodSpec(OneBit, Residual(), TwoPass(), "Seide et al. 2014, Interspeech", Traits(True, None)),
-        "terngrad": MethodSpec(
-            TernGrad, NoMemory(), SharedScale(), "Wen et al. 2017, arXiv 1705.07878", Traits(False, None)
         ),
         "memsgd": MethodSpec(
             TopK,
@@ -247,13 +171,6 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             Mean(),
             "Stich et al. 2018, arXiv 1809.07599",
             update_rule=UpdateRule(momentum="keep", rescale=False),
-        ),
-        "dgc": MethodSpec(
-            SampledTopK,
-            Residual(),
-            Mean(),
-            "Lin et al. 2018, arXiv 1712.01887",
-            update_rule=UpdateRule(momentum="mask", rescale=False),
         ),
         "local_sgd": MethodSpec(
             Identity,
@@ -279,6 +196,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
             Traits(conserves=False, exact={"density": 1.0, "value_format": "float32"}, test_options={"density": 0.05}),
             UpdateRule(local_steps=30, momentum="keep", rescale=False),
         ),
+        **CONTRIB,
     }
 )
 

@@ -70,17 +70,11 @@ OPTIONS = {
         Real, lambda x: 0 < x < math.inf, "must be a number above 0, the second pass's density over the first's."
     ),
     "decay": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], what remains of the residual in each step."),
-    "levels": Option(
-        Integral, lambda x: 1 <= x <= 127, "must be a whole number from 1 to 127, the number of levels above 0."
-    ),
-    "bucket": Option(Integral, lambda x: x >= 1, "must be a whole number, 1 or more, the elements that share a norm."),
-    "rounds": Option(Integral, lambda x: 1 <= x <= 50, "must be a whole number from 1 to 50, how often to halve."),
     "block": Option(
         Integral, lambda x: x >= 2 and x % 2 == 0, "must be an even number, 2 or more, the elements of a scale."
     ),
     "rank": Option(Integral, lambda x: x >= 1, "must be a whole number of columns, 1 or more."),
     "beta": Option(Real, lambda x: 0 <= x < 1, "must be in [0, 1), what remains of the momentum in each step."),
-    "trim": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks left out at either end."),
     "hierarchical": Option(bool, lambda x: True, "must be True or False."),
     "overlap": _choice(Overlap),
 }

@@ -23,11 +23,11 @@ from torch import Tensor
 from benchmarks.harness import plots
 from benchmarks.harness.table import Row
 from lightning_sparse.aggregators import AllReduceMean, Mean
-from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Identity, TopK
-from lightning_sparse.compressors.scaled_sign import ScaledSign
-from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.majority_vote import MajorityVote
+from lightning_sparse.contrib.scaled_sign import ScaledSign
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.methods import Method
 from lightning_sparse.reducer import Reducer

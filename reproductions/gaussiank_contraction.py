@@ -18,8 +18,9 @@ from torch import Tensor
 
 from benchmarks.harness import plots
 from benchmarks.harness.table import Row
-from lightning_sparse.compressors import RandK, Sparsifier, TopK
+from lightning_sparse.compressors import Sparsifier, TopK
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.randk import RandK
 from reproductions.frame import Config, Finding, held
 
 SHARES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)

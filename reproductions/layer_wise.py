@@ -14,7 +14,7 @@ import pandas as pd
 
 from benchmarks.harness.table import Row
 from lightning_sparse.aggregators import Mean
-from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.contrib.qsgd import QSGD
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import Method, method
 from reproductions.digits import best_rates, loss_and_accuracy, network, train

@@ -30,9 +30,9 @@ from torch import Tensor
 from benchmarks.harness import plots
 from benchmarks.harness.table import Row, cores
 from lightning_sparse.compressors.base import Entries, add_
-from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.memsgd import MemSGD, QuadraticAverage, train_parallel
+from lightning_sparse.contrib.qsgd import QSGD
 from reproductions.frame import Config, Finding, held
 from reproductions.logistic import Logistic, data_from, dense_data, sparse_data
 

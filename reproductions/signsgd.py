@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.harness import plots
 from benchmarks.harness.table import Row
 from examples.data.digits import digits
-from lightning_sparse.aggregators import AllReduceMean, CoordinateMedian, TrimmedMean
-from lightning_sparse.aggregators.majority_vote import MajorityVote
+from lightning_sparse.aggregators import AllReduceMean
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Compressor, Identity
-from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.majority_vote import MajorityVote
+from lightning_sparse.contrib.order_statistics import CoordinateMedian, TrimmedMean
 from lightning_sparse.contrib.robust import (
     Attacked,
     PartSampler,
@@ -34,6 +34,7 @@ from lightning_sparse.contrib.robust import (
     deterministic_allocation,
     local_vote,
 )
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import Method

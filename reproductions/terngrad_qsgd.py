@@ -14,11 +14,11 @@ import pandas as pd
 
 from benchmarks.harness.table import Row
 from lightning_sparse.aggregators import AllReduceMean, Mean
-from lightning_sparse.aggregators.shared_scale import SharedScale
 from lightning_sparse.compressors import Identity
-from lightning_sparse.compressors.onebit import OneBit
-from lightning_sparse.compressors.qsgd import QSGD
-from lightning_sparse.compressors.terngrad import TernGrad
+from lightning_sparse.contrib.onebit import OneBit
+from lightning_sparse.contrib.qsgd import QSGD
+from lightning_sparse.contrib.shared_scale import SharedScale
+from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.layout import Layout
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.methods import Method

@@ -19,6 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from lightning_sparse import exchange, framing
+from lightning_sparse.contrib.kernels import levels, row_numbers, row_table, signs, ternary
 from lightning_sparse.kernels import (
     block_stats,
     changes,
@@ -27,16 +28,11 @@ from lightning_sparse.kernels import (
     codes,
     gradient_table,
     launch,
-    levels,
     pack,
     payout,
     quantize,
     rescaling,
-    row_numbers,
-    row_table,
     select_kernels,
-    signs,
-    ternary,
     threshold,
     two_bits,
     uniform,

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.aggregators import AllReduceMean, CoordinateMedian, Mean
-from lightning_sparse.aggregators.majority_vote import MajorityVote
+from lightning_sparse.aggregators import AllReduceMean, Mean
 from lightning_sparse.compressors import Identity, TopK
-from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.majority_vote import MajorityVote
+from lightning_sparse.contrib.order_statistics import CoordinateMedian
 from lightning_sparse.contrib.robust import Attacked
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.memory import Momentum, NoMemory, Residual
 from tests.support.representatives import DISTINCT

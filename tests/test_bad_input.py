@@ -11,19 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, exchange, simulate
-from lightning_sparse.aggregators import (
-    Aggregator,
-    GlobalTopK,
-    Mean,
-    OkTopK,
-    ScaleCom,
-    TwoLevel,
-    TwoPass,
-)
+from lightning_sparse.aggregators import Aggregator, GlobalTopK, Mean, OkTopK, TwoLevel, TwoPass
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import TopK, encoding
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.framing import unframe
 from tests.processes import run_ranks
 from tests.support.representatives import in_turn

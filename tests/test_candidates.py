@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from lightning_sparse.compressors.chunktopk import ChunkTopK
-from lightning_sparse.compressors.mstopk import MSTopK
-from lightning_sparse.compressors.sampled_topk import SampledTopK
-from lightning_sparse.compressors.sidco import SIDCo
 from lightning_sparse.context import Context
-from lightning_sparse.kernels import candidates, launch
+from lightning_sparse.contrib.kernels import candidates
+from lightning_sparse.contrib.mstopk import MSTopK
+from lightning_sparse.contrib.sampled_topk import SampledTopK
+from lightning_sparse.contrib.sidco import SIDCo
+from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.chunks import CHUNK, chunktopk
 from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits
 from tests.support.kernels import DEVICE, HOSTILE, SOME

@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import Method, Reducer, method, simulate
-from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, TwoPass
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, TwoLevel, TwoPass
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import chunktopk as module
 from lightning_sparse.compressors.chunktopk import ChunkTopK
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.kernels import chunks
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.chunks import CHUNK

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, simulate
-from lightning_sparse.aggregators.majority_vote import MajorityVote
-from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.robust import (
     Attacked,
     PartSampler,
@@ -18,6 +17,7 @@ from lightning_sparse.contrib.robust import (
     deterministic_allocation,
     local_vote,
 )
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.memory import NoMemory
 from tests.support.tiers import tiers
 

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import Method, Reducer, method, simulate
-from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TwoPass
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, TwoPass
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import GaussianK, TopK, encoding
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.compressors.encoding import Encoding
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.layout import Layout
 from tests.support.tiers import in_diagonals, tiers
 from tests.support.updates import dense

@@ -6,7 +6,8 @@ import torch
 from lightning_sparse import Method, Reducer, method, simulate
 from lightning_sparse.aggregators import GlobalTopK
 from lightning_sparse.comm import Comm
-from lightning_sparse.compressors import RandK, TopK
+from lightning_sparse.compressors import TopK
+from lightning_sparse.contrib.randk import RandK
 
 
 def test_four_ranks_by_hand():

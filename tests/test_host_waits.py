@@ -16,12 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import Method, Reducer, method
-from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, ScaleCom, TrimmedMean, TwoLevel, TwoPass
-from lightning_sparse.aggregators.majority_vote import MajorityVote
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, TwoLevel, TwoPass
 from lightning_sparse.compressors import GaussianK, Identity, TopK
 from lightning_sparse.compressors.blocks import Blocks
-from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.majority_vote import MajorityVote
+from lightning_sparse.contrib.order_statistics import TrimmedMean
 from lightning_sparse.contrib.robust import Attacked
+from lightning_sparse.contrib.scalecom import ScaleCom
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.update_rule import UpdateRule

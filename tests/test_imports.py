@@ -24,7 +24,8 @@ ALLOWED = {
     "framing": {"kernels"},
     "exchange": {"comm", "compressors", "context", "framing", "kernels"},
     "aggregators": {"layout", "context", "compressors", "exchange", "framing", "kernels", "options"},
-    "methods": {"compressors", "memory", "aggregators", "options", "update_rule"},
+    "method_spec": {"compressors", "memory", "aggregators", "update_rule"},
+    "methods": {"compressors", "memory", "aggregators", "contrib", "method_spec", "options", "update_rule"},
     "observer": {"context", "compressors"},
     "state": {"context", "exchange", "layout", "methods"},
     "overflow": {"comm", "exchange", "layout", "options"},
@@ -79,10 +80,10 @@ ALLOWED = {
     "advise": {
         *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "update_rule", "updates"),
     },
-    # Nothing of the package may import it.
+    # Of the package only `methods` may import it, and of it only `contrib.methods`.
     "contrib": {
         *("_lightning", "aggregators", "callbacks", "compressors", "context", "exchange", "kernels", "layout"),
-        "options",
+        *("memory", "method_spec", "options", "update_rule"),
     },
     "__main__": {"advise", "cli"},
 }
@@ -122,7 +123,22 @@ def test_dependencies_point_one_way(file):
             assert mine in LIGHTNING, name
         if name.startswith("torch.distributed"):
             assert mine in DISTRIBUTED, name
-        assert top != "triton" or (mine == "kernels" and name not in imports(file, top_level=True)), name
+        assert top != "triton" or (file.parent.name == "kernels" and name not in imports(file, top_level=True)), name
+
+
+def test_rows_of_contrib_do_not_import_the_table_that_they_join():
+    """`methods` imports `contrib.methods`, whose imports must not lead back."""
+    of = {".".join(("lightning_sparse", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in FILES}
+    assert {name for name in imports(of["lightning_sparse.methods"]) if ".contrib" in name} == {
+        *("lightning_sparse.contrib.methods", "lightning_sparse.contrib.methods.CONTRIB"),
+    }
+    reached, left = set(), {"lightning_sparse.contrib.methods"}
+    while left:
+        reached.add(name := left.pop())
+        left |= {other for other in imports(of[name]) & of.keys() if other not in reached}
+    assert reached.isdisjoint(
+        {"lightning_sparse.methods", *(name for name in of if part(of[name]) in LIGHTNING - {"contrib"})}
+    )
 
 
 @pytest.mark.parametrize("folder", OUTSIDE)

@@ -25,37 +25,22 @@ from benchmarks import selection
 from benchmarks.harness.rehearsal import rehearsal
 from benchmarks.harness.timing import captured
 from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method
-from lightning_sparse.aggregators import (
-    GlobalTopK,
-    Mean,
-    OkTopK,
-    ScaleCom,
-    TwoLevel,
-    TwoPass,
-    majority_vote,
-    shared_scale,
-)
+from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, TwoLevel, TwoPass
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
-from lightning_sparse.compressors import GaussianK, TopK, qsgd
+from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.low_rank import LowRank
-from lightning_sparse.compressors.onebit import OneBit
-from lightning_sparse.compressors.qsgd import QSGD
 from lightning_sparse.compressors.rows import row_count, rows_of
-from lightning_sparse.compressors.scaled_sign import ScaledSign
-from lightning_sparse.compressors.sign import Sign
-from lightning_sparse.compressors.terngrad import TernGrad
 from lightning_sparse.context import Context
-from lightning_sparse.kernels import (
-    block_stats,
-    codes,
-    launch,
-    native,
-    row_numbers,
-    select,
-    select_triton,
-    two_bits,
-)
+from lightning_sparse.contrib import majority_vote, qsgd, shared_scale
+from lightning_sparse.contrib.kernels import row_numbers
+from lightning_sparse.contrib.onebit import OneBit
+from lightning_sparse.contrib.qsgd import QSGD
+from lightning_sparse.contrib.scalecom import ScaleCom
+from lightning_sparse.contrib.scaled_sign import ScaledSign
+from lightning_sparse.contrib.sign import Sign
+from lightning_sparse.contrib.terngrad import TernGrad
+from lightning_sparse.kernels import block_stats, codes, launch, native, select, select_triton, two_bits
 from lightning_sparse.kernels.basis import bases
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
 from lightning_sparse.kernels.select import topk_indices

@@ -9,7 +9,7 @@ import torch
 from benchmarks import methods
 from benchmarks.harness import results
 from lightning_sparse import METHODS, method
-from lightning_sparse.compressors.qsgd import QSGD
+from lightning_sparse.contrib.qsgd import QSGD
 
 
 def test_every_method_has_been_measured():

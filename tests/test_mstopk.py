@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.mstopk import MSTopK
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.mstopk import MSTopK
 from tests.support.tiers import tiers
 from tests.support.updates import decoded, remainder
 from tests.support.vectors import INPUTS, SMOOTH, oracle

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_sparse import NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.compressors.onebit import OneBit
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.onebit import OneBit
 from lightning_sparse.kernels import launch
 from lightning_sparse.layout import Segment, cut
 from tests.support.updates import decoded

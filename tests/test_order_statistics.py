@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.aggregators import CoordinateMedian, TrimmedMean
-from lightning_sparse.aggregators.order_statistics import mean_of_middle, share_of
 from lightning_sparse.compressors import Identity, TopK
+from lightning_sparse.contrib.order_statistics import CoordinateMedian, TrimmedMean, mean_of_middle, share_of
 from lightning_sparse.memory import NoMemory
 from tests.support.inputs import HOSTILE
 from tests.support.tiers import tiers

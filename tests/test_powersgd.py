@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.aggregators import Mean, PowerSGD, ScaleCom, TwoLevel, TwoPass
+from lightning_sparse.aggregators import Mean, PowerSGD, TwoLevel, TwoPass
 from lightning_sparse.comm import Comm, ProcessGroupComm
 from lightning_sparse.compressors import TopK
 from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.layout import Segment
 from lightning_sparse.state import resized
 from tests.processes import run_ranks

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.compressors import RandK
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.randk import RandK
 from lightning_sparse.layout import Segment
 from tests.support.updates import decoded, remainder
 

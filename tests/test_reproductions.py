@@ -16,8 +16,9 @@ import pandas as pd
 
 from benchmarks.harness import plots, table
 from examples.data.digits import digits
-from lightning_sparse.compressors import RandK, TopK
+from lightning_sparse.compressors import TopK
 from lightning_sparse.contrib.memsgd import MemSGD
+from lightning_sparse.contrib.randk import RandK
 from reproductions import (
     FINDINGS,
     command,

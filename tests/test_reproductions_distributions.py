@@ -13,8 +13,9 @@ pytest.importorskip("sklearn")
 import pandas as pd
 
 from lightning_sparse import Reducer, method, simulate
-from lightning_sparse.compressors import RandK, TopK
+from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.randk import RandK
 from reproductions.bells import LEAST, judge, summarize, unimodal
 from reproductions.gaussiank_contraction import contraction, of_normal, random_contractions
 from reproductions.gaussiank_distributions import (

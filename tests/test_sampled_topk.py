@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lightning_sparse.compressors.sampled_topk import SampledTopK
 from lightning_sparse.context import Context
-from lightning_sparse.kernels import candidates
+from lightning_sparse.contrib.kernels import candidates
+from lightning_sparse.contrib.sampled_topk import SampledTopK
 from tests.support.inputs import calls_of
 from tests.support.tiers import tiers
 from tests.support.updates import decoded, remainder

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_sparse import Reducer, method, simulate
-from lightning_sparse.compressors.scaled_sign import ScaledSign
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.scaled_sign import ScaledSign
 from lightning_sparse.layout import Segment
 from lightning_sparse.updates import Updates
 from tests.support import inputs

@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy import integrate, special, stats
 
-from lightning_sparse.compressors import sidco
-from lightning_sparse.compressors.sidco import SIDCo, adapted, fitted_threshold, gamma_threshold, pareto_threshold
 from lightning_sparse.context import Context
-from lightning_sparse.kernels import candidates
+from lightning_sparse.contrib import sidco
+from lightning_sparse.contrib.kernels import candidates
+from lightning_sparse.contrib.sidco import SIDCo, adapted, fitted_threshold, gamma_threshold, pareto_threshold
 from tests.support.inputs import calls_of
 from tests.support.tiers import in_diagonals
 from tests.support.updates import decoded, remainder

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.aggregators.majority_vote import MajorityVote
-from lightning_sparse.compressors.qsgd import QSGD
-from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.majority_vote import MajorityVote
+from lightning_sparse.contrib.qsgd import QSGD
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.memory import Momentum, NoMemory
 from tests.support.tiers import tiers
 from tests.support.updates import decoded

@@ -7,10 +7,10 @@ import torch
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoPass
-from lightning_sparse.aggregators.shared_scale import SharedScale
 from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.terngrad import TernGrad
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.shared_scale import SharedScale
+from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.kernels import launch
 from lightning_sparse.memory import NoMemory
 from tests.support.rounding import check_rounding

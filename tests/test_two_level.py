@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from lightning_sparse import METHODS, Method, NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.aggregators import AllReduceMean, GlobalTopK, Mean, OkTopK, ScaleCom, TwoLevel, TwoPass
+from lightning_sparse.aggregators import AllReduceMean, GlobalTopK, Mean, OkTopK, TwoLevel, TwoPass
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
-from lightning_sparse.compressors.scaled_sign import ScaledSign
+from lightning_sparse.contrib.scalecom import ScaleCom
+from lightning_sparse.contrib.scaled_sign import ScaledSign
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT

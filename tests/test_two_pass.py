@@ -9,10 +9,11 @@ from torch import Tensor
 from lightning_sparse import Method, NonFiniteGradient, Reducer, simulate
 from lightning_sparse.aggregators import Mean, TwoPass
 from lightning_sparse.comm import ProcessGroupComm
-from lightning_sparse.compressors import Compressor, GaussianK, Identity, RandK, TopK
-from lightning_sparse.compressors.qsgd import QSGD
-from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.compressors import Compressor, GaussianK, Identity, TopK
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.qsgd import QSGD
+from lightning_sparse.contrib.randk import RandK
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.layout import Layout, Segment, cut
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.state import resized

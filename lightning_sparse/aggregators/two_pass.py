@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Entries, Payload, Update, add_
 from lightning_sparse.compressors.low_rank import LowRank
-from lightning_sparse.compressors.sign import Sign
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange
@@ -105,7 +104,7 @@ class TwoPass(Aggregator[Compressor]):
 
     def supports(self, compressor: Compressor) -> bool:
         # Signs do not approximate u, so there is no sum to compress; and regions cut matrices. Owners keep residuals.
-        fits = compressor.contracts and not isinstance(compressor, Sign | LowRank)
+        fits = compressor.contracts and compressor.approximates and not isinstance(compressor, LowRank)
         return fits and (self.second == 1 or hasattr(compressor, "density"))
 
     def _second(self, density: float | None) -> float | None:

@@ -99,6 +99,9 @@ class Compressor(abc.ABC):
     by_parameter: bool = False
     """Whether a payload is made parameter by parameter: that of two segments joined is both payloads, part by part."""
 
+    approximates: bool = True
+    """Whether the update approximates u, so that the mean of the ranks' updates can be compressed again."""
+
     @property
     def contracts(self) -> bool:
         """Whether ‖u − update‖ is below ‖u‖ in expectation: else a residual would grow without bound."""

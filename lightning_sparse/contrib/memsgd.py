@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sparse.compressors.base import Entries, Update
-from lightning_sparse.compressors.randk import draw
 from lightning_sparse.contrib.options import check
+from lightning_sparse.contrib.randk import draw
 from lightning_sparse.exchange import NonFiniteGradient
 
 Choice = Literal["top", "random"]

@@ -11,6 +11,12 @@ from lightning_sparse.options import Option
 
 OPTIONS = {
     "seed": options.OPTIONS["seed"],
+    "levels": Option(
+        Integral, lambda x: 1 <= x <= 127, "must be a whole number from 1 to 127, the number of levels above 0."
+    ),
+    "bucket": Option(Integral, lambda x: x >= 1, "must be a whole number, 1 or more, the elements that share a norm."),
+    "rounds": Option(Integral, lambda x: 1 <= x <= 50, "must be a whole number from 1 to 50, how often to halve."),
+    "trim": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks left out at either end."),
     "share": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks that attack."),
     "workers": Option(Integral, lambda x: x >= 1 and x % 2 == 1, "must be odd: an even number of votes may be a tie."),
     "byzantine": Option(Integral, lambda x: x >= 0, "must be a whole number of workers, 0 or more."),

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse import Method, SparseDDPStrategy
-from lightning_sparse.aggregators.majority_vote import MajorityVote
-from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.robust import Attacked, PartSampler, deterministic_allocation, local_vote
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.memory import NoMemory
 from tests.integration.trainers import Net, lightning_ranks, trainer
 

@@ -35,9 +35,9 @@ from lightning_sparse import (
 )
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import in_backward
-from lightning_sparse.aggregators.majority_vote import MajorityVote
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
-from lightning_sparse.compressors.sign import Sign
+from lightning_sparse.contrib.majority_vote import MajorityVote
+from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory

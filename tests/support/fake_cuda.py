@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from lightning_sparse.compressors import randk
+from lightning_sparse.contrib import randk
 from lightning_sparse.exchange import OK
 from lightning_sparse.kernels import launch
 from tests.support.kernels import KERNELS, Echo, is_kernel

@@ -11,6 +11,7 @@ import torch
 
 from lightning_sparse import kernels
 from lightning_sparse.comm import Comm
+from lightning_sparse.contrib import kernels as contrib_kernels
 from lightning_sparse.kernels import launch, native
 from tests.support.vectors import INPUTS, SMOOTH
 
@@ -36,8 +37,13 @@ def is_kernel(value):
 
 def with_kernels():
     """Return the modules that contain kernels, including imported kernels."""
-    names = {module.name for module in pkgutil.iter_modules(kernels.__path__)} - {native.LIBRARY.stem}  # not a module
-    modules = (importlib.import_module(f"{kernels.__name__}.{name}") for name in sorted(names))
+    names = [
+        f"{package.__name__}.{module.name}"
+        for package in (kernels, contrib_kernels)
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name != native.LIBRARY.stem  # not a module
+    ]
+    modules = map(importlib.import_module, sorted(names))
     return tuple(x for x in modules if any(map(is_kernel, vars(x).values())))
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
-from lightning_sparse.aggregators.order_statistics import share_of
 from lightning_sparse.compressors.base import Compressor, Entries, Update
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.contrib.options import check
+from lightning_sparse.contrib.order_statistics import share_of
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.uniform import Uniform

@@ -10,10 +10,10 @@ from torch import Tensor
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.compressors.rows import Rows, nonnegative, row_count, rows_of, values_of_signs
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.row_numbers import used_rows
+from lightning_sparse.contrib.kernels.signs import read_signs, write_signs
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.native import uses_kernels
-from lightning_sparse.kernels.row_numbers import used_rows
-from lightning_sparse.kernels.signs import read_signs, write_signs
 from lightning_sparse.layout import Segment
 
 
@@ -29,6 +29,8 @@ class Sign(Compressor):
         >>> Sign().compress(torch.tensor([0.5, -2.0, 0.0]), Context.of(3))
         ((tensor([1], dtype=torch.uint8), tensor([5], dtype=torch.uint8)), tensor([ 1., -1.,  1.]))
     """
+
+    approximates = False
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         check_length(u, ctx)

@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Identity, Update
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.options import check
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.launch import at_a_time
 from lightning_sparse.layout import Segment
-from lightning_sparse.options import check
 
 
 class OrderStatistic(Aggregator[Identity]):

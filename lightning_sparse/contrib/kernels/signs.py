@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.contrib.kernels.row_table import Rows, _row_of, row_table
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.codes import code_bytes
 from lightning_sparse.kernels.gradient_table import bisections
 from lightning_sparse.kernels.launch import kernel, launch, uses_triton
-from lightning_sparse.kernels.row_table import Rows, _row_of, row_table
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -11,10 +11,10 @@ from torch import Tensor
 from lightning_sparse.compressors.encoding import IndexFormat, ValueFormat
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.candidates import keep_indices, largest_entries, largest_mask, sampled
+from lightning_sparse.contrib.options import check
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.candidates import keep_indices, largest_entries, largest_mask, sampled
 from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
-from lightning_sparse.options import check
 
 SAMPLE = 1 << 16
 """Magnitudes that the mean is taken of."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.rows import Rows
-from lightning_sparse.compressors.two_values import TwoValues, row_sums
-from lightning_sparse.kernels.row_numbers import signed_means
+from lightning_sparse.contrib.kernels.row_numbers import signed_means
+from lightning_sparse.contrib.two_values import TwoValues, row_sums
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_sparse.compressors.encoding import IndexFormat, ValueFormat
 from lightning_sparse.compressors.sparsifier import Sparsifier, selection_bound
 from lightning_sparse.context import Context, StateSpec
+from lightning_sparse.contrib.kernels.candidates import blocks_reaching, indices_reaching, sampled
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.candidates import blocks_reaching, indices_reaching, sampled
 from lightning_sparse.kernels.launch import to_device, uses_triton
 from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
 

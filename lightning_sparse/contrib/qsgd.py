@@ -12,13 +12,13 @@ from torch.nn.functional import pad
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.compressors.rows import write_scaled_
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.levels import level_values, round_to_levels
+from lightning_sparse.contrib.options import check
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.launch import at_a_time
-from lightning_sparse.kernels.levels import level_values, round_to_levels
 from lightning_sparse.kernels.native import uses_kernels
 from lightning_sparse.kernels.uniform import Uniform
 from lightning_sparse.layout import Segment
-from lightning_sparse.options import check
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.contrib.kernels.row_numbers import norms_of_rows
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.launch import kernel, launch, uses_triton
-from lightning_sparse.kernels.row_numbers import norms_of_rows
 from lightning_sparse.kernels.uniform import FACTORS, _noise, key_and_step
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.contrib.kernels.row_table import Rows, first_pieces, longest_row, piece_length, row_table
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
 from lightning_sparse.kernels.launch import kernel, launch, uses_triton
-from lightning_sparse.kernels.row_table import Rows, first_pieces, longest_row, piece_length, row_table
 
 if TYPE_CHECKING:
     import triton.language as tl

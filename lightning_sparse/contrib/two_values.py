@@ -20,9 +20,9 @@ from lightning_sparse.compressors.rows import (
     values_of_signs,
 )
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.signs import read_signs, write_signs
 from lightning_sparse.kernels.codes import code_bytes, pack_codes
 from lightning_sparse.kernels.native import uses_kernels
-from lightning_sparse.kernels.signs import read_signs, write_signs
 from lightning_sparse.layout import Segment
 
 

@@ -1,0 +1,1 @@
+"""Kernels that only methods of `contrib` use."""
