@@ -75,9 +75,9 @@ class Method:
             if isinstance(self.aggregator, TwoPass) and TwoPass().supports(self.compressor):
                 instead = "Leave second out: it is for compressors with a density."
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
-        if self.delayed and not self.aggregator.takes_all:
+        if self.delayed and not self.aggregator.applies_all_sent:
             what, remedy = repr(_name_of(self) or self.aggregator), "Leave overlap out, or take topk or gaussiank."
-            if isinstance(self.aggregator, TwoLevel) and self.aggregator.inter_node.takes_all:
+            if isinstance(self.aggregator, TwoLevel) and self.aggregator.inter_node.applies_all_sent:
                 what, remedy = "hierarchical", "Leave hierarchical out, or take another overlap."
             raise ValueError(
                 f"overlap='next_step' with {what}: a rank cannot go on by the entries that it has sent, as other ranks "

@@ -221,7 +221,7 @@ class Reducer:
             state=self.states[segment.index],
             seed=self.seed,
             rank=self.comm.rank,
-            stats=None if aggregator.divides else compressor.block_stats(segment.numel, density),
+            stats=None if aggregator.shards_segment else compressor.block_stats(segment.numel, density),
             payout=None if payout is None or parts is DENSE else payout(grads),
         )
         masked = []

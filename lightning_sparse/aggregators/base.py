@@ -28,10 +28,10 @@ class Aggregator(abc.ABC, Generic[C]):
     averages: bool = True
     """Whether the result approximates the mean, so that a dense mean may replace the method where it sends less."""
 
-    takes_all: bool = False
+    applies_all_sent: bool = False
     """Whether all that a rank compresses at first goes into the result, so that it is known before others answer."""
 
-    divides: bool = False
+    shards_segment: bool = False
     """Whether ranks divide a segment among them, so that statistics of all of `u` are of no use to the compressor."""
 
     ranks_per_link: int = 1

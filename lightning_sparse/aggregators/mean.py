@@ -17,7 +17,7 @@ from lightning_sparse.layout import Segment
 class Mean(Aggregator[Compressor]):
     """Mean by all-gather: every rank receives all payloads and adds them up in rank order."""
 
-    takes_all = True
+    applies_all_sent = True
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         payload, applied = exchange.compress(u, compressor)
@@ -34,7 +34,7 @@ class Mean(Aggregator[Compressor]):
 class AllReduceMean(Aggregator[Compressor]):
     """Mean by all-reduce of the values, for compressors whose ranks all send the same indices, or everything."""
 
-    takes_all = True
+    applies_all_sent = True
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         _, applied = exchange.compress(u, compressor)

@@ -41,7 +41,7 @@ class TwoLevel(Aggregator[Compressor]):
     inter_node: Aggregator[Any] = Mean()  # noqa: RUF009
     ranks_per_node: int = 1
 
-    divides = True
+    shards_segment = True
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:

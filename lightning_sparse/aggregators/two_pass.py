@@ -45,7 +45,7 @@ class TwoPass(Aggregator[Compressor]):
 
     second: float = 1.0
 
-    divides = True
+    shards_segment = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "second", check("second", self.second, "TwoPass"))

@@ -33,7 +33,7 @@ class MajorityVote(Aggregator[Sign]):
     """
 
     averages = False
-    divides = True
+    shards_segment = True
 
     def __call__(self, u: Tensor, compressor: Sign, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         rank, size, segment = exchange.rank, exchange.size, ctx.segment

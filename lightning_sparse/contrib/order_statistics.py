@@ -30,7 +30,7 @@ class OrderStatistic(Aggregator[Identity]):
     """
 
     averages = False  # the mean that would take its place is what one rank can move at will
-    divides = True
+    shards_segment = True
 
     @abc.abstractmethod
     def dropped(self, size: int) -> int:

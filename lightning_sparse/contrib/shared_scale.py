@@ -30,7 +30,7 @@ class SharedScale(Aggregator[TernGrad]):
     maximum. 2 + ⌈log₂(2P + 1)⌉ bits (P − 1)/P are sent for each element.
     """
 
-    divides = True
+    shards_segment = True
 
     def __call__(self, u: Tensor, compressor: TernGrad, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         size, numel = exchange.size, ctx.segment.numel

@@ -56,7 +56,7 @@ class Attacked(Aggregator[Any]):
     share: float
 
     averages = False
-    divides = True  # an attacker does not compress u, so statistics of u do not apply
+    shards_segment = True  # an attacker does not compress u, so statistics of u do not apply
 
     def __post_init__(self) -> None:
         if not isinstance(self.aggregator, Aggregator):
