@@ -9,8 +9,7 @@ Columns besides the bytes of the busiest and of the average rank:
 - `announced_bytes`: mean bytes by the method's own formula, with this package's encodings, without headers
   (`Routing.nbytes`);
 - `published_words`: the papers' formula, in words of 4 bytes. The papers assume the encoding `index_format` "int32"
-with
-  fp32 values.
+  with fp32 values.
 
 The step is the first one, which sends the most bytes: OkTopK agrees on its regions in one of 64 steps.
 """

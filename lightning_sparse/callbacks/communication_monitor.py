@@ -44,8 +44,7 @@ class CommunicationMonitor(StepCallback):
       the bound of error feedback (see below);
     - `communication/drift`, if ranks take several steps between exchanges: the distance of rank 0's weights from the
       agreed weights. It is relative to the norm of the agreed update;
-    - `seconds/compensate`, `select`, `exchange` and `decode`: seconds of each phase per step. Selection includes
-    packing
+    - `seconds/compensate`, `select`, `exchange` and `decode`: seconds of each phase per step. Selection includes packing
       and summing, exchange includes waiting for slower ranks, and decoding includes the update of the residual. These
       are means over the steps since the last log. Logging steps are excluded if there are other steps;
     - `seconds/hidden_share`: the fraction of this time that overlaps with backward.
