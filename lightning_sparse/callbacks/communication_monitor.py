@@ -44,9 +44,9 @@ class CommunicationMonitor(StepCallback):
       the bound of error feedback (see below);
     - `communication/drift`, if ranks take several steps between exchanges: the distance of rank 0's weights from the
       agreed weights. It is relative to the norm of the agreed update;
-    - `seconds/compensate`, `select`, `exchange` and `decode`: seconds of each phase per step. Selection includes packing
-      and summing, exchange includes waiting for slower ranks, and decoding includes the update of the residual. These
-      are means over the steps since the last log. Logging steps are excluded if there are other steps;
+    - `seconds/compensate`, `select`, `exchange` and `decode`: seconds of each phase per step. Selection includes
+      packing and summing, exchange includes waiting for slower ranks, and decoding includes the update of the residual.
+      These are means over the steps since the last log. Logging steps are excluded if there are other steps;
     - `seconds/hidden_share`: the fraction of this time that overlaps with backward.
 
     If C leaves at most 1 − δ of ‖u‖² in the residual, ‖e‖ ≤ 2√(1 − δ)/δ · max ‖g‖ (Karimireddy et al. 2019, arXiv
