@@ -32,7 +32,7 @@ from lightning_sparse import METHODS, Reducer, method
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels import launch
 from lightning_sparse.methods import resolve_updates
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
 from tests.support.kernels import Echo
 
@@ -74,7 +74,7 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
         model = torch.nn.ParameterDict({key: torch.empty(s, dtype=dtype, device=CUDA) for key, s in SHAPES.items()})
         form = {"fused": True} if "fused" in exchanged else {"foreach": True}
         optimizer = torch.optim.AdamW(model.parameters(), **form)  # type: ignore[arg-type]
-        updates = Updates(reducer, model, [optimizer]) if what == "update" else None
+        updates = DeltaExchange(reducer, model, [optimizer]) if what == "update" else None
         for comm.steps in range(3):
             for param in model.values():
                 param.grad = torch.empty_like(param)

@@ -39,7 +39,7 @@ from benchmarks.harness.timing import spread
 from benchmarks.launches import SHAPES
 from lightning_sparse import METHODS, Reducer, method
 from lightning_sparse.aggregators import TwoPass
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.kernels import Echo
 
 CASES = [(name, ranks) for ranks in (2, 1, 8) for name in ("topk", "topk updates", "gaussiank", "int4")]
@@ -109,7 +109,7 @@ def of_updates(name: str, reducer: Reducer, fresh: dict[str, Tensor], device: st
     """Return a case in which AdamW's updates are exchanged."""
     model = torch.nn.ParameterDict({key: torch.zeros_like(x) for key, x in fresh.items()})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=device == "cuda")
-    updates = Updates(reducer, model, [optimizer])
+    updates = DeltaExchange(reducer, model, [optimizer])
 
     def before() -> None:
         for key, param in model.items():

@@ -12,7 +12,7 @@ A run of fewer steps than `STEPS` is the start of a training of `STEPS` steps, w
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +32,11 @@ from lightning_sparse.aggregators import Aggregator, Mean, TwoPass
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Entries, Update, add_
 from lightning_sparse.context import Context
-from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.payout import Payout
-from lightning_sparse.layout import Segment
-from lightning_sparse.moments import SegmentMoments
-from lightning_sparse.updates import Updates
+from lightning_sparse.momentum import SegmentMoments
+from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.updates.segment import UpdateSegment
 
 STEPS, EVERY = 1000, 25  # steps of the schedule, and steps between evaluations
 BEGUN = 100  # steps of the shortest runs, in which most variants reach the target
@@ -205,30 +204,25 @@ TRIED = [
 """The trainings to do, in this order."""
 
 
-class Trial(Updates):
-    """Exchange of updates, modified by a `Variant`. Rank 0 appends the mean factor of each rescaling to `factors`."""
+class TrialSegment(UpdateSegment):
+    """A segment whose payout and rescaling are modified by a `Variant`."""
 
-    def __init__(self, *args: Any, variant: Variant, factors: list[float]) -> None:
-        super().__init__(*args)
-        self.variant, self.factors = variant, factors
-        self.waiting = {name: torch.zeros_like(param) for name, param in self.parameters.items()}
+    variant: Variant
+    factors: list[float]
+    """Mean factor of each rescaling, on rank 0."""
 
-    def _moments(self, segment: Segment, *args: Any) -> SegmentMoments:
-        moments, share = super()._moments(segment, *args), self.variant.payout
-        rescaled = moments.rescaling([0] * len(segment.names), self._reducer.comm.size) if share is None else None
-        factors, made = rescaled[0] if rescaled else share, moments.payout
+    def _moments(self, groups: Mapping[int, Any]) -> SegmentMoments:
+        moments, share = super()._moments(groups), self.variant.payout
+        rescaling, made = moments.rescaling, moments.payout
 
-        def varied(changes: Sequence[Tensor]) -> Payout | None:
-            if (payout := made(changes)) is None:
-                return None
-            coefficients = payout.coefficients.clone()
-            coefficients[0] *= factors
-            return replace(payout, coefficients=coefficients)
+        def varied(*args: Any) -> Payout | None:
+            payout = made(*args)
+            if payout is None or share is None:  # rescaled as the update is
+                return payout and replace(payout, factors=None)
+            return replace(payout, coefficients=payout.coefficients * share)
 
-        rescaling = moments.rescaling
-
-        def recorded(*args: Any) -> Any:
-            found = rescaling(*args)
+        def recorded(size: int) -> Any:
+            found = rescaling(size)
             if found and self._reducer.comm.rank == 0:
                 self.factors.append(float(found[0].mean()))
             return found
@@ -236,25 +230,32 @@ class Trial(Updates):
         moments.payout, moments.rescaling = varied, recorded  # type: ignore[method-assign]
         return moments
 
-    def _empties_momentum(self, optimizer: torch.optim.Optimizer, density: float | None) -> bool:
-        return self.variant.pays_always or super()._empties_momentum(optimizer, density)
+    @property
+    def _clears(self) -> bool:
+        return self.variant.pays_always or super()._clears
 
-    def exchange(self, optimizer: torch.optim.Optimizer) -> None:
+
+class Trial(DeltaExchange):
+    """Updates by a rule, varied as `Variant` says; rank 0 adds the mean factor of each rescaling to `factors`."""
+
+    def __init__(self, *args: Any, variant: Variant, factors: list[float]) -> None:
+        self.variant = variant
+        self.segment_kind = type("Segment", (TrialSegment,), {"variant": variant, "factors": factors})
+        super().__init__(*args)
+        self.waiting = {name: torch.zeros_like(param) for name, param in self.parameters.items()}
+
+    def exchange(self, optimizer: torch.optim.Optimizer, *, stepped: bool | None = True) -> None:
+        before = {name: w.clone() for each in self.segments for name, w in each.weights.items()}
         if self.variant.root:
             with torch.no_grad():
                 for name, param in self.parameters.items():
-                    param.lerp_(self._weights[name], 1 - self._reducer.comm.size**0.5)
-        before = {name: x.clone() for name, x in self._weights.items()}
-        super().exchange(optimizer)
+                    param.lerp_(before[name], 1 - self._reducer.comm.size**0.5)
+        super().exchange(optimizer, stepped=stepped)
         if self.variant.late:
             for name, param in self.parameters.items():
                 mean = before[name] - param.detach()
                 param.data.copy_(before[name] - self.waiting[name])
                 self.waiting[name] = mean
-
-
-class DelayedTrial(Trial, DelayedUpdates):
-    """The same with delayed updates."""
 
 
 def train(run: Run, data: Data) -> list[Row]:
@@ -269,7 +270,7 @@ def train(run: Run, data: Data) -> list[Row]:
     made = method(variant.method, **options)
     made = replace(made, aggregator=variant.aggregator or made.aggregator, update_rule=variant.rule)
 
-    trial = functools.partial(DelayedTrial if made.delayed else Trial, variant=variant, factors=factors)
+    trial = functools.partial(Trial, variant=variant, factors=factors)
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         decay = 0.0 if variant.decay_outside else variant.weight_decay

@@ -35,7 +35,7 @@ from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method, resolve_updates
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 
 TIMED_ELEMENTS = 8_000_000
 """Largest number of elements that a method is timed with. It exceeds the caches; times are scaled in proportion."""
@@ -131,7 +131,7 @@ def measure(
         reducer = Reducer(chosen, comm, granularity="model", exchanged=exchanged)
         model = torch.nn.ParameterDict({"all": torch.zeros_like(gradient)})
         optimizer = torch.optim.AdamW(model.parameters()) if adaptive else torch.optim.SGD(model.parameters())
-        updates = Updates(reducer, model, [optimizer]) if exchanged == "update" else None
+        updates = DeltaExchange(reducer, model, [optimizer]) if exchanged == "update" else None
         steps: list[float] = []
         entries: list[float] = []
         began = time.perf_counter()

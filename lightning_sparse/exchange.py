@@ -68,7 +68,8 @@ class Exchange:
     Attributes:
         rank, size: as in `Comm`.
         step_ok: on CUDA, after `finish`, a bool on the device: False if a rank reported an error. None on the CPU.
-        worst, ahead: the status so far; what `compress` returns, where it was called before the aggregator, else None.
+        worst: the status so far.
+        precompressed: the result of `compress`, if it was called before the aggregator; else None.
         deferred: on CUDA, after `finish`, a function that raises the error; call it one step later. None on the CPU.
     """
 
@@ -87,7 +88,7 @@ class Exchange:
         self.rank, self.size = comm.rank, comm.size
         self.step_ok: Tensor | None = None
         self.deferred: Callable[[], None] | None = None
-        self.ahead: tuple[Payload, Update] | None = None
+        self.precompressed: tuple[Payload, Update] | None = None
         self._fingerprint, self._messages, self._parent = fingerprint, 0, parent
         if device not in comm.statuses:
             comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK], device="cpu"), device)
@@ -120,8 +121,8 @@ class Exchange:
             compressor: of the method.
             region: the context of the part of the segment that `u` is; None if it is all of it.
         """
-        if self.ahead is not None:
-            return self.ahead
+        if self.precompressed is not None:
+            return self.precompressed
         ctx = region or self.ctx
         payload, update = compressor.compress(u, ctx)
         floats = [part for part in payload if part.is_floating_point() and part is not u]
@@ -206,7 +207,10 @@ class Exchange:
         if not self._by_triton:
             self._raise(worst() - OK)
             return
-        self.ctx, self.ahead = replace(self.ctx, stats=None, payout=None), None  # `deferred` does not need their memory
+        self.ctx, self.precompressed = (
+            replace(self.ctx, stats=None, payout=None),
+            None,
+        )  # `deferred` does not need their memory
         found, fine = self._root._found or (None, None)
         self.step_ok = fine if found is status else status == OK
         self.deferred = lambda: self._raise(worst() - OK)

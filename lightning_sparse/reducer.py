@@ -11,18 +11,22 @@ simulate(2, rank)  # both ranks: tensor([0., 0., 0., -3.]); the 1.0 waits in eac
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import Update
+from lightning_sparse.compressors.base import Compressor, Entries, Update
 from lightning_sparse.context import Context, State
-from lightning_sparse.exchange import Exchanged
-from lightning_sparse.gradients import check_fits, check_one_device, check_tensor
+from lightning_sparse.exchange import Exchange, Exchanged
+from lightning_sparse.gradients import check_fits, check_one_device, check_tensor, write_
 from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
@@ -31,10 +35,36 @@ from lightning_sparse.options import OnNonFinite as OnNonFinite
 from lightning_sparse.options import check_partition, check_seed, check_warmup
 from lightning_sparse.overflow import GradientCheck
 from lightning_sparse.routing import DENSE, Routing
-from lightning_sparse.segment_exchanges import Begun, SegmentExchanges, timed
 from lightning_sparse.state import SegmentStates, check_header
 
 log = logging.getLogger(__name__)
+
+
+class PendingExchange(NamedTuple):
+    """A segment whose exchange has begun: `Reducer.begin` returns it, and `Reducer.finish` completes it.
+
+    Attributes:
+        u: this rank's gradient with what its memory has added.
+        grads: overwritten by the result.
+        compressor, aggregator, exchange: of this exchange.
+        masked: parts of the state to be given back in the end, and their values.
+        observers: those that have seen the gradients.
+    """
+
+    u: Tensor
+    grads: list[Tensor]
+    compressor: Compressor
+    aggregator: Aggregator[Any]
+    exchange: Exchange
+    masked: list[tuple[Tensor, Tensor]]
+    observers: list[Observer]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that completing it reads and writes, but for the state."""
+        payload, update = self.exchange.precompressed or ((), self.u)
+        sent = update if isinstance(update, Entries) else (update,)
+        return [self.u, *self.grads, self.exchange.worst, *payload, *sent, *(value for _, value in self.masked)]
 
 
 class Reducer:
@@ -103,7 +133,8 @@ class Reducer:
         self.routing: Routing
         self.exchanged = exchanged
         self._states = SegmentStates(self.method, exchanged)
-        self._exchanges = SegmentExchanges(comm, exchanged)
+        self._last: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange
+        self._deferred: list[tuple[int, Callable[[], None]]] = []  # step, and a check that raises its error
 
     @property
     def density(self) -> float | None:
@@ -139,7 +170,7 @@ class Reducer:
         )
         self._settings = repr((self.method, self.layout.digest, [param.dtype for param in params.values()]))
         self.routing = Routing(self.method, self.comm, self.layout)
-        self._exchanges.forget()
+        self._forget_exchanges()
         self._states.allocate(self.layout, next(iter(params.values())).device)
 
     @torch.no_grad()
@@ -193,23 +224,23 @@ class Reducer:
             grads: one 1-D gradient per parameter, in the segment's order.
             unused: parameters that took no part in this backward pass: their gradients count as zero, and their
                 residuals stay for a step in which they do.
-            payout: called with `grads`; returns what the optimizer's momentum would still change, see `Context`.
+            payout: returns the unspent momentum of the optimizer in terms of `grads`, see `Context`.
 
         Returns:
             The part of this rank's gradients, residual and payout that went into the result.
         """
-        return self.finish_segment_(self.begin_segment(segment, grads, unused, payout))
+        return self.finish(self.begin(segment, grads, unused, payout))
 
-    def begin_segment(
+    def begin(
         self,
         segment: Segment,
         grads: list[Tensor],
         unused: Collection[str] = (),
         payout: FindPayout | None = None,
-    ) -> Begun:
-        """Do the part of `reduce_segment_` that needs no other rank; `finish_segment_` does the rest."""
-        # An exchange that goes on is waited for by the device alone.
-        self._exchanges.raise_deferred(before=self.step - self.method.delayed)
+    ) -> PendingExchange:
+        """Do the part of `reduce_segment_` that needs no other rank; `finish` does the rest, perhaps in a thread."""
+        # With overlap="next_step" one exchange may still be running; only the device waits for it.
+        self.raise_deferred(before=self.step - self.method.delayed)
         density = self.density
         self.routing.log_dense(density)
         compressor, aggregator = parts = self.routing.parts(segment, density)
@@ -222,7 +253,7 @@ class Reducer:
             seed=self.seed,
             rank=self.comm.rank,
             stats=None if aggregator.shards_segment else compressor.block_stats(segment.numel, density),
-            payout=None if payout is None or parts is DENSE else payout(grads),
+            payout=None if payout is None or parts is DENSE else payout(),
         )
         masked = []
         if unused:
@@ -235,21 +266,62 @@ class Reducer:
             u = self.method.memory.compensate(grads, ctx)
         for observer in observers:
             observer.compensated(u, ctx)
-        exchange = self._exchanges.begin(ctx, aggregator, u.device, self._settings)
-        return Begun(u, grads, ctx, compressor, aggregator, exchange, masked, observers)
+        # Ranks are in sync if the segment's last exchange was by the same aggregator.
+        in_sync = self._last.get(segment.index) is aggregator
+        equal = (self._settings, self.seed, self.step, density, segment.index, in_sync)
+        fingerprint = zlib.crc32(repr(equal).encode())
+        kind = self.exchanged
+        exchange = Exchange(self.comm, ctx, fingerprint, device=u.device, in_sync=in_sync, exchanged=kind)
+        return PendingExchange(u, grads, compressor, aggregator, exchange, masked, observers)
 
-    def finish_segment_(self, begun: Begun) -> Update:
+    def compress(self, pending: PendingExchange) -> Update:
+        """Compress before `finish`; return the part of this rank's u that it sends."""
+        exchange = pending.exchange
+        exchange.precompressed = exchange.compress(pending.u, pending.compressor)
+        return exchange.precompressed[1]
+
+    def finish(self, pending: PendingExchange) -> Update:
         """Exchange, write the agreed result into the gradients, and keep the rest, see `reduce_segment_`."""
-        return self._exchanges.complete_(begun, self.method.memory, self.gradient_check.loss_scale, self.seconds)
+        u, grads, compressor, aggregator, exchange, masked, observers = pending
+        ctx, memory = exchange.ctx, self.method.memory
+        with timed(self.seconds, "aggregate"):
+            update, applied = aggregator(u, compressor, exchange, ctx)
+            exchange.finish()
+        self._last[ctx.segment.index] = aggregator
+        if exchange.deferred is not None:
+            self._deferred.append((ctx.step, exchange.deferred))
+        for observer in observers:
+            observer.aggregated(u, applied, ctx)
+        with timed(self.seconds, "write"):
+            scale, keeps_rounding = self.gradient_check.loss_scale, memory.error_feedback
+            rounding_error = write_(grads, ctx.segment, update, scale, keeps_rounding, exchange.step_ok)
+        for observer in observers:
+            observer.written(grads, ctx)
+        with timed(self.seconds, "keep"):
+            memory.update(u, applied, rounding_error, ctx)
+            for view, value in masked:
+                view.add_(value)
+        return applied
 
-    def raise_deferred(self) -> None:
-        """On CUDA: raise the previous step's error, whose status was copied to the host asynchronously."""
-        self._exchanges.raise_deferred()
+    def raise_deferred(self, before: int | None = None) -> None:
+        """On CUDA: raise errors of earlier steps, whose status was copied to the host asynchronously.
+
+        Args:
+            before: only of steps before this one; None is all.
+        """
+        while self._deferred and (before is None or self._deferred[0][0] < before):
+            self._deferred[0][1]()  # a failed check stays queued, so that every later call raises again
+            del self._deferred[0]
+
+    def _forget_exchanges(self) -> None:
+        """Drop all checks; ranks are not known to be in sync."""
+        self._deferred.clear()
+        self._last.clear()
 
     def reset(self) -> None:
         """Return to the state after `setup`."""
         self.step = self.skipped = 0
-        self._exchanges.forget()
+        self._forget_exchanges()
         self._states.clear()
 
     def finish_step(self) -> None:
@@ -288,7 +360,7 @@ class Reducer:
         """
         check_header(state, self.comm.rank, self.comm.size)
         self._states.load(state)
-        self._exchanges.forget()
+        self._forget_exchanges()
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
 
 
@@ -297,3 +369,11 @@ def error_message(error: BaseException, comm: Comm, step: int) -> str:
     if isinstance(error, RankFailure):
         return str(error)  # another rank's error, or one of all ranks
     return f"Rank {comm.ranks[comm.rank]} failed at step {step}: {type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the time that the block takes to `seconds[phase]`."""
+    started = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - started

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.context import State, StateSpec
 from lightning_sparse.layout import Segment
-from lightning_sparse.moments import OTHERS, moments_of
+from lightning_sparse.momentum import ADAM_LIKE, moments_of
 from lightning_sparse.options import Overlap, check
 
 OUTER_MOMENTUM = "outer_momentum"
@@ -24,16 +24,16 @@ class UpdateRule:
 
     Attributes:
         local_steps: H, the number of optimizer steps before each exchange (local SGD, Stich 2019, arXiv 1805.09767).
-        momentum: what becomes of the optimizer's momentum where entries are sent. "pay_out": what it would still add is
-            sent, too, and it is set to zero, if density · H < 1 − β; see `lightning_sparse.moments`. "mask": it is set
-            to zero (momentum factor masking, Lin et al. 2018). "keep": nothing.
+        momentum: how the optimizer's momentum is treated where entries are sent. "pay_out": unspent momentum is sent
+            and the momentum cleared, if density · H < 1 − β; see `lightning_sparse.momentum`. "mask": the
+            momentum is cleared (momentum factor masking, Lin et al. 2018). "keep": it stays.
         rescale: whether updates are made as large as those of dense training, whose optimizer sees the batches of all
-            ranks: by up to √P, see `lightning_sparse.moments`.
+            ranks: by up to √P, see `lightning_sparse.momentum`.
         outer_lr: factor on the mean of the updates.
         outer_momentum: Nesterov momentum of the means, on all ranks alike (DiLoCo, Douillard et al. 2023, arXiv
             2311.08105): with m ← μm + mean, weights change by outer_lr · (mean + μm).
-        overlap: "next_step": ranks go on while they exchange, each as if the others had sent what it has sent, until
-            the mean is there at the next exchange; see `lightning_sparse.delayed`. "none": they wait for the mean.
+        overlap: "next_step": ranks take the next step while they exchange. Each applies its own entries until the mean
+            is there at the next exchange; see `lightning_sparse.updates.segment`. "none": they wait for the mean.
 
     Raises:
         ValueError: a value out of range, outer momentum without local steps, or an outer step with overlap="next_step".
@@ -85,13 +85,11 @@ class UpdateRule:
         # Without a first moment there is no telling signal from noise; and several steps are not one of dense training.
         return self.local_steps == 1 and min(map(kind.beta, optimizer.param_groups)) > 0
 
-    def empties_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
+    def clears_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
         """Return whether there is momentum whose delay adds to that of a residual; `density` None: there is none."""
         kind = moments_of(optimizer)
         if kind is None or density is None or self.momentum == "keep":
             return False
-        if kind is OTHERS and self.momentum == "pay_out" and self.local_steps > 1:
-            return False  # the change is that of several steps
         beta = max(map(kind.beta, optimizer.param_groups))
         # Entries that are sent about as often as momentum decays have no delay to make up for. After several steps
         # there is less of it, since weights have moved by momentum meanwhile; "every 5" of `benchmarks.updates`.
@@ -110,14 +108,14 @@ class UpdateRule:
             text += f" after every {self.local_steps} steps"
         if self.delayed:
             text += " while the next step goes on"
-        torchs = [optimizer for optimizer in optimizers if moments_of(optimizer) not in (None, OTHERS)]
-        if emptied := [optimizer for optimizer in torchs if self.empties_momentum(optimizer, density)]:
-            text += f"; momentum of {_names(emptied)} is "
+        torchs = [optimizer for optimizer in optimizers if moments_of(optimizer) not in (None, ADAM_LIKE)]
+        if cleared := [optimizer for optimizer in torchs if self.clears_momentum(optimizer, density)]:
+            text += f"; momentum of {_names(cleared)} is "
             text += f"{'paid out' if self.momentum == 'pay_out' else 'set to zero'} where entries are sent"
         if rescaled := [optimizer for optimizer in torchs if self.rescales(optimizer, size)]:
             text += f"; updates of {_names(rescaled)} are made up to √{size} times as large, as of all ranks' batches"
-        others = [optimizer for optimizer in optimizers if moments_of(optimizer) is OTHERS]
-        if any(self.empties_momentum(optimizer, density) or self.rescales(optimizer, size) for optimizer in others):
+        others = [optimizer for optimizer in optimizers if moments_of(optimizer) is ADAM_LIKE]
+        if any(self.clears_momentum(optimizer, density) or self.rescales(optimizer, size) for optimizer in others):
             text += f"; {_names(others)} is treated as Adam is, if its state has Adam's exp_avg and exp_avg_sq"
         unknown = [optimizer for optimizer in optimizers if moments_of(optimizer) is None]
         if unknown and self.momentum != "keep" and density is not None:

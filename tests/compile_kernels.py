@@ -82,10 +82,26 @@ MANY = {
     "numel": "i32",
     "many": "i32",
 }
-TABLES = dict.fromkeys(("outs", "weights", "stepped", "grads", "firsts", "seconds", "table"), "*i64")
+TABLES = dict.fromkeys(
+    ("outs", "weights", "stepped", "grads", "firsts", "deltas", "references", "seconds", "table"), "*i64"
+)
 UPDATES = {
     **TABLES,
-    **dict.fromkeys(("typed", "typed_after", "moment", "factors", "rests", "coefficients", "u", "residual"), "*fp32"),
+    **dict.fromkeys(
+        (
+            "typed",
+            "typed_after",
+            "moment",
+            "factors",
+            "rests",
+            "coefficients",
+            "u",
+            "residual",
+            "delta_dtype",
+            "reference_dtype",
+        ),
+        "*fp32",
+    ),
 }
 UPDATES |= {**dict.fromkeys(("partial", "numbers", "out"), "*fp32"), "maxima": "*i32", "scale": "fp32", "size": "fp32"}
 UPDATES |= dict.fromkeys(("many", "numel", "pieces", "count"), "i32")
@@ -169,11 +185,11 @@ KERNELS = {
         )
         for rescale in (False, True)
     },
-    "payout": (payout._add_with_payout, UPDATES, {**TILES, "DIVIDE": True, "ROOT": True, "MOMENTS": False}),
+    "payout": (payout._add_with_payout, UPDATES, {**TILES, "REFERENCE": True, "RESCALED": True, "MOMENTS": False}),
     "payout of bf16": (
         payout._add_with_payout,
-        {**UPDATES, "moment": "*bf16"},
-        {**TILES, "DIVIDE": False, "ROOT": True, "BLOCK": 16},
+        {**UPDATES, "reference_dtype": "*bf16"},
+        {**TILES, "REFERENCE": True, "RESCALED": False, "BLOCK": 16},
     ),
     "sums of moments": (rescaling._sums, UPDATES, {"PIECE": rescaling.PIECE}),
     "factors": (rescaling._factors, UPDATES, {"AT_A_TIME": rescaling.AT_A_TIME}),

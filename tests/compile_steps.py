@@ -21,7 +21,7 @@ from triton.runtime.driver import driver
 from lightning_sparse import Reducer, method
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels import launch
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.kernels import KERNELS, Echo
 
 STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]] = [
@@ -94,7 +94,7 @@ def exchange_updates(dtype: torch.dtype, shapes: dict[str, Any], ranks: int, ste
     model = nn.ParameterDict({key: torch.ones(shape, dtype=dtype) for key, shape in shapes.items()})
     optimizer = torch.optim.AdamW(model.parameters())
     reducer = Reducer(method("topk", density=0.001), Echo(ranks), granularity="model", exchanged="update")
-    updates = Updates(reducer, model, [optimizer])
+    updates = DeltaExchange(reducer, model, [optimizer])
     for _ in range(steps):
         for param in model.parameters():
             param.grad = torch.ones_like(param)

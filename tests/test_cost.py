@@ -20,7 +20,7 @@ from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandw
 from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.tiers import in_diagonals, tiers
 from tests.support.training import make
 
@@ -372,7 +372,7 @@ def test_advise_refuses_what_makes_no_sense(arguments, message, capsys):
 )
 def test_what_is_timed_is_what_a_training_exchanges(name, adaptive, updates, monkeypatch):
     exchanged = []
-    for owner, verb in ((Updates, "exchange"), (Reducer, "reduce_")):
+    for owner, verb in ((DeltaExchange, "exchange"), (Reducer, "reduce_")):
         real = getattr(owner, verb)
         monkeypatch.setattr(
             owner, verb, lambda self, x, real=real, owner=owner: (exchanged.append(owner), real(self, x))
@@ -382,4 +382,4 @@ def test_what_is_timed_is_what_a_training_exchanges(name, adaptive, updates, mon
     rows, failed, _ = advise.estimates(work, 4, Link(1e8), None, adaptive)
     assert not failed
     assert name in [row[0] for row in rows]
-    assert set(exchanged) == {Updates if updates else Reducer}
+    assert set(exchanged) == {DeltaExchange if updates else Reducer}

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from lightning_sparse import METHODS, Method, NonFiniteGradient, RankFailure, Reducer, method, simulate
 from lightning_sparse.aggregators import GlobalTopK, TwoLevel, TwoPass
 from lightning_sparse.comm import Comm
+from lightning_sparse.comm.worker import Worker
 from lightning_sparse.compressors import Identity, TopK
-from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.tiers import tiers
 from tests.support.training import make
 from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, residual, train, weights
@@ -32,9 +32,9 @@ def delayed(name: str, **options: Any) -> Method:
 
 def exchanging(
     comm: Comm, net: nn.Module, optimizers: Any, made: Method, granularity: Any = "model"
-) -> tuple[Updates, Reducer]:
+) -> tuple[DeltaExchange, Reducer]:
     reducer = Reducer(made, comm, granularity=granularity, exchanged="update")
-    reducer_updates = (DelayedUpdates if made.delayed else Updates)(reducer, net, optimizers)
+    reducer_updates = DeltaExchange(reducer, net, optimizers)
     reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense
     return reducer_updates, reducer
 
@@ -55,7 +55,7 @@ def test_two_ranks_by_hand():
             updates.exchange(optimizer)
             updates.wait()
             seen += [net.w.tolist(), reducer.states[0]["residual"].tolist()]
-        updates.land()
+        updates.complete()
         return [*seen, net.w.tolist()]
 
     first, second = simulate(2, rank)
@@ -100,7 +100,7 @@ def trained(
         optimizer.step()
         updates.exchange(optimizer)
         if land or step == 4:
-            updates.land()
+            updates.complete()
     moments = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     return weights(net), reducer.state_dict()["elements"], moments
 
@@ -149,7 +149,7 @@ def test_weights_in_flight_are_those_that_all_ranks_have_agreed_on(dtype):
             net.backward(comm.rank, step)
             optimizer.step()
             updates.exchange(optimizer)
-            assert updates.in_flight
+            assert updates.is_pending
             with pytest.raises(RuntimeError, match=r"call exchange_pending\(optimizer\) before"):
                 reducer.state_dict()
             found = [updates.weights[id(param)] for _, param in sorted(net.named_parameters())]
@@ -158,8 +158,8 @@ def test_weights_in_flight_are_those_that_all_ranks_have_agreed_on(dtype):
             updates.wait()
         assert torch.equal(agreed[0], agreed[1])  # the first mean is still on its way
         assert not torch.equal(agreed[1], own[0])
-        updates.land()
-        assert not updates.in_flight
+        updates.complete()
+        assert not updates.is_pending
         reducer.state_dict()
         return [*agreed, weights(net)]
 
@@ -185,11 +185,11 @@ def test_an_update_that_is_not_finite_is_named_and_weights_are_those_before_it(b
             try:
                 updates.exchange(optimizer)
                 if lands and step == 1:
-                    updates.land()
+                    updates.complete()
             except NonFiniteGradient as error:
                 return str(error), weights(net), torch.equal(weights(net), before)
             if step == 0:
-                updates.land()
+                updates.complete()
                 before = weights(net)
         raise AssertionError("it was not seen")
 
@@ -211,8 +211,8 @@ def test_a_rank_that_does_not_come_is_named():
         optimizer.step()
         updates.exchange(optimizer)
         with pytest.raises(RankFailure, match="waits in a collective for rank 1, which has ended") as caught:
-            updates.land()
-        assert not updates.in_flight
+            updates.complete()
+        assert not updates.is_pending
         return str(caught.value)
 
     assert simulate(2, rank)[0]
@@ -242,7 +242,7 @@ def test_each_optimizer_ends_its_own_exchange(every):
                 updates.exchange(optimizer)
             taken[optimizer] += 1
             assert optimizer is first or torch.equal(net.a, own)
-        updates.land()
+        updates.complete()
         segment = next(x for x in reducer.layout.segments if "a" in x.names)
         left = dict(zip(segment.names, segment.views(reducer.states[segment.index]["residual"]), strict=True))["a"]
         # Of SGD's changes nothing is lost.
@@ -272,7 +272,7 @@ def test_parameters_that_are_given_later_and_frozen_ones():
             optimizer.step()
             updates.exchange(optimizer)
             path.append(net.a.detach().clone())
-        updates.land()
+        updates.complete()
         return path, weights(net)
 
     (path, end), (_, other) = simulate(2, rank)
@@ -306,7 +306,7 @@ def test_parameters_are_taken_in_while_another_optimizer_has_taken_steps_of_its_
             taken[optimizer] += 1
             if taken[optimizer] % 3 == 0:
                 updates.exchange(optimizer)
-        updates.land()
+        updates.complete()
         return [param.mean().item() for param in (net.a, net.b, net.c)]
 
     assert simulate(2, rank) == [[3.0, 9.0, 3.0]] * 2
@@ -326,12 +326,12 @@ def test_an_interrupt_while_waiting_leaves_the_exchange_to_go_on(monkeypatch):
                     patched.setattr(updates, "wait", interrupted)
                     with pytest.raises(KeyboardInterrupt):
                         updates.exchange(optimizer)
-                assert updates.in_flight
+                assert updates.is_pending
                 with pytest.raises(RuntimeError, match="call exchange_pending"):
                     reducer.state_dict()
             elif step < 2:
                 updates.exchange(optimizer)
-        updates.land()
+        updates.complete()
         return weights(net)
 
     assert torch.equal(*simulate(2, rank))
@@ -352,15 +352,15 @@ def test_an_interrupt_as_an_exchange_begins_is_remembered(monkeypatch):
             net.backward(comm.rank, step)
             optimizer.step()
             if step == 1:
-                monkeypatch.setattr(updates, "_start", interrupted)
+                monkeypatch.setattr(updates, "_exchange_later", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     updates.exchange(optimizer)
             else:
                 updates.exchange(optimizer)
-                updates.land()
+                updates.complete()
                 before = weights(net)
         assert torch.equal(weights(net), before)
-        for later in (updates.land, reducer.state_dict):
+        for later in (updates.complete, reducer.state_dict):
             with pytest.raises(RuntimeError, match=r"interrupted|call exchange_pending"):
                 later()
 
@@ -382,7 +382,7 @@ def test_several_steps_before_each_exchange(name):
             optimizer.step()
             if step % 3 == 2:
                 updates.exchange(optimizer)
-        updates.land()
+        updates.complete()
         return weights(net)
 
     first, *others = simulate(3, rank)
@@ -469,16 +469,16 @@ def test_on_cuda_both_streams_wait_for_each_other(over_nccl, monkeypatch):
         net = Net(shapes={"w": (30,)})
         optimizer = SGD(net.parameters(), 0.1)
         reducer = Reducer(delayed("topk", density=0.1), comm, exchanged="update")
-        updates = DelayedUpdates(reducer, net, [optimizer], stream=ours, over_nccl=over_nccl)
+        updates = DeltaExchange(reducer, net, [optimizer], worker=Worker(ours, over_nccl))
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
         for step in range(2):
             updates.begin(optimizer)
             net.backward(comm.rank, step)
             optimizer.step()
             updates.exchange(optimizer)
-        updates.land()
+        updates.complete()
         assert (threading.current_thread() in threads) == over_nccl
-        assert len(threads) == (1 if over_nccl else 2)
+        assert len(threads) == 1
 
     simulate(1, rank)
     payload = log.count("record") // 2

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_sparse import Reducer, method
-from lightning_sparse.hooks.comm_thread import exchanges_after_backward
+from lightning_sparse.hooks.gradient_exchange import exchanges_after_backward
 from lightning_sparse.hooks.session import Session
 from tests.processes import run_ranks
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import Method, Reducer, method
 from lightning_sparse.aggregators import GlobalTopK, Mean, OkTopK, TwoLevel, TwoPass
+from lightning_sparse.comm.worker import Worker
 from lightning_sparse.compressors import GaussianK, Identity, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.contrib.majority_vote import MajorityVote
@@ -24,10 +25,9 @@ from lightning_sparse.contrib.order_statistics import TrimmedMean
 from lightning_sparse.contrib.robust import Attacked
 from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.contrib.sign import Sign
-from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.fake_cuda import CUDA, Counting, HostWait, on_fake_cuda
 from tests.support.tiers import tiers
 from tests.support.update_training import ADAMW, OthersAdam
@@ -175,10 +175,10 @@ def steps_of_updates(made, dtype, size, optimizer):
         optimizer.param_groups[0]["lr"] = torch.empty((), device=CUDA)
     comm = counting(made, size)
     reducer = Reducer(made, comm, granularity="model", exchanged="update")
-    updates = Updates(reducer, model, [optimizer])
+    updates = DeltaExchange(reducer, model, [optimizer])
     if made.delayed:
         ours = SimpleNamespace(device=CUDA, wait_stream=lambda other: None)
-        updates = DelayedUpdates(reducer, model, [optimizer], stream=ours, over_nccl=True)
+        updates = DeltaExchange(reducer, model, [optimizer], worker=Worker(ours, over_nccl=True))
     for comm.steps in range(4):
         model.b.grad = None if comm.steps == 0 else torch.empty_like(model.b)
         if comm.steps == 3:
@@ -228,13 +228,13 @@ def test_no_delayed_step_waits(name, dtype, fake_cuda, monkeypatch):
 def test_a_delayed_exchange_keeps_nothing_of_what_it_has_sent(name, fake_cuda, monkeypatch):
     """Not even until the next step, which raises its error."""
     sent = []
-    start = DelayedUpdates._start
+    exchange_later = DeltaExchange._exchange_later
 
-    def started(updates, begun):
-        sent.extend(weakref.ref(part) for each in begun for part in each.exchange.ahead[0])
-        start(updates, begun)
+    def started(updates, pending):
+        sent.extend(weakref.ref(part) for each in pending for part in each.exchange.precompressed[0])
+        exchange_later(updates, pending)
 
-    monkeypatch.setattr(DelayedUpdates, "_start", started)
+    monkeypatch.setattr(DeltaExchange, "_exchange_later", started)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     made = method(name)

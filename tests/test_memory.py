@@ -17,7 +17,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.block_stats import CHUNK, chunk_size
 from lightning_sparse.kernels.select import block_size
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.processes import run_ranks
 from tests.support.tiers import full
 
@@ -104,11 +104,11 @@ def bytes_with_updates(rank: int, dtype: torch.dtype) -> tuple[int, tuple[int, i
     for param in net.parameters():
         param.grad = torch.randn(param.shape, dtype=dtype)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01, fused=True)  # it needs nothing beside its state
-    made: list[Updates] = []
+    made: list[DeltaExchange] = []
 
     def make() -> None:
         reducer = Reducer(method("topk", density=0.001), ProcessGroupComm(), granularity="model", exchanged="update")
-        made.append(Updates(reducer, net, [optimizer]))
+        made.append(DeltaExchange(reducer, net, [optimizer]))
 
     def train(steps: int) -> None:
         for _ in range(steps):

@@ -25,7 +25,7 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, Sparsifier, TopK
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.methods import resolve_updates
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT, REPRESENTATIVES
 from tests.support.tiers import in_diagonals, tiers
@@ -160,7 +160,7 @@ def test_another_default_device_changes_nothing(name):
             for grads in given:
                 reducer.reduce_(grads)
             reducer.load_state_dict(reducer.state_dict())
-            updates = Updates(Reducer(exchanged, comm, exchanged="update"), net, [optimizer])
+            updates = DeltaExchange(Reducer(exchanged, comm, exchanged="update"), net, [optimizer])
             updates.begin(optimizer)
             optimizer.step()
             updates.exchange(optimizer)

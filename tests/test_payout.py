@@ -38,16 +38,19 @@ def drawn(lengths, dtype, seed):
 
 @pytest.mark.parametrize("kernels", ALL)
 def test_by_hand(kernels, use):
-    """m/(2√v + 1) · 3 of the first parameter; the second has no momentum."""
+    """3 delta − 2 w of the first parameter; the second has no momentum."""
     use(kernels)
-    payout = Payout(
-        [torch.tensor([2.0, -5.0]), None], [torch.tensor([4.0, 1.0]), None], torch.tensor([[3.0, 0], [2, 0], [1, 1]])
-    )
+    payout = Payout(torch.tensor([[3.0, 0.0], [-2.0, 0.0]]), [torch.tensor([2.0, -5.0]), torch.tensor([9.0])])
     residual, stats = torch.tensor([1.0, 1.0, 7.0]), BlockStats(3, 1)
-    grads = [torch.tensor([1.0, 0.0]), torch.tensor([2.0])]
-    u = add_with_payout_(residual, (0, 2, 3), grads, 0.5, payout, stats)
+    deltas = [torch.tensor([1.0, 0.0]), torch.tensor([2.0])]
+    u = add_with_payout_(residual, (0, 2, 3), deltas, 0.5, payout, stats)
     assert residual.tolist() == [1.5, 1.0, 8.0]
-    assert u.tolist() == pytest.approx([1.5 + 3 * 2 / 5, 1.0 - 3 * 5 / 3, 8.0], rel=1e-6)
+    assert u.tolist() == [1.5 + 3 - 4, 1.0 + 10, 8.0]
+    assert add_with_payout_(residual, (0, 2, 3), deltas, 1.0, Payout(payout.coefficients), None).tolist() == [
+        5.5,
+        1,
+        10,
+    ]
     x = torch.tensor([2.0, 1.0])
     changes_([x], [torch.tensor([10.0, 0.0])], [x], (0, 2))
     assert x.tolist() == [8.0, -1.0]
@@ -78,30 +81,23 @@ def test_changes(lengths, dtype, kernels, use):
 
 
 @pytest.mark.parametrize("kernels", ALL)
-@pytest.mark.parametrize(("divided", "root"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("with_references", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", tiers(LENGTHS, LENGTHS[2:6]))
-def test_sum_and_block_statistics(lengths, dtype, divided, root, kernels, use):
+def test_sum_and_block_statistics(lengths, dtype, with_references, kernels, use):
     use(kernels)
     bounds, many = [0, *accumulate(lengths)], len(lengths)
-    grads = drawn(lengths, torch.float32, 0)
-    first, second = drawn(lengths, dtype, 1), [x.abs() + 0.01 for x in drawn(lengths, dtype, 2)]
+    deltas, references = drawn(lengths, torch.float32, 0), drawn(lengths, dtype, 1)
     residual = drawn([bounds[-1]], torch.float32, 3)[0]
-    a = torch.linspace(0.5, 2, many)
-    b, c = ((torch.arange(many) % 3) * 0.25, torch.ones(many)) if root else (torch.ones(many), torch.zeros(many))
-    paid = []
-    for index, (m, v) in enumerate(zip(first, second, strict=True)):
-        v = v.double().sqrt() if root else v.double()
-        paid.append(a[index] * m.double() / (b[index] * v + c[index] if divided else 1.0))
-    if many > 1:
-        none = min(2, many - 1)
-        first[none], second[none], paid[none] = None, None, torch.zeros(lengths[none])
-    coefficients = torch.stack([a, b, c] if divided else [a, torch.zeros(many), torch.ones(many)])
-    payout = Payout(first, second if divided else None, coefficients, root)
-    expected = residual + 0.5 * torch.cat(grads)
+    coefficients = torch.stack([torch.linspace(0.5, 2, many), torch.linspace(-1, 0.5, many)])
+    coefficients[:, many // 2] = 0  # no momentum
+    payout = Payout(coefficients, references if with_references else None)
+    each = zip(coefficients.T.tolist(), deltas, references, strict=True)
+    paid = [a * c.double() + b * w.double() * with_references for (a, b), c, w in each]
+    expected = residual + 0.5 * torch.cat(deltas)
     kept, stats = residual.clone(), BlockStats(bounds[-1], 64, moments=True)
-    scale = torch.tensor(0.5) if divided else 0.5
-    u = add_with_payout_(residual, bounds, grads, scale, payout, stats)
+    scale = torch.tensor(0.5) if with_references else 0.5
+    u = add_with_payout_(residual, bounds, deltas, scale, payout, stats)
     assert torch.equal(residual, expected)
     torch.testing.assert_close(u.double(), expected.double() + torch.cat(paid), rtol=1e-5, atol=1e-5)
     full = len(u) // 64 * 64
@@ -109,59 +105,55 @@ def test_sum_and_block_statistics(lengths, dtype, divided, root, kernels, use):
     mean, deviation = stats.mean_and_deviation()
     assert mean == pytest.approx(u.double().mean().item(), abs=1e-5)
     assert deviation == pytest.approx(u.double().std(correction=0).item(), rel=1e-3, abs=1e-3)
-    assert torch.equal(add_with_payout_(kept, bounds, grads, scale, payout, None), u)
+    assert torch.equal(add_with_payout_(kept, bounds, deltas, scale, payout, None), u)
 
 
 @pytest.mark.parametrize("kernels", ALL)
-def test_what_is_not_finite(kernels, use):
-    """It shows in u; but a second moment that nothing is divided by, as of RAdam at first, may be infinite."""
+def test_what_is_not_finite_shows_in_u(kernels, use):
     use(kernels)
-    coefficients = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
-    second = [torch.tensor([math.inf, 1.0]), torch.ones(1)]
-    payout = Payout([torch.ones(2), torch.tensor([math.nan])], second, coefficients)
+    payout = Payout(torch.tensor([[1.0, 1.0], [0.5, 1.0]]), [torch.ones(2), torch.tensor([math.nan])])
     residual = torch.tensor([0.0, 2.0, 0.0])
     u = add_with_payout_(residual, (0, 2, 3), [torch.tensor([0.0, -math.inf]), torch.zeros(1)], 1.0, payout, None)
-    assert u[0] == 1
+    assert u[0] == 0.5
     assert u[1] == -math.inf
     assert u[2].isnan()
 
 
 @needs_triton
 @pytest.mark.parametrize("length", [50, 12_288])
-def test_gradients_that_are_not_contiguous(length, use):
+def test_deltas_that_are_not_contiguous(length, use):
     use("triton")
-    grad, moment = torch.arange(2.0 * length)[::2], torch.ones(length)
-    payout = Payout([moment], None, torch.tensor([[1.0], [0.0], [1.0]]))
-    assert torch.equal(add_with_payout_(torch.zeros(length), (0, length), [grad], 1.0, payout, None), grad + 1)
+    delta = torch.arange(2.0 * length)[::2]
+    payout = Payout(torch.tensor([[1.0], [1.0]]), [torch.ones(length)])
+    assert torch.equal(add_with_payout_(torch.zeros(length), (0, length), [delta], 1.0, payout, None), 2 * delta + 1)
 
 
 @pytest.mark.parametrize("kernels", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", tiers([*LENGTHS, [5000, 8192, 3_000_000]], LENGTHS))
 def test_rescaling(lengths, dtype, kernels, use):
-    """q is 1/10, 2/10, ... where Σm̂² is (q + (1 − q)c) Σv̂; the first has moments, but was not stepped."""
+    """q is 1/10, 2/10, ... if Σm̂² is (q + (1 − q)c) Σv̂; the third parameter has no moments."""
     use(kernels)
     bounds, many, size, c = [0, *accumulate(lengths)], len(lengths), 4, 1 / 19
     q = torch.linspace(0.1, 1.0, many)
     v = [torch.full((length,), 0.25, dtype=dtype) for length in lengths]
     m = [torch.full((length,), 0.5 * math.sqrt(x + (1 - x) * c)) for length, x in zip(lengths, q.tolist(), strict=True)]
     m = [(x * 0.875).to(dtype) for x in m]
-    decay, stepped = torch.full((many,), 0.01), torch.ones(many)
-    stepped[0] = 0
+    decay, noise = torch.full((many,), 0.01), torch.full((many,), c)
     if many > 2:
         m[2] = v[2] = None
-        stepped[2] = 0
-    numbers = torch.stack([torch.full((many,), 0.875), torch.ones(many), torch.full((many,), c), decay, stepped])
+        noise[2] = -1
+    numbers = torch.stack([torch.full((many,), 0.875), torch.ones(many), noise, decay])
     factors, rests = rescaling(m, v, bounds, numbers, size)
     expected = torch.rsqrt(q + (1 - q) / size)
     empty = torch.tensor([length == 0 for length in lengths])
     expected = torch.where(empty, 2.0, expected)  # no element, no signal: √P, of nothing
-    expected = torch.where(stepped > 0, expected, 1.0)
-    # The moment has 8 bits in bf16, and q is found from its square.
-    torch.testing.assert_close(factors, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0)
+    expected = torch.where(noise < 0, 1.0, expected)
+    # The moment has 8 bits in bf16, and q is found from its square. In fp32 torch adds up squares in lanes:
+    # of 140,000 equal ones a partial sum of n/16 terms is off by up to n/16 · 2⁻²⁵ of itself, 2.6e-4, mostly far less.
+    torch.testing.assert_close(factors, expected, rtol=5e-5 if dtype == torch.float32 else 1e-2, atol=0)
     torch.testing.assert_close(rests, (1 - factors) * 0.01, rtol=1e-4, atol=1e-7)
     m[0][0] = math.nan
-    numbers[4] = 1
     assert rescaling(m, v, bounds, numbers, size)[0][0].isnan()
 
 
@@ -215,21 +207,19 @@ def fenced(lengths, draw):
 @pytest.mark.parametrize("lengths", [*LENGTHS[:6], [0], [0, 3, 0, 0, 1030, 0]])
 def test_loops_in_c_have_the_bits_of_torch_and_write_to_their_results_only(lengths, name, use):
     bounds, many = [0, *accumulate(lengths)], len(lengths)
-    by_all, rooted = [], []
+    by_all = []
     for kernels in ("torch", "native"):
         use(kernels)
         torch.manual_seed(0)
-        draw, positive = HOSTILE[name], lambda length: HOSTILE[name](length).abs()
-        (w, *_), (x, intact), (m, also), (v, *_) = (fenced(lengths, each) for each in (draw, draw, draw, positive))
+        draw = HOSTILE[name]
+        (w, *_), (x, intact), (m, also) = (fenced(lengths, draw) for _ in range(3))
         residual, w_all, mine, results = draw(bounds[-1]), torch.cat(w), x, []
         changes_(x, w, x, bounds)
         results += x
-        for divided, root, b in ((True, False, 1.5), (True, True, 0.0), (False, True, 0.0), (True, True, 1.5)):
-            coefficients = torch.tensor([[0.3], [b], [0.7]]).expand(3, many).contiguous()
-            payout = Payout([None, *m[1:]] if many > 1 else m, v if divided else None, coefficients, root)
-            u = add_with_payout_(residual, bounds, mine, 1.0, payout, None)
+        for references in (None, w):
+            coefficients = torch.tensor([[0.3], [0.7]]).expand(2, many).contiguous()
+            u = add_with_payout_(residual, bounds, mine, 1.0, Payout(coefficients, references), None)
             results += [residual.clone(), u]
-        rooted.append(results.pop())
         some, others = (torch.arange(0, bounds[-1], step) for step in (3, 2))
         write_entries_(x, bounds, [(some, residual[some]), (others, w_all[others])])
         clear_entries_(m, bounds, others)
@@ -239,10 +229,6 @@ def test_loops_in_c_have_the_bits_of_torch_and_write_to_their_results_only(lengt
     one, other = by_all
     assert torch.equal(one.isnan(), other.isnan())
     assert torch.equal(one.nan_to_num(1.5, 1e38, -1e38), other.nan_to_num(1.5, 1e38, -1e38))
-    # MKL's roots, which torch takes, are off by up to 2⁻²³: so is the payout, and each sum is rounded.
-    one, other = rooted
-    near = (one - other).abs() <= 2**-21 * (one.abs() + residual.abs())
-    assert bool((near | (one == other) | (one.isnan() & other.isnan())).all())
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 6])

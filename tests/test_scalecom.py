@@ -7,7 +7,7 @@ from torch import nn
 from lightning_sparse import Reducer, method, simulate
 from lightning_sparse.comm import Comm
 from lightning_sparse.context import Context
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 
 
 def test_two_steps_by_hand():
@@ -77,7 +77,7 @@ def test_all_ranks_lead_for_each_of_several_optimizers(optimizers):
     def rank(comm: Comm) -> list[set[int]]:
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(optimizers)))
         all_optimizers = [torch.optim.SGD(layer.parameters(), 0.01) for layer in net]
-        updates = Updates(Reducer(method("scalecom", density=0.1), comm, exchanged="update"), net, all_optimizers)
+        updates = DeltaExchange(Reducer(method("scalecom", density=0.1), comm, exchanged="update"), net, all_optimizers)
         leaders: list[set[int]] = [set() for _ in all_optimizers]
         broadcast = comm.broadcast
         for _ in range(8):

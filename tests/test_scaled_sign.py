@@ -10,7 +10,7 @@ from lightning_sparse import Reducer, method, simulate
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.scaled_sign import ScaledSign
 from lightning_sparse.layout import Segment
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support import inputs
 from tests.support.tiers import tiers
 from tests.support.updates import decoded
@@ -86,7 +86,7 @@ def train(name: str, size: int, steps: int = 300) -> tuple[float, float]:
         optimizer = torch.optim.SGD([model.x], lr=0.05)
         updates = method(name).update_rule is not None
         reducer = Reducer(name, comm, exchanged="update" if updates else "gradient")
-        exchange = Updates(reducer, model, [optimizer]) if updates else None
+        exchange = DeltaExchange(reducer, model, [optimizer]) if updates else None
         generator = torch.Generator().manual_seed(comm.rank)
         losses = []
         for _ in range(steps):
@@ -132,7 +132,7 @@ def test_the_rate_is_inside_the_memory():
         model = nn.Module()
         model.x = nn.Parameter(torch.zeros(2))
         optimizer = torch.optim.SGD([model.x], lr=1.0)
-        exchange = Updates(Reducer("efsignsgd", comm, exchanged="update"), model, [optimizer])
+        exchange = DeltaExchange(Reducer("efsignsgd", comm, exchanged="update"), model, [optimizer])
         seen = []
         for rate in (1.0, 0.5, 0.0, 0.0):
             optimizer.param_groups[0]["lr"] = rate

@@ -41,7 +41,7 @@ def test_wrong_results_get_no_times(monkeypatch):
     updates = segment.case("topk updates", 2, SHAPES, "cpu")
     updates.before()
     updates.run()
-    monkeypatch.setattr(segment.Updates, "exchange", lambda self, optimizer: None)
+    monkeypatch.setattr(segment.DeltaExchange, "exchange", lambda self, optimizer: None)
     with pytest.raises(SystemExit, match="topk updates, P = 2, changes 7,280 of 7,280"):
         updates.check()
 

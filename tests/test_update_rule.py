@@ -16,10 +16,10 @@ from lightning_sparse.compressors import Identity, TopK
 from lightning_sparse.layout import Layout
 from lightning_sparse.memory import DecayingResidual, NoMemory
 from lightning_sparse.methods import MethodSpec
-from lightning_sparse.moments import SegmentMoments, moments_of
+from lightning_sparse.momentum import SegmentMoments, moments_of
 from lightning_sparse.state import resized
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.tiers import tiers
 from tests.support.update_training import ADAMW, SGD, Net, residual, weights
 
@@ -36,7 +36,7 @@ def after_an_outer_step(comm: Comm, net: Net) -> dict[str, Any]:
     """Take one outer step of DiLoCo's, and return the reducer's state."""
     optimizer = ADAMW(net.parameters(), 0.01)
     reducer = Reducer("diloco", comm, exchanged="update")
-    updates = Updates(reducer, net, [optimizer])
+    updates = DeltaExchange(reducer, net, [optimizer])
     updates.begin(optimizer)
     local_steps(net, optimizer, comm.rank, 0, 3)
     updates.exchange(optimizer)
@@ -55,7 +55,7 @@ def test_the_outer_step_by_hand():
         torch.nn.init.constant_(net.weight, 100.0)
         optimizer = SGD(net.parameters(), 1.0)
         rule = UpdateRule(local_steps=2, outer_lr=2.0, outer_momentum=0.5)
-        updates, seen = Updates(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer]), []
+        updates, seen = DeltaExchange(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer]), []
         for grads in ([[2.0, 2.0], [1.0, 1.0]], [[1.0, 2.0], [-2.0, 1.0]]):
             updates.begin(optimizer)
             for grad in grads[comm.rank]:
@@ -77,7 +77,7 @@ def test_the_outer_optimizer_is_torchs_sgd_with_nesterov_on_the_mean_update(size
         optimizer, inner = ADAMW(net.parameters(), 0.01), ADAMW(theirs.parameters(), 0.01)
         outer_net = copy.deepcopy(theirs)
         outer = SGD(outer_net.parameters(), 0.7, momentum=0.9, nesterov=True)
-        updates = Updates(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer])
+        updates = DeltaExchange(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer])
         for first in (0, 3, 6):
             updates.begin(optimizer)
             local_steps(net, optimizer, comm.rank, first, 3)
@@ -98,7 +98,7 @@ def test_local_sgd_is_the_mean_of_the_weights():
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         net = Net()
         optimizer = SGD(net.parameters(), 0.1)
-        updates = Updates(Reducer("local_sgd", comm, exchanged="update"), net, [optimizer])
+        updates = DeltaExchange(Reducer("local_sgd", comm, exchanged="update"), net, [optimizer])
         updates.begin(optimizer)
         local_steps(net, optimizer, comm.rank, 0, 4)
         mean = comm.all_reduce(weights(net)) / comm.size
@@ -117,7 +117,7 @@ def test_what_becomes_of_momentum_where_entries_are_sent(momentum):
         optimizer = SGD(net.parameters(), 1.0, momentum=0.75)
         chosen = Method(TopK(density=0.05), update_rule=UpdateRule(momentum=momentum))
         reducer = Reducer(chosen, comm, granularity="model", exchanged="update")
-        updates = Updates(reducer, net, [optimizer])
+        updates = DeltaExchange(reducer, net, [optimizer])
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]  # few elements would go dense
         before = weights(net)
         net.backward(comm.rank, 0)
@@ -151,7 +151,7 @@ def test_one_step_of_adamw_is_rescaled_by_hand(decay):
         torch.nn.init.constant_(net.weight, 8.0)
         optimizer = ADAMW(net.parameters(), 0.1, betas=(0.5, 0.5), weight_decay=decay, eps=0.0)
         chosen = replace(dense(UpdateRule()), update_rule=UpdateRule())
-        updates, changed = Updates(Reducer(chosen, comm, exchanged="update"), net, [optimizer]), []
+        updates, changed = DeltaExchange(Reducer(chosen, comm, exchanged="update"), net, [optimizer]), []
         for grad in (3.0, -3.0):
             updates.begin(optimizer)
             before = net.weight[0, 0].item()
@@ -187,7 +187,7 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
         kind, state = moments_of(mine), mine.state[one.weight]
         unscaled = change.clone()
         moments = SegmentMoments(segment, kind, mine.param_groups, [state], change.device)
-        factors, _ = moments.rescaling([0], size)
+        factors, _ = moments.rescaling(size)
         change = change * factors
         wanted = (dense_before - all_ranks.weight).detach()
         return change.mean().item(), wanted.mean().item(), unscaled.mean().item()
@@ -199,9 +199,11 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
         assert change / unscaled <= size**0.5 * (1 + 1e-6)
 
 
-def exchanged_once(comm: Comm, net: torch.nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Updates:
+def exchanged_once(
+    comm: Comm, net: torch.nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule
+) -> DeltaExchange:
     """Exchange the update of a step with gradients of 1, everything sent."""
-    updates = Updates(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer])
+    updates = DeltaExchange(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer])
     updates.begin(optimizer)
     for param in net.parameters():
         param.grad = torch.ones_like(param)
@@ -247,7 +249,7 @@ def test_momentum_of_0_is_not_paid_out():
     def rank(comm: Comm) -> str:
         net = Net()
         reducer = Reducer(method("topk"), comm, exchanged="update")
-        return Updates(reducer, net, [SGD(net.parameters(), 0.1)]).note
+        return DeltaExchange(reducer, net, [SGD(net.parameters(), 0.1)]).note
 
     assert "paid out" not in simulate(1, rank)[0]
 
@@ -260,7 +262,7 @@ def test_momentum_is_paid_out_only_if_density_times_steps_is_below_1_minus_beta(
     def rank(comm: Comm) -> str:
         net, chosen = Net(), Method(TopK(density=density), update_rule=UpdateRule(local_steps=every))
         reducer = Reducer(chosen, comm, exchanged="update")
-        return Updates(reducer, net, [SGD(net.parameters(), 0.1, momentum=0.9)]).note
+        return DeltaExchange(reducer, net, [SGD(net.parameters(), 0.1, momentum=0.9)]).note
 
     assert ("paid out" in simulate(1, rank)[0]) == pays
 
@@ -308,7 +310,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(name, size):
         net = Net()
         optimizer = ADAMW(net.parameters(), 0.01)
         reducer = Reducer(name, comm, exchanged="update")
-        updates = Updates(reducer, net, [optimizer])
+        updates = DeltaExchange(reducer, net, [optimizer])
         first = 0
         if saved:
             net.load_state_dict(saved["net"])

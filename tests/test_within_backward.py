@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse import NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.hooks.within_backward import WithinBackward
-from lightning_sparse.updates import Updates
+from lightning_sparse.comm.worker import Worker
+from lightning_sparse.hooks.overlap import BackwardOverlap
+from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.updates.segment import UpdateSegment
 from tests.support.update_training import ADAMW
 
 STEPS = 6
@@ -49,10 +51,10 @@ class Training:
         rest = [param for param in self.net.parameters() if param.dim() == 1]
         self.optimizer = ADAMW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], 0.01)
         self.reducer = Reducer(method("topk", density=0.01), comm, bucket_cap_mb=0.008, exchanged="update")
-        self.updates = Updates(self.reducer, self.net, [self.optimizer])
+        self.updates = DeltaExchange(self.reducer, self.net, [self.optimizer])
         self.within = None
         if within:
-            self.within = WithinBackward(self.updates, self.reducer, self.optimizer)
+            self.within = BackwardOverlap(self.updates, self.optimizer)
         assert len(self.reducer.layout.segments) == 3
 
     def backward(self):
@@ -70,10 +72,10 @@ class Training:
         for _ in range(self.accumulate - 1):
             self.backward()
         if self.within:
-            self.within.evaluate(self.last_backward, self.errors.append)
+            self.within.run_closure(self.last_backward, self.errors.append)
         else:
             self.last_backward()
-        self.begun.append(self.within is not None and self.within.begun)
+        self.begun.append(self.within is not None and self.within.has_begun)
         if self.begun[-1]:
             self.optimizer.step()  # does nothing
             self.within.finish()
@@ -86,7 +88,8 @@ class Training:
     def found(self):
         """Everything that training has made."""
         if self.within:
-            assert self.within.close()
+            self.within.close()
+            assert self.updates.close()
         state = self.optimizer.state_dict()["state"]
         moments = {f"{number} {key}": x for number, kept in state.items() for key, x in kept.items()}
         gradients = {f"gradient {number}": x for number, x in enumerate(self.gradients)}
@@ -180,7 +183,8 @@ def test_a_pass_that_is_not_as_the_one_before_is_an_error_with_a_remedy(change, 
         vars(training.net).update(change)
         with pytest.raises(RuntimeError, match=said):
             training.step()
-        assert training.within.close()
+        training.within.close()
+        assert training.updates.ends_soon()
 
     simulate(2, rank)
 
@@ -212,7 +216,8 @@ def test_an_error_in_backward_ends_the_thread_and_gives_back_the_weights():
         with pytest.raises(ArithmeticError):
             training.step()
         assert all(torch.equal(param, before[name]) for name, param in training.net.named_parameters())
-        assert training.within.close()
+        training.within.close()
+        assert training.updates.ends_soon()
         return [type(error) for error in training.errors]
 
     assert simulate(2, rank) == [[ArithmeticError]] * 2
@@ -230,7 +235,7 @@ def test_an_error_of_the_exchange_leaves_backward_the_weights_it_needs():
             training.net.layers[5].bias.register_hook(lambda grad: grad * math.inf)
 
         def until_the_first_segment_is_exchanged(_):
-            wait([training.within._exchange], 0.2)
+            wait(training.updates._futures, 0.2)
 
         weight.register_hook(until_the_first_segment_is_exchanged)
         with pytest.raises(NonFiniteGradient, match=r"The update of 'layers.5.\w+' is not finite on rank 1 at step 1"):
@@ -244,8 +249,8 @@ def test_an_error_before_any_gradient_harms_nothing():
     def change(training, step):
         if step == 3 and training.within:
             generator = training.random.get_state()
-            training.within.watch()
-            training.within.abandon(ZeroDivisionError())
+            with pytest.raises(ZeroDivisionError):
+                training.within.run_closure(lambda: (training.within.watch(), 1 / 0), training.errors.append)
             training.backward()  # is of no step
             training.random.set_state(generator)
 
@@ -279,17 +284,17 @@ def test_on_cuda_streams_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: log.append(f"use {device}"))
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(f"launch on {stream.name}"))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"a state stays for {stream.name}"))
-    exchange_segment = Updates._exchange_segment
+    exchange_segment = UpdateSegment.exchange_
 
-    def logged(updates, segment, *rest):
-        log.append(f"exchange segment {segment.index}")
-        exchange_segment(updates, segment, *rest)
+    def logged(each, groups):
+        log.append(f"exchange segment {each.segment.index}")
+        exchange_segment(each, groups)
 
-    monkeypatch.setattr(Updates, "_exchange_segment", logged)
+    monkeypatch.setattr(UpdateSegment, "exchange_", logged)
 
     def rank(comm):
         training = Training(comm, Net(), within=True)
-        training.within._stream = ours
+        training.updates._worker = Worker(ours)
         training.step()
         log.clear()
         training.step()

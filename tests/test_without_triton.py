@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_sparse import METHODS, Reducer, simulate
 from lightning_sparse.comm import Comm
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.cuda_like import CPU, CUDA, WrongDevice, simulate_on_cuda
 from tests.support.representatives import DISTINCT
 from tests.support.tiers import tiers
@@ -97,7 +97,7 @@ def updated(comm: Comm, device: torch.device, name: str, optimizer: str, dtype: 
         model.register_parameter(key, nn.Parameter(start))
     params = dict(model.named_parameters())
     optim = OPTIMIZERS[optimizer](params.values())
-    updates = Updates(Reducer(make(name, 0.01), comm, granularity="model", exchanged="update"), model, [optim])
+    updates = DeltaExchange(Reducer(make(name, 0.01), comm, granularity="model", exchanged="update"), model, [optim])
     weights = []
     for step in range(2 * STEPS):
         for key, grad in drawn(0 if step < STEPS else comm.rank, 1 + step, dtype, device).items():

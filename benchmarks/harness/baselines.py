@@ -27,11 +27,12 @@ from lightning_sparse import (
     method,
 )
 from lightning_sparse.aggregators import TwoLevel, TwoPass
+from lightning_sparse.comm.worker import Worker
 from lightning_sparse.compressors.encoding import ValueFormat
+from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.update_exchange import exchange_of
-from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.layout import Granularity
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 
 RANK = 4  # rank of the factors that PowerSGD sends
 DDP_OPTIONS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
@@ -172,14 +173,14 @@ def _by_default(name: str, model: nn.Module, _: Options, optimizer: Optimizer) -
 def _within_backward(value_format: ValueFormat, model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     chosen = method("topk", density=options.density, value_format=value_format)
     reducer = Reducer(chosen, ProcessGroupComm(), exchanged="update")
-    updates, step_all = Updates(reducer, model, [optimizer]), optimizer.step
     stream = torch.cuda.Stream(priority=-1) if next(model.parameters()).is_cuda else None
-    within = WithinBackward(updates, reducer, optimizer, stream=stream)
+    updates, step_all = DeltaExchange(reducer, model, [optimizer], worker=Worker(stream)), optimizer.step
+    within = BackwardOverlap(updates, optimizer)
 
     def step() -> None:
         within.end()
         started = time.perf_counter()
-        if within.begun:
+        if within.has_begun:
             within.finish()
         else:
             updates.begin(optimizer)

@@ -25,8 +25,7 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from examples.data.text import StandardLibrary
 from lightning_sparse import Comm, Method, NonFiniteGradient, Reducer, simulate
-from lightning_sparse.delayed import DelayedUpdates
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 
 ROUNDS, TIMED_STEPS = 5, 8
 """Number of turns of each method, and of timed steps per turn. Updates are exchanged every 1 or `TIMED_STEPS`."""
@@ -149,18 +148,26 @@ def attach_thread(
             lambda *_: reducer.reduce_({name: x.grad for name, x in model.named_parameters()})  # type: ignore[misc]
         )
         return Wrapped(model, reducer=reducer)
-    exchanged = (updates or (DelayedUpdates if method.delayed else Updates))(reducer, model, optimizers)
+    exchanged = (updates or DeltaExchange)(reducer, model, optimizers)
     for optimizer in optimizers:
         _exchange_steps(exchanged, optimizer, method.local_steps)
     if method.delayed:
-        return Wrapped(model, reducer=reducer, settle=exchanged.land, wait=exchanged.wait)
+        return Wrapped(model, reducer=reducer, settle=exchanged.complete, wait=exchanged.wait)
     return Wrapped(model, reducer=reducer)
 
 
-def _exchange_steps(exchanged: Updates, optimizer: Optimizer, every: int) -> None:
+def _exchange_steps(exchanged: DeltaExchange, optimizer: Optimizer, local_steps: int) -> None:
     started, ended = itertools.count(), itertools.count(1)
-    optimizer.register_step_pre_hook(lambda *_: None if next(started) % every else exchanged.begin(optimizer))
-    optimizer.register_step_post_hook(lambda *_: None if next(ended) % every else exchanged.exchange(optimizer))
+
+    def before(*_: Any) -> None:
+        taken = next(started) % local_steps
+        if taken == 0:
+            exchanged.begin(optimizer)
+        if local_steps > 1 and taken == local_steps - 1:
+            exchanged.begin_last_step(optimizer)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: None if next(ended) % local_steps else exchanged.exchange(optimizer))
 
 
 def train_threads(

@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states
 from lightning_sparse.comm.broadcast import broadcast_differing
-from lightning_sparse.hooks.comm_thread import CommThread
+from lightning_sparse.hooks.gradient_exchange import GradientExchanger
 from lightning_sparse.hooks.misuse import detach
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, told_to_others
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method
 from lightning_sparse.options import OnNonFinite, check_warmup
-from lightning_sparse.parameters import described
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.updates.parameters import described
 
 
 @torch.inference_mode(False)  # its state is updated in training
@@ -89,7 +89,7 @@ def attach(
         density_warmup, density_warmup_steps = check_warmup(
             method, density_warmup, density_warmup_steps, counts_epochs=False
         )
-    return start_comm_thread(
+    return exchange_gradients(
         ddp,
         method,
         granularity=granularity,
@@ -103,7 +103,7 @@ def attach(
     ).reducer
 
 
-def start_comm_thread(
+def exchange_gradients(
     ddp: DistributedDataParallel,
     method: Method,
     *,
@@ -111,7 +111,7 @@ def start_comm_thread(
     from_rank_0: Mapping[str, Tensor] | None = None,
     optimizers: Sequence[Optimizer] = (),
     **options: Any,
-) -> CommThread:
+) -> GradientExchanger:
     """Do what `attach` does, and return the communication thread.
 
     Args:
@@ -138,7 +138,7 @@ def start_comm_thread(
     )
     session.reducer.takes_buckets(parameters())
     rates = Rates(session.comm, optimizers, ddp.device)
-    thread = CommThread(session, ddp, parameters(), rates)
+    thread = GradientExchanger(session, ddp, parameters(), rates)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
         rates.compare()  # and connects, which must not happen within backward
@@ -154,7 +154,7 @@ def start_comm_thread(
     return thread
 
 
-def on_bucket(state: CommThread, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def on_bucket(state: GradientExchanger, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """DDP's communication hook."""
     future: torch.futures.Future[torch.Tensor] = state.enqueue(bucket)
     return future
@@ -162,7 +162,7 @@ def on_bucket(state: CommThread, bucket: dist.GradBucket) -> torch.futures.Futur
 
 def check_no_hook(ddp: DistributedDataParallel) -> None:
     """Raise ValueError if the model has a communication hook: DDP takes one, and never another one."""
-    if any(isinstance(state, CommThread) for state in hook_states(ddp)):
+    if any(isinstance(state, GradientExchanger) for state in hook_states(ddp)):
         raise ValueError(
             "attach was called on this DistributedDataParallel before, and DDP takes one communication hook in its "
             "life: wrap the model in a new DistributedDataParallel to attach with other settings."

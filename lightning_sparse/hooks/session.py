@@ -108,6 +108,7 @@ class Session:
         comm: the reducer's wire.
         stream: on CUDA the stream to exchange in.
         device: where the parameters are.
+        error: what has ended training, on this rank or on another; None if nothing has.
 
     Raises:
         ValueError: a timeout that is no length of time; other options are the reducer's.
@@ -131,6 +132,9 @@ class Session:
         self.device = device
         self._closed = self._freed = False
         self._explained: int | None = None  # id of an error
+        self.error: BaseException | None = None
+        self._done: Callable[[], bool] = _nothing_to_wait_for  # whether the device waits for no other rank any more
+        self._seen_done = self._done
         # High priority: otherwise each short kernel waits until all blocks of a running backward kernel are scheduled.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.comm = ProcessGroupComm(group)
@@ -230,7 +234,7 @@ class Session:
 
         If a connection broke, what is known about the cause is put in front of the error's text.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self.is_closed:
             return
         if _is_broken(error) and self._explained != id(error):
             self._explained = id(error)  # a checkpoint on the exception tells of it, too
@@ -246,14 +250,19 @@ class Session:
             f"ranks go on. Look for an error in its output, or give all ranks the same number of batches."
         )
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has left the process group, or never was in it."""
+        # A forked child has a copy of the group, whose threads and connections are its parent's.
+        return self._closed or os.getpid() != self._pid
+
     def close(self, *, pending: bool = False) -> None:
-        """Leave the process group, without a word if that has been done already.
+        """Leave the process group, unless that has been done already.
 
         Args:
             pending: whether a collective may still be waiting for other ranks.
         """
-        # A forked child has a copy of the group, whose threads and connections are its parent's.
-        if self._closed or os.getpid() != self._pid:
+        if self.is_closed:
             return
         self._closed = True
         group = self.comm.group
@@ -268,23 +277,67 @@ class Session:
             with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
                 dist.destroy_process_group(group)
 
-    def finish(self, done: Callable[[], bool], *, failed: bool) -> BaseException | None:
-        """Leave the process group once the device is done, and return what it has found in the last step, if an error.
+    def finish(self, *, failed: bool) -> None:
+        """Leave the process group once the device is done; log the error of the last step, if there was one.
 
         Args:
-            done: whether the device has done what was launched. It may be waiting for a rank that is no more, so it
-                gets `JOIN_SECONDS`.
-            failed: whether training has failed here.
+            failed: whether an exchange has not ended. Training may have failed here without an error, too. Otherwise
+                the device gets `JOIN_SECONDS`: it may be waiting for a rank that has ended.
         """
-        error = None
-        if not failed and not (failed := not done_in_time(done)):
+        failed = failed or self.error is not None
+        found = None
+        if not failed and not (failed := not done_in_time(self._done)):
             try:
                 self.reducer.raise_deferred()
-            except Exception as found:  # no step follows that would raise it
-                log.error(f"{found}")
-                error = found
-        self.close(pending=failed or error is not None)
-        return error
+            except Exception as error:  # no step follows that would raise it
+                log.error(f"{error}")
+                found = self.error = error
+        self.close(pending=failed or found is not None)
+
+    # The device, on which collectives may wait for a rank that has failed:
+
+    def launching(self) -> None:
+        """Say that collectives are to be launched on the device; raise what has failed before."""
+        if self.error is not None:
+            raise self.error
+        if self.over_nccl:
+            self._done = _launching
+
+    def launched(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Say that they have been launched, in a stream; None is the current one."""
+        if self.over_nccl:
+            self._done = (stream or torch.cuda.current_stream(self.device)).record_event().query
+
+    def device_is_done(self) -> bool:
+        """Wait until the device waits for no other rank, `JOIN_SECONDS` at most; return whether that is so."""
+        return done_in_time(self._done)
+
+    def look(self) -> None:
+        """Reply to failed ranks; if this rank's device waits for one, free the device. Call it every POLL."""
+        self.comm.respond()
+        done = self._done
+        # Querying an event invalidates a CUDA graph that another thread captures: no query once our work is done.
+        if done is self._seen_done or self.error is not None:
+            return
+        try:
+            if done():
+                self._seen_done = done
+            else:
+                self.comm.raise_if_peer_failed()
+        except Exception as error:
+            # The training thread may be waiting for the device, and so for the failed rank. It raises this later.
+            self.abort(error)
+            log.error(error_message(error, self.comm, self.reducer.step))
+
+    def end_by(self, error: BaseException) -> None:
+        """Note the error that has ended training, and tell the other ranks."""
+        self.error = self.error or error
+        self.fail(error)
+
+    def abort(self, error: BaseException) -> None:
+        """Note the error that has ended training, tell the other ranks, and free the device."""
+        self.end_by(error)
+        self.free_device()
 
     @property
     def over_nccl(self) -> bool:
@@ -310,3 +363,11 @@ def done_in_time(done: Callable[[], bool]) -> bool:
     except RuntimeError:  # an error on the device
         return False
     return True
+
+
+def _nothing_to_wait_for() -> bool:
+    return True
+
+
+def _launching() -> bool:
+    return False

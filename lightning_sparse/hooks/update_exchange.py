@@ -1,11 +1,12 @@
-"""The exchange of what optimizers change, on one rank: the process group, the hooks and the failures around it.
+"""Exchanges the updates of all optimizers of a model on one rank: optimizer hooks, the process group and failures.
 
-What is exchanged is in `lightning_sparse.updates`.
+The arithmetic is in `lightning_sparse.updates`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import time
 import weakref
@@ -21,26 +22,61 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import have_hooks_called, register_first, step_depth, step_hooks
+from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
-from lightning_sparse.delayed import DelayedUpdates
+from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.closure import begin_step
-from lightning_sparse.hooks.device_watch import DeviceWatch
 from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
+from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, told_to_others
-from lightning_sparse.hooks.within_backward import WithinBackward
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap
-from lightning_sparse.parameters import exchanged_parameters, others_settings
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.updates.parameters import exchanged_parameters, others_settings
 
 log = logging.getLogger(__name__)
 
 
-class UpdateExchange:
-    """The exchange of what all optimizers of a model change, on one rank.
+class Phase(enum.Enum):
+    """Where a rank is in its training."""
+
+    IDLE = "between steps"
+    STEPPING = "an optimizer's step has begun"
+    EXCHANGING = "weights differ among ranks until the exchange has ended"
+    FAILED = "an exchange has failed"
+
+
+class _Buffers:
+    """The buffers of a model that become rank 0's, as DistributedDataParallel does it.
+
+    Args:
+        model: the model, which is not kept alive.
+        broadcast_buffers: whether buffers become rank 0's, now and after each exchange.
+        forward_sync_buffers: unless None, buffers become rank 0's now, and this says whether after each exchange too.
+
+    Attributes:
+        at_start: the buffers that become rank 0's now, by name.
+    """
+
+    def __init__(self, model: nn.Module, broadcast_buffers: bool, forward_sync_buffers: bool | None) -> None:
+        synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model) if synced else lambda: None
+        at_start = broadcast_buffers or forward_sync_buffers is not None
+        self.at_start: dict[str, Tensor] = dict(model.named_buffers()) if at_start else {}
+
+    def __call__(self) -> dict[str, Tensor]:
+        """Return the buffers that become rank 0's with each exchange, by name."""
+        # Looked up each time: a module may put another tensor in a buffer's place.
+        model = self._model()
+        return {} if model is None else dict(model.named_buffers())
+
+
+class UpdateExchanger:
+    """The exchange of the updates of all optimizers of a model, on one rank.
 
     Args:
         model: the model; its weights become rank 0's.
@@ -56,11 +92,9 @@ class UpdateExchange:
         options: of the `Reducer`.
 
     Attributes:
-        reducer: compresses and exchanges.
-        comm: the reducer's wire.
-        note: what the summary of a run says about it.
-        updates: what is exchanged.
-        in_step: whether an optimizer's step is under way, its exchange included, or was interrupted.
+        optimizers: as given.
+        updates: the weights, and the exchange of what optimizers change of them.
+        phase: where this rank is in its training.
     """
 
     def __init__(
@@ -79,16 +113,9 @@ class UpdateExchange:
     ) -> None:
         with told_to_others(group):
             is_default_rule = method.update_rule is None
-            rule = (method.update_rule or UpdateRule()).changed(local_steps, overlap)
-            method = replace(method, update_rule=rule)
-        self.optimizers, self._local_steps = optimizers, rule.local_steps
-        self._steps = [0] * len(optimizers)
-        equal_at_start = broadcast_buffers or forward_sync_buffers is not None
-        # Looked up each time: a module may put another tensor in a buffer's place.
-        synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self._model = weakref.ref(model) if synced else lambda: None
-        self._delayed = rule.delayed
-        self._device = next(model.parameters()).device
+            method = replace(method, update_rule=(method.update_rule or UpdateRule()).changed(local_steps, overlap))
+        self.optimizers, self.phase, self._steps = optimizers, Phase.IDLE, [0] * len(optimizers)
+        self._buffers = buffers = _Buffers(model, broadcast_buffers, forward_sync_buffers)
 
         def parameters() -> Mapping[str, Tensor]:
             check_updates(method, optimizers)
@@ -97,32 +124,29 @@ class UpdateExchange:
                 warn_of_density(method, optimizers)
             return exchanged_parameters(model, optimizers)[0]
 
-        self._session = Session(
+        self._session = session = Session(
             parameters,
             method,
             group=dist.group.WORLD if group is None else group,  # type: ignore[arg-type]
-            device=self._device,
+            device=next(model.parameters()).device,
             timeout=timeout,
             group_of=lambda: exchanged_parameters(model, optimizers)[2],
-            settings=lambda: others_settings(model, optimizers, model.named_buffers() if equal_at_start else ()),
+            settings=lambda: others_settings(model, optimizers, buffers.at_start.items()),
             exchanged="update",
             **options,
         )
-        self.reducer, self.comm = self._session.reducer, self._session.comm
-        self._all = [param.detach() for param in model.parameters()]
-        self._all += model.buffers() if equal_at_start else []
-        self._rates = Rates(self.comm, optimizers, self._device)
+        self._rates = Rates(session.comm, optimizers, session.device)
+        self._others = OtherSteps(optimizers, model)
         try:
-            broadcast_differing(self.comm, self._all, self._device)
+            self._become_rank_0s()
             self._rates.compare()
-            stream, over_nccl = self._session.stream, self._session.over_nccl
-            later = partial(DelayedUpdates, buffers=self._buffers, stream=stream, over_nccl=over_nccl)
-            self.updates: Updates = (later if rule.delayed else Updates)(self.reducer, model, optimizers)
+            worker = Worker(session.stream, session.over_nccl, session.look, session.end_by, session.free_device)
+            self.updates = DeltaExchange(session.reducer, model, optimizers, buffers, worker)
         except BaseException as error:  # such as too little memory for a copy of the weights
-            self._session.fail(error)
-            self._session.close(pending=self._session.over_nccl)
+            session.fail(error)
+            self._others.close()
+            session.close(pending=session.over_nccl)
             raise
-        self.note = self.updates.note
         for optimizer in optimizers:
             have_hooks_called(optimizer)
         self._hooks = [
@@ -130,23 +154,58 @@ class UpdateExchange:
             *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights
         ]
         wrap("step", self._scaled_step)
-        self._others = OtherSteps(optimizers, model)
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
         self._by_hand = ChangesByHand(others, self.updates.has)
-        self._within: WithinBackward | None = None
-        self._stepped = self._under_way = self.in_step = self._unshared = False
-        self._watch = DeviceWatch(self._session)
+        self._overlap: BackwardOverlap | None = None
+        self._unshared = False  # whether parameters that no update changes may differ among ranks
+        worker.start()
+
+    @property
+    def reducer(self) -> Reducer:
+        """Compresses and exchanges; its state is what a checkpoint needs."""
+        return self._session.reducer
+
+    @property
+    def comm(self) -> ProcessGroupComm:
+        """The reducer's wire."""
+        return self._session.comm
+
+    @property
+    def note(self) -> str:
+        """One sentence for the summary of a run."""
+        return self.updates.note
+
+    @property
+    def _rule(self) -> UpdateRule:
+        return self.reducer.method.update_rule or UpdateRule()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an optimizer's step is under way, its exchange included, or was interrupted, or has failed."""
+        return self.phase is not Phase.IDLE
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are steps whose exchange is still to come or to end, so that weights differ among ranks."""
+        return self.updates.is_pending or any(steps % self._rule.local_steps for steps in self._steps)
 
     @property
     def is_consistent(self) -> bool:
-        """Whether no step is under way, and no exchange, so that residuals and weights belong together."""
-        return not self._under_way and not self.updates.in_flight and self._watch.error is None
+        """Whether residuals and weights belong together: no exchange is under way, pending or failed."""
+        return self.phase in (Phase.IDLE, Phase.STEPPING) and not self.is_pending and self._session.error is None
 
     def begin(self) -> None:
         """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
-        broadcast_differing(self.comm, self._all, self._device)
+        self._become_rank_0s()
         for optimizer in self.optimizers:
             self.updates.begin(optimizer)
+
+    def _become_rank_0s(self) -> None:
+        if (model := self._others.model) is not None:
+            tensors = [*(param.detach() for param in model.parameters()), *self._buffers.at_start.values()]
+            broadcast_differing(self.comm, tensors, self._session.device)
+
+    # A step of an optimizer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -156,29 +215,29 @@ class UpdateExchange:
         return begin_step(optimizer, args, kwargs, begin, changed)
 
     def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
-        if self._within is not None and self._within.begun:
+        if self._overlap is not None and self._overlap.has_begun:
             return
-        self.in_step = True
-        if self._steps[self.optimizers.index(optimizer)] % self._local_steps == 0:
+        self.phase, steps = Phase.STEPPING, self._rule.local_steps
+        taken = self._steps[self.optimizers.index(optimizer)] % steps
+        if taken == 0:
             self.updates.begin(optimizer, unless)
-        elif not self.updates.in_flight:  # which could not end in the middle of a period
-            self.updates.adopt()
+        elif not self.updates.is_pending:  # an exchange cannot be completed in the middle of a period
+            self.updates.refresh_parameters()
+        if steps > 1 and taken == steps - 1:
+            self.updates.begin_last_step(optimizer)
 
-    def within_backward(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure of a step; the exchange goes on while backward does, as far as `WithinBackward` can.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if step_depth(optimizer) == 1:
+            self._after_step(optimizer, stepped=True)
 
-        Args:
-            optimizer: of torch, the only one, with an exchange after each step; its step gets the closure.
-            closure: forward and backward; after it nobody looks at the gradients before the step or changes them.
-        """
-        parts = self.updates, self.reducer, optimizer, self._prepare_exchange, self._session.stream
-        self._within = self._within or WithinBackward(*parts)
-        return partial(self._within.evaluate, closure, self._watch.fail)
-
-    def before_backward(self) -> None:
-        """Called right before backward: a training step may have backward passes of its own before."""
-        if self._within is not None and self._within.in_step:
-            self._within.watch()
+    def _after_step(self, optimizer: Optimizer, stepped: bool) -> None:
+        index = self.optimizers.index(optimizer)
+        self._steps[index] += 1
+        self._unshared = self._rule.local_steps > 1 or self._rule.delayed
+        if self._steps[index] % self._rule.local_steps == 0:
+            self._exchange(optimizer, stepped)
+        self.phase = Phase.IDLE
 
     def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         stepped = getattr(optimizer, "optimizer", optimizer)  # in Lightning's or accelerate's wrapper
@@ -191,51 +250,93 @@ class UpdateExchange:
 
         A gradient scaler may leave a step out on one rank, and the others exchange.
         """
-        self._stepped = False
-        yield
-        if not self._stepped:
-            self._begin_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
-            self._stepped = True
-            self._count(optimizer)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if step_depth(optimizer) > 1:
-            return
-        self._stepped = self._under_way = True  # until the exchange, weights differ among ranks
-        self._count(optimizer)
-
-    def _count(self, optimizer: Optimizer) -> None:
         index = self.optimizers.index(optimizer)
-        self._steps[index] += 1
-        self._unshared = self._local_steps > 1 or self._delayed
-        if self._steps[index] % self._local_steps == 0:
-            self._exchange(optimizer)
-        self.in_step = False
+        before = self._steps[index]
+        yield
+        if self._steps[index] == before:
+            self._begin_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
+            self._after_step(optimizer, stepped=False)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether there are steps whose exchange is still to come or to end, so that weights differ among ranks."""
-        return self.updates.in_flight or any(steps % self._local_steps for steps in self._steps)
+    # Within backward:
+
+    def overlapped(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure of a step; the exchange overlaps backward, as far as `BackwardOverlap` can.
+
+        Args:
+            optimizer: of torch, the only one, with an exchange after each step; its step gets the closure.
+            closure: forward and backward; after it nobody looks at the gradients before the step or changes them.
+        """
+        if self._overlap is None:
+            speaks = self.comm.rank == 0
+            self._overlap = BackwardOverlap(self.updates, optimizer, self._begin_exchange, speaks)
+        return partial(self._overlap.run_closure, closure, self._failed)
+
+    def before_backward(self) -> None:
+        """Called right before backward: a training step may have backward passes of its own before."""
+        if self._overlap is not None and self._overlap.in_closure:
+            self._overlap.watch()
+
+    # Exchanges:
+
+    def _exchange(self, optimizer: Optimizer, stepped: bool | None) -> None:
+        overlap = self._overlap if self._overlap is not None and self._overlap.has_begun else None
+
+        def exchange() -> None:
+            overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped)
+            if not self._rule.delayed and (buffers := self._buffers()):
+                broadcast(self.comm, [*buffers.values()], self._session.device)
+            if self._rates.are_due(self._rule.local_steps):
+                self.updates.wait()
+                self._rates.compare()
+
+        self._during(exchange)
+
+    def _begin_exchange(self) -> None:
+        self.phase = Phase.EXCHANGING
+        self._session.launching()
+
+    def _during(self, exchange: Callable[[], None]) -> None:
+        """Run `exchange`, record its failure, and time for how long training waits."""
+        self._begin_exchange()
+        self._by_hand.look()
+        started = time.perf_counter()
+        try:
+            exchange()
+        except Exception as error:
+            self._failed(error)
+            if self._session.error is not error:  # it has freed the device, and knows why
+                raise self._session.error from error  # type: ignore[misc]
+            raise
+        self._session.launched(self._session.stream if self.updates.is_pending else None)
+        self.reducer.seconds["exposed"] += time.perf_counter() - started  # what does not hide behind backward
+
+    def _failed(self, error: BaseException) -> None:
+        self.phase = Phase.FAILED
+        self._session.abort(error)
 
     @torch.inference_mode(False)  # other threads and later steps update what it makes
     @torch.no_grad()
     def exchange_pending(self, write: bool = True) -> None:
         """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it.
 
-        Without `write` an exchange that goes on ends, and the model gets its weights before the next step only.
+        Args:
+            write: False completes a pending exchange, and the model gets its weights before the next step only.
         """
+        if self._session.error is not None:
+            raise self._session.error
         if self.in_step:
             raise RuntimeError(
                 "Pending updates cannot be exchanged in the middle of a step, as by a signal's handler, or after one "
                 "that was interrupted. Call exchange_pending between steps; after an interrupt start from a checkpoint."
             )
         for index, optimizer in enumerate(self.optimizers):
-            if self._steps[index] % self._local_steps:
+            if self._steps[index] % self._rule.local_steps:
                 self._steps[index] = 0
-                self._exchange(optimizer)
-        if self.updates.in_flight or self.updates.is_unwritten:
-            self._during(partial(self.updates.land, write))
+                self._exchange(optimizer, None)
+                self.phase = Phase.IDLE
+        if self.updates.is_pending or self.updates.is_stale:
+            self._during(partial(self.updates.complete, write))
+            self.phase = Phase.IDLE
         if write and self._unshared:
             self._unshared = False
             self._share_others()
@@ -250,57 +351,20 @@ class UpdateExchange:
             return
         others = [x.detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
         if others:
-            self._during(partial(broadcast_differing, self.comm, others, self._device))
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that become rank 0's with each exchange."""
-        model = self._model()
-        return {} if model is None else dict(model.named_buffers())
+            self._during(partial(broadcast_differing, self.comm, others, self._session.device))
+            self.phase = Phase.IDLE
 
     def end_if_soon(self) -> None:
-        """End an exchange that goes on, if that needs no other rank to go on."""
-        if self.updates.in_flight and self.updates.ends_soon() and self._watch.ends_soon():
-            self.updates.land()
-        elif self.updates.in_flight:
+        """Complete a pending exchange if it can complete without waiting for peers."""
+        if self.updates.is_pending and self.updates.ends_soon() and self._session.device_is_done():
+            self.updates.complete()
+        elif self.updates.is_pending:
             log.warning("An exchange of updates has not ended in time: what other ranks have sent in it is lost.")
 
     def agreed_weights(self) -> Mapping[int, Tensor]:
-        """Return the weights that all ranks agreed on last, by the id of the parameter, where the model has others."""
-        under_way = not self.is_consistent and (self._within is not None or self.updates.in_flight)
-        return self.updates.weights if under_way or self.updates.is_unwritten else {}
-
-    def _prepare_exchange(self) -> None:
-        self._under_way = True
-        self._watch.launching()
-
-    def _exchange(self, optimizer: Optimizer) -> None:
-        within = self._within if self._within is not None and self._within.begun else None
-
-        def exchange() -> None:
-            within.finish() if within else self.updates.exchange(optimizer)
-            if not self._delayed and (buffers := self._buffers()):
-                broadcast(self.comm, [*buffers.values()], self._device)
-            if self._rates.are_due(self._local_steps):
-                self.updates.wait()
-                self._rates.compare()
-
-        self._during(exchange)
-
-    def _during(self, exchange: Callable[[], None]) -> None:
-        """Call what exchanges; note whether it has failed, and for how long training has waited."""
-        self._prepare_exchange()
-        self._by_hand.look()
-        started = time.perf_counter()
-        try:
-            exchange()
-        except Exception as error:
-            if self._watch.error is not None:  # it has freed the device, and knows why
-                raise self._watch.error from error
-            self._watch.fail(error)
-            raise
-        self._watch.launched(self._session.stream if self.updates.in_flight else None)
-        self.reducer.seconds["exposed"] += time.perf_counter() - started  # what does not hide behind backward
-        self._under_way = False
+        """Return the weights that all ranks agreed on last, by the id of the parameter, if the model has others."""
+        under_way = not self.is_consistent and (self._overlap is not None or self.updates.is_pending)
+        return self.updates.weights if under_way or self.updates.is_stale else {}
 
     def drain(self) -> bool:
         """Return whether the residuals belong to the weights."""
@@ -316,10 +380,11 @@ class UpdateExchange:
             hook.remove()
         unwrap("step", self._scaled_step)
         self._others.close()
-        self._watch.end()
-        ended = self.updates.ends_soon() and (self._within is None or self._within.close())
+        if self._overlap is not None:
+            self._overlap.close()
+        ended = self.updates.close()
         self._session.mark_done()
-        self._watch.close(failed=not ended)
+        self._session.finish(failed=not ended)
 
 
 def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
@@ -374,7 +439,7 @@ def evaluates_other_weights(optimizer: Optimizer) -> bool:
     return callable(getattr(optimizer, "eval", None))
 
 
-def exchange_of(optimizer: Optimizer) -> UpdateExchange | None:
+def exchange_of(optimizer: Optimizer) -> UpdateExchanger | None:
     """Return what exchanges an optimizer's updates, if anything does."""
     owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
-    return next((owner for owner in owners if isinstance(owner, UpdateExchange)), None)
+    return next((owner for owner in owners if isinstance(owner, UpdateExchanger)), None)

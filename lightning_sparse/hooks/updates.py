@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.hooks.misuse import RefuseDDP, attached, check_optimizers, keep_attached
 from lightning_sparse.hooks.session import told_to_others
-from lightning_sparse.hooks.update_exchange import UpdateExchange, exchange_of
+from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method, resolve_updates
 from lightning_sparse.options import Overlap, check, check_warmup, listed
@@ -115,7 +115,7 @@ def attach_updates(
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
     if (earlier := attached(model)) is not None:
         earlier.end_if_soon()  # before weights become rank 0's
-    exchange = UpdateExchange(
+    exchange = UpdateExchanger(
         model,
         optimizers,
         method,

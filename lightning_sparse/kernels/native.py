@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_cpu.pyd" if os.name == "nt" else "_cpu.so")
 """What setup.py builds, for `ctypes`."""
-NEWEST = "round_to_two_bits"
+NEWEST = "add_delta_with_payout"
 """A function that builds of older versions lack."""
 
 

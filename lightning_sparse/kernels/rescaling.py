@@ -1,4 +1,4 @@
-"""By which factors updates are rescaled, see `lightning_sparse.moments`: two launches for all of a segment."""
+"""By which factors updates are rescaled, see `lightning_sparse.momentum`: two launches for all of a segment."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rescaling(
     numbers: Tensor,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return f = 1/√(q + (1 − q)/P) and r = (1 − f) · decay of each parameter, 1-D fp32; 1 and 0 if it has not stepped.
+    """Return f = 1/√(q + (1 − q)/P) and r = (1 − f) · decay of each parameter, 1-D fp32; 1 and 0 without moments.
 
     q, between 0 and 1, is ((Σm̂²/Σv̂) − c) / (1 − c).
 
@@ -38,15 +38,15 @@ def rescaling(
         first: m of each parameter, 1-D, contiguous; None if it has no moments. At least one is not None.
         second: v of each, in the same way.
         bounds: where each parameter starts in the segment, and the segment's length as the last one.
-        numbers: (5, parameters) fp32, on their device: 1 − β₁ᵗ and 1 − β₂ᵗ, the corrections of both moments' bias; c,
-            the part of a gradient's noise that is in the first moment; what decoupled weight decay has taken from the
-            weights, as a part of them; and 1 if the optimizer has stepped the parameter, else 0.
+        numbers: (4, parameters) fp32, on their device: 1 − β₁ᵗ and 1 − β₂ᵗ, the corrections of both moments' bias; c,
+            the part of a gradient's noise that is in the first moment, or -1 for a parameter without moments; and the
+            share of the weights that decoupled weight decay has subtracted.
         size: P, the number of ranks.
     """
     there = [x for x in (*first, *second) if x is not None]
     if uses_triton(numbers) and same_dtype(there):
         return _by_triton(first, second, bounds, numbers, size)
-    of_first, of_second, noise, decay, stepped = numbers
+    of_first, of_second, noise, decay = numbers
     if takes(there):
         sums = numbers.new_empty(2, len(first))
         run("moment_sums", table(first, bounds), table(second, bounds), sums, len(first), bounds[-1])
@@ -55,7 +55,7 @@ def rescaling(
         sums = torch.stack([torch.stack([_sum(x, numbers) for x in moments]) for moments in each])
     ratio = sums[0] / of_first.square() / (sums[1] / of_second).clamp(min=1e-37)
     signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
-    factors = torch.where(stepped > 0, torch.rsqrt(signal + (1 - signal) / size), 1.0)
+    factors = torch.where(noise < 0, 1.0, torch.rsqrt(signal + (1 - signal) / size))
     return factors, (1 - factors) * decay
 
 
@@ -120,6 +120,6 @@ def _factors(partial, table, numbers, out, size, many, pieces, AT_A_TIME: tl.con
     signal = (ratio - noise) / (1 - noise)
     signal = tl.where(signal < 0, 0.0, tl.where(signal > 1, 1.0, signal))  # NaN stays
     factor = 1 / tl.sqrt(signal + (1 - signal) / size)
-    factor = tl.where(tl.load(numbers + 4 * many + number) > 0, factor, 1.0)
+    factor = tl.where(noise < 0, 1.0, factor)
     tl.store(out + number, factor)
     tl.store(out + many + number, (1 - factor) * tl.load(numbers + 3 * many + number))

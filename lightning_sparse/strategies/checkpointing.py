@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.hooks import CommThread, UpdateExchange
+from lightning_sparse.hooks import GradientExchanger, UpdateExchanger
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.rendezvous import Rendezvous
@@ -44,7 +44,7 @@ class Checkpointing(DDPStrategy):
     """Lightning's name in this strategy."""
 
     _reducer: Reducer | None
-    _exchange: CommThread | UpdateExchange | None
+    _exchange: GradientExchanger | UpdateExchanger | None
     _sigterm: EndTogether | None = None
     _consistent: bool
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_options
-from lightning_sparse.hooks import CommThread, start_comm_thread
+from lightning_sparse.hooks import GradientExchanger, exchange_gradients
 from lightning_sparse.methods import Method
 from lightning_sparse.strategies.checkpointing import Checkpointing
 from lightning_sparse.strategies.fit_checks import several_evaluations
@@ -55,7 +55,7 @@ class GradientExchange(Checkpointing):
         scaler = self._lightnings_scaler
         self._own_scaler = None
         # Not super(): it registers hooks on CUDA only, and silently nothing on CPU.
-        self._exchange = start_comm_thread(
+        self._exchange = exchange_gradients(
             self.model,  # type: ignore[arg-type]
             self._method,
             timeout=self._timeout,
@@ -66,9 +66,9 @@ class GradientExchange(Checkpointing):
         )
 
     @property
-    def _comm_thread(self) -> CommThread | None:
+    def _comm_thread(self) -> GradientExchanger | None:
         """The communication thread, where gradients are exchanged."""
-        return self._exchange if isinstance(self._exchange, CommThread) else None
+        return self._exchange if isinstance(self._exchange, GradientExchanger) else None
 
     @property
     def _lightnings_scaler(self) -> Any:

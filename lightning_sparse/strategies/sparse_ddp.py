@@ -18,7 +18,7 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse._lightning import INSTALLED
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
-from lightning_sparse.hooks import CommThread, UpdateExchange, tell_or_ask
+from lightning_sparse.hooks import GradientExchanger, UpdateExchanger, tell_or_ask
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.methods import METHODS, Method, method_options, resolve_method
@@ -196,7 +196,7 @@ class SparseDDP(UpdateOrGradientExchange):
             replace(self._method, update_rule=rule)
         if self._choice()[0] == "update":  # whatever the optimizers, of which there are none yet
             check_updates(self._method, self.optimizers)
-        self._exchange: CommThread | UpdateExchange | None = None
+        self._exchange: GradientExchanger | UpdateExchanger | None = None
         # The reducer outlives fit, so that a checkpoint can be written afterwards.
         self._reducer: Reducer | None = None
         self._consistent = True  # whether the reducer's state belongs to a complete step
@@ -301,7 +301,7 @@ class SparseDDP(UpdateOrGradientExchange):
             dist.all_gather_object(nodes, self.node_rank)
             check_placement(nodes, self._method.aggregator.ranks_per_node)
         if self.global_rank == 0:
-            self._inform(run_summary(self._reducer, trainer, f"{self._exchange.note} Chosen by {why}."))
+            self._inform(run_summary(self._reducer, trainer, f"{self._exchange.note}{self._note} Chosen by {why}."))
         if self.world_size == 1 and self._compresses:
             log.warning(
                 f"{type(self).__name__} on one rank sends nothing to anybody, yet keeps back what it does not choose: "

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_sparse._compat import ddp_options, has_backward_hooks
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import RankFailure
-from lightning_sparse.hooks import UpdateExchange, has_collectives
+from lightning_sparse.hooks import UpdateExchanger, has_collectives
 from lightning_sparse.methods import Method, resolve_updates
 from lightning_sparse.options import Overlap
 from lightning_sparse.strategies.gradients import GradientExchange
@@ -33,7 +33,7 @@ class UpdateOrGradientExchange(GradientExchange):
     _given: tuple[str | Method, float | None, dict[str, Any]]
     _first_callback: Any = None
     _overlap: Overlap
-    _obstacle = ""
+    _obstacle = _note = ""
 
     def _begin_updates(self) -> None:
         clip_norm = self._options["clip_norm"]
@@ -52,7 +52,7 @@ class UpdateOrGradientExchange(GradientExchange):
         )
         if isinstance(two_level, TwoLevel):
             method = replace(method, aggregator=two_level)
-        self._exchange = UpdateExchange(
+        self._exchange = UpdateExchanger(
             self.model,
             self.optimizers,
             method,
@@ -67,9 +67,9 @@ class UpdateOrGradientExchange(GradientExchange):
         )
         self._obstacle = self._find_obstacle(self._exchange)
         when = f"after backward: {self._obstacle}" if self._obstacle else "within backward"
-        self._exchange.note += "" if self._exchange.reducer.method.delayed else f" They are exchanged {when}."
+        self._note = "" if self._exchange.reducer.method.delayed else f" They are exchanged {when}."
 
-    def _find_obstacle(self, exchange: UpdateExchange) -> str:
+    def _find_obstacle(self, exchange: UpdateExchanger) -> str:
         """Return why an exchange waits for the end of backward; "" where segments may be stepped before."""
         pl, module = import_module(self._namespace), self.lightning_module
         assert module is not None
@@ -101,8 +101,8 @@ class UpdateOrGradientExchange(GradientExchange):
         return next((text for applies, text in obstacles if applies), "")
 
     @property
-    def _update_exchange(self) -> UpdateExchange | None:
-        return self._exchange if isinstance(self._exchange, UpdateExchange) else None
+    def _update_exchange(self) -> UpdateExchanger | None:
+        return self._exchange if isinstance(self._exchange, UpdateExchanger) else None
 
     def _exchange_before_callbacks(self, trainer: Any) -> None:
         """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last."""
@@ -145,7 +145,8 @@ class UpdateOrGradientExchange(GradientExchange):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._update_exchange is not None:
-            self._update_exchange.updates.adopt()  # what BaseFinetuning and its kin gave the optimizers as fit started
+            # Callbacks such as BaseFinetuning give optimizers parameters as fit starts.
+            self._update_exchange.updates.refresh_parameters()
         super().load_optimizer_state_dict(checkpoint)
 
     def wait_for_exchange(self) -> None:
@@ -191,7 +192,7 @@ class UpdateOrGradientExchange(GradientExchange):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         # Once more: a callback may have come, or gradient_clip_val have been set, since training began.
         if not self._obstacle and not self._find_obstacle(self._update_exchange):
-            closure = self._update_exchange.within_backward(optimizer, closure)
+            closure = self._update_exchange.overlapped(optimizer, closure)
         with self._update_exchange.one_step(optimizer):
             return super().optimizer_step(optimizer, self._checked(optimizer, closure), model, **kwargs)
 

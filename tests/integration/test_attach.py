@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import Method, RankFailure, Reducer, attach, attach_updates, exchange_pending, method
 from lightning_sparse.comm import POLL, process_group
 from lightning_sparse.compressors import TopK
-from lightning_sparse.hooks import UpdateExchange, tell_or_ask
+from lightning_sparse.hooks import UpdateExchanger, tell_or_ask
 from lightning_sparse.hooks.session import Session
 from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import run_ranks
@@ -388,7 +388,7 @@ def with_options(rank: int) -> list[Any]:
     errors = [
         caught(lambda: attach(ddp, "powersgd", levels=7))[:2],
         caught(lambda: attach(ddp, "topk", granularty="layer"))[:2],
-        caught(lambda: attach_updates(net, optimizer, "topk", local_stps=3))[:2],
+        caught(lambda: attach_updates(net, optimizer, "topk", localsteps=3))[:2],
         caught(lambda: attach_updates(net, optimizer, Method(TopK()), value_format="int8"))[:2],
     ]
     made = [
@@ -413,7 +413,7 @@ def test_options_of_a_method_go_with_its_name():
             ),
             (
                 "TypeError",
-                "attach_updates has no option 'local_stps', nor has method 'topk', which has density, "
+                "attach_updates has no option 'localsteps', nor has method 'topk', which has density, "
                 "index_format, value_format. Did you mean 'local_steps'?",
             ),
             (
@@ -529,7 +529,7 @@ def wrong_on_one_rank(rank: int, odd: int, exchange: str, how: str) -> tuple[str
         def out_of_memory(*_: Any) -> None:
             raise torch.OutOfMemoryError("tried to allocate a copy")
 
-        update_exchange.Updates = out_of_memory
+        update_exchange.DeltaExchange = out_of_memory
     elif rank == odd and how == "without the optimizer's parameter":
         begin = partial(attach_updates, nn.Linear(50, 50), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     elif rank == odd:
@@ -603,11 +603,11 @@ def waits_on_the_device(rank: int, how: str) -> tuple[list[str], str, dict[str, 
         patched.setattr(Session, "over_nccl", property(lambda self: True))
         patched.setattr(Session, "free_device", lambda self: freed.append("freed"))
         patched.setattr(Session, "close", lambda self, **options: closed.update(options))
-        exchange = UpdateExchange(net, [optimizer], method("topk", density=0.1))
+        exchange = UpdateExchanger(net, [optimizer], method("topk", density=0.1))
         exchange.comm.mark_failed("Rank 1 failed at step 3: the abacus is missing a bead")
         device = threading.Event()
 
-        def exchanged(optimizer: Any) -> None:
+        def exchanged(optimizer: Any, **_: Any) -> None:
             assert device.wait(10) == (how == "host waits")
             raise RuntimeError("NCCL communicator was aborted")
 
@@ -615,7 +615,7 @@ def waits_on_the_device(rank: int, how: str) -> tuple[list[str], str, dict[str, 
             patched.setattr(Session, "free_device", lambda self: (freed.append("freed"), device.set()))
             patched.setattr(exchange.updates, "exchange", exchanged)
         else:  # the host has launched all, and goes on
-            patched.setattr(exchange.updates, "exchange", lambda optimizer: None)
+            patched.setattr(exchange.updates, "exchange", lambda optimizer, **_: None)
             event = SimpleNamespace(query=lambda: False)
             patched.setattr(
                 torch.cuda, "current_stream", lambda device=None: SimpleNamespace(record_event=lambda: event)

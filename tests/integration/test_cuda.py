@@ -26,7 +26,7 @@ from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context
-from lightning_sparse.hooks import start_comm_thread
+from lightning_sparse.hooks import exchange_gradients
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.layout import Segment
@@ -303,7 +303,7 @@ class BusyStream:
 
 def waiting_on_the_device(rank: int, device: str) -> tuple[str, float]:
     ddp = DistributedDataParallel(layers(device))
-    thread = start_comm_thread(ddp, method("topk", density=0.01))
+    thread = exchange_gradients(ddp, method("topk", density=0.01))
     ddp(batches(rank)[0]).sum().backward()
     loss = ddp(batches(rank)[1]).sum()  # while there are two: DDP itself talks there
     if rank == 1:

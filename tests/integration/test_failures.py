@@ -140,7 +140,7 @@ def breaks_in_exchange(rank: int, size: int, exchange: str) -> tuple[str, str, f
         def broken(*args: Any) -> None:
             raise ArithmeticError("the abacus is missing a bead")
 
-        reducer.reduce_segment_ = broken
+        reducer.begin = broken
     return caught(step)
 
 
@@ -236,7 +236,7 @@ def odd_error(rank: int) -> tuple[str, str, float]:
         def broken(*args: Any) -> None:
             raise OSError("cannot read 'caf\udce9'")
 
-        reducer.reduce_segment_ = broken
+        reducer.begin = broken
     kind, text, seconds = caught(lambda: step(ddp))
     return kind, text.encode(errors="backslashreplace").decode(), seconds
 

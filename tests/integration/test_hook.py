@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
-from lightning_sparse.hooks import CommThread
-from lightning_sparse.hooks.ddp import start_comm_thread, trainable_parameters
+from lightning_sparse.hooks import GradientExchanger
+from lightning_sparse.hooks.ddp import exchange_gradients, trainable_parameters
 from lightning_sparse.hooks.session import Session
 from tests.integration.trainers import Messages
 from tests.processes import run_ranks
@@ -105,7 +105,7 @@ def by_hook(rank: int, name: str | None, density: float, granularity: str, optio
     ddp = DistributedDataParallel(net, **options)
     if name is not None:
         if rehearsal:
-            thread = start_comm_thread(ddp, make(name, density), granularity=granularity)
+            thread = exchange_gradients(ddp, make(name, density), granularity=granularity)
             thread._session.dry_run(trainable_parameters(ddp))
             reducer = thread.reducer
             assert (reducer.step, reducer.comm.sent_bytes, reducer.comm.seconds) == (0, 0, 0.0)
@@ -171,20 +171,21 @@ def test_equals_simulation(granularity, options):
 def held(rank: int, held: bool) -> tuple[list[Tensor], int]:
     """Train as over NCCL, or not, and return the weights and how often a gradient was exchanged within backward."""
     Session.over_nccl = property(lambda session: held)
-    enqueue, early = CommThread.enqueue, []
+    Session.launching = Session.launched = lambda *_: None
+    enqueue, early = GradientExchanger.enqueue, []
 
-    def watched(thread: CommThread, bucket: Any) -> Any:
+    def watched(thread: GradientExchanger, bucket: Any) -> Any:
         future = enqueue(thread, bucket)
         time.sleep(0.005)
         early.append(bool(thread._step.buckets) or thread.reducer.comm.sent_bytes > sent[0])
         return future
 
-    def at_end(thread: CommThread) -> None:
+    def at_end(thread: GradientExchanger) -> None:
         end(thread)
         sent[0] = thread.reducer.comm.sent_bytes
 
-    sent, end = [0], CommThread._end_of_backward
-    CommThread.enqueue, CommThread._end_of_backward = watched, at_end
+    sent, end = [0], GradientExchanger._end_of_backward
+    GradientExchanger.enqueue, GradientExchanger._end_of_backward = watched, at_end
     weights = by_hook(rank, "topk", 0.02, "layer", {"find_unused_parameters": True, "bucket_cap_mb": 0.01})
     return weights, sum(early)
 
@@ -199,10 +200,13 @@ def test_where_backward_has_collectives_ours_come_after_them():
 
 
 class Stream:
-    """Stands in for the thread's stream: busy for some queries, then done."""
+    """Stands in for the thread's stream, and for its event: busy for some queries, then done."""
 
     def __init__(self, busy: int) -> None:
         self.busy, self.queries = busy, 0
+
+    def record_event(self) -> Any:
+        return self
 
     def query(self) -> bool:
         self.queries += 1
@@ -211,15 +215,17 @@ class Stream:
 
 def queried(rank: int) -> tuple[int, int]:
     ddp = DistributedDataParallel(nn.Linear(30, 30))
-    thread = start_comm_thread(ddp, method("topk"))
+    session = exchange_gradients(ddp, method("topk"))._session
     counts = []
-    for _ in range(2):
-        ddp(torch.ones(1, 30)).sum().backward()
-        thread._stream = stream = Stream(busy=2)
-        for _ in range(6):  # as after half a second in which nothing came
-            thread._watch_device()
-        counts.append(stream.queries)
-        thread._stream = None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "over_nccl", property(lambda self: True))
+        for _ in range(2):
+            stream = Stream(busy=2)
+            session.launching()
+            session.launched(stream)
+            for _ in range(6):  # as after half a second in which nothing came
+                session.look()
+            counts.append(stream.queries)
     return counts[0], counts[1]
 
 
@@ -230,7 +236,7 @@ def test_an_idle_device_is_left_alone():
 
 def failing(rank: int) -> tuple[str, list[bool]]:
     ddp = DistributedDataParallel(nn.Linear(30, 30))
-    thread = start_comm_thread(ddp, method("topk"))
+    thread = exchange_gradients(ddp, method("topk"))
     freed, backward_has_ended = [], threading.Event()
 
     def broken(*args: Any) -> None:
@@ -238,7 +244,7 @@ def failing(rank: int) -> tuple[str, list[bool]]:
 
     thread.reducer.reduce_segment_ = broken
     # Backward must not wait for it: an abort may take as long as the group's timeout.
-    thread._session.free_device = lambda: freed.append(backward_has_ended.wait(10))
+    thread._worker._free = lambda: freed.append(backward_has_ended.wait(10))
     try:
         ddp(torch.ones(1, 30)).sum().backward()
     except KeyError as error:

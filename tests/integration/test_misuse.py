@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import attach, attach_updates, method
-from lightning_sparse.hooks import UpdateExchange, misuse
+from lightning_sparse.hooks import UpdateExchanger, misuse
 from tests.integration.failing import caught
 from tests.integration.trainers import Lookahead
 from tests.processes import run_ranks
@@ -308,7 +308,7 @@ def by_hand(_: int, how: str) -> list[str]:
         said: list[str] = []
         patched.setattr(misuse.log, "warning", said.append)
         if how == "in no optimizer":  # attach_updates refuses it, a strategy does not
-            UpdateExchange(net, [optimizer], method("topk", density=0.1))
+            UpdateExchanger(net, [optimizer], method("topk", density=0.1))
         else:
             attach_updates(net, optimizer)
         for step in range(3):

@@ -39,11 +39,11 @@ from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, G
 from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
-from lightning_sparse.delayed import DelayedUpdates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.strategies.fit_checks import why_gradients
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.updates.segment import UpdateSegment
 from tests.integration.checkpoints import AtStart
 from tests.integration.failing import SOON, caught, of_both
 from tests.integration.trainers import Gan, Loader, Lookahead, Messages, Net, lightning_ranks, same, trainer
@@ -428,13 +428,13 @@ class Own(Net):
 )
 def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradients(net, strategy, options, obstacle):
     def run(rank: int) -> Any:
-        found, begin = [], Updates.begin
+        found, begin = [], DeltaExchange.begin
 
         def noted(updates: Any, optimizer: Any, *rest: Any) -> None:
             found.append(in_backward())
             begin(updates, optimizer, *rest)
 
-        Updates.begin = noted
+        DeltaExchange.begin = noted
         return fit(rank, net, strategy, **options), found
 
     (first, within), _ = lightning_ranks(2, run)
@@ -585,7 +585,7 @@ def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights
 
 
 @pytest.mark.parametrize(
-    ("owner", "place"), [(DelayedUpdates, "wait"), (DelayedUpdates, "_begin"), (ADAMW, "_init_group")]
+    ("owner", "place"), [(DeltaExchange, "wait"), (UpdateSegment, "begin_"), (ADAMW, "_init_group")]
 )
 def test_a_handler_that_saves_within_a_step_has_weights_of_all_ranks_and_no_residuals(tmp_path, owner, place):
     def run(rank: int) -> Any:

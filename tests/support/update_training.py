@@ -9,12 +9,9 @@ from torch import Tensor, nn
 
 from lightning_sparse import Method, Reducer, method
 from lightning_sparse.comm import Comm
-from lightning_sparse.delayed import DelayedUpdates
-from lightning_sparse.kernels.payout import add_with_payout_
-from lightning_sparse.layout import Layout
-from lightning_sparse.moments import MOMENTS, OTHERS, SegmentMoments, moments_of
+from lightning_sparse.momentum import ADAM_LIKE, moments_of
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates import Updates
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.kernels import Echo
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
@@ -122,9 +119,8 @@ def train(
     # Without rescaling, the weights show the exchanged part.
     rule = UpdateRule(rescale=False, overlap="next_step" if delayed else "none")
     reducer = Reducer(replace(chosen, update_rule=rule), comm, granularity=granularity, exchanged="update")
-    updates = (DelayedUpdates if delayed else Updates)(reducer, net, [optim])
+    updates = DeltaExchange(reducer, net, [optim])
     reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
-    kind = moments_of(optim)
     lost, bound, start = torch.zeros_like(weights(net)), torch.zeros_like(weights(net)), weights(net)
     differences, largest = torch.zeros_like(start, dtype=torch.float64), 0.0
     for step in range(steps):
@@ -133,13 +129,13 @@ def train(
         updates.begin(optim)
         optim.step()
         changed = before - weights(net)
-        owed = still_to_come(optim, net, kind)
+        owed = still_to_come(optim, net, before, changed)
         updates.exchange(optim)
         updates.wait()
         if delayed and step == steps - 1:
-            updates.land()
+            updates.complete()
         # The ranks' mean of (x − w) + e + (unspent momentum) before the exchange equals the move of x plus the rest.
-        left = residual(reducer) + still_to_come(optim, net, kind)
+        left = residual(reducer) + still_to_come(optim, net, before, changed)
         difference = changed.double() + kept + owed - left
         differences += difference
         total = sum(comm.all_gather(differences if delayed else difference)) / comm.size
@@ -155,23 +151,20 @@ def train(
     return weights(net), lost, bound
 
 
-def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, kind: Any) -> Tensor:
-    """Return the unspent momentum, in the order of parameter names."""
-    if kind is None:
-        return torch.zeros_like(weights(net))
-    if kind is OTHERS:
-        kind = MOMENTS[torch.optim.Adam]
+def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, before: Tensor, changed: Tensor) -> Tensor:
+    """Return the unspent momentum after a step: β/(1 − β) · (change − weight decay) if there is a first moment."""
+    kind, at, found = moments_of(optim), 0, torch.zeros_like(changed)
     groups = {param: group for group in optim.param_groups for param in group["params"]}
-    params = dict(sorted(net.named_parameters()))
-    (segment,) = Layout.of({name: tuple(param.shape) for name, param in params.items()}, "model").segments
-    of = {name: (groups[param], optim.state.get(param, {})) for name, param in params.items() if param in groups}
-    groups_and_states = [of.get(name, ({}, {})) for name in segment.names]
-    moments = SegmentMoments(segment, kind, *map(list, zip(*groups_and_states, strict=True)), torch.device("cpu"))
-    found = torch.zeros(segment.numel)
-    if (payout := moments.payout([])) is not None:
-        found = add_with_payout_(torch.zeros(segment.numel), segment.bounds, segment.views(found), 1.0, payout, None)
-    parts = dict(zip(segment.names, segment.views(found), strict=True))
-    return flat(parts[name] for name in params)
+    for _, param in sorted(net.named_parameters()):
+        part, at = slice(at, at + param.numel()), at + param.numel()
+        moment = optim.state.get(param, {}).get(kind.first) if kind and param in groups else None
+        if moment is None or kind is None or (kind is ADAM_LIKE and "exp_avg_sq" not in optim.state[param]):
+            continue
+        group, beta = groups[param], kind.beta(groups[param])
+        decay = group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
+        unspent = beta / (1 - beta) * (changed[part] - decay * before[part])
+        found[part] = torch.where(moment.reshape(-1) != 0, unspent, 0.0)
+    return found
 
 
 def exchanged_twice(optimizer: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +193,7 @@ def exchanged_twice(optimizer: str, dtype: torch.dtype, device: str) -> tuple[Te
             grad = draw(shapes[name])
             param.grad = None if name == "idle" else grad
         if step == 3:  # in Adam's first steps, all updates have about equal size, and rounding decides the selection
-            updates = Updates(reducer, model, [chosen])
+            updates = DeltaExchange(reducer, model, [chosen])
         if updates is not None:
             updates.begin(chosen)
         chosen.step()

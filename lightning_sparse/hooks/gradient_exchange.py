@@ -1,16 +1,16 @@
-"""The thread that exchanges gradients while backward goes on.
+"""Exchanges gradients while backward goes on.
 
-DDP's buckets only bring gradients in and carry results out. The communication hook puts each bucket in a queue and
-returns a future. One communication thread owns the residuals: it reduces a segment as soon as the segment's last
-gradient has arrived, and completes a bucket's future when all segments in the bucket are reduced. DDP calls the hook in
-the same order on all ranks, so all ranks reduce the segments in the same order.
+DDP's buckets only bring gradients in and carry results out. The communication hook hands each bucket to a worker thread
+and returns a future. The thread owns the residuals: it reduces a segment as soon as the segment's last gradient has
+arrived, and completes a bucket's future when all segments in the bucket are reduced. DDP calls the hook in the same
+order on all ranks, so all ranks reduce the segments in the same order.
 
-On CUDA the thread works on a stream of its own, which waits for an event that the hook records behind the bucket's last
+On CUDA the thread works in a stream of its own, which waits for an event that the hook records behind the bucket's last
 gradient; DDP's stream waits for an event of the thread's stream in the future. So the host does not wait for the
 device: the thread completes a future when it has launched the kernels.
 
 NCCL wants the collectives of all its communicators on a device in one order, the same on all ranks. In plain backward
-there are only this thread's. Where backward has others (`exchanges_after_backward`), the thread gets the buckets at its
+there are only this thread's. If backward has others (`exchanges_after_backward`), the thread gets the buckets at its
 end: first come backward's own collectives, in the order of autograd, then ours. Nothing overlaps there.
 
 After an exception in the thread nobody may be left waiting: the thread tells the other ranks, and completes all futures
@@ -23,10 +23,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,35 +34,30 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse._compat import at_end_of_backward, in_backward
-from lightning_sparse.comm import POLL
-from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.store import inherit_thread_settings
+from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
-from lightning_sparse.reducer import error_message
+from lightning_sparse.reducer import Reducer
 
 log = logging.getLogger(__name__)
 
 
-class CommThread:
-    """The communication thread of one DDP instance in one process.
+class GradientExchanger:
+    """The exchange of the gradients of one DDP instance, on one rank.
 
     Args:
         session: the exchange with the other ranks.
         ddp: the wrapped model.
         params: its parameters by name.
-        rates: of the optimizers, to be compared now and then.
-
-    Attributes:
-        reducer: reduces the gradients; used by this thread only.
-        comm: the reducer's wire.
+        rates: of the optimizers, compared now and then.
     """
 
     note = "Gradients are exchanged."
-    """What the summary of a run says about it."""
+    """One sentence for the summary of a run."""
 
     def __init__(
         self,
@@ -73,34 +66,35 @@ class CommThread:
         params: Mapping[str, Tensor],
         rates: Rates,
     ) -> None:
-        self._session = session
-        self.comm, self.reducer = session.comm, session.reducer
-        self._pid = os.getpid()
-        self._params = list(params.values())  # keeps the ids valid
+        self._session, self._params = session, params  # which keeps the ids valid
         self._name_of = {id(param): name for name, param in params.items()}
         self._frozen = {
             name: param
             for name, param in ddp.module.named_parameters()
             if not param.requires_grad and name not in ddp.parameters_to_ignore
         }
-        self._device, self._stream = ddp.device, session.stream
-        self._queue: queue.Queue[Bucket | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker(session.stream, session.over_nccl, session.look, self._failed, session.free_device)
         self._step = Step(self.reducer, rates)
+        self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
+        self._in_backward = False
+        # DDP delivers parameters that took no part too, with the stale contents of their .grad; only autograd knows.
+        self._used: set[str] | None = set() if ddp.find_unused_parameters or ddp.static_graph else None
+        self._finds_unused = bool(ddp.find_unused_parameters and not ddp.static_graph)
+        tracked = params.values() if self._used is not None else ()
+        self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
         # One rank warns, and only if there are residuals: it looks at all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
         self._exchanged = ExchangedGradients(params) if warns else None
-        self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
-        self._device_busy = False  # whether the device may still have work of ours
-        self._error: BaseException | None = None
-        self._in_backward = False
-        self._closed = self._closed_by_thread = False
-        # DDP delivers parameters that took no part too, with the stale contents of their .grad; only autograd knows.
-        self._tracks_use = bool(ddp.find_unused_parameters or ddp.static_graph)
-        self._finds_unused = bool(ddp.find_unused_parameters and not ddp.static_graph)
-        self._used: set[str] = set()
-        tracked = self._params if self._tracks_use else []
-        self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
+
+    @property
+    def reducer(self) -> Reducer:
+        """Reduces the gradients, in the worker thread."""
+        return self._session.reducer
+
+    @property
+    def comm(self) -> ProcessGroupComm:
+        """The reducer's wire."""
+        return self._session.comm
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the thread out of copies of the model: like a stock DistributedDataParallel's, they have no hook."""
@@ -109,6 +103,7 @@ class CommThread:
     # In the training thread:
 
     def _mark_used(self, param: Tensor) -> None:
+        assert self._used is not None
         self._used.add(self._name_of[id(param)])
 
     def enqueue(self, bucket: Any) -> Any:
@@ -137,25 +132,23 @@ class CommThread:
             )
         names = [self._name_of[id(param)] for param in bucket.parameters()]
         views = dict(zip(names, buffer.split([param.numel() for param in bucket.parameters()]), strict=True))
-        unused = set(names) - self._used if self._tracks_use else set()
-        self._used -= set(names)
+        unused = set[str]() if self._used is None else set(names) - self._used
+        if self._used is not None:
+            self._used -= set(names)
         ready = None
-        if self._stream is not None:
+        if self._session.stream is not None:
             # In the stream in which DDP has just filled the bucket; it is the one of autograd's node for the parameter,
             # not always the one in which backward was called.
-            ready = torch.cuda.current_stream(self._device).record_event()
-        if self._thread is None and not self._closed:
-            # Started here, in the process that trains: a thread does not survive fork, nor can it be pickled.
-            self._thread = threading.Thread(
-                target=self._run, args=(inherit_thread_settings(self._stream),), name="lightning_sparse", daemon=True
-            )
-            self._thread.start()
+            ready = torch.cuda.current_stream(self._session.device).record_event()
         arrived = Bucket(future, buffer, views, unused, ready)
         if self._held is None:
-            self._queue.put(arrived)
+            self._submit(arrived)
         else:
             self._held.append(arrived)
         return future
+
+    def _submit(self, bucket: Bucket) -> None:
+        self._worker.submit(partial(self._reduce, bucket), bucket.ready, otherwise=bucket.complete)
 
     def _end_of_backward(self) -> None:
         """Wait for the thread and raise its exception. Runs before DDP itself waits for the futures.
@@ -167,19 +160,19 @@ class CommThread:
         within_backward, self._in_backward = in_backward(), False
         started = time.perf_counter()
         if self._held:
-            if self._stream is not None:  # behind all that backward has launched, not only behind the gradients
-                self._held[0].ready = torch.cuda.current_stream(self._device).record_event()
+            if self._session.stream is not None:  # behind all that backward has launched, not only behind the gradients
+                self._held[0].ready = torch.cuda.current_stream(self._session.device).record_event()
             for bucket in self._held:
-                self._queue.put(bucket)
+                self._submit(bucket)
             self._held.clear()
-        self._queue.join()
+        self._worker.join()
         self.reducer.seconds["exposed"] += time.perf_counter() - started
-        if self._error is not None:
-            raise self._error
-        if self._stream is not None:
+        if self._session.error is not None:
+            raise self._session.error
+        if self._session.stream is not None:
             # DDP synchronises only the stream its hook ran on. Make the caller's stream wait too: it reuses the buffers
             # the thread still reads. After this no gradient, bucket or residual needs record_stream.
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._session.device).wait_stream(self._session.stream)
         for name, param in self._frozen.items():
             if param.requires_grad:
                 raise self._fail_with(
@@ -206,10 +199,10 @@ class CommThread:
 
     def check_reduced(self, before: int) -> None:
         """Raise RuntimeError, on all ranks, unless `reductions` is one more than before backward."""
-        self._queue.join()
-        if self._error is not None or self.reductions > before:
+        self._worker.join()
+        if self._session.error is not None or self.reductions > before:
             return
-        late = {name: p for p in self._params if (name := self._name_of[id(p)]) not in self._step.arrived}
+        late = {name: param for name, param in self._params.items() if name not in self._step.arrived}
         where = f"on rank {self.comm.ranks[self.comm.rank]} at step {self.reducer.step}"
         # DDP does not deliver a bucket with one gradient missing, so not every parameter that is late is at fault.
         unused = [repr(name) for name, param in late.items() if param.grad is None or not param.requires_grad]
@@ -225,17 +218,17 @@ class CommThread:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that training has failed on this one, outside the communication thread."""
+        """Tell the other ranks that training has failed on this one, outside of the worker thread."""
         self._session.fail(error)
 
     @property
     def is_consistent(self) -> bool:
         """Whether every step that was begun is complete, so that all residuals belong to the same step."""
-        return self._error is None and not self._step.buckets and not self._held
+        return self._session.error is None and not self._step.buckets and not self._held
 
     def drain(self) -> bool:
         """Wait until the queue is empty, and return whether the residuals are consistent."""
-        self._queue.join()
+        self._worker.join()
         return self.is_consistent
 
     def _fail_with(self, text: str) -> RuntimeError:
@@ -245,83 +238,27 @@ class CommThread:
 
     def close(self) -> None:
         """End the thread and leave the group. May be called twice, and after a failure."""
-        # A forked child that collects its copy of the model has no thread, and its parent goes on.
-        if self._closed or os.getpid() != self._pid:
+        if self._session.is_closed:
             return
-        self._closed = True
         self._session.mark_done()
         for hook in self._hooks:
             hook.remove()
         if self._exchanged is not None:
             self._exchanged.close()
-        if self._thread is not None:
-            self._queue.put(None)
-            if self._thread is threading.current_thread():
-                self._closed_by_thread = True  # by the garbage collector; `_run` closes the session at its end
-                return
-            self._thread.join(JOIN_SECONDS)
-        self._close_session(alive=self._thread is not None and self._thread.is_alive())
+        self._worker.end(lambda is_alive: self._session.finish(failed=is_alive))
 
-    def _close_session(self, *, alive: bool) -> None:
-        done = self._stream.query if self._stream is not None else lambda: True
-        error = self._session.finish(done, failed=self._error is not None or alive)
-        self._error = self._error or error
+    # In the worker thread:
 
-    # In the communication thread:
+    def _reduce(self, bucket: Bucket) -> None:
+        self._session.launching()
+        self._step.add(bucket)
+        self._session.launched(self._session.stream)
 
-    def _run(self, prepare: Callable[[], None]) -> None:
-        prepare()
-        while (bucket := self._next()) is not None:
-            try:
-                if self._error is None:
-                    if bucket.ready is not None:
-                        bucket.ready.wait()
-                    self._device_busy = True
-                    self._step.add(bucket)
-            except BaseException as error:  # raised again in the training thread
-                self._fail(error)
-            finally:
-                if self._error is not None:
-                    bucket.complete()
-                self._queue.task_done()
-            del bucket
-            if self._error is not None:
-                # A kernel may wait for a dead rank, and whoever reads a tensor waits for the kernel: a deadlock.
-                self._session.free_device()
-        if self._closed_by_thread:
-            self._close_session(alive=False)
-
-    def _next(self) -> Bucket | None:
-        while True:
-            try:
-                return self._queue.get(timeout=POLL.total_seconds())
-            except queue.Empty:
-                self.comm.respond()
-                self._watch_device()
-
-    def _watch_device(self) -> None:
-        """If this rank's device waits for a rank that has failed, free the device."""
-        # Querying a stream invalidates a CUDA graph that another thread captures: no query once our work is done.
-        if self._stream is None or self._error is not None or not self._device_busy:
-            return
-        try:
-            if self._stream.query():
-                self._device_busy = False
-            else:
-                self.comm.raise_if_peer_failed()
-        except Exception as error:
-            # The training thread may be waiting for the device, and so for the failed rank. The gradients it gets now
-            # are invalid, and the next backward raises the error.
-            self._fail(error)
-            log.error(error_message(error, self.comm, self.reducer.step))
-            self._session.free_device()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
+    def _failed(self, error: BaseException) -> None:
         # First of all, so that backward ends whatever happens here.
         for bucket in self._step.buckets:
             bucket.complete()
-        self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
+        self._session.end_by(error)
 
 
 def exchanges_after_backward(ddp: DistributedDataParallel) -> bool:

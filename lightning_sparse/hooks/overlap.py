@@ -1,0 +1,284 @@
+"""Overlap with backward: each segment is stepped and exchanged as soon as its gradients are there.
+
+    overlap = BackwardOverlap(updates, optimizer)
+    overlap.watch()
+    ...                      # a backward pass whose gradients are those of the optimizer's next step
+    overlap.end()
+    if overlap.has_begun:    # the optimizer has no gradients any more, so its own step does nothing
+        overlap.finish()     # weights are equal on all ranks
+    else:                    # nothing was stepped: the exchange comes after the step
+
+Weights, residuals, moments and messages are those of an exchange after the step, bit for bit, and segments come in the
+same order. So each rank decides for itself, in each step.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from lightning_sparse._compat import collectives_so_far, gradient_hooks, in_backward, step_without_hooks
+from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.updates.segment import UpdateSegment
+
+log = logging.getLogger(__name__)
+_NEEDED_AGAIN = (
+    "A weight may have been needed for another gradient after it had been stepped within backward, as it is where a "
+    "detached one is used. Then set overlap='none' of the strategy: the exchange begins when backward has ended."
+)
+
+
+@dataclass
+class _Part:
+    """One segment, and the part of the optimizer that steps it.
+
+    Attributes:
+        segment: the segment.
+        params: its parameters.
+        optimizer: a copy of the optimizer; its state is the optimizer's own.
+        groups: of each of the optimizer's parameter groups, the parameters in this segment.
+    """
+
+    segment: UpdateSegment
+    params: list[Tensor]
+    optimizer: Optimizer
+    groups: list[list[Tensor]]
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Take this segment's part of the optimizer's step."""
+        self.optimizer.state = optimizer.state
+        chosen = zip(optimizer.param_groups, self.groups, strict=False)  # a new group has none of ours
+        self.optimizer.param_groups = [{**group, "params": params} for group, params in chosen]
+        step_without_hooks(self.optimizer)
+
+
+@dataclass
+class _Plan:
+    """What a backward pass is expected to bring.
+
+    Attributes:
+        parts: in the layout's order.
+        index: parameter to its part.
+        trained: parameters, and whether they require a gradient.
+        hooks: on their gradients.
+        allowed: whether segments may be stepped within backward; None before a pass was seen.
+    """
+
+    parts: list[_Part]
+    index: dict[Tensor, int]
+    trained: list[tuple[Tensor, bool]]
+    hooks: list[Any] = field(default_factory=list)
+    allowed: bool | None = None
+
+
+@dataclass
+class _Pass:
+    """One backward pass.
+
+    Attributes:
+        collectives: number of collectives before it, on CUDA.
+        arrived: parameters whose gradients are there.
+        missing: number of gradients to come, by part that has not been stepped.
+        streams: on CUDA, in which gradients were computed.
+    """
+
+    collectives: int
+    arrived: set[Tensor] = field(default_factory=set)
+    missing: dict[int, int] = field(default_factory=dict)
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
+
+
+class BackwardOverlap:
+    """The steps of one optimizer, segment by segment, within the backward passes that are watched.
+
+    The first pass is only observed. Nothing is stepped within backward if a gradient comes in parts, as with reentrant
+    checkpointing; if backward recomputes parts of the model, which may need weights of other parts; on CUDA, if
+    backward has collectives of its own; or if a parameter has hooks of the user's on its gradient.
+
+    Args:
+        updates: exchanges what the optimizer changes.
+        optimizer: changes each parameter by that parameter's gradient and state alone, as those of torch but LBFGS do.
+        prepare: called before the first segment of a step is stepped.
+        speaks: whether this rank logs why nothing is stepped within backward.
+
+    Attributes:
+        has_begun: whether segments have been stepped, so that `finish` has to be called.
+        in_closure: whether a closure is being evaluated.
+    """
+
+    def __init__(
+        self,
+        updates: DeltaExchange,
+        optimizer: Optimizer,
+        prepare: Callable[[], None] = lambda: None,
+        speaks: bool = True,
+    ) -> None:
+        self._updates, self._optimizer, self._prepare, self._speaks = updates, optimizer, prepare, speaks
+        self.has_begun = self.in_closure = False
+        self._plan = _Plan([], {}, [])
+        self._pass: _Pass | None = None
+        self._on_modules: Any = None
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    @property
+    def _stream(self) -> torch.cuda.Stream | None:
+        return self._updates.stream
+
+    def run_closure(self, closure: Callable[[], Any], failed: Callable[[BaseException], None]) -> Any:
+        """Return what a step's closure returns; `watch` is called within, before the backward pass that counts.
+
+        If it raises after segments have been stepped, `failed` gets the error, and agreed weights are restored.
+        """
+        self.in_closure = True
+        try:
+            result = closure()
+            self.end()
+        except BaseException as error:
+            self._stop_watching()
+            if self.has_begun:
+                if "modified by an inplace operation" in str(error):
+                    error.args = (f"{_NEEDED_AGAIN} ({error})",)
+                failed(error)
+                self._updates.abandon(self._optimizer)
+            raise
+        finally:
+            self.in_closure = False
+        return result
+
+    def watch(self) -> None:
+        """Step segments in the backward pass that comes now, if it is as the one before."""
+        self._updates.refresh_parameters()
+        if not self._is_as_planned():
+            self._remove_hooks()
+            self._plan = self._make_plan()
+        self._pass = _Pass(0 if self._stream is None else collectives_so_far())
+        if self._plan.allowed is None:
+            self._on_modules = register_module_forward_pre_hook(self._on_forward)
+
+    def end(self) -> None:
+        """Step the segments that are left, if the pass has begun to, and put gradients aside until `finish`."""
+        backward = self._stop_watching()
+        if self.has_begun and backward is not None:
+            for index in sorted(backward.missing):
+                self._step(index, backward)
+            self._gradients = [(param, param.grad) for param in self._plan.index]
+            for param in self._plan.index:
+                param.grad = None
+        elif self._plan.allowed is None and backward is not None and backward.arrived:
+            self._plan.allowed = self._stream is None or collectives_so_far() == backward.collectives
+            if not self._plan.allowed:
+                self._say("backward has collectives of its own")
+
+    def finish(self) -> None:
+        """Wait until weights are equal on all ranks; gradients are again where they were.
+
+        Raises:
+            NonFiniteGradient, RankFailure: see `DeltaExchange.exchange`.
+        """
+        self.has_begun = False
+        for param, gradient in self._gradients:
+            param.grad = gradient
+        self._gradients = []
+        self._updates.finish(self._optimizer)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stop_watching()
+        self._remove_hooks()
+
+    def _make_plan(self) -> _Plan:
+        params, groups = self._updates.parameters, self._optimizer.param_groups
+        parts = []
+        for segment in self._updates.segments:
+            own = [params[name] for name in segment.segment.names]
+            ids = {*map(id, own)}
+            split = [[param for param in group["params"] if id(param) in ids] for group in groups]
+            parts.append(_Part(segment, own, copy.copy(self._optimizer), split))
+        index = {param: number for number, part in enumerate(parts) for param in part.params}
+        trained = [(param, param.requires_grad) for param in index]
+        hooks = [param.register_post_accumulate_grad_hook(self._on_gradient) for param, used in trained if used]
+        return _Plan(parts, index, trained, hooks)
+
+    def _is_as_planned(self) -> bool:
+        """Return whether the parameters are the planned ones, and the same ones are frozen."""
+        plan, params = self._plan, self._updates.parameters.values()
+        same = len(plan.index) == len(params) and all(param in plan.index for param in params)
+        return same and all(param.requires_grad == trained for param, trained in plan.trained)
+
+    def _stop_watching(self) -> _Pass | None:
+        backward, self._pass = self._pass, None
+        if self._on_modules is not None:
+            self._on_modules.remove()
+            self._on_modules = None
+        return backward
+
+    def _say(self, why: str) -> None:
+        if self._speaks:
+            log.info(f"DeltaExchange are exchanged after backward: {why}.")
+
+    def _remove_hooks(self) -> None:
+        for hook in self._plan.hooks:
+            hook.remove()
+
+    # In the thread of backward:
+
+    def _on_forward(self, *_: Any) -> None:
+        if in_backward() and self._plan.allowed is not False:
+            self._say("backward computes activations anew, by checkpointing")
+            self._plan.allowed = False
+
+    def _on_gradient(self, param: Tensor) -> None:
+        backward, plan = self._pass, self._plan
+        if backward is None:
+            return
+        index = plan.index[param]
+        if param in backward.arrived:
+            name = next(name for name, each in self._updates.parameters.items() if each is param)
+            if plan.allowed is not False:
+                self._say(f"the gradient of {name!r} comes in parts")
+            plan.allowed = False
+            if self.has_begun and index in backward.missing:
+                backward.missing[index] += 1  # so the segment waits for the end
+            elif self.has_begun:
+                raise RuntimeError(
+                    f"The gradient of {name!r} came in two parts, though in the step before it came at once, so its "
+                    f"update may be of one part only. Checkpoint activations with use_reentrant=False, or set "
+                    f"overlap='none' of the strategy."
+                )
+        if self._stream is not None:
+            backward.streams.add(torch.cuda.current_stream(self._stream.device))
+        is_first = not backward.arrived and plan.allowed and self._is_as_planned()
+        # Hooks of others on gradients may come after ours and change them.
+        if is_first and not any(len(gradient_hooks(each)) > 1 for each in plan.index):
+            # A frozen parameter, too, counts as one to come: backward may need its weight until it ends.
+            backward.missing = {number: len(part.params) for number, part in enumerate(plan.parts)}
+            self._updates.begin(self._optimizer)
+            self._prepare()
+            self._updates.start(self._optimizer)
+            self.has_begun = True
+        backward.arrived.add(param)
+        if self.has_begun:
+            backward.missing[index] -= 1
+            if not backward.missing[index]:
+                self._step(index, backward)
+
+    def _step(self, index: int, backward: _Pass) -> None:
+        part, ready = self._plan.parts[index], None
+        if self._stream is None:
+            part.step(self._optimizer)
+        else:
+            current = torch.cuda.current_stream(self._stream.device)
+            for stream in backward.streams - {current}:
+                current.wait_stream(stream)
+            part.step(self._optimizer)
+            ready = current.record_event()
+        del backward.missing[index]
+        self._updates.submit(part.segment, ready)

@@ -1,0 +1,279 @@
+"""The momentum of optimizers: where it lies, how much of it is unspent, and how much of an update is noise.
+
+**Momentum payout.** A first moment spreads each gradient over the steps to come. If no further gradient came, the
+weights would still move by p = β/(1 − β) · (change of the last step − its decoupled weight decay). The residual delays
+an entry that is sent seldom, and p comes on top. So p is added to the delta before entries are selected, and the moment
+is cleared where entries are sent. Elsewhere p stays in the moment. (Momentum factor masking, Lin et al. 2018, arXiv
+1712.01887, clears the moment and drops p.) p is exact for steps that are linear in the first moment, up to its bias
+correction: SGD, Adam, AdamW, RAdam, Adamax, and most optimizers of other packages. With Nesterov momentum and NAdam it
+counts the last gradient once more. p is not rescaled (below), although later updates would be: with four ranks the GPT
+of `benchmarks.updates` ended higher with p rescaled.
+
+**Rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's batch has P times
+the variance of the mean over P ranks. So if noise dominates, a rank's v is P times as large as in dense training, its
+updates are √P times smaller, and a learning rate for dense training is too small. With q the part of v that is signal,
+v of the mean gradient would be (q + (1 − q)/P) v. So updates are multiplied by f = 1/√(q + (1 − q)/P), one f per
+parameter. Adam's moments estimate q: m̂ holds all of a gradient's signal, and c = (1 − β₁)/(1 + β₁) of the variance of
+its noise, so Σm̂² = (q + (1 − q)c) Σv̂.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.compressors.base import Entries
+from lightning_sparse.kernels.launch import to_device
+from lightning_sparse.kernels.payout import Payout
+from lightning_sparse.kernels.rescaling import rescaling
+from lightning_sparse.kernels.write_back import clear_entries_
+from lightning_sparse.layout import Segment
+
+State = Mapping[str, Any]
+
+
+class Moments(NamedTuple):
+    """Where a kind of optimizer keeps its moments.
+
+    Attributes:
+        first: key of the first moment in the optimizer's state of a parameter.
+        beta: returns the decay of the first moment, from a parameter group.
+        second: key of the second moment, the mean of squared gradients, if an update is that of Adam and can be
+            rescaled; else None.
+        is_guessed: whether only the optimizer's name says so: then parameters count if their state has both moments.
+    """
+
+    first: str
+    beta: Callable[[State], float]
+    second: str | None = None
+    is_guessed: bool = False
+
+
+class SegmentMoments:
+    """The moments of the parameters of one segment, after one step.
+
+    Args:
+        segment: the segment.
+        kind: where the optimizer keeps its moments.
+        groups: the parameter group of each parameter, in the segment's order.
+        states: the optimizer's state of each parameter; empty for one that the optimizer has not stepped.
+        device: of the parameters.
+        skipped: an fp32 scalar on the device, 1 if a gradient scaler made the optimizer leave the step out, else 0;
+            None if the step was taken.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        kind: Moments,
+        groups: Sequence[State],
+        states: Sequence[State],
+        device: torch.device,
+        skipped: Tensor | None = None,
+    ) -> None:
+        self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
+        self._skipped = None if skipped is None else skipped.reshape(())
+        self._first: list[Tensor | None] = [state.get(kind.first) for state in states]
+        if kind.is_guessed:
+            plain = map(_has_adams_moments, states, segment.shapes)
+            self._first = [m if is_plain else None for m, is_plain in zip(self._first, plain, strict=True)]
+        self._flat_first = _flat(self._first)
+        self._factors: Tensor | None = None  # f of each parameter, if `rescaling` was called
+
+    @property
+    def _is_empty(self) -> bool:
+        return all(moment is None for moment in self._first)
+
+    def rescaling(self, size: int) -> tuple[Tensor, Tensor] | None:
+        """Return the factors that rescale the segment's deltas.
+
+        Decoupled weight decay keeps its size: it has no noise. Parameters without a step keep a factor of 1.
+
+        Args:
+            size: P, the number of ranks.
+
+        Returns:
+            f = 1/√(q + (1 − q)/P) of each parameter, and r = (1 − f) · rate · weight decay: the delta c of weights w
+            becomes f·c + r·w. 1-D fp32, on the parameters' device. None if there are no moments yet.
+        """
+        if self._is_empty:
+            return None
+
+        def rows(group: State, steps: Tensor) -> tuple[Any, ...]:
+            beta, beta_of_second = group["betas"]
+            return _correction(beta, steps), _correction(beta_of_second, steps), (1 - beta) / (1 + beta), _decay(group)
+
+        pairs = zip(self._states, self._first, strict=True)
+        second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
+        numbers = self._per_parameter(rows, without=(1.0, 1.0, -1.0, 0.0))
+        factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
+        if self._skipped is not None:  # without a step there may be no moments yet, and NaN
+            factors = torch.where(self._skipped > 0, 1.0, factors)
+            decay_terms = torch.where(self._skipped > 0, 0.0, decay_terms)
+        self._factors = factors
+        return factors, decay_terms
+
+    def payout(self, weights: Sequence[Tensor], before_last: Sequence[Tensor] | None = None) -> Payout | None:
+        """Return the unspent momentum of the segment, in terms of its deltas; None if there is none yet.
+
+        Args:
+            weights: before the step, 1-D, one per parameter.
+            before_last: after several local steps, `last_step_references` of the last one; the deltas are those of all
+                steps then.
+        """
+        if self._is_empty:
+            return None
+
+        decays = before_last is None and any(map(_decays, self._groups))
+
+        def rows(group: State, steps: Tensor) -> tuple[Any, Any]:
+            beta = self._kind.beta(group)
+            unspent = beta / (1 - beta)
+            return unspent, -unspent * (_decay(group) if before_last is None else 1.0)
+
+        coefficients = self._per_parameter(rows, without=(0.0, 0.0))
+        if self._skipped is not None:
+            coefficients = torch.where(self._skipped > 0, 0.0, coefficients)
+        references = before_last if before_last is not None else weights if decays else None
+        return Payout(coefficients, references, self._factors)
+
+    def clear_(self, applied: Entries) -> None:
+        """Set the moments to zero where entries were applied; not if the optimizer left the step out."""
+        for indices, _ in applied.lists:
+            if self._skipped is not None:
+                indices = torch.where(self._skipped > 0, self._segment.numel, indices)  # as padding
+            clear_entries_(self._flat_first, self._segment.bounds, indices)
+        for moment, cleared in zip(self._first, self._flat_first, strict=True):
+            if moment is not None and cleared is not None and not moment.is_contiguous():
+                moment.copy_(cleared.view(moment.shape))
+
+    def _per_parameter(self, rows: Callable[[State, Tensor], Sequence[Any]], without: Sequence[float]) -> Tensor:
+        """Return some numbers of each parameter, (rows, parameters), fp32, on the parameters' device.
+
+        They are computed for all parameters of a group at a time: steps may lie on the device, where each operation
+        is a launch.
+
+        Args:
+            rows: called once per parameter group, with the group and the steps of its parameters, 1-D; returns one
+                number per row, or one per row and parameter.
+            without: the rows of parameters without momentum.
+        """
+        of_group: dict[int | None, list[int]] = {}
+        for index, (group, moment) in enumerate(zip(self._groups, self._first, strict=True)):
+            of_group.setdefault(None if moment is None else id(group), []).append(index)
+        made: list[Sequence[Any]] = []
+        for key, indices in of_group.items():
+            group = self._groups[indices[0]]
+            steps = _stack_scalars([self._states[index].get("step", 0) for index in indices])
+            if any(_on_device(x) for x in (group.get("lr"), *group.get("betas", ()))):
+                steps = to_device(steps, self._device)
+            made.append(without if key is None else rows(group, steps))
+        device = self._device if any(_on_device(x) for each in made for x in each) else torch.device("cpu")
+        parts = [
+            [_row(x, len(indices), device) for x in each] for each, indices in zip(made, of_group.values(), strict=True)
+        ]
+        numbers = torch.stack([row[0] if len(row) == 1 else torch.cat(row) for row in zip(*parts, strict=True)])
+        order = [index for indices in of_group.values() for index in indices]
+        if order != sorted(order):
+            places = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device="cpu")
+            numbers = numbers.index_select(1, to_device(places, numbers.device))
+        return to_device(numbers, self._device)
+
+
+def last_step_references(
+    weights: Sequence[Tensor], before_last: Sequence[Tensor], groups: Sequence[State]
+) -> list[Tensor]:
+    """Return fp32 z with (delta of all local steps) − z = the last step's change without its decoupled weight decay.
+
+    Args:
+        weights: before the first local step, one per parameter.
+        before_last: before the last local step, in the same way.
+        groups: the parameter group of each parameter, as the last step will use it.
+    """
+    return [w.float() - (1 - _decay(g)) * x.float() for w, x, g in zip(weights, before_last, groups, strict=True)]
+
+
+def _decay(group: State) -> Any:
+    """Return the share of the weights that decoupled weight decay subtracts in each step."""
+    return group["lr"] * group["weight_decay"] if _decays(group) else 0.0
+
+
+def _decays(group: State) -> bool:
+    return bool(group.get("decoupled_weight_decay") and group["weight_decay"])
+
+
+def _on_device(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device.type != "cpu"
+
+
+def _row(x: Any, count: int, device: torch.device) -> Tensor:
+    """Return a number, or numbers on the device, as `count` fp32 numbers there."""
+    if isinstance(x, Tensor) and (x.dim() or x.device == device):
+        return to_device(x.float(), device).expand(count)
+    return torch.full((count,), float(x), dtype=torch.float32, device=device)
+
+
+def _stack_scalars(numbers: Sequence[Any]) -> Tensor:
+    """Return numbers, or scalars, as a 1-D tensor: fp32 on the device if one of them is there, else fp64."""
+    device = next((x.device for x in numbers if _on_device(x)), None)
+    if device is None:
+        return torch.tensor([float(x) for x in numbers], dtype=torch.float64, device="cpu")
+    # A parameter that was trained later than others, or loaded, may have its own on the host.
+    return torch.stack([x.float() if _on_device(x) else torch.full((), float(x), device=device) for x in numbers])
+
+
+def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return tensors as 1-D, contiguous ones: views of contiguous tensors, and copies of others."""
+    return [None if x is None else x.contiguous().view(-1) for x in tensors]
+
+
+def _correction(beta: Any, steps: Tensor) -> Tensor:
+    """Return 1 − βᵗ, and a tiny number before the first step: a scaler lets a fused optimizer leave that out."""
+    correction: Tensor = 1 - beta**steps
+    return correction.clamp(min=1e-30)
+
+
+def moments_of(optimizer: Optimizer) -> Moments | None:
+    """Return where an optimizer keeps its moments; None if it is not known."""
+    kinds = type(optimizer).__mro__
+    known = next((MOMENTS[kind] for kind in kinds if kind in MOMENTS), None)
+    # Not by the state alone: Ranger and SOAP have moments by Adam's names, but change weights by other rules as well.
+    # A payout of these changes feeds on itself, and the training diverges. These three were measured, and gain by it.
+    is_adam = any(name in kind.__name__.lower() for kind in kinds for name in ("adam", "lamb", "adopt"))
+    if known is None and is_adam and all(_has_betas(group) for group in optimizer.param_groups):
+        return ADAM_LIKE
+    return known
+
+
+def _has_betas(group: State) -> bool:
+    betas = group.get("betas")
+    return isinstance(betas, Sequence) and len(betas) == 2 and all(isinstance(x, int | float | Tensor) for x in betas)
+
+
+def _has_adams_moments(state: State, shape: Sequence[int]) -> bool:
+    """Return whether a state has both moments of Adam, each a number for each element of its parameter."""
+    moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
+    # Others have quantized ones, in classes of their own, or factors of a matrix.
+    return all(type(m) is Tensor and m.shape == torch.Size(shape) and m.is_floating_point() for m in moments)
+
+
+def _beta(group: State) -> float:
+    return float(group["betas"][0])
+
+
+ADAM = Moments("exp_avg", _beta, second="exp_avg_sq")
+MOMENTS: Mapping[type[Optimizer], Moments] = {
+    torch.optim.SGD: Moments("momentum_buffer", lambda group: float(group["momentum"])),
+    torch.optim.Adam: ADAM,
+    torch.optim.AdamW: ADAM,
+    torch.optim.NAdam: ADAM,
+    torch.optim.RAdam: Moments("exp_avg", _beta),
+    torch.optim.Adamax: Moments("exp_avg", _beta),
+}
+"""Subclasses count as their base class; fused and foreach forms keep the same state."""
+ADAM_LIKE = Moments("exp_avg", _beta, "exp_avg_sq", is_guessed=True)
+"""Adam, Lamb and ADOPT of other packages: named so, with betas. Only for parameters whose state has Adam's moments."""

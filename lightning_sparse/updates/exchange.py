@@ -1,0 +1,377 @@
+"""The exchange of optimizer updates: what optimizers have changed of all segments, on one rank.
+
+Each rank steps its own optimizer on its own gradient. Then it sends a compressed part of what the optimizer has changed
+(the delta), and all ranks apply the mean:
+
+    updates = DeltaExchange(reducer, model, [optimizer])
+    updates.begin(optimizer)        # present weights are the agreed ones
+    optimizer.step()
+    updates.exchange(optimizer)     # weights are equal on all ranks again
+
+The arithmetic is in `lightning_sparse.updates.segment`. Overlap changes only when a segment is exchanged. Within
+backward `submit` hands a segment to a thread as soon as it has been stepped. With overlap="next_step" the exchange is
+awaited at the next one of the same optimizer, or by `complete`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse.comm.broadcast import broadcast
+from lightning_sparse.comm.peers import JOIN_SECONDS
+from lightning_sparse.comm.worker import Worker
+from lightning_sparse.options import listed
+from lightning_sparse.reducer import PendingExchange, Reducer
+from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates.parameters import exchanged_parameters, rests
+from lightning_sparse.updates.segment import UpdateSegment
+
+
+class DeltaExchange:
+    """The segments of a model's parameters, and the exchange of what optimizers change of them.
+
+    Args:
+        reducer: of `exchanged="update"`; set up here, unless it has been for the same parameters.
+        model: the model; its weights are equal on all ranks.
+        optimizers: its optimizers.
+        buffers: with overlap="next_step" returns the buffers that become rank 0's with each exchange, by name.
+        worker: the thread that exchanges beside the training thread; None makes one.
+
+    Attributes:
+        parameters: the exchanged parameters by name, in registration order.
+        segments: in the order of the reducer's layout.
+
+    Raises:
+        ValueError: a parameter belongs to two optimizers, or is not the model's; or see `Reducer.setup`.
+    """
+
+    segment_kind: type[UpdateSegment] = UpdateSegment
+    """The class of the segments; benchmarks vary it."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
+        worker: Worker | None = None,
+    ) -> None:
+        self._reducer, self._model, self._optimizers = reducer, weakref.ref(model), optimizers
+        self._buffers, self._worker = buffers, worker or Worker()
+        self.parameters, optimizer_of, numbers = exchanged_parameters(model, optimizers)
+        if reducer.layout is None:
+            reducer.setup(self.parameters, numbers)
+        self._lay_out(self.parameters, optimizer_of)
+        self._begun: set[Optimizer] = set()
+        self._new: list[str] = []  # parameters that become rank 0's after their first exchange
+        self._submitted: dict[int, Callable[[], Any]] = {}  # segments that wait for earlier ones, by index
+        self._futures: list[Future[Any]] = []  # of the exchange that another thread is at
+        self._rank_0s: dict[str, Tensor] = {}  # copies of buffers, which the pending exchange makes rank 0's
+
+    def _lay_out(self, weights: Mapping[str, Tensor], optimizer_of: Mapping[str, Optimizer]) -> None:
+        assert self._reducer.layout is not None
+        self.segments = [
+            self.segment_kind(each, self.parameters, weights, optimizer_of[each.names[0]], self._reducer)
+            for each in self._reducer.layout.segments
+        ]
+
+    @property
+    def _rule(self) -> UpdateRule:
+        return self._reducer.method.update_rule or UpdateRule()
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """On CUDA, the stream of the worker that exchanges."""
+        return self._worker.stream
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an exchange with overlap="next_step" has begun and not been completed."""
+        return any(each.ahead is not None for each in self.segments)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model lacks the weights of an exchange that has been completed."""
+        return any(each.is_stale for each in self.segments)
+
+    @property
+    def weights(self) -> dict[int, Tensor]:
+        """The weights that all ranks agreed on last, by the id of the parameter."""
+        return {id(self.parameters[name]): w for each in self.segments for name, w in each.agreed.items()}
+
+    def has(self, param: Tensor) -> bool:
+        """Return whether a parameter is among those exchanged."""
+        return any(param is each for each in self.parameters.values())
+
+    def of(self, optimizer: Optimizer) -> list[UpdateSegment]:
+        """Return the segments of an optimizer."""
+        return [each for each in self.segments if each.optimizer is optimizer]
+
+    @property
+    def note(self) -> str:
+        """One sentence about what is exchanged."""
+        method, size = self._reducer.method, self._reducer.comm.size
+        optimizers = {each.optimizer for each in self.segments}
+        return self._rule.note(optimizers, method.density if method.is_sparse else None, size)
+
+    # Before a step:
+
+    @torch.no_grad()
+    def begin(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
+        """Take an optimizer's present weights for agreed ones; call it before the optimizer steps.
+
+        Weights are equal on all ranks after an exchange, and stay equal if every rank then makes the same change, by
+        clipping them or by loading a checkpoint. Parameters that the optimizer was given since then are taken in.
+
+        Args:
+            optimizer: which steps next.
+            unless: a flag on the device; if it is set, the weights of the last call stay.
+        """
+        self.refresh_parameters()
+        self._begun.add(optimizer)
+        for each in self.of(optimizer):
+            frozen = {name for name in each.segment.names if not self.parameters[name].requires_grad}
+            if frozen != each.frozen:
+                self.complete()  # a pending exchange has no update of a frozen parameter
+                if self._rule.local_steps > 1 or self._rule.delayed:  # ranks may have changed it by unequal weights
+                    self._new += each.frozen - frozen
+            each.frozen = frozen
+        self._write_stale()
+        for each in self.of(optimizer):
+            each.take_weights(unless=unless)
+
+    @torch.no_grad()
+    def begin_last_step(self, optimizer: Optimizer) -> None:
+        """Note the weights before the last of several local steps, whose change tells the unspent momentum."""
+        for each in self.of(optimizer):
+            each.note_last_step(_groups_of(optimizer))
+
+    @torch.no_grad()
+    def changed(self, optimizer: Optimizer) -> Tensor | None:
+        """Return a flag on the device: whether an optimizer's weights have changed since `begin`; None without any."""
+        different = [flag for each in self.of(optimizer) for flag in each.differs]
+        return torch.stack(different).any() if different else None
+
+    def refresh_parameters(self) -> None:
+        """Take in parameters that optimizers were given since the last step; call it before each step."""
+        model = self._model()
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        present = {id(param) for group in groups for param in group["params"] if not rests(param)}
+        if model is None or present == {*map(id, self.parameters.values())}:
+            return
+        if self.is_pending:
+            self.complete()
+        if lost := [name for name, param in self.parameters.items() if id(param) not in present]:
+            owner = next(each.optimizer for each in self.segments if lost[0] in each.segment.names)
+            raise ValueError(
+                f"{type(owner).__name__} no longer steps {listed([*map(repr, lost)])}, which it "
+                f"stepped when exchanging began. Make a new optimizer of the model's parameters and exchange its "
+                f"updates, by attach_updates or by a new fit; or freeze them by requires_grad_(False)."
+            )
+        weights = {name: w for each in self.segments for name, w in each.weights.items()}
+        frozen = {name for each in self.segments for name in each.frozen}
+        self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
+        new = {name: param.detach() for name, param in self.parameters.items() if name not in weights}
+        state = self._reducer.state_dict()
+        for kept in state["elements"].values():
+            kept.update({name: torch.zeros(param.shape, device="cpu") for name, param in new.items()})
+        self._reducer.setup(self.parameters, numbers)
+        self._reducer.load_state_dict(state)
+        self._new += new
+        self._lay_out({**weights, **new}, optimizer_of)
+        for each in self.segments:
+            each.frozen = frozen.intersection(each.segment.names)
+
+    # After a step:
+
+    @torch.no_grad()
+    def exchange(self, optimizer: Optimizer, *, stepped: bool | None = True) -> None:
+        """Exchange what an optimizer has changed since `begin`. Then its weights are equal on all ranks.
+
+        With overlap="next_step" complete the exchange before, and begin this one. If it fails, weights are again those
+        that all ranks agreed on last.
+
+        Args:
+            optimizer: whose deltas.
+            stepped: whether the optimizer has just taken its step; False if it left the step out, None if steps were
+                taken earlier.
+
+        Raises:
+            NonFiniteGradient: a delta is not finite on some rank. With overlap="next_step" the next exchange raises it.
+            RankFailure: another rank has failed, or is out of step.
+            RuntimeError: `begin` was not called before the step.
+        """
+        if self._rule.delayed:
+            self._wait_or_restore()
+        segments, groups = self._start(optimizer), _groups_of(optimizer)
+        for each in segments if stepped is not None else ():
+            each.note_step(skipped=not stepped)
+        try:
+            self._write_stale()
+            if self._rule.delayed:
+                self._exchange_later([each.begin_(groups) for each in segments])
+            else:
+                for each in segments:
+                    each.exchange_(groups)
+                self._share_new(optimizer)
+        except BaseException as error:  # some segments hold deltas, some this rank's weights, and some agreed ones
+            self._restore(segments)
+            if self._rule.delayed and not isinstance(error, Exception):
+                self._futures = [Future()]
+                self._futures[0].set_exception(RuntimeError("An exchange of updates was interrupted as it began."))
+            raise
+        self._reducer.finish_step()
+        if self._rule.delayed and self._new:
+            self.complete()  # not while another thread exchanges
+            self._share_new(optimizer)
+
+    def start(self, optimizer: Optimizer) -> None:
+        """Begin an exchange whose segments come by `submit`, in any order; `finish` ends it."""
+        self._start(optimizer)
+        self._futures = []
+        if self._worker.stream is not None:  # a state that an exchange replaces may be of the caller's stream
+            for x in (x for state in self._reducer.states for x in state.values()):
+                x.record_stream(self._worker.stream)
+
+    @torch.no_grad()
+    def submit(self, segment: UpdateSegment, ready: torch.cuda.Event | None = None) -> None:
+        """Hand a segment that has been stepped to the worker; segments are exchanged in the layout's order.
+
+        Args:
+            segment: of the optimizer of `start`.
+            ready: on CUDA, recorded behind the step.
+        """
+        segment.note_step()
+        work = partial(segment.exchange_, _groups_of(segment.optimizer))
+        self._submitted[segment.segment.index] = partial(self._worker.submit, work, ready)
+        order = [each.segment.index for each in self.of(segment.optimizer)]
+        while len(self._futures) < len(order) and (send := self._submitted.pop(order[len(self._futures)], None)):
+            self._futures.append(send())
+
+    @torch.no_grad()
+    def finish(self, optimizer: Optimizer) -> None:
+        """Wait until all submitted segments have been exchanged; raises as `exchange` does."""
+        self._submitted.clear()
+        futures, self._futures = self._futures, []
+        try:
+            self._worker.wait(futures)
+            if len(futures) == len(self.of(optimizer)):
+                self._share_new(optimizer)
+        except BaseException:
+            self._restore(self.of(optimizer))
+            raise
+        self._reducer.finish_step()
+
+    def abandon(self, optimizer: Optimizer) -> None:
+        """End an exchange whose backward has failed: exchange no further segment, and restore the agreed weights."""
+        self._submitted.clear()
+        self._worker.drop(self._futures)
+        self._futures = []
+        self._restore(self.of(optimizer))
+
+    def _start(self, optimizer: Optimizer) -> list[UpdateSegment]:
+        """Return the segments of an optimizer whose step has begun."""
+        if optimizer not in self._begun:
+            raise RuntimeError(f"DeltaExchange.begin(optimizer) comes before {type(optimizer).__name__}.step().")
+        self._begun.remove(optimizer)
+        return self.of(optimizer)
+
+    def _share_new(self, optimizer: Optimizer) -> None:
+        """Broadcast from rank 0 layers that were created or unfrozen during training: ranks may differ in them.
+
+        After their first exchange: that is where ranks whose parameters differ are told so.
+        """
+        ours = {name for each in self.of(optimizer) for name in each.segment.names}
+        if new := [name for name in self._new if name in ours]:
+            tensors = [self.parameters[name].detach() for name in new]
+            broadcast(self._reducer.comm, tensors, tensors[0].device)
+        self._new = [name for name in self._new if name not in ours]
+
+    # A pending exchange:
+
+    def _exchange_later(self, pending: Sequence[PendingExchange]) -> None:
+        self._reducer.in_flight = True
+        self._rank_0s = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        copies, reducer = list(self._rank_0s.values()), self._reducer
+
+        def finish() -> None:
+            for each in pending:
+                reducer.finish(each)
+            if copies:
+                broadcast(reducer.comm, copies, copies[0].device)
+
+        self._futures = [self._worker.launch(finish, [x for each in pending for x in each.tensors])]
+
+    def wait(self) -> None:
+        """Wait for the pending exchange, on CUDA in the current stream; raise what it has raised."""
+        self._worker.wait(self._futures)
+
+    def ends_soon(self) -> bool:
+        """Return whether the exchange that another thread is at ends soon, and without an error."""
+        return not wait(self._futures, JOIN_SECONDS).not_done and not any(each.exception() for each in self._futures)
+
+    def _wait_or_restore(self) -> None:
+        """Wait for the pending exchange. If it has failed, restore weights; after an interrupt it goes on."""
+        try:
+            self.wait()
+        except Exception:
+            self._restore()
+            raise
+
+    @torch.no_grad()
+    def complete(self, write: bool = True) -> None:
+        """Complete the pending exchange, if any: weights are equal on all ranks. Needs no other rank to call it.
+
+        Changes since it began go into the residual; without a residual they stay in the weights.
+
+        Args:
+            write: False leaves buffers, and gives the model its weights before the next step only: backward may need
+                those that it has.
+        """
+        if not self._rule.delayed:
+            return
+        self._wait_or_restore()
+        kept = [pair for each in self.segments if each.ahead is not None for pair in each.complete_()]
+        self._reducer.in_flight = False
+        if write:
+            self._write_stale()
+            for param, change in kept:
+                param.sub_(change)
+            present, rank_0s = self._buffers(), self._rank_0s
+            self._rank_0s = {}
+            for name in present.keys() & rank_0s.keys():
+                if present[name].shape == rank_0s[name].shape:
+                    present[name].copy_(rank_0s[name])
+        self._reducer.raise_deferred()
+
+    def close(self) -> bool:
+        """End the worker; return whether nothing is being exchanged any more, without an error."""
+        ended = self.ends_soon()
+        self._worker.end()
+        return ended
+
+    def _write_stale(self) -> None:
+        for each in self.segments:
+            if each.is_stale:
+                each.write()
+
+    def _restore(self, segments: Sequence[UpdateSegment] = ()) -> None:
+        """Give the model the weights that all ranks agreed on last, of pending segments and of these."""
+        pending = [each for each in self.segments if each.ahead is not None]
+        for each in (*segments, *(each for each in pending if each not in segments)):
+            each.restore_()
+        if self._rule.delayed:
+            self._reducer.in_flight = True  # its state is of no complete step
+
+
+def _groups_of(optimizer: Optimizer) -> dict[int, Any]:
+    """Return parameter groups by id of the parameter."""
+    return {id(param): group for group in optimizer.param_groups for param in group["params"]}

@@ -1,0 +1,340 @@
+"""One segment of exchanged updates: its weights, its deltas, and the arithmetic of one exchange.
+
+With w the weights that all ranks agree on, and x what this rank's optimizer has made of them:
+
+    delta = w − x;   u = residual + delta + unspent momentum;   x ← w − mean of the entries sent by all ranks
+
+With overlap="next_step" the exchange ends one step later. A rank applies its own entries c at once, so it goes on from
+y = w − c; at its next exchange, with x what its optimizer has made of y,
+
+    delta = y − x;   w ← w − mean of the c sent last;   c ← entries sent of u;   x ← w − c
+
+So w is equal on all ranks, and nothing is lost; each gradient is taken at weights that lack the other ranks' last
+updates. The idea is that of DaSGD (Zhou et al. 2020, arXiv 2006.00441) and of eager updates (Kale et al. 2025, arXiv
+2502.12996), for sparse updates with error feedback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.compressors.base import Entries, Update
+from lightning_sparse.kernels.changes import changes_
+from lightning_sparse.layout import Segment
+from lightning_sparse.momentum import SegmentMoments, last_step_references, moments_of
+from lightning_sparse.reducer import PendingExchange, Reducer
+from lightning_sparse.update_rule import UpdateRule
+
+
+class _Step(NamedTuple):
+    """What an optimizer has done to a segment in its last step.
+
+    Attributes:
+        stepped: of each parameter, whether the optimizer had a gradient for it.
+        skipped: on the device, 1 if a gradient scaler made a fused optimizer leave the step out; None without one.
+    """
+
+    stepped: list[bool]
+    skipped: Tensor | None
+
+
+class _Ahead(NamedTuple):
+    """A rank's own entries, which it has applied before the other ranks' are there.
+
+    Attributes:
+        mean: 1-D fp32; holds the mean of all ranks when the exchange has completed.
+        indices: where y differs from w: int64, perhaps padded with the segment's length; None is everywhere.
+        w: the agreed weights there.
+    """
+
+    mean: Tensor
+    indices: Tensor | None
+    w: Tensor
+
+
+class UpdateSegment:
+    """The parameters of one segment, the weights that all ranks agree on, and the arithmetic of an exchange.
+
+    Args:
+        segment: the segment.
+        parameters: by name; changed in place.
+        weights: the agreed weights by name; copied.
+        optimizer: the optimizer of these parameters.
+        reducer: compresses and exchanges.
+
+    Attributes:
+        segment, optimizer: as given.
+        frozen: names of parameters that were frozen before the step of their optimizer. Those that still are belong to
+            the module: it may change them itself, as a momentum encoder, and an exchange leaves them alone.
+        ahead: this rank's own entries, while an exchange with overlap="next_step" is pending; else None.
+        is_stale: whether the model lacks the agreed weights of an exchange that has completed.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        parameters: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        reducer: Reducer,
+    ) -> None:
+        self.segment, self.optimizer, self._reducer = segment, optimizer, reducer
+        self._params = {name: parameters[name] for name in segment.names}
+        parts = [weights[name].detach().reshape(-1) for name in segment.names]
+        self._flat = torch.cat([*parts, parts[0].new_zeros(1)])  # one element more, for the indices of padding
+        self.frozen: set[str] = set()
+        self.ahead: _Ahead | None = None
+        self.is_stale = False
+        self._step: _Step | None = None
+        self._references: list[Tensor] | None = None
+
+    @property
+    def _rule(self) -> UpdateRule:
+        return self._reducer.method.update_rule or UpdateRule()
+
+    @property
+    def _residual(self) -> Tensor | None:
+        return self._reducer.states[self.segment.index].get("residual")
+
+    @property
+    def _present(self) -> list[Tensor]:
+        """The parameters' tensors: a module may put another tensor in a parameter's place."""
+        return [param.detach() for param in self._params.values()]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that the rank's next step starts from, by name: views."""
+        views = self.segment.views(self._flat[:-1])
+        return {n: x.view(s) for n, x, s in zip(self.segment.names, views, self.segment.shapes, strict=True)}
+
+    @property
+    def agreed(self) -> dict[str, Tensor]:
+        """The weights that all ranks agreed on last, by name; without frozen parameters, which belong to the module."""
+        flat = self._flat
+        if self.ahead is not None:
+            flat = flat.clone()
+            flat[_places(self.ahead)] = self.ahead.w
+        views = zip(self.segment.names, self.segment.views(flat[:-1]), self.segment.shapes, strict=True)
+        return {name: view.view(shape) for name, view, shape in views if name not in self._still_frozen}
+
+    @property
+    def _still_frozen(self) -> set[str]:
+        return {name for name in self.frozen if not self._params[name].requires_grad}
+
+    # Before and after a step of the optimizer:
+
+    def take_weights(self, names: Iterable[str] | None = None, unless: Tensor | None = None) -> None:
+        """Take the present weights for agreed ones: of all parameters, or of some.
+
+        If an exchange is pending, only frozen parameters are taken.
+
+        Args:
+            names: of the parameters; None is all.
+            unless: a flag on the device; if it is set, the weights stay.
+        """
+        chosen = self._params if names is None else names
+        if self.ahead is not None:
+            chosen = [name for name in chosen if name in self.frozen]
+        weights = self.weights
+        pairs = [(weights[name], self._params[name].detach()) for name in chosen]
+        if unless is not None:
+            for w, param in pairs:
+                torch.where(unless, w, param, out=w)
+        elif pairs:
+            torch._foreach_copy_([w for w, _ in pairs], [param for _, param in pairs])
+
+    def note_last_step(self, groups: Mapping[int, Any]) -> None:
+        """Before the last of several local steps: keep what tells its change from that of the steps before.
+
+        Args:
+            groups: parameter groups by id of the parameter.
+        """
+        if self._pays_out:
+            ours = [groups[id(param)] for param in self._params.values()]
+            flat = [param.reshape(-1) for param in self._present]
+            self._references = last_step_references(self.segment.views(self._flat[:-1]), flat, ours)
+
+    def note_step(self, *, skipped: bool = False) -> None:
+        """After a step: note which parameters the optimizer has stepped; none if it `skipped` the step."""
+        stepped = [param.grad is not None and not skipped for param in self._params.values()]
+        self._step = _Step(stepped, getattr(self.optimizer, "found_inf", None))
+
+    @property
+    def differs(self) -> list[Tensor]:
+        """Flags on the device, one per parameter: whether its weights differ from those before the step."""
+        return [(w != x).any() for w, x in zip(self.weights.values(), self._present, strict=True)]
+
+    # An exchange:
+
+    def exchange_(self, groups: Mapping[int, Any]) -> None:
+        """Exchange the delta; afterwards weights are equal on all ranks.
+
+        Args:
+            groups: parameter groups by id of the parameter.
+        """
+        self.take_weights(self._still_frozen)
+        reducer, segment, residual = self._reducer, self.segment, self._residual
+        params, weights = self._present, segment.views(self._flat[:-1])
+        alone = reducer.comm.size == 1 and not self._rule.has_outer_step
+        # Lossless on one rank: no round trip, as x - (x - w) may differ from w by rounding.
+        leaves_weights = (
+            alone and reducer.method.compressor.is_exact(reducer.density) and (residual is None or not residual.any())
+        )
+        in_place = not leaves_weights and all(x.dtype == torch.float32 and x.is_contiguous() for x in params)
+        flat = [x.reshape(-1) for x in params]  # copies, if weights are not contiguous
+        if in_place:  # saves as much memory as the segment has, and a pass over it
+            deltas = flat
+        else:
+            deltas = segment.views(torch.empty(segment.numel, dtype=torch.float32, device=flat[0].device))
+        pending, moments = self._begin(flat, deltas, groups)
+        del flat
+        sent = reducer.finish(pending)
+        if moments is not None and isinstance(sent, Entries):  # a dense segment has no second delay
+            moments.clear_(sent)
+        if leaves_weights:
+            return
+        self._rule.outer_step_(deltas, segment, reducer.states[segment.index], self._still_frozen)
+        changes_(deltas, weights, deltas, segment.bounds)
+        if in_place:
+            return
+        torch._foreach_copy_(params, [x.view(shape) for x, shape in zip(deltas, segment.shapes, strict=True)])
+        if residual is not None:  # it keeps what rounding has added to the weights
+            changes_(deltas, [x.reshape(-1) for x in params], deltas, segment.bounds)
+            torch._foreach_add_(segment.views(residual), deltas)
+
+    def begin_(self, groups: Mapping[int, Any]) -> PendingExchange:
+        """Apply the pending mean, compress the delta, and apply this rank's own entries until the next mean is there.
+
+        Returns:
+            The exchange; `Reducer.finish` completes it, perhaps in another thread.
+        """
+        segment = self.segment
+        mean = torch.empty(segment.numel, dtype=torch.float32, device=self._flat.device)
+        flat = [param.reshape(-1) for param in self._present]
+        pending, moments = self._begin(flat, segment.views(mean), groups)
+        sent = self._reducer.compress(pending)
+        if moments is not None and isinstance(sent, Entries):
+            moments.clear_(sent)
+        self.ahead = _Ahead(mean, *_apply_own_update_(self._flat, sent))
+        self.write()
+        return pending
+
+    def _begin(
+        self, stepped: list[Tensor], deltas: list[Tensor], groups: Mapping[int, Any]
+    ) -> tuple[PendingExchange, SegmentMoments | None]:
+        """Write the deltas, rescaled, and begin their exchange.
+
+        Returns:
+            The exchange; and the moments, if they have to be cleared where entries are sent.
+        """
+        segment, weights, rule = self.segment, self.segment.views(self._flat[:-1]), self._rule
+        size, references, find = self._reducer.comm.size, self._references, None
+        rescales = rule.rescales(self.optimizer, size)
+        pays = self._pays_out and self._step is not None and (rule.local_steps == 1 or references is not None)
+        clears = pays or (rule.momentum == "mask" and self._clears)
+        moments = self._moments(groups) if rescales or clears else None
+        rescaling = moments.rescaling(size) if moments is not None and rescales else None
+        changes_(deltas, weights, stepped, segment.bounds, rescaling)
+        if self.ahead is not None:
+            self._apply_mean(self.ahead)
+        if moments is not None and pays:
+            find = partial(moments.payout, weights, references)
+        self._step = self._references = None
+        pending = self._reducer.begin(segment, deltas, self._still_frozen, find)
+        return pending, moments if clears else None
+
+    def _moments(self, groups: Mapping[int, Any]) -> SegmentMoments:
+        kind, params, step = moments_of(self.optimizer), self._params, self._step
+        assert kind is not None
+        stepped = step.stepped if step is not None else [False] * len(params)
+        # Leave the momentum of frozen parameters alone, and that of parameters without a step.
+        states = [
+            self.optimizer.state.get(param, {}) if has_step and name not in self._still_frozen else {}
+            for (name, param), has_step in zip(params.items(), stepped, strict=True)
+        ]
+        ours = [groups[id(param)] for param in params.values()]
+        skipped = step.skipped if step is not None else None
+        return SegmentMoments(self.segment, kind, ours, states, self._flat.device, skipped)
+
+    @property
+    def _clears(self) -> bool:
+        density = self._reducer.density if self._reducer.method.is_sparse else None
+        return self._rule.clears_momentum(self.optimizer, density)
+
+    @property
+    def _pays_out(self) -> bool:
+        return self._rule.momentum == "pay_out" and self._clears
+
+    # A pending exchange:
+
+    def complete_(self) -> list[tuple[Tensor, Tensor]]:
+        """Apply the pending mean to the agreed weights. Changes since the exchange began go into the residual.
+
+        Returns:
+            Without a residual these changes stay in the weights: the parameters, and what to subtract from each.
+        """
+        assert self.ahead is not None
+        self.take_weights(self.frozen)
+        segment, residual, params = self.segment, self._residual, self._present
+        own = segment.views(torch.empty_like(self.ahead.mean))
+        changes_(own, segment.views(self._flat[:-1]), [param.reshape(-1) for param in params], segment.bounds)
+        if residual is not None:
+            torch._foreach_add_(segment.views(residual), own)
+        self._apply_mean(self.ahead)
+        self.is_stale = True
+        return [] if residual is not None else [(p, x.view(p.shape)) for p, x in zip(params, own, strict=True)]
+
+    def _apply_mean(self, ahead: _Ahead) -> None:
+        """Change the agreed weights by the mean."""
+        weights = self.weights
+        frozen = {name: weights[name].clone() for name in self.frozen}
+        self._step_back(ahead)
+        flat, residual, mean = self._flat[:-1], self._residual, ahead.mean
+        exact = torch.sub(flat.float(), mean, out=mean)
+        flat.copy_(exact)
+        if flat.dtype != torch.float32 and residual is not None:
+            residual.add_(torch.sub(flat.float(), exact, out=exact))  # it keeps what rounding has added to the weights
+        for name, weight in frozen.items():
+            weights[name].copy_(weight)
+
+    def _step_back(self, ahead: _Ahead) -> None:
+        self._flat[_places(ahead)] = ahead.w
+        self.ahead = None
+
+    def write(self) -> None:
+        """Give the model the weights that its next step starts from; frozen parameters are left alone."""
+        frozen, weights = self._still_frozen, self.weights
+        if names := [name for name in self._params if name not in frozen]:
+            params = [self._params[name].detach() for name in names]
+            torch._foreach_copy_(params, [weights[name] for name in names])
+        self.is_stale = False
+
+    def restore_(self) -> None:
+        """Give the model the weights that all ranks agreed on last: training has failed."""
+        if self.ahead is not None:
+            self._step_back(self.ahead)
+        with contextlib.suppress(RuntimeError):  # CUDA may be broken
+            self.write()
+
+
+def _places(ahead: _Ahead) -> Tensor | slice:
+    return ahead.indices if ahead.indices is not None else slice(-1)
+
+
+def _apply_own_update_(flat: Tensor, sent: Update) -> tuple[Tensor | None, Tensor]:
+    """Subtract this rank's entries from weights with one element of padding; return their indices and old values."""
+    if isinstance(sent, Entries):
+        indices = sent.indices
+        w = flat[indices]
+        flat[indices] = (w.float() - sent.values).to(flat.dtype)
+        return indices, w
+    w = flat[:-1].clone()
+    flat[:-1].copy_(w.float() - sent)
+    return None, w
