@@ -36,7 +36,7 @@ from lightning_sparse.updates.exchange import DeltaExchange
 
 RANK = 4  # rank of the factors that PowerSGD sends
 DDP_OPTIONS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
-"""Options of DDP, equal for all contestants: this package's bucket size, and no copy of gradients."""
+"""Options of DDP, equal for all methods: this package's bucket size, and no copy of gradients."""
 
 Bucket = dist.GradBucket  # type: ignore[attr-defined]
 
