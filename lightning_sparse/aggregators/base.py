@@ -29,7 +29,7 @@ class Aggregator(abc.ABC, Generic[C]):
     """Whether the result approximates the mean. If so, a dense mean may replace the method if it sends fewer bytes."""
 
     applies_all_sent: bool = False
-    """Whether the result contains all entries that a rank sends. If so, the applied part is known before the exchange."""
+    """Whether the result contains all entries that a rank sends. If so, it is known before the exchange."""
 
     shards_segment: bool = False
     """Whether ranks divide a segment among them. If so, the compressor cannot use statistics of the whole `u`."""
