@@ -1,4 +1,4 @@
-"""Blocks: by hand, the bounds of its error, what it sends, and its limits."""
+"""Blocks: results by hand, error bounds, payload, and limits."""
 
 import math
 

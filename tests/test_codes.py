@@ -1,4 +1,4 @@
-"""Codes of few bits: by hand, there and back, and nothing but them on the wire."""
+"""Codes of few bits: by hand, encoded and decoded, and nothing else in the payload."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Exchanges that go on during the next step: equal weights, nothing lost, and what it comes to without the delay."""
+"""Exchanges that overlap with the next step: equal weights, no loss, and the relation to exchanges without delay."""
 
 import threading
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, residual,
 
 RULE = UpdateRule(overlap="next_step")
 # Those whose ranks know what goes into the result when they have compressed, and that have no outer step.
-NAMES = [name for name, spec in METHODS.items() if spec.aggregator.takes_all and name != "diloco"]
+NAMES = [name for name, spec in METHODS.items() if spec.aggregator.applies_all_sent and name != "diloco"]
 
 
 def delayed(name: str, **options: Any) -> Method:

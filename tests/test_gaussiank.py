@@ -1,4 +1,4 @@
-"""GaussianK: lands between 2k/3 and 4k/3, or shows the published loop as it is."""
+"""GaussianK: selects 2k/3 to 4k/3 entries, or runs the published loop."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""Kernels against plain torch: those in C, and Triton's, on a GPU or else by its interpreter on the CPU.
+"""Kernels in C and in Triton against plain torch. Triton's kernels run on a GPU, or with the interpreter on the CPU.
 
-That they also compile for GPUs is tested without one. What remains for a GPU is skipped with a reason.
+Compilation for GPUs is tested without a GPU. Tests that need a GPU are skipped with a reason.
 """
 
 import contextlib
@@ -1272,13 +1272,13 @@ def test_the_benchmark_checks_and_times_every_contestant():
 
 def test_the_benchmark_refuses_wrong_results():
     u = torch.randn(1000)
-    with pytest.raises(SystemExit, match="selects wrongly"):
+    with pytest.raises(SystemExit, match="selects wrong entries"):
         selection.check("TopK", u, u.abs().topk(10, largest=False).indices, 0.01)
     step = selection.Step(u, 0.01, lambda u, density: topk_indices(u, 10))
     step.residual = torch.ones(500).repeat_interleave(2)
     step.check("TopK")
     step.select = lambda u, density: torch.arange(10)
-    with pytest.raises(SystemExit, match="selects wrongly"):
+    with pytest.raises(SystemExit, match="selects wrong entries"):
         step.check("TopK")
 
 

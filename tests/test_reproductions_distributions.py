@@ -1,4 +1,4 @@
-"""The pure parts of the finding on u's distribution, and its own checks."""
+"""The finding on the distribution of u: its pure functions and its checks."""
 
 import math
 

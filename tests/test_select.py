@@ -1,4 +1,4 @@
-"""Exact selection against a naive oracle, on random and hostile inputs."""
+"""Exact selection against a naive oracle, for random and hostile inputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random numbers by position: functions of key and position alone, uniform, and independent."""
+"""Random numbers by position: they depend only on key and position, and are uniform and independent."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""MajorityVote: the sign that most ranks sent."""
+"""MajorityVote: the majority of the ranks' signs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class MajorityVote(Aggregator[Sign]):
-    """sign(Σ sign(u)) over the ranks (Bernstein et al. 2019, arXiv 1810.05291), one bit for each element both ways.
+    """sign(Σ sign(u)) over the ranks (Bernstein et al. 2019, arXiv 1810.05291), with one bit per element both ways.
 
-    1. Each rank sends its signs of region r of the segment to rank r, and to all ranks which of its rows are all zeros.
-    2. The owner of a region counts the votes. A rank does not vote in a row of zeros. On a tie the vote of one rank
-       decides: the rank whose turn it is, or the next one after it that votes. So every element moves in a direction
-       that a rank has asked for.
-    3. All gather the results. In a row where no rank votes, the result is 0.
+    1. Each rank sends its signs of region r of the segment to rank r. It also sends all ranks a list of its rows of
+       zeros.
+    2. The owner of a region counts the votes. A rank does not vote in a row of zeros. In a tie one rank's vote decides:
+       the rank whose turn it is, or the next rank that votes. So every element moves in a direction that a rank voted
+       for.
+    3. All ranks gather the results. If no rank votes in a row, the result is 0.
 
-    So 2d(P − 1)/P bits are sent, where an all-gather of the signs takes d(P − 1): more from three ranks on.
+    A rank sends 2d(P − 1)/P bits. An all-gather of the signs would take d(P − 1) bits, which is more with at least
+    three ranks.
     """
 
     averages = False
-    divides = True
+    shards_segment = True
 
     def __call__(self, u: Tensor, compressor: Sign, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         rank, size, segment = exchange.rank, exchange.size, ctx.segment

@@ -1,4 +1,4 @@
-"""SharedScale: integers that are summed exactly, times a scale that all ranks share."""
+"""SharedScale: exact sums of integers, times a scale that all ranks share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class SharedScale(Aggregator[TernGrad]):
-    """Mean of TernGrad's codes under one scale for each parameter, the maximum over the ranks (Wen et al. 2017).
+    """Mean of TernGrad's codes with one scale per parameter, the maximum over the ranks (Wen et al. 2017).
 
-    1. All gather the scales of all ranks, and take the largest of each parameter.
+    1. All ranks gather the scales of all ranks, and take the largest scale of each parameter.
     2. Each rank rounds its u to -1, 0 and 1 times these scales, and sends the codes of region r to rank r.
-    3. The owner of a region sums the codes, exactly; all gather the sums, 0 to 2P, in ⌈log₂(2P + 1)⌉ bits each.
+    3. The owner of a region sums the codes exactly. All ranks gather the sums, 0 to 2P, in ⌈log₂(2P + 1)⌉ bits each.
 
-    No step uses an all-reduce, which could not carry a checksum: scales are all-gathered, and every rank takes the same
-    maximum. 2 + ⌈log₂(2P + 1)⌉ bits (P − 1)/P are sent for each element.
+    No step uses an all-reduce, which could not include a checksum. Scales are all-gathered, and every rank takes the
+    same maximum. For each element, a rank sends (2 + ⌈log₂(2P + 1)⌉)(P − 1)/P bits.
     """
 
-    divides = True
+    shards_segment = True
 
     def __call__(self, u: Tensor, compressor: TernGrad, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         size, numel = exchange.size, ctx.segment.numel

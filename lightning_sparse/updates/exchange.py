@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sparse.comm.broadcast import broadcast
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.rank_0 import broadcast
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
