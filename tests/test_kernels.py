@@ -30,12 +30,13 @@ from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.low_rank import LowRank
-from lightning_sparse.compressors.rows import row_count, rows_of
 from lightning_sparse.context import Context
-from lightning_sparse.contrib import majority_vote, qsgd, shared_scale
-from lightning_sparse.contrib.kernels import row_numbers
+from lightning_sparse.contrib.kernels import levels, row_numbers
+from lightning_sparse.contrib.kernels.signs import count_votes
+from lightning_sparse.contrib.kernels.ternary import sum_of_ternary
 from lightning_sparse.contrib.onebit import OneBit
 from lightning_sparse.contrib.qsgd import QSGD
+from lightning_sparse.contrib.rows import row_count, rows_of
 from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.contrib.scaled_sign import ScaledSign
 from lightning_sparse.contrib.sign import Sign
@@ -428,7 +429,7 @@ def test_signs_and_what_they_stand_for_are_those_of_plain_torch(compressor, shap
         return
     check_means(numbers, u, rows_of(ctx.segment, whole=compressor.whole), compressor.numbers)
     # Each element has the value that its sign stands for.
-    upper, lower = (part.view(-1) for part in compressor.pair(numbers.view(compressor.numbers, -1)))
+    upper, lower = (part.view(-1) for part in compressor.levels(numbers.view(compressor.numbers, -1)))
     below_zero = ~(u >= 0)
     for rows in rows_of(ctx.segment, whole=compressor.whole):
         negative, own = (part[rows.start : rows.stop].view(-1, rows.length) for part in (below_zero, update.cpu()))
@@ -539,9 +540,8 @@ def test_levels_are_those_of_plain_torch(compressor, name, kernels, use, monkeyp
         (norms, packed), update = compressor.compress(x, ctx)
         check_norms(norms.cpu(), u, compressor.bucket)
         use("torch")
-        left = iter(norms.cpu().view(-1, 1))
         with monkeypatch.context() as patched:
-            patched.setattr(qsgd, "_norms", lambda rows, _, left=left: torch.stack([next(left) for _ in rows]))
+            patched.setattr(levels, "norms_of_rows", lambda u, rows, norms=norms: norms.cpu())
             (_, theirs), expected = compressor.compress(u, ctx)
         use(kernels)
         again, update = compressor.decode((shifted(norms), shifted(packed)), ctx).cpu(), update.cpu()
@@ -572,7 +572,7 @@ def test_sums_of_ternary_codes_are_exact(size, kernels, use):
     outcomes = []
     for choice, device in (("torch", "cpu"), (kernels, device_of(kernels))):
         use(choice)
-        total = shared_scale._sum_of_codes(packed.to(device), width)
+        total = sum_of_ternary(packed.to(device), width)
         assert torch.equal(total.cpu(), drawn.sum(0, dtype=torch.int16))
         given = total[: ctx.segment.numel]
         given = given.to(torch.uint8) if size < 100 else given
@@ -593,7 +593,7 @@ def test_votes_are_counted_as_by_plain_torch(shapes, size, use):
         for kernels, device in (("torch", "cpu"), ("triton", DEVICE)):
             use(kernels)
             theirs = votes.to(device)[:, 16 : 16 + width // 8]
-            won.append(majority_vote._won(theirs, used.to(device), segment, rank * width, (rank + 1) % size).cpu())
+            won.append(count_votes(theirs, used.to(device), rows_of(segment), rank * width, (rank + 1) % size).cpu())
         assert torch.equal(*won)
 
 

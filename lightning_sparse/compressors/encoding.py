@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Entries, Payload
-from lightning_sparse.compressors.blocks import pack_steps, scale_of, unpack_steps
 from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.kernels.messages import Parts
 from lightning_sparse.kernels.pack import LOWER, pack_bits, pack_entries_, unpack_bits, upper_bytes
+from lightning_sparse.kernels.quantize import pack_steps, scale_of, unpack_steps
 from lightning_sparse.kernels.two_bits import GROUP, round_to_two_bits, two_bit_values
 
 IndexFormat = Literal["compact", "int32"]
@@ -193,8 +193,7 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
     # A non-finite value makes the scale non-finite.
     steps = torch.where(scale > 0, rows / scale, 0).round_().nan_to_num_(0, 0, 0).flatten(-2)
     nbytes = -(-capacity * bits // 8)
-    codes = torch.empty(*values.shape[:-1], nbytes, dtype=torch.uint8, device=values.device)
-    return scales.bfloat16(), pack_steps(steps[..., : nbytes * 8 // bits], bits, codes)
+    return scales.bfloat16(), pack_steps(steps[..., : nbytes * 8 // bits], bits)
 
 
 def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> Tensor:
@@ -205,9 +204,8 @@ def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> T
     if value_format not in BITS:
         return parts[0].float()
     (scales, codes), bits = parts, BITS[value_format]
-    blocks, width = scales.shape[-1], codes.shape[-1] * 8 // bits
-    steps = torch.empty(*codes.shape[:-1], width, dtype=torch.float32, device=codes.device)
-    rows = _fill(unpack_steps(codes, bits, steps), blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
+    blocks = scales.shape[-1]
+    rows = _fill(unpack_steps(codes, bits), blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
     decoded: Tensor = rows.mul_(scales.unsqueeze(-1)).flatten(-2)
     return decoded[..., :capacity]
 

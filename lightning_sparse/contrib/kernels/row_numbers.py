@@ -2,7 +2,7 @@
 
     upper, lower = signed_means(u, rows)    # of the non-negatives of each row, and of its negatives
 
-Only for where `uses_kernels`; `rows` is as in row_table.py. A row is added up in pieces, in fp32, and then its pieces
+`rows` is as in row_table.py. By kernels a row is added up in pieces, in fp32, and then its pieces
 are, in fp64: always in the same order, so that the same u gives the same bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_sparse.contrib.kernels.row_table import Rows, first_pieces, longest_row, piece_length, row_table
 from lightning_sparse.kernels import native
+from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -30,38 +31,87 @@ SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2, "norms": 1}
 """What is known of a row: how many sums there are of each of its pieces. cpu/row_numbers.c goes by this order."""
 
 
+@operation
 def used_rows(u: Tensor, rows: Rows) -> Tensor:
     """Return, uint8, which rows of `u` have elements that are not 0."""
+    return torch.cat([(x != 0).any(1) for x in _rows(u, rows)]).to(torch.uint8)
+
+
+@used_rows.by("triton")
+@used_rows.by("native")
+def _used_rows(u: Tensor, rows: Rows) -> Tensor:
     return _numbers(u, rows, "used", dtype=torch.uint8)[0]
 
 
+@operation
 def mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
     """Return the mean magnitude of each row of `u`, fp32 (1, rows)."""
+    return torch.cat([x.double().abs().mean(1) for x in _rows(u, rows)]).float().unsqueeze(0)
+
+
+@mean_magnitudes.by("triton")
+@mean_magnitudes.by("native")
+def _mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
     return _numbers(u, rows, "magnitudes")
 
 
+@operation
 def signed_means(u: Tensor, rows: Rows) -> Tensor:
     """Return means of each row of `u`, of its non-negatives and of its negatives, 0 where there are none: (2, rows)."""
+    parts = []
+    for x in _rows(u, rows):
+        positive, x = (x >= 0).sum(1), x.double()
+        sums = x.clamp(min=0).sum(1), x.clamp(max=0).sum(1)  # NaN is in both
+        counts = positive, x.shape[1] - positive
+        parts.append(torch.stack([each / count.clamp(min=1) for each, count in zip(sums, counts, strict=True)]))
+    return torch.cat(parts, 1).float()
+
+
+@signed_means.by("triton")
+@signed_means.by("native")
+def _signed_means(u: Tensor, rows: Rows) -> Tensor:
     return _numbers(u, rows, "means", many=2)
 
 
+@operation
 def clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
     """Return the largest magnitude of each row of `u`, or `clip` times its root mean square if that is less, fp32."""
+    parts = []
+    for x in _rows(u, rows):
+        x = x.double()
+        parts.append(x.abs().amax(1).minimum(x.square().mean(1).sqrt() * min(clip, 1e30)))
+    return torch.cat(parts).float()
+
+
+@clipped_maxima.by("triton")
+@clipped_maxima.by("native")
+def _clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
     return _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0]  # times 0, an infinity is NaN
 
 
+@operation
 def norms_of_rows(u: Tensor, rows: Rows) -> Tensor:
     """Return the 2-norm of each row of `u`, fp32, though squares of its elements may be out of range."""
+    return torch.cat([x.double().norm(dim=1) for x in _rows(u, rows)]).float()
+
+
+@norms_of_rows.by("triton")
+def _norms_of_rows(u: Tensor, rows: Rows) -> Tensor:
     return _numbers(u, rows, "norms")[0]
+
+
+def _rows(u: Tensor, rows: Rows) -> list[Tensor]:
+    """Return the rows of each parameter, (rows, length), behind some of no rows."""
+    return [u[:0].view(0, 1), *(u[start:stop].view(-1, length) for start, stop, *_, length in rows)]
 
 
 def _numbers(
     u: Tensor, rows: Rows, kind: str, *, many: int = 1, dtype: torch.dtype = torch.float32, clip: float = 0.0
 ) -> Tensor:
-    """Return so many numbers of each row, (many, rows)."""
+    """Return so many numbers of each row, (many, rows), by kernels."""
     count = rows[-1][3] if rows else 0
     out = torch.empty(many, count, dtype=dtype, device=u.device)
-    if rows and not uses_triton(u):
+    if rows and backend_of(u) == "native":
         native.run("row_numbers", u, row_table(rows, u), out, [*SUMS].index(kind), clip, count, len(u), len(rows))
     elif rows:
         table, piece, pieces = row_table(rows, u), piece_length(rows), first_pieces(rows)[-1]
