@@ -8,6 +8,7 @@ import torch
 from lightning_sparse import NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.onebit import OneBit
+from lightning_sparse.kernels import launch
 from lightning_sparse.layout import Segment, cut
 from tests.support.updates import decoded
 
@@ -34,8 +35,10 @@ def test_zero_of_either_sign_is_no_negative(value):
 
 
 @pytest.mark.parametrize("shape", [(40, 50), (1, 2000), (2000, 1), (10, 2, 5, 20), (2000,), ()])
-def test_columns_are_decoded_to_their_means(shape):
+@pytest.mark.parametrize("chunk", [64, 1 << 17])
+def test_columns_are_decoded_to_their_means(shape, chunk, monkeypatch):
     """So the errors of a column's non-negatives, and of its negatives, add up to 0."""
+    monkeypatch.setattr(launch, "CHUNK", chunk)
     u = torch.randn(max(1, math.prod(shape)), generator=torch.Generator().manual_seed(0))
     update = decoded(OneBit(), u, context(shape))
     for row, found in zip(*(x.double().view(shape[0] if len(shape) > 1 else 1, -1) for x in (u, update)), strict=True):

@@ -9,6 +9,7 @@ from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulat
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.qsgd import QSGD, omega_bits
 from lightning_sparse.contrib.terngrad import TernGrad
+from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.codes import unpack_codes
 from lightning_sparse.memory import NoMemory
 from tests.support.rounding import check_rounding
@@ -136,6 +137,20 @@ def test_as_few_levels_above_zero_as_published(levels):
     assert found <= levels * (levels + math.sqrt(numel)) + 5 * math.sqrt(numel / 4 / draws)
     # Most levels are 0, so Elias' code is less than half as long as one of a fixed number of bits.
     assert compressor.elias_bits(payload, ctx) < 8 * compressor.nbytes(ctx.segment, None) / 2
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 10])
+def test_pieces_that_stay_in_cache_change_nothing(chunk, monkeypatch):
+    u = torch.randn(5001, generator=torch.Generator().manual_seed(0))
+    for bucket in (1, 3, 512, 6000):
+        monkeypatch.undo()
+        ctx = Context.of(5001)
+        expected, update = QSGD(bucket=bucket).compress(u, ctx)
+        monkeypatch.setattr(launch, "CHUNK", chunk)
+        payload, found = QSGD(bucket=bucket).compress(u, ctx)
+        assert torch.equal(found, update)
+        assert all(map(torch.equal, payload, expected))
+        assert torch.equal(QSGD(bucket=bucket).decode(payload, ctx), update)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.shared_scale import SharedScale
 from lightning_sparse.contrib.terngrad import TernGrad
+from lightning_sparse.kernels import launch
 from lightning_sparse.memory import NoMemory
 from tests.support.rounding import check_rounding
 from tests.support.tiers import in_diagonals, tiers
@@ -124,6 +125,18 @@ def test_bytes():
     for sent in simulate(8, rank):
         # And the scale, and three headers to each of the others.
         assert 0 <= sent - 7 * 8000 * (2 + 5) / 8 <= 7 * (3 * 40)
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 10])
+def test_pieces_that_stay_in_cache_change_nothing(chunk, monkeypatch):
+    u = torch.randn(5001, generator=torch.Generator().manual_seed(0))
+    (scales, packed), update = TernGrad().compress(u, Context.of(5001))
+    monkeypatch.setattr(launch, "CHUNK", chunk)
+    # The scale is a sum of other parts.
+    torch.testing.assert_close(TernGrad().scales(u, Context.of(5001)), scales)
+    again, found = TernGrad().quantize(u, scales, scales, Context.of(5001))
+    assert torch.equal(again, packed)
+    assert torch.equal(found, update)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_sparse.contrib.kernels.row_numbers import norms_of_rows
 from lightning_sparse.contrib.kernels.row_table import Rows
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.dispatch import operation
-from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch
 from lightning_sparse.kernels.uniform import FACTORS, Uniform, _noise, key_and_step
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) ->
         bucket: elements that share a norm.
         key: of the `Uniform` numbers by which is rounded.
     """
-    norms = norms_of_rows(u, _buckets(len(u), bucket))
+    # The last bucket, if not full, is a piece of its own, with zeros behind.
+    rows, full = pad(u, (0, -len(u) % bucket)).view(-1, bucket), len(u) // bucket
+    pieces = [*rows[:full].split(max(1, at_a_time(u) // bucket)), rows[full:]]
+    norms = torch.cat([_norms(piece) for piece in pieces])
     steps = _of_elements(norms / levels, bucket, len(u))
     x = u / torch.where(steps > 0, steps, 1)
     # The largest value may be above its norm by rounding, and so its level above those that there are.
@@ -103,6 +107,18 @@ def _buckets(numel: int, bucket: int) -> Rows:
     full = numel // bucket
     rows = [(0, full * bucket, 0, full, bucket), (full * bucket, numel, full, full + 1, numel - full * bucket)]
     return [row for row in rows if row[0] < row[1]]
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the 2-norm of each row, though squares of its values may be out of range."""
+    if rows.device.type == "cpu":
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        if bool(((norms > 1e-15) & (norms < 1e15)).all()):
+            return norms
+    magnitudes = rows.abs()
+    largest = magnitudes.amax(1, keepdim=True)
+    scaled: Tensor = torch.linalg.vector_norm(magnitudes / torch.where(largest > 0, largest, 1), dim=1)
+    return scaled * largest.view(-1)
 
 
 def _of_elements(values: Tensor, bucket: int, numel: int) -> Tensor:
