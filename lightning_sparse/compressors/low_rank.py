@@ -16,7 +16,7 @@ from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels import low_rank
 from lightning_sparse.kernels.basis import bases
 from lightning_sparse.kernels.native import check_part
-from lightning_sparse.kernels.uniform import Uniform
+from lightning_sparse.kernels.uniform import add_uniform_
 from lightning_sparse.layout import Segment
 from lightning_sparse.options import check
 
@@ -76,7 +76,7 @@ class LowRank(Compressor):
         if units and device.type == "cpu" and not any(bool(unit[:, 0].isnan().any()) for unit in units):
             return units
         drawn = torch.zeros(parts.right, dtype=torch.float32, device=device)
-        Uniform(ctx.key(shared=True), parts.right, device).add_(drawn, 0).mul_(math.sqrt(12))  # of variance 1
+        add_uniform_(drawn, ctx.key(shared=True)).mul_(math.sqrt(12))  # of variance 1
         starts = [start / math.sqrt(start.shape[1]) for start in parts.right_views(drawn)]
         return [torch.where(x.isnan(), start, x) for x, start in zip(units, starts, strict=True)] if units else starts
 

@@ -53,17 +53,17 @@ class Operation(Generic[P, R]):
         self._by: dict[str, tuple[Callable[P, R], Callable[..., bool] | None]] = {}
 
     def by(
-        self, backend: Backend, *, when: Callable[..., bool] | None = None
+        self, *backends: Backend, when: Callable[..., bool] | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorate the implementation for a backend.
+        """Decorate the implementation for some backends.
 
         Args:
-            backend: "triton" or "native", which is C.
+            backends: "triton", or "native", which is C.
             when: whether the implementation takes these arguments; None takes all.
         """
 
         def add(implementation: Callable[P, R]) -> Callable[P, R]:
-            self._by[backend] = implementation, when
+            self._by |= dict.fromkeys(backends, (implementation, when))
             return implementation
 
         return add

@@ -52,8 +52,7 @@ def quantize(u: Tensor, places: Places, bits: int, block: int) -> tuple[Tensor, 
     return scales.bfloat16().view(-1), pack_steps(steps, bits).view(-1), update
 
 
-@quantize.by("triton")
-@quantize.by("native")
+@quantize.by("triton", "native")
 def _quantize_by_kernels(u: Tensor, places: Places, bits: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = block_count(places, block)
     scales = torch.empty(blocks, dtype=torch.bfloat16, device=u.device)
@@ -72,8 +71,7 @@ def dequantize(scales: Tensor, codes: Tensor, places: Places, bits: int, block: 
     return update
 
 
-@dequantize.by("triton")
-@dequantize.by("native")
+@dequantize.by("triton", "native")
 def _dequantize_by_kernels(scales: Tensor, codes: Tensor, places: Places, bits: int, block: int, numel: int) -> Tensor:
     update = torch.empty(numel, dtype=torch.float32, device=codes.device)
     _call(_dequantize, "dequantize", update, places, bits, block, scales, codes)

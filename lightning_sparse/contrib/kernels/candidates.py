@@ -153,6 +153,4 @@ def narrowed(magnitudes: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
     return magnitudes[above], above[above]
 
 
-@narrowed.by("triton")
-def _all(magnitudes: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    return magnitudes, above
+narrowed.by("triton")(lambda magnitudes, above: (magnitudes, above))

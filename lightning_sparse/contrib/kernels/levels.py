@@ -21,7 +21,7 @@ from lightning_sparse.kernels import native
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.launch import at_a_time, kernel, launch
-from lightning_sparse.kernels.uniform import FACTORS, Uniform, _noise, key_and_step
+from lightning_sparse.kernels.uniform import FACTORS, _noise, add_uniform_, key_and_step
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -39,7 +39,7 @@ def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) ->
         levels: above 0, of a norm; 0 has the code `levels`.
         bits: of a code, at most 8.
         bucket: elements that share a norm.
-        key: of the `Uniform` numbers by which is rounded.
+        key: of the `add_uniform_` numbers by which is rounded.
     """
     # The last bucket, if not full, is a piece of its own, with zeros behind.
     rows, full = pad(u, (0, -len(u) % bucket)).view(-1, bucket), len(u) // bucket
@@ -48,7 +48,7 @@ def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) ->
     steps = _of_elements(norms / levels, bucket, len(u))
     x = u / torch.where(steps > 0, steps, 1)
     # The largest value may be above its norm by rounding, and so its level above those that there are.
-    Uniform(key, len(x), x.device).add_(x, 0).round_().clamp_(-levels, levels)
+    add_uniform_(x, key).round_().clamp_(-levels, levels)
     codes = x.to(torch.int8).add_(levels).view(torch.uint8)  # wraps around above 127
     return norms, pack_codes(codes, bits), x * steps
 

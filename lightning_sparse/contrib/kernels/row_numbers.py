@@ -40,12 +40,6 @@ def used_rows(u: Tensor, rows: Rows) -> Tensor:
     return torch.cat([(x != 0).any(1) for x in _rows(u, rows)]).to(torch.uint8)
 
 
-@used_rows.by("triton")
-@used_rows.by("native")
-def _used_rows(u: Tensor, rows: Rows) -> Tensor:
-    return _numbers(u, rows, "used", dtype=torch.uint8)[0]
-
-
 @operation
 def mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
     """Return the mean magnitude of each row of `u`, fp32 (1, rows)."""
@@ -54,12 +48,6 @@ def mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
         sums, factor = _sums(x, lambda part, scale: [_times(part.abs(), scale).sum(1)])
         parts.append(sums / x.shape[1] * factor)
     return torch.cat(parts, 1)
-
-
-@mean_magnitudes.by("triton")
-@mean_magnitudes.by("native")
-def _mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
-    return _numbers(u, rows, "magnitudes")
 
 
 @operation
@@ -71,12 +59,6 @@ def signed_means(u: Tensor, rows: Rows) -> Tensor:
         counts = positive.clamp(min=1), (x.shape[1] - positive).clamp(min=1)
         parts.append(torch.stack([above / counts[0], below / counts[1]]) * factor)
     return torch.cat(parts, 1)
-
-
-@signed_means.by("triton")
-@signed_means.by("native")
-def _signed_means(u: Tensor, rows: Rows) -> Tensor:
-    return _numbers(u, rows, "means", many=2)
 
 
 @operation
@@ -92,12 +74,6 @@ def clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
         # In units of the largest, so that nothing is out of range; no infinity, which times 0 is NaN.
         parts.append((most * (total * min(clip / math.sqrt(len(row)), 1e30)).clamp(max=1)).view(1))
     return torch.cat(parts)
-
-
-@clipped_maxima.by("triton")
-@clipped_maxima.by("native")
-def _clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
-    return _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0]  # times 0, an infinity is NaN
 
 
 def norms_of_rows(u: Tensor, rows: Rows) -> Tensor:
@@ -169,6 +145,13 @@ def _numbers(
         numbers = clip, count, len(rows)
         launch(_of_rows, -(-count // each), partial, table, out, *numbers, ROWS=each, WIDE=wide, **constants)
     return out
+
+
+used_rows.by("triton", "native")(lambda u, rows: _numbers(u, rows, "used", dtype=torch.uint8)[0])
+mean_magnitudes.by("triton", "native")(lambda u, rows: _numbers(u, rows, "magnitudes"))
+signed_means.by("triton", "native")(lambda u, rows: _numbers(u, rows, "means", many=2))
+# Not infinity, which times 0 is NaN.
+clipped_maxima.by("triton", "native")(lambda u, rows, clip: _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0])
 
 
 @kernel("pieces", "many")

@@ -41,8 +41,7 @@ def write_signs(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Te
     return packed, _values_of_signs(packed, rows, upper, lower)
 
 
-@write_signs.by("triton")
-@write_signs.by("native")
+@write_signs.by("triton", "native")
 def _write_by_kernels(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
     packed, update = torch.empty(code_bytes(len(u), 1), dtype=torch.uint8, device=u.device), torch.empty_like(u)
     if rows:
@@ -66,8 +65,7 @@ def _values_of_signs(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -
     return torch.where(positive, of_elements(upper, rows), of_elements(lower, rows))
 
 
-@_values_of_signs.by("triton")
-@_values_of_signs.by("native")
+@_values_of_signs.by("triton", "native")
 def _read_by_kernels(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tensor:
     numel = rows[-1][1] if rows else 0
     update = torch.empty(numel, dtype=torch.float32, device=packed.device)

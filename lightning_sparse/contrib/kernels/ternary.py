@@ -17,7 +17,7 @@ from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import bisections
 from lightning_sparse.kernels.launch import kernel, launch
-from lightning_sparse.kernels.uniform import FACTORS, Uniform, _noise, key_and_step
+from lightning_sparse.kernels.uniform import FACTORS, _noise, add_uniform_, key_and_step
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -35,16 +35,15 @@ def round_to_ternary(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: in
         rows: of its parameters.
         own: fp32, of each parameter; to ± this `u` is clipped.
         scales: fp32, of each parameter, no less than `own`.
-        key: of the `Uniform` numbers by which is rounded.
+        key: of the `add_uniform_` numbers by which is rounded.
     """
     limits, shares = torch.where(own > 0, own, 1), torch.where(scales > 0, own / scales, 0)
     x = (u / of_elements(limits, rows)).clamp_(-1, 1).mul_(of_elements(shares, rows))
-    Uniform(key, len(x), x.device).add_(x, 0).round_()
+    add_uniform_(x, key).round_()
     return pack_codes(x.to(torch.int8).add_(1).view(torch.uint8), 2), x * of_elements(scales, rows)
 
 
-@round_to_ternary.by("triton")
-@round_to_ternary.by("native")
+@round_to_ternary.by("triton", "native")
 def _round_by_kernels(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: int) -> tuple[Tensor, Tensor]:
     packed, update = torch.empty(code_bytes(len(u), 2), dtype=torch.uint8, device=u.device), torch.empty_like(u)
     if rows:
@@ -63,8 +62,7 @@ def ternary_values(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tens
     return (codes.float() - size).div_(size).mul_(of_elements(scales, rows))
 
 
-@ternary_values.by("triton")
-@ternary_values.by("native")
+@ternary_values.by("triton", "native")
 def _values_by_kernels(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tensor:
     update = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
     if rows:
