@@ -1,18 +1,20 @@
-"""Every row of METHODS on the same tasks: which loss for how many bytes, and after how many seconds over a slow link.
+"""Compares all rows of METHODS on the same tasks: loss against bytes sent, and against seconds over a slow link.
 
-Three tasks with two workers: ResNet-20 on scikit-learn's digits with SGD, and the byte-level GPT of
-`benchmarks.language` with SGD and with AdamW; momentum 0.9, but none beside Signum's own, density 0.01, a linear
-warm-up of the rate over a tenth of 300 steps, and a cosine to zero. Every contestant gets the best rate, by the last
-loss of seed 0, of a grid that is the same for all within a task, and then two more seeds; a rate at which one of these
-diverges is given up. Gradients or updates are exchanged, as the strategy chooses by itself; contestants that end in
-"gradients" or "updates" exchange the other. Ranks are threads of this process: what they send is counted.
+There are three tasks with two workers: ResNet-20 on scikit-learn's digits with SGD, and the byte-level GPT of
+`benchmarks.language` with SGD and with AdamW. SGD has momentum 0.9, except with Signum, which has its own momentum. The
+density is 0.01. The learning rate warms up linearly over a tenth of 300 steps, and then follows a cosine to zero.
 
-    python -m benchmarks.comparison                      # train what the CSV files lack; --task NAME: one task
-    sudo python -m benchmarks.comparison --seconds       # step times over shaped links, all contestants in turn
-    python -m benchmarks.comparison --figure             # draw
+Each method uses the learning rate with the lowest final loss for seed 0. The grid of rates is equal for all
+methods of a task. Two more seeds follow; a rate is rejected if one of them diverges. The strategy's default decides
+whether gradients or updates are exchanged. Two methods per task exchange the other quantity. Their names end in
+"gradients" or "updates". Ranks are threads of this process, and their bytes are counted.
 
-Written: `comparison_TASK.csv`, a row per evaluation, `comparison_seconds.csv` and `comparison.png`. A training whose
-loss is more than ten times that of the start, or whose gradients are not finite, ends there: its loss is infinite.
+    python -m benchmarks.comparison                      # do missing trainings; --task NAME: one task
+    sudo python -m benchmarks.comparison --seconds       # time steps over shaped links, all methods in turn
+    python -m benchmarks.comparison --figure             # only draw the figure
+
+Output: `comparison_TASK.csv` with a row per evaluation, `comparison_seconds.csv` and `comparison.png`. If the loss
+exceeds ten times its initial value, or a gradient is not finite, training ends and the loss is infinite.
 """
 
 import itertools
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from matplotlib.ticker import StrMethodFormatter
 from torch import nn
 
 from benchmarks.harness import plots, results, training
@@ -41,8 +44,10 @@ from lightning_sparse.memory import Momentum
 WORKERS, STEPS, EVERY, DENSITY, SEEDS = 2, 300, 50, 0.01, (0, 1, 2)
 LOCAL_STEPS = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 """Steps before each exchange, all divisors of `EVERY`: weights are equal when they are evaluated."""
-TOP = {"digits_sgd": 3.0, "gpt_sgd": 1.3, "gpt_adamw": 1.15}
-"""The highest loss in a panel, in times of the lowest; triangles stand for what lies above."""
+NAMED = ["dense", "int8", "powersgd", "topk", "local_sgd", "sparseloco"]
+TITLES = {"digits_sgd": "ResNet-20, digits, SGD", "gpt_sgd": "GPT, SGD", "gpt_adamw": "GPT, AdamW"}
+TOP = {"digits_sgd": 2.0, "gpt_sgd": 1.1, "gpt_adamw": 1.2}
+"""In the figure: contestants that have a name and a colour, and the highest loss, in times of the lowest of these."""
 
 
 class Run(NamedTuple):
@@ -60,12 +65,12 @@ def images() -> Data:
 
 
 class Task(NamedTuple):
-    """What is learnt, by which optimizer, and the rates that every contestant tries."""
+    """A training task: data, model, optimizer, and the learning rates that each method tries."""
 
     data: Callable[[], Data]
     model: Callable[[], nn.Module]
     batch_size: int
-    optimizer: str  # with "adamw" the strategy exchanges updates of sparse methods
+    optimizer: str  # with "adamw", sparse methods exchange updates
     rates: tuple[float, ...]
 
 
@@ -79,13 +84,13 @@ TASKS = {
 
 
 def contestants(task: str) -> list[str]:
-    """Return the rows of METHODS, and two that exchange what the strategy would not."""
+    """Return the rows of METHODS, and two methods that exchange the quantity that is not the default."""
     other = "gradients" if TASKS[task].optimizer == "adamw" else "updates"
     return [*METHODS, f"topk {other}", f"gaussiank {other}"]
 
 
 def made(task: str, contestant: str, most: int = STEPS) -> Method:
-    """Return a contestant's method, of so many local steps at most; no `update_rule` means that it sends gradients."""
+    """Return a method by name, with at most `most` local steps. Without an `update_rule` it exchanges gradients."""
     name, _, what = contestant.partition(" ")
     chosen = make_method(name, density=DENSITY if "density" in METHODS[name].options and name != "sparseloco" else None)
     rule = chosen.update_rule
@@ -96,7 +101,7 @@ def made(task: str, contestant: str, most: int = STEPS) -> Method:
 
 
 def optimizer_for(task: str, method: Method, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Return the optimizer of a contestant; that of a method with a momentum of its own, such as Signum, has none."""
+    """Return a method's optimizer. It has no momentum if the method has its own, as Signum does."""
     optimizer = OPTIMIZERS[TASKS[task].optimizer](model.parameters(), lr=lr)
     if isinstance(method.memory, Momentum) and "momentum" in optimizer.defaults:
         optimizer.param_groups[0]["momentum"] = 0.0
@@ -104,14 +109,14 @@ def optimizer_for(task: str, method: Method, model: nn.Module, lr: float) -> tor
 
 
 def train(task: str, run: Run, data: Data, steps: int = STEPS) -> list[Row]:
-    """Train with ranks as threads; return loss, accuracy and the bytes that a rank has sent, every `EVERY` steps."""
+    """Train with ranks as threads; return loss, accuracy and a rank's sent bytes, every `EVERY` steps."""
     method, batch_size = made(task, run.contestant), TASKS[task].batch_size
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         optimizer = optimizer_for(task, method, model, run.lr)
         wrapped = attach_thread(model, [optimizer], method, comm, seed=run.seed)
         found = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=batch_size, steps=STEPS)
-        # One rank evaluates, as statistics of batch normalisation are a rank's own.
+        # Only rank 0 evaluates, because statistics of batch normalisation differ between ranks.
         found.evaluated = slice(None) if comm.rank == 0 else slice(0)
         return found
 
@@ -119,14 +124,14 @@ def train(task: str, run: Run, data: Data, steps: int = STEPS) -> list[Row]:
 
 
 def missing_runs(task: str, table: pd.DataFrame) -> list[Run]:
-    """Return the trainings that a table lacks: the grid with seed 0, and then the best rate with the other seeds."""
+    """Return the trainings that a table lacks: first the grid with seed 0, then the best rates with the other seeds."""
     if lacking := results.missing(table, [Run(name, lr, 0) for name in contestants(task) for lr in TASKS[task].rates]):
         return lacking
     return results.missing(table, [Run(*best, seed) for seed in SEEDS[1:] for best in best_rates(table).items()])
 
 
 def best_rates(table: pd.DataFrame) -> dict[str, float]:
-    """Return the rate of each contestant with the lowest last loss of seed 0, but none at which a seed diverges."""
+    """Return each method's rate with the lowest final loss for seed 0, without rates at which a seed diverges."""
     ends = table.groupby([*Run._fields], sort=False)["val_loss"].last()
     diverges = ends.groupby(level=["contestant", "lr"], sort=False).max() == math.inf
     first = ends.xs(SEEDS[0], level="seed").mask(diverges, math.inf)
@@ -134,7 +139,7 @@ def best_rates(table: pd.DataFrame) -> dict[str, float]:
 
 
 def finals(table: pd.DataFrame) -> pd.DataFrame:
-    """Return of each contestant at its best rate: mean and range of the last loss, accuracy, bytes, rate and seeds."""
+    """Return, for each method's best rate: mean and range of the final loss, accuracy, bytes, rate, and seeds."""
     best = best_rates(table)
     chosen = table[table["lr"] == table["contestant"].map(best)]
     ends = chosen.groupby(["contestant", "seed"], sort=False).last().reset_index()
@@ -144,7 +149,7 @@ def finals(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def work(job: Row) -> None:
-    """Time steps of each contestant in turn, on one of several processes."""
+    """Time steps of each method in turn. This runs in each process of the benchmark."""
     task, data, comm = job["task"], TASKS[job["task"]].data(), ProcessGroupComm()
     timed = []
     for name in contestants(task):
@@ -157,59 +162,50 @@ def work(job: Row) -> None:
     training.take_turns(timed, job["out"])
 
 
-def draw(folder: Path) -> None:
-    """Draw the last loss of each contestant against the bytes that a worker has sent."""
+def draw(folder: Path) -> Any:
+    """Draw the last loss of each contestant against the bytes that a worker has sent, some with their names."""
     present = [task for task in TASKS if (folder / f"comparison_{task}.csv").exists()]
-    figure, panels = plots.panels(len(present), 1, (11, 6.5 * len(present)))
+    figure, panels = plots.panels(len(present), 1, 0.8 + 2.5 * len(present))
+    said = []
     for (panel,), task in zip(panels, present, strict=True):
-        table = finals(results.load(folder / f"comparison_{task}.csv"))
-        table = table.query("loss < inf").sort_values(["sent_bytes", "loss"])
-        best = table[table["loss"] == table["loss"].cummin()]
-        top = table["loss"].min() * TOP[task]
-        lowest = best["sent_bytes"] / 1e6, best["loss"].clip(upper=top)
-        panel.step(*lowest, where="post", color="#D55E00", alpha=0.35, linewidth=5)
+        found = finals(results.load(folder / f"comparison_{task}.csv")).query("loss < inf").set_index("contestant")
+        shown = found[found.index.isin(NAMED)]
+        top = TOP[task] * shown["loss"].min()
+        others = found[~found.index.isin(NAMED) & (found["loss"] < top)]
+        panel.plot(others["sent_bytes"] / 1e6, others["loss"], "o", color="0.8", markersize=4)
         labels = []
-        for row in table.itertuples():
-            place, color = (row.sent_bytes / 1e6, min(row.loss, top)), plots.line(row.contestant)["color"]
-            name, is_best = row.contestant, row.contestant in set(best["contestant"])
-            if row.loss < top:
-                error = [[row.loss - row.low], [min(row.high, top) - row.loss]]
-                panel.errorbar(*place, error, fmt="o", markersize=4, color=color, linewidth=0.8)
-            else:
-                panel.plot(*place, "^", markersize=5, color=color, clip_on=False)
-                name += f": {row.loss:.2f}"
-            labels.append((*place, name, is_best))
-        panel.set(xscale="log", ylabel="held-out loss, mean and range of three seeds")
-        panel.set_title(task.replace("_", ", "), loc="left", pad=32)  # above the labels of triangles
-        panel.set_ylim(table["low"].min() / TOP[task] ** 0.05, top)
-        label(figure, panel, labels)
-    xlabel = "MB that a worker sent in 300 steps; bold, on the broad line: none is lower with as few bytes"
-    panels[-1][0].set_xlabel(xlabel)
-    plots.write(figure, folder / "comparison.png")
+        for row in shown.itertuples():
+            at, color = row.sent_bytes / 1e6, plots.color(row.Index)
+            error = [[row.loss - row.low], [row.high - row.loss]]
+            panel.errorbar(at, row.loss, error, fmt="o", markersize=6, color=color, linewidth=1.4)
+            labels.append((at, row.loss, plots.shown(row.Index), color))
+        lost = len(found) - len(shown) - len(others)
+        above = f"; {lost} more above this panel" if lost else ""
+        panel.set(
+            xscale="log", ylabel="held-out loss", ylim=(min(shown["low"].min(), others["loss"].min()) / 1.02, top)
+        )
+        panel.set_title(f"{TITLES[task]} (grey dots: {len(others)} other methods, see the table{above})")
+        panel.axhline(found["loss"]["dense"], color="black", linewidth=0.6)
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        plots.ends(panel, labels, reach=6)
+        gap = 100 * (found["loss"]["topk"] / found["loss"]["dense"] - 1)
+        said.append(f"{abs(gap):.1f} % {'above' if gap > 0 else 'below'} ({TITLES[task]})")
+    panels[-1][0].set_xlabel("MB that a worker sends in 300 steps (log scale)")
+    share = 100 * found["sent_bytes"]["topk"] / found["sent_bytes"]["dense"]
+    finding = f"With {share:.1f} % of the bytes topk ends {', '.join(said)} the loss of dense training"
+    task = (
+        "Two workers, density 0.01, 300 steps, each at its best learning rate of a grid; dots: mean, lines: range "
+        "of three seeds. With AdamW sparse methods exchange updates. Loss axes do not start at zero."
+    )
+    plots.headline(figure, finding, task)
+    return figure
 
 
-def label(figure: Any, panel: Any, labels: list[tuple[float, float, str, bool]]) -> None:
-    """Write texts to the right of points, bold or grey, moved up where they would lie on each other."""
-    panel.margins(x=0.12)
-    figure.canvas.draw()  # from here on it is known where a point lies
-    to_points, height = 72 / figure.dpi, 9
-    placed: list[tuple[float, float, float]] = []
-    for x, y, name, is_best in sorted(labels, key=lambda each: each[1]):
-        at, above = panel.transData.transform((x, y)) * to_points
-        left, right, bottom = at + 7, at + 10 + 4.2 * len(name), above - height / 3
-        for start, end, taken in sorted(placed, key=lambda each: each[2]):
-            if start < right and left < end and abs(bottom - taken) < height:
-                bottom = taken + height
-        placed.append((left, right, bottom))
-        line = {"arrowstyle": "-", "linewidth": 0.3, "shrinkA": 0, "shrinkB": 2}
-        offset = (left - at, bottom - above)
-        font = {"fontsize": 8, "fontweight": "bold"} if is_best else {"fontsize": 7, "color": "0.4"}
-        panel.annotate(name, (x, y), offset, textcoords="offset points", arrowprops=line, **font)
-
+FIGURES = [plots.Figure("comparison", draw, tuple(f"comparison_{task}" for task in TASKS))]
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__)
-    parser.add_argument("--task", choices=TASKS, help="this one alone")
+    parser.add_argument("--task", choices=TASKS, help="run only this task")
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
     args = parser.parse_args()
     tasks = [args.task] if args.task else list(TASKS)
@@ -218,9 +214,10 @@ if __name__ == "__main__":
             path, case = args.out / "comparison_seconds.csv", {"task": task, "rate": rate}
             training.save_times(path, "benchmarks.comparison", case, WORKERS, task=task)
     elif not args.figure:
-        torch.set_num_threads(1)  # ranks run side by side
+        torch.set_num_threads(1)  # ranks run in parallel
         for task in tasks:
             data, path = TASKS[task].data(), args.out / f"comparison_{task}.csv"
             while runs := missing_runs(task, results.load(path)):
                 results.save_each(path, runs, lambda run, task=task, data=data: train(task, run, data), digits=6)
-    draw(args.out)
+    for figure in FIGURES:
+        figure.write(args.out)

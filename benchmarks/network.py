@@ -1,4 +1,4 @@
-r"""Step times of ways to average gradients, over links of a given rate.
+r"""Measures step times of ways to average gradients, over links of a given rate.
 
     sudo python -m benchmarks.network --rates 100mbit 1gbit
     python -m benchmarks.network --workload real --rates loopback --tune
@@ -8,14 +8,16 @@ r"""Step times of ways to average gradients, over links of a given rate.
         none ddp int4 "topk updates, int2"
     python -m benchmarks.network --figure
 
-Each worker is a process on a host of its own (see `benchmarks.harness.shaped_links`); nothing is reported when a link
-is off its rate by more than 10 %. Without root the workers share the loopback interface, unshaped. The contestants run
-one after the other in the same processes, each checked before it is timed (see `benchmarks.network_rank`).
+Each worker is a process on a separate host (see `benchmarks.harness.shaped_links`). Nothing is reported if a link
+deviates from its rate by more than 10 %. Without root, the workers share the loopback interface, which is not shaped.
+The methods run one after the other in the same processes. Each is checked before it is timed (see
+`benchmarks.network_rank`).
 
-Workloads. "mlp": steps of a model of 25.6 million parameters on random data, with SGD; "mlp_adamw": with AdamW. "real"
-and "real_resnet20": a small convolutional network, or ResNet-20, learns scikit-learn's handwritten digits, and the test
-loss over time is recorded. All others are paced: gradients of that model's shapes come after the published compute
-time, while the processors sleep. Contestants: see `benchmarks.harness.baselines`.
+Workloads: "mlp" runs steps of a model of 25.6 million parameters on random data with SGD, and "mlp_adamw" with AdamW.
+The workloads "real" and "real_resnet20" train a small convolutional network, or ResNet-20, on scikit-learn's
+handwritten digits. They record the test loss over time. All other workloads are paced: gradients of the model's shapes
+arrive after the published compute time, and the processors sleep meanwhile. For the methods see
+`benchmarks.harness.baselines`.
 """
 
 import argparse
@@ -39,31 +41,37 @@ CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_to
 WITH_ADAMW = ["none", "ddp", "bf16", "int4", "topk", "topk updates", "gaussiank updates"]
 IN_TRAININGS = ["ddp_accumulated", "local_sgd"]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
+SHOWN = ["none", "ddp", "bf16", "powersgd", "naive_topk", "topk", "scalecom"]
+TIMED = ["ddp", "bf16", "powersgd", "topk", "oktopk", "local_sgd"]
+"""Which contestants the figures show; the tables have all."""
+SHORT = {"real": "CNN", "real_resnet20": "ResNet-20"}
+LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "loopback": "loopback, no limit"}
+AT = {rate: "over loopback" if rate == "loopback" else f"at {link}" for rate, link in LINKS.items()}
 BUSY = 0.7
-"""Share of busy processors above which a paced measurement says more about them than about links: it is not valid."""
-PATIENCE = 900  # seconds after which a silent contestant counts as hung; at 25 Mbit/s a dense step of GPT-2 takes 240
+"""Share of busy processors above which a paced measurement is invalid, because the processors are its limit."""
+PATIENCE = 900  # seconds without a record after which ranks count as hung; at 25 Mbit/s a dense GPT-2 step takes 240 s
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = results.command_line(__doc__)
     add = parser.add_argument
     workloads, known = ["mlp", "mlp_adamw", *TRAININGS, *COMPUTE_SECONDS], list(baselines.CONTESTANTS)
-    slowed = "paced: a link of the Nth part of the rate, N times the compute time, and reported times divided by N, so \
-that two cores keep up with many ranks; latency, and work of the processors, count for less"
-    tune = "real: train with each of the LEARNING_RATES and keep the one with the fewest steps in network_tuning.csv; \
-other trainings use the rate kept there, or 0.05"
-    add("--rates", nargs="+", default=["1gbit"], metavar="RATE", help="as tc writes them (100mbit), or loopback")
-    add("--workload", choices=workloads, default="mlp", help="see above; default: mlp")
+    slowed = "paced workloads: divide the link's rate by N, multiply the compute time by N, and divide reported times \
+by N, so that two cores suffice for many ranks; latency and processor time then count less"
+    tune = "real workloads: train with each of the LEARNING_RATES and write the one with the fewest steps to \
+network_tuning.csv; other trainings use the rate in that file, or 0.05"
+    add("--rates", nargs="+", default=["1gbit"], metavar="RATE", help="in tc's notation (100mbit), or loopback")
+    add("--workload", choices=workloads, default="mlp", help="see above. Default: mlp")
     add("--dilate", type=float, default=1, metavar="N", help=slowed)
     add("--ranks-per-host", type=int, default=1, metavar="N", help="number of ranks that share a link")
-    add("--contestants", nargs="+", choices=known, metavar="NAME", help=f"of {known}")
-    add("--workers", type=int, default=4, help="number of ranks; default: 4")
-    add("--rounds", type=int, default=1, help="number of turns of all contestants; default: 1")
-    add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
-    add("--density", type=float, default=0.001, help="of the sparse contestants, default: 0.001")
+    add("--contestants", nargs="+", choices=known, metavar="NAME", help=f"choose from {known}")
+    add("--workers", type=int, default=4, help="number of ranks. Default: 4")
+    add("--rounds", type=int, default=1, help="number of turns of all contestants. Default: 1")
+    add("--seconds", type=float, default=10, help="time per contestant and round; real: time limit. Default: 10")
+    add("--density", type=float, default=0.001, help="density of sparse contestants. Default: 0.001")
     add("--tune", action="store_true", help=tune)
-    add("--file", help="CSV file to add to; default: network.csv or network_paced.csv, whose rate is replaced")
+    add("--file", help="CSV file to add rows to. Default: network.csv or network_paced.csv, whose rate is replaced")
     args = parser.parse_args()
     args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else CONTESTANTS)
     if args.workers < 2 or args.workers % args.ranks_per_host:
@@ -74,7 +82,7 @@ other trainings use the rate kept there, or 0.05"
 
 
 def contestants(args: argparse.Namespace) -> list[Row]:
-    """Return the contestants of a workload, in turn; in trainings with learning rates."""
+    """Return the methods of a workload in order; for trainings, each with its learning rates."""
     if args.workload not in TRAININGS:
         return [{"contestant": name} for name in args.contestants if name not in IN_TRAININGS] * args.rounds
     tuned = results.load(args.out / "network_tuning.csv")
@@ -84,7 +92,7 @@ def contestants(args: argparse.Namespace) -> list[Row]:
 
 
 def measure(args: argparse.Namespace, rate: str) -> None:
-    """Measure all contestants at one rate, print the result and put it in the CSV files."""
+    """Measure all methods at one rate, print the results, and write them to the CSV files."""
     print(f"{args.workload}, {rate}, {args.workers} workers")
     todo, compute = contestants(args), COMPUTE_SECONDS.get(args.workload)
     job = {"module": "benchmarks.network_rank", "todo": todo, "compute": (compute or 0.0) * args.dilate}
@@ -97,7 +105,7 @@ def measure(args: argparse.Namespace, rate: str) -> None:
             records.extend(launch("benchmarks.harness.launch", job, where, args.workers, PATIENCE))
         except RanksFailed as error:
             failed = next((row["contestant"] for row in todo[len(records) :]), None)
-            lacking = f"{failed} and what follows it have no result" if failed else "After all results"
+            lacking = f"{failed} and the contestants after it have no result" if failed else "After all results"
             print(f"  {lacking}: {error}")
             records = [record for record in records if record["contestant"] != failed]
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])
@@ -114,9 +122,9 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         print(table.loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
         for row in table.query("kind == 'step'").itertuples():
             if compute and row.contestant != "none" and row.busy > BUSY:
-                print(f"  {row.contestant}: not valid, as the processors were {row.busy:.0%} busy. Use --dilate.")
+                print(f"  {row.contestant}: invalid, because the processors were {row.busy:.0%} busy. Use --dilate.")
             if row.foreign_load > FOREIGN_LOAD:
-                print(f"  {row.contestant}: other programs used {row.foreign_load:.0%} of the processors; repeat it")
+                print(f"  {row.contestant}: other programs used {row.foreign_load:.0%} of the processors; repeat this.")
 
 
 def save_curves(args: argparse.Namespace, records: list[Record], common: Row, key: list[str]) -> None:
@@ -135,13 +143,13 @@ def save_curves(args: argparse.Namespace, records: list[Record], common: Row, ke
 
 
 def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
-    """Make one row per contestant, and per phase of our reducer."""
+    """Return one row per method, and one per phase of the reducer."""
     steps: list[Row] = []
     phases: list[Row] = []
     ddp = None
     for name, rounds in pd.DataFrame(records).groupby("contestant", sort=False):
         quiet = rounds[rounds["foreign_load"] <= FOREIGN_LOAD]
-        quiet = rounds if quiet.empty else quiet  # rounds that other programs disturbed count if there is no other
+        quiet = rounds if quiet.empty else quiet  # use disturbed rounds only if there are no others
         ms, cpu_ms, first = quiet["ms"].sum(), quiet["cpu_ms"].mean(), quiet.iloc[0]
         median = statistics.median(ms)
         ddp = median if name == "ddp" else ddp
@@ -170,63 +178,90 @@ def ordered(rates: Iterable[str]) -> list[str]:
     return sorted(set(rates), key=lambda rate: math.inf if rate == "loopback" else bits_per_second(rate))
 
 
-def draw_steps(rows: Any, path: Path) -> None:
-    """Draw the step times of all contestants, a panel for each rate."""
+def draw_steps(folder: Path) -> Any:
+    """Draw the step times of some contestants, a panel for each rate."""
+    rows = pd.concat(results.load(folder / f"{name}.csv") for name in ("network", "network_paced"))
+    rows = rows.query("kind == 'step' and workload in ['mlp', 'mlp_paced'] and workers == 4 and ranks_per_host == 1")
     rates = ordered(rows["rate"])
     lines = max(1, math.ceil(len(rates) / 2))
-    figure, panels = plots.panels(lines, 2, (11, 3.6 * lines))
+    figure, panels = plots.panels(lines, 2, 0.6 + 2.2 * lines)
     for panel in panels.flat[len(rates) :]:
         panel.remove()
+    gains = []
     for panel, rate in zip(panels.flat, rates, strict=False):
-        mine = rows[rows["rate"] == rate]
-        # Points, not bars: a logarithmic axis has no zero for a bar to start from.
-        for row in mine.itertuples():
-            error = [[row.median_ms - row.p20_ms], [row.p80_ms - row.median_ms]]
-            color = plots.LINES["topk"][0] if row.sent_bytes_per_step > 0 else "0.5"
-            panel.errorbar(row.median_ms, row.contestant, xerr=error, fmt="o", color=color, capsize=3)
-            place = (row.p80_ms, row.contestant)
-            panel.annotate(f"{row.median_ms:,.0f}", place, (5, 0), textcoords="offset points", va="center", fontsize=8)
-        dilate, workers = mine["dilate"].iloc[0], mine["workers"].iloc[0]
-        how = f"{workers} workers" if dilate == 1 else f"{dilate:g} times slowed down"
-        panel.set(xscale="log", xlabel="ms per step, median", title=f"{rate}, {how}")
-        panel.margins(x=0.15, y=0.05)
-        panel.grid(visible=False, axis="y")
-        panel.invert_yaxis()
-    plots.write(figure, path)
+        mine = rows[(rows["rate"] == rate) & rows["contestant"].isin(SHOWN)].set_index("contestant")
+        mine = mine.loc[[name for name in SHOWN if name in mine.index]]
+        times = (mine.median_ms["ddp"] / mine.median_ms) if "ddp" in mine.index else mine.median_ms * math.nan
+        texts = [
+            f"{ms:,.0f}" + (f"  ({gain:.1f}× faster)" if name not in ("none", "ddp") and gain > 1.05 else "")
+            for name, ms, gain in zip(mine.index, mine.median_ms, times, strict=True)
+        ]
+        errors = [mine.median_ms - mine.p20_ms, mine.p80_ms - mine.median_ms]
+        names = [plots.shown(name) for name in mine.index]
+        plots.bars(panel, names, list(mine.median_ms), [plots.color(name) for name in mine.index], texts, errors)
+        panel.set_xlim(0, 1.35 * mine.p80_ms.max())
+        how = LINKS.get(rate, rate) + ("" if mine["dilate"].iloc[0] == 1 else ", emulated in slow motion")
+        panel.set(xlabel="ms per step", title=how)
+        if "topk" in times:
+            gains.append(f"{times['topk']:.1f}× {AT.get(rate, rate)}")
+    finding = f"Speed-up of a step with topk over stock ddp: {', '.join(gains)}"
+    task = (
+        "Median step of an MLP of 25.6 M parameters with SGD, density 0.001, four workers on two cores; whiskers: the "
+        "middle three fifths of the steps. Other methods: see the table."
+    )
+    plots.headline(figure, finding, task)
+    return figure
 
 
-def draw_trainings(rows: Any, path: Path) -> None:
-    """Draw test loss against seconds: a row for each workload, a column for each rate."""
+def draw_trainings(folder: Path) -> Any:
+    """Draw the seconds to the target loss: a row for each workload, a column for each rate."""
+    rows = results.load(folder / "network_real.csv")
     workloads, rates = list(dict.fromkeys(rows["workload"])), ordered(rows["rate"])
-    figure, panels = plots.panels(len(workloads), len(rates), (4 * len(rates), 3.2 * len(workloads)))
+    figure, panels = plots.panels(len(workloads), len(rates), 0.9 + 1.8 * len(workloads), sharey="row")
+    reached = rows[rows["test_loss"] < TARGET_LOSS].groupby(["workload", "rate", "contestant"])["seconds"].first()
     for line, workload in zip(panels, workloads, strict=True):
         for panel, rate in zip(line, rates, strict=True):
-            mine = rows[(rows["workload"] == workload) & (rows["rate"] == rate) & (rows["step"] > 0)]
-            if mine.empty:
+            if (workload, rate) not in reached.index.droplevel("contestant"):
                 panel.remove()
                 continue
-            for name, curve in mine.groupby("contestant", sort=False):
-                panel.plot(curve["seconds"], curve["test_loss"], **plots.line(name), label=name)
-            panel.set(xscale="log", yscale="log", xlabel="seconds of training", title=f"{TRAININGS[workload]}, {rate}")
-            panel.set_yticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
-            panel.minorticks_off()
-        line[0].set_ylabel("test loss")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper")
-    plots.write(figure, path)
+            seconds = reached[workload, rate]
+            names = [name for name in TIMED if name in seconds]
+            times = [seconds[name] for name in names]
+            texts = [f"{time:.1f}" for time in times]
+            plots.bars(
+                panel, [plots.shown(name) for name in names], times, [plots.color(name) for name in names], texts
+            )
+            panel.set_xlim(0, 1.2 * max(times))
+            title = f"{SHORT[workload]}, {LINKS.get(rate, rate).removesuffix(', no limit')}"
+            panel.set(title=title, xlabel=f"seconds to test loss {TARGET_LOSS:g}")
+    said = []
+    for workload in workloads:
+        gains = []
+        for rate in rates:
+            if {(workload, rate, "ddp"), (workload, rate, "topk")} <= set(reached.index):
+                gain = reached[workload, rate, "ddp"] / reached[workload, rate, "topk"]
+                gains.append(f"{gain:.1f}× {AT.get(rate, rate)}")
+        said.append(f"{SHORT[workload]}: {', '.join(gains)}")
+    task = (
+        f"Seconds of training until the test loss is below {TARGET_LOSS:g}: handwritten digits, SGD, four workers "
+        "on two cores, density 0.001, each at its best learning rate. CNN: convolutional network of 2.1 M parameters."
+    )
+    plots.headline(figure, f"Speed-up of topk over stock ddp to the same loss: {'; '.join(said)}", task)
+    return figure
 
+
+FIGURES = [
+    plots.Figure("network", draw_steps, ("network", "network_paced")),
+    plots.Figure("network_real", draw_trainings, ("network_real",)),
+]
 
 if __name__ == "__main__":
     args = parse()
     if not args.figure:
         if args.rates != ["loopback"] and (reason := missing()):
-            print(f"No links can be made here: {reason}. Running unshaped over loopback instead.")
+            print(f"Links cannot be created here: {reason}. Using loopback without shaping instead.")
             args.rates = ["loopback"]
         for rate in args.rates:
             measure(args, rate)
-    steps = pd.concat(results.load(args.out / f"{name}.csv") for name in ("network", "network_paced"))
-    if not steps.empty:
-        steps = steps[steps["workload"].isin(["mlp", "mlp_paced"]) & (steps["workers"] == 4)]
-        draw_steps(steps.query("kind == 'step' and ranks_per_host == 1"), args.out / "network.png")
-    trainings = results.load(args.out / "network_real.csv")
-    if not trainings.empty:
-        draw_trainings(trainings, args.out / "network_real.png")
+    for figure in FIGURES:
+        figure.write(args.out)

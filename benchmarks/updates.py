@@ -1,13 +1,13 @@
-"""Which form of exchanging updates needs the fewest steps? Variants of the rule, each beside its controls.
+"""Compares variants of the rule for exchanging updates, and their controls, by the number of steps to a loss.
 
 The GPT, the data, their order and the schedule are those of `benchmarks.language`, with AdamW. Ranks are threads of
-this process, so that a machine with few cores can train eight of them; what they send to each other is counted, not
-timed. Dense AdamW and one worker alone are the controls, at the same rates.
+this process, so that a machine with few cores can train eight of them. Their bytes are counted, but their communication
+is not timed. The controls are dense AdamW and one worker alone, at the same learning rates.
 
-    python -m benchmarks.updates            # train what `updates.csv` lacks of `TRIED`, in its order
-    python -m benchmarks.updates --figure   # draw, and print steps and losses
+    python -m benchmarks.updates            # do the trainings of `TRIED` that `updates.csv` lacks, in order
+    python -m benchmarks.updates --figure   # draw the figure; print steps and losses
 
-A run of fewer steps than `STEPS` is the start of a training of `STEPS`: its schedule is the same.
+A run of fewer steps than `STEPS` is the start of a training of `STEPS` steps, with the same schedule.
 """
 
 import functools
@@ -38,19 +38,31 @@ from lightning_sparse.momentum import SegmentMoments
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.segment import UpdateSegment
 
-STEPS, EVERY = 1000, 25  # steps of the schedule, and between two evaluations
+STEPS, EVERY = 1000, 25  # steps of the schedule, and steps between evaluations
 BEGUN = 100  # steps of the shortest runs, in which most variants reach the target
+
+PARTS = {
+    "topk": "TopUp",
+    "times root P": "rescaled by √P",
+    "not rescaled": "not rescaled",
+    "not paid out": "momentum not paid out",
+    "masked": "momentum only cleared",
+    "neither": "neither paid out nor rescaled",
+    "dense": "dense AdamW",
+    "alone": "one worker alone",
+}
+"""What the figure shows: the rule, variants without parts of it, and controls."""
 
 
 @dataclass(frozen=True)
 class Guess(Mean):
-    """The mean, where a rank that has not sent an entry counts with a share of what those sent that have.
+    """A mean that guesses missing entries: if a rank did not send an entry, it counts with a share of the others' mean.
 
-    Its residual keeps the rest, so nothing is lost. The share is what would have fitted its residual best in the last
-    exchanges, by least squares, and travels with its entries.
+    The rank's residual keeps the difference, so nothing is lost. Each rank sends its share with its entries. The share
+    is the least-squares fit of its residual in the last exchanges.
     """
 
-    decay: float = 0.9  # of both sums of the fit, from one exchange to the next
+    decay: float = 0.9  # factor on both sums of the fit at each exchange
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         payload, applied = exchange.compress(u, compressor)
@@ -76,20 +88,20 @@ class Guess(Mean):
 
 
 class Variant(NamedTuple):
-    """A way to make one training of what several ranks' gradients say."""
+    """A variant of data-parallel training."""
 
     method: str = "topk"
-    rule: UpdateRule | None = UpdateRule()  # how updates are exchanged; None exchanges gradients
-    alone: bool = False  # one rank trains, with its share of the data
+    rule: UpdateRule | None = UpdateRule()  # rule for exchanging updates; None exchanges gradients
+    alone: bool = False  # only one rank trains, with its share of the data
     value_format: str = ""
-    aggregator: Aggregator[Any] | None = None  # in place of the method's own
+    aggregator: Aggregator[Any] | None = None  # replaces the method's own
     beta1: float = 0.9
-    root: bool = False  # each rank's update is multiplied with √P
-    payout: float | None = 1.0  # share of what momentum would still deliver; None: rescaled as the update is
-    pays_always: bool = False  # momentum is paid out at any density, and after any number of steps
+    root: bool = False  # multiply each rank's update by √P
+    payout: float | None = 1.0  # share of the unspent momentum in the payout; None: rescaled like the update
+    pays_always: bool = False  # use momentum payout at any density, and with any number of local steps
     weight_decay: float = 0.01
-    decay_outside: bool = False  # weights decay after the exchange, on all ranks alike, and not in the update
-    late: bool = False  # weights change by the mean of the step before: an exchange could go on during the next step
+    decay_outside: bool = False  # apply weight decay after the exchange, equally on all ranks, not in the update
+    late: bool = False  # apply the mean of the previous step, as if the exchange overlapped with the next step
 
 
 DENSE, KEEP = Variant("dense", rule=None), UpdateRule(momentum="keep", rescale=False)
@@ -124,7 +136,7 @@ VARIANTS = {
     "always paid out": Variant(pays_always=True),
     **{f"every {H}, paid out": Variant(rule=UpdateRule(local_steps=H), pays_always=True) for H in (2, 5, 10)},
     **{f"every {H}, not paid out": Variant(rule=UpdateRule(local_steps=H, momentum="keep")) for H in (2, 5, 10)},
-    "int8, every 20": Variant("int8", rule=KEEP.changed(20, "none")),  # as many bytes as topk: local SGD, quantized
+    "int8, every 20": Variant("int8", rule=KEEP.changed(20, "none")),  # quantized local SGD with the same bytes as topk
 }
 
 
@@ -143,7 +155,7 @@ SHORT = ["topk", "every 10, paid out", "late", "neither", "beta1 0.5", "not paid
 SHORT += ["times root P", "masked", "two passes", "gtopk", "oktopk", "scalecom", "gaussiank", "randk"]
 DECAY = ["decay 0.1", "decay 0.1 outside"]
 ROUNDED = [(0.0165, ["bf16 values"]), (0.024, ["8-bit values"]), (0.031, ["4-bit values"]), (0.045, ["2-bit values"])]
-ROUNDED += [(0.0285, ["chunks, 2-bit values"])]  # of about as many bytes
+ROUNDED += [(0.0285, ["chunks, 2-bit values"])]  # about the same number of bytes
 TRIED = [
     Run(variant, workers, density, lr, seed, steps)
     for workers, steps, lr, seeds, density, variants in (
@@ -201,15 +213,15 @@ TRIED = [
     for seed in seeds
     for variant in variants
 ]
-"""What to train, in this order."""
+"""The trainings to do, in this order."""
 
 
 class TrialSegment(UpdateSegment):
-    """A segment whose payout and rescaling are varied as `Variant` says."""
+    """A segment whose payout and rescaling are modified by a `Variant`."""
 
     variant: Variant
     factors: list[float]
-    """Of the rank that keeps them: the mean factor of each rescaling."""
+    """Mean factor of each rescaling, on rank 0."""
 
     def _moments(self, groups: Mapping[int, Any]) -> SegmentMoments:
         moments, share = super()._moments(groups), self.variant.payout
@@ -259,9 +271,9 @@ class Trial(DeltaExchange):
 
 
 def train(run: Run, data: Data) -> list[Row]:
-    """Train with ranks as threads; return what there is to say every `EVERY` steps.
+    """Train with ranks as threads; return a row every `EVERY` steps.
 
-    That is the loss, the bytes that a rank has sent, and the mean factor on the updates since the last time.
+    A row has the loss, a rank's sent bytes, and the mean factor on the updates since the previous row.
     """
     variant, factors = VARIANTS[run.variant], list[float]()
     options: dict[str, Any] = {"value_format": variant.value_format} if variant.value_format else {}
@@ -286,7 +298,7 @@ def train(run: Run, data: Data) -> list[Row]:
         if variant.decay_outside:
             optimizer.register_step_post_hook(decay_all)
         found = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
-        found.ranks = run.workers  # also where one is alone
+        found.ranks = run.workers  # also if one rank trains alone
         return found
 
     ranks = 1 if variant.alone else run.workers
@@ -297,7 +309,7 @@ def train(run: Run, data: Data) -> list[Row]:
 
 
 def steps_to(curve: pd.DataFrame, target: float = TARGET) -> float:
-    """Return after how many steps a curve reaches a loss, by linear interpolation; NaN if it does not."""
+    """Return the number of steps at which a curve reaches a loss, by linear interpolation; NaN if it does not."""
     below = curve["val_loss"].to_numpy() <= target
     if not below.any():
         return math.nan
@@ -307,9 +319,9 @@ def steps_to(curve: pd.DataFrame, target: float = TARGET) -> float:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Return steps to the target, the last loss, and the share of dense fp32 all-reduce's bytes, of each run.
+    """Return, for each run: steps to the target, final loss, and bytes in per cent of a dense fp32 all-reduce.
 
-    Longer runs are listed beside shorter ones of as many ranks, too, as they were after as many steps.
+    A longer run is also listed with shorter runs of the same number of ranks, with its values after their steps.
     """
     rows = []
     dense = 2 * 4 * sum(param.numel() for param in GPT(context=LENGTH).parameters())
@@ -323,44 +335,53 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw last losses minus the mean of dense training with as many ranks; bars are ranges of several seeds."""
-    runs = summary(table)
-    groups = runs.query("steps > @BEGUN").groupby(["steps", "workers"])
-    groups = {f"{ranks} ranks, {steps} steps": group for (steps, ranks), group in groups}
-    shares = {}
-    for name, group in groups.items():
-        dense = group.query("variant == 'dense' and lr == 0.002").val_loss.mean()
-        losses = group.groupby(["variant", "density", "lr"]).val_loss.agg(["mean", "min", "max"]) - dense
-        shares[name] = losses.sort_values("mean", ascending=False)
-    first, *others = groups
-    heights = [len(shares[name]) + 3 for name in others]
-    figure, axes = plots.plt.subplot_mosaic(
-        [[first, name] for name in others], figsize=(11, 0.22 * sum(heights) + 0.5), height_ratios=heights
+def draw(folder: Path) -> Any:
+    """Draw last losses above dense training with as many ranks, of the rule and of what each of its parts is for."""
+    runs = summary(results.load(folder / "updates.csv")).query("steps == 300 and lr == 0.002")
+    figure, (panels,) = plots.panels(1, 3, 3.9, sharex=True, sharey=True)
+    gaps = {}
+    for panel, ranks in zip(panels, (2, 4, 8), strict=True):
+        mine = runs.query("workers == @ranks and density in [0.01, 1]")
+        losses = mine.groupby("variant").val_loss.agg(["mean", "min", "max", "size"])
+        dense = losses["mean"]["dense"]
+        right: Any = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center", "fontsize": 9}
+        for place, name in enumerate(PARTS):
+            if name not in losses.index:
+                panel.annotate("not tried", (0.99, place), color=plots.MUTED, **right)
+                continue
+            low, mean, high = (losses[column][name] - dense for column in ("min", "mean", "max"))
+            gaps[name, ranks] = mean
+            color = plots.color("dense" if name in ("dense", "alone") else "topk updates")
+            panel.hlines(place, low, high, lw=5, alpha=0.4, color=color)
+            panel.plot(mean, place, "o", ms=6, color=color)
+            panel.annotate(plots.signed(mean), (0.99, place), **right)
+        panel.axvline(0, color="black", lw=0.8)
+        panel.set(title=f"{ranks} workers", xlabel="loss minus that of dense")
+    panels[0].set_yticks(range(len(PARTS)), list(PARTS.values()))
+    panels[0].set(ylim=(len(PARTS) - 0.5, -0.5), xlim=(-0.12, 0.55))
+    ours, kept = [gaps["topk", ranks] for ranks in (2, 4, 8)], [gaps["not paid out", ranks] for ranks in (2, 8)]
+    finding = (
+        f"TopUp ends {-max(ours):.2f} to {-min(ours):.2f} nats below dense AdamW; without the momentum payout it would "
+        f"end {min(kept):.2f} to {max(kept):.2f} above"
     )
-    for name, panel in axes.items():
-        labels = []
-        for variant, density, lr in shares[name].index:
-            labels.append(
-                variant.replace("the second 3 times as dense", "second × 3")
-                + (f", density {density:g}" if density not in (0.01, 1) else "")
-            )
-            labels[-1] += f", rate {lr:g}" if lr != 0.002 else ""
-        panel.axvline(0, color="black", lw=1)
-        panel.hlines(labels, shares[name]["min"], shares[name]["max"], lw=4, alpha=0.4)
-        panel.plot(shares[name]["mean"], labels, "o", ms=4)
-        panel.set(title=name, ylim=(-0.7, len(labels) - 0.3))
-    figure.supxlabel("validation loss minus that of dense training, nats per byte", fontsize=10)
-    plots.write(figure, path)
+    task = (
+        "GPT of 0.84 M parameters, AdamW, density 0.01, the first 300 of 1,000 steps, learning rate 0.002; loss in "
+        "nats per byte; dots: means, bars: ranges of up to three seeds. updates.csv has all variants."
+    )
+    plots.headline(figure, finding, task)
+    return figure
 
+
+FIGURES = [plots.Figure("updates", draw, ("updates",))]
 
 if __name__ == "__main__":
     args = results.command_line(__doc__).parse_args()
     path = args.out / "updates.csv"
     if not args.figure:
-        torch.set_num_threads(1)  # ranks run side by side
+        torch.set_num_threads(1)  # ranks run in parallel
         data = text(LENGTH, VAL_SEQUENCES)
         results.save_each(path, results.missing(results.load(path), TRIED), lambda run: train(run, data), digits=7)
     table = results.load(path)
     print(summary(table).to_string(index=False, float_format="{:.4g}".format))
-    draw(table, args.out / "updates.png")
+    for figure in FIGURES:
+        figure.write(args.out)
