@@ -110,6 +110,11 @@ class Method:
         return self.update_rule is not None and self.update_rule.delayed
 
     @property
+    def compresses(self) -> bool:
+        """Whether it sends anything but the dense gradient."""
+        return not isinstance(self.compressor, Identity)
+
+    @property
     def is_sparse(self) -> bool:
         """Whether most entries stay in a residual. If so, adaptive optimizers should exchange updates instead."""
         return self.memory.error_feedback and (self.density or 1) < 1

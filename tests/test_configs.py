@@ -73,12 +73,13 @@ def run_all(rank: int, experiment: str, folder: Path) -> dict[str, Any]:
         try:
             cli.main([*args, "--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0"])
             trainer = finished[-1].trainer
+            options = getattr(trainer.strategy, "_options", None)
             results[name] = {
                 "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
                 "steps": trainer.global_step,
                 "ranks": trainer.world_size,
                 "strategy": type(trainer.strategy).__name__,
-                "method": repr(getattr(trainer.strategy, "_method", None)),
+                "method": repr(options and options.method),
             }
         except BaseException:
             results[name] = traceback.format_exc()

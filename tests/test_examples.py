@@ -125,7 +125,7 @@ def test_training_lowers_the_loss():
 
 def test_density_goes_with_sparse_strategies_only():
     assert make_strategy("ddp") == "ddp"
-    assert make_strategy("topk_ddp", 0.25)._method.density == 0.25
+    assert make_strategy("topk_ddp", 0.25)._options.method.density == 0.25
     with pytest.raises(ValueError, match="sends everything"):
         make_strategy("ddp", 0.25)
     with pytest.raises(ValueError, match="gaussiank_ddp"):

@@ -259,7 +259,7 @@ def test_constants_are_those_of_the_papers():
 )
 def test_options_reach_their_part(name, options, found):
     assert found(method(name, **options))
-    assert found(SparseDDPStrategy(name, **options)._method)
+    assert found(SparseDDPStrategy(name, **options)._options.method)
     assert found(resolve_updates(name, **{"density": None, **options})[0])
 
 

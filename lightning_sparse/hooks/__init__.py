@@ -1,5 +1,6 @@
 """Attaches a reducer to DDP's gradients or to optimizers' steps, and holds the session that both share."""
 
+from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.ddp import attach, exchange_gradients
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger, has_collectives
 from lightning_sparse.hooks.session import tell_or_ask
@@ -7,6 +8,7 @@ from lightning_sparse.hooks.update_exchange import UpdateExchanger
 from lightning_sparse.hooks.updates import attach_updates, exchange_pending
 
 __all__ = [
+    "Exchanger",
     "GradientExchanger",
     "UpdateExchanger",
     "attach",

@@ -24,7 +24,7 @@ def takes_signs(optimizer: Optimizer) -> bool:
     return any(each in name for name in names for each in SIGNS)
 
 
-def why_gradients(optimizer: Optimizer) -> str | None:
+def reason_for_gradients(optimizer: Optimizer) -> str | None:
     """Return why gradients are better to exchange than the updates of this optimizer; None if updates are better.
 
     Updates are better for every optimizer that does not merely scale the gradient. So only the exceptions are listed.
@@ -54,7 +54,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:
         )
 
 
-def several_evaluations(optimizer: Optimizer, method: Method) -> str:
+def closure_called_twice_message(optimizer: Optimizer, method: Method) -> str:
     """Return the error message for an optimizer that has evaluated its closure twice in a step."""
     instead = "Use an optimizer"
     if method.aggregator.averages:  # else it cannot exchange updates
@@ -68,7 +68,7 @@ def several_evaluations(optimizer: Optimizer, method: Method) -> str:
 
 def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
     """Warn if sparse gradients are exchanged for an optimizer that trains badly with them."""
-    adaptive = next((each for each in optimizers if why_gradients(each) is None), None)
+    adaptive = next((each for each in optimizers if reason_for_gradients(each) is None), None)
     signs = next(filter(takes_signs, optimizers), None)
     evaluating = next(filter(evaluates_other_weights, optimizers), None)
     if adaptive is not None:

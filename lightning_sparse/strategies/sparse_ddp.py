@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import inspect
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_options
 from lightning_sparse._lightning import INSTALLED
 from lightning_sparse.aggregators import TwoLevel
-from lightning_sparse.compressors import Identity
-from lightning_sparse.hooks import GradientExchanger, UpdateExchanger, tell_or_ask
-from lightning_sparse.hooks.scalers import unwrap, wrap
-from lightning_sparse.hooks.update_exchange import check_updates
-from lightning_sparse.methods import METHODS, Method, method_options, resolve_method
+from lightning_sparse.hooks import Exchanger
+from lightning_sparse.methods import METHODS, Method, method_options
 from lightning_sparse.options import (
+    ExchangeMode,
     Granularity,
     OnNonFinite,
     Overlap,
     ReducerOptions,
-    check,
     check_optional,
 )
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies.fit_checks import (
-    check_optimizers,
-    check_placement,
-    share_parameters,
-    warn_of_sparse_gradients,
-    warn_of_two_momenta,
-    why_gradients,
-)
-from lightning_sparse.strategies.sigterm import EndTogether
+from lightning_sparse.strategies.checkpoints import Checkpoints
+from lightning_sparse.strategies.fit_checks import check_optimizers, check_placement
+from lightning_sparse.strategies.gradient_training import GradientTraining
+from lightning_sparse.strategies.rendezvous import Rendezvous
+from lightning_sparse.strategies.shutdown import CoordinatedShutdown
+from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.summary import run_summary
-from lightning_sparse.strategies.updates import UpdateOrGradientExchange
-from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.strategies.training import Training
+from lightning_sparse.strategies.update_training import UpdateTraining
 
 log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies import DDPStrategy
+else:
+    DDPStrategy = object
 
 
 def _destroy_process_group(pid: int) -> None:
@@ -74,7 +78,7 @@ FIND_UNUSED = {
 """Lightning's suffixes of a strategy's name, and the options that they set."""
 
 
-class SparseDDP(UpdateOrGradientExchange):
+class SparseDDP(DDPStrategy):
     """Data-parallel training that sends a small part of each gradient and keeps the rest for later steps.
 
     Args:
@@ -108,6 +112,9 @@ class SparseDDP(UpdateOrGradientExchange):
         reducer: the algorithm and its state; there from the start of `fit`.
     """
 
+    _namespace: ClassVar[str]
+    """Lightning's name in this strategy."""
+
     def __init__(
         self,
         method: str | Method = "topk",
@@ -120,7 +127,7 @@ class SparseDDP(UpdateOrGradientExchange):
         on_nonfinite: OnNonFinite = "raise",
         clip_norm: float | None = None,
         hierarchical: bool = False,
-        exchange: Literal["auto", "gradient", "update"] = "auto",
+        exchange: ExchangeMode = "auto",
         local_steps: int | None = None,
         overlap: Overlap = "backward",
         **kwargs: Any,
@@ -136,10 +143,21 @@ class SparseDDP(UpdateOrGradientExchange):
         known = {name for cls in makers for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
         own = {name: kwargs.pop(name) for name in method_options(type(self).__name__, known, method, kwargs)}
         check_optional("timeout", kwargs.get("timeout"))
-        self._launched = kwargs.get("start_method", "popen") != "popen"
         # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
+        reducer_options = ReducerOptions(
+            granularity=granularity,
+            bucket_cap_mb=kwargs["bucket_cap_mb"],
+            density_warmup=density_warmup,
+            density_warmup_steps=density_warmup_steps,
+            seed=seed,
+            on_nonfinite=on_nonfinite,
+            clip_norm=clip_norm,
+        )
+        self._options = StrategyOptions(
+            method, density, own, reducer_options, hierarchical, exchange, local_steps, overlap
+        )
         # Those that are refused by name, so that the command line does not offer them.
         super().__init__(
             ddp_comm_state=None,
@@ -155,53 +173,38 @@ class SparseDDP(UpdateOrGradientExchange):
         ours = ddp_options(self)
         for option in UNSUPPORTED:  # which not every version of torch has
             ours.pop(option, None)
-        self._method = resolve_method(method, density, **own)
-        self._given = method, density, own
-        self._compresses = not isinstance(self._method.compressor, Identity)
-        self._hierarchical = check("hierarchical", hierarchical)
-        if hierarchical:
-            self._on_two_levels()
-        self._options = ReducerOptions(
-            granularity=granularity,
-            bucket_cap_mb=ours["bucket_cap_mb"],
-            density_warmup=density_warmup,
-            density_warmup_steps=density_warmup_steps,
-            seed=seed,
-            on_nonfinite=on_nonfinite,
-            clip_norm=clip_norm,
-        )
-        self._options.check_method(self._method)
-        ours["bucket_cap_mb"] = self._options.bucket_cap_mb  # a number of Python's
-        self._exchanged, self._overlap = check("exchange", exchange), check("overlap", overlap)
-        self._local_steps = check_optional("local_steps", local_steps)
-        if exchange == "gradient" and self._method.update_rule is not None:
-            raise ValueError(
-                f"exchange='gradient' with {self._method}: it is made to exchange updates. Leave exchange out, or take "
-                f"another method, such as 'topk'."
-            )
-        if exchange == "gradient" and (self._local_steps or 1) > 1:
-            raise ValueError(
-                f"local_steps={local_steps!r} with exchange='gradient': gradients are exchanged in every step. Set "
-                f"exchange='update' to let each rank take {local_steps} steps before each exchange."
-            )
-        if overlap == "next_step" and exchange == "gradient":
-            raise ValueError(
-                "overlap='next_step' with exchange='gradient': every step waits for its gradients. Set "
-                "exchange='update', and the next step goes on while ranks exchange."
-            )
-        if self._local_steps is not None or overlap == "next_step":  # raises where they do not go together
-            rule = (self._method.update_rule or UpdateRule()).changed(self._local_steps, overlap)
-            replace(self._method, update_rule=rule)
-        if self._choice()[0] == "update":  # whatever the optimizers, of which there are none yet
-            check_updates(self._method, self.optimizers)
-        self._exchange: GradientExchanger | UpdateExchanger | None = None
-        # The reducer outlives fit, so that a checkpoint can be written afterwards.
-        self._reducer: Reducer | None = None
-        self._consistent = True  # whether the reducer's state belongs to a complete step
+        ours["bucket_cap_mb"] = reducer_options.bucket_cap_mb  # a number of Python's
+        self._training = Training()
+        self._checkpoints = Checkpoints(self)
+        self._rendezvous = Rendezvous()
+        self._shutdown: CoordinatedShutdown | None = None
+        self._first_callback: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the exchange of the present fit, which belongs to this process: a copy begins its own."""
-        return {**super().__getstate__(), "_exchange": None, "_reducer": None, "_sigterm": None}
+        return {**super().__getstate__(), "_training": Training(), "_shutdown": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._checkpoints = copy.copy(self._checkpoints)
+        self._checkpoints.strategy = self
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer of the running or the last fit."""
+        if self._checkpoints.reducer is None:
+            raise RuntimeError("The strategy has a reducer only from the start of fit.")
+        return self._checkpoints.reducer
+
+    @property
+    def exchanger(self) -> Exchanger | None:
+        """Exchanges gradients or updates during a fit."""
+        return self._training.exchanger
+
+    def inform(self, text: str) -> None:
+        """Log at INFO: through Lightning's logger, which shows it, unless the program has set up logging itself."""
+        lightnings = logging.getLogger(self._namespace)
+        (log if lightnings.propagate else lightnings).info(text)
 
     @property
     def accelerator(self) -> Any:
@@ -232,6 +235,11 @@ class SparseDDP(UpdateOrGradientExchange):
         self.__dict__.clear()
         self.__class__ = twin
         self.__init__(**arguments)  # type: ignore[misc]  # with what the base class of this name makes
+
+    @property
+    def _launched(self) -> bool:
+        """Whether another process launches the ranks, by fork or spawn."""
+        return bool(self._arguments.get("start_method", "popen") != "popen")
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -266,12 +274,23 @@ class SparseDDP(UpdateOrGradientExchange):
     def configure_ddp(self) -> None:
         """Do nothing yet: `setup_optimizers`, which comes next, decides whether the model is wrapped."""
 
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        options = ddp_options(self)
+        syncs = options.get("init_sync", True)
+        try:
+            options["init_sync"] = False  # DDP would send all weights; we send those that differ
+            return super()._setup_model(model)  # type: ignore[no-any-return]
+        finally:
+            options["init_sync"] = syncs
+
+    def _register_ddp_hooks(self) -> None:
+        """Do nothing: Lightning registers hooks on CUDA only. `GradientTraining` registers ours."""
+
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        self._reducer = None  # free the residuals of an earlier fit before new ones are allocated
-        if self._hierarchical:
-            self._on_two_levels(self.num_processes)
-        what, why = self._choice()
+        self._checkpoints.reducer = None  # free the residuals of an earlier fit before new ones are allocated
+        method = self._options.with_nodes(self.num_processes)
+        what, why = self._options.choose(self.optimizers)
         ranks: list[Any] = [None] * self.world_size
         assert self.model is not None
         # Dtypes too: where they differ, gloo aborts a process when DDP makes all weights rank 0's.
@@ -283,107 +302,164 @@ class SparseDDP(UpdateOrGradientExchange):
                 f"Ranks differ in what they exchange: {', '.join(f'rank {i}: {x}' for i, x in enumerate(ranks))}. "
                 f"Give all ranks the same optimizers, the same precision and the same exchange."
             )
-        if what == "gradient" and self._compresses:  # where ranks are alike, so that all of them hear of it
-            check_optimizers(self.optimizers, self._method)
+        if what == "gradient" and method.compresses:  # where ranks are alike, so that all of them hear of it
+            check_optimizers(self.optimizers, method)
         if what == "update":
-            self._begin_updates()
+            self._training = UpdateTraining(self, self._options, method, self._timeout)
         else:
             super().configure_ddp()
-        assert self._exchange is not None
-        self._reducer, self._consistent = self._exchange.reducer, True
+            self._training = GradientTraining(self, method, self._options.reducer, self._timeout)
+        exchanger = self._training.exchanger
+        assert exchanger is not None
+        self._checkpoints.reducer, self._checkpoints.is_consistent = exchanger.reducer, True
         if self.world_size > 1:
-            self._sigterm = EndTogether(trainer, self._exchange.comm, launched=self._launched)
+            self._shutdown = CoordinatedShutdown(trainer, exchanger.comm, launched=self._launched)
         self._exchange_before_callbacks(trainer)
-        if isinstance(self._method.aggregator, TwoLevel):
+        if isinstance(method.aggregator, TwoLevel):
             nodes: list[Any] = [None] * self.world_size
             dist.all_gather_object(nodes, self.node_rank)
-            check_placement(nodes, self._method.aggregator.ranks_per_node)
+            check_placement(nodes, method.aggregator.ranks_per_node)
         if self.global_rank == 0:
-            self._inform(run_summary(self._reducer, trainer, f"{self._exchange.note}{self._note} Chosen by {why}."))
-        if self.world_size == 1 and self._compresses:
+            note = f"{exchanger.note}{self._training.note} Chosen by {why}."
+            self.inform(run_summary(exchanger.reducer, trainer, note))
+        if self.world_size == 1 and method.compresses:
             log.warning(
                 f"{type(self).__name__} on one rank sends nothing to anybody, yet keeps back what it does not choose: "
                 f"that only costs steps. Train with strategy='auto', or on several devices."
             )
 
-    def _on_two_levels(self, *ranks_per_node: int) -> None:
-        one_level = self._method.aggregator
-        if isinstance(one_level, TwoLevel):
-            one_level = one_level.inter_node
-        self._method = replace(self._method, aggregator=TwoLevel(one_level, *ranks_per_node))
+    def _exchange_before_callbacks(self, trainer: Any) -> None:
+        """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last."""
+        method = self.reducer.method
+        if (method.local_steps > 1 or method.delayed) and self._first_callback not in trainer.callbacks:
+            self._first_callback = import_module(self._namespace).Callback()
+            self._first_callback.on_validation_start = self._exchange_pending
+            self._first_callback.on_train_end = self._exchange_pending
+            self._first_callback.on_train_batch_end = self._check_averages
+            self._first_callback.on_train_epoch_end = self._exchange_for_averages
+            trainer.callbacks.insert(0, self._first_callback)
 
-    def _choice(self) -> tuple[str, str]:
-        """Return what ranks exchange, "update" or "gradient", and by what this was chosen."""
-        if self._exchanged != "auto":
-            return self._exchanged, f"exchange={self._exchanged!r}"
-        if self._method.update_rule is not None:
-            return "update", "the method"
-        if (self._local_steps or 1) > 1:
-            return "update", f"local_steps={self._local_steps}"
-        if self._overlap == "next_step":
-            return "update", "overlap='next_step'"
-        if not self._method.is_sparse:
-            return "gradient", "the method"
-        if share_parameters(self.optimizers):
-            return (
-                "gradient",
-                f"the optimizers: {' and '.join(type(x).__name__ for x in self.optimizers)} share parameters",
-            )
-        reasons = [(type(optimizer).__name__, why_gradients(optimizer)) for optimizer in self.optimizers]
-        if others := [name for name, reason in reasons if reason is None]:
-            return "update", f"the optimizer, {others[0]}"
-        return "gradient", "the optimizer" + "".join(f": {name} {reason}" for name, reason in reasons[:1])
+    # Of the fit that is running, through bound methods, which a copy of the Trainer copies along with the strategy:
+
+    def _exchange_pending(self, *_: Any) -> None:
+        self._training.exchange_pending()
+
+    def _check_averages(self, trainer: Any, *_: Any) -> None:
+        self._training.check_averages(trainer)
+
+    def _exchange_for_averages(self, trainer: Any, *_: Any) -> None:
+        self._training.exchange_for_averages(trainer)
+
+    def wait_for_exchange(self) -> None:
+        """Wait until observers have seen the pending exchange. Its errors are raised by the next one."""
+        self._training.wait()
+
+    # Training:
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        wrap("scale", self._scaled_loss)
-        if self._update_exchange is not None:
-            self._update_exchange.begin()
-        elif self.global_rank == 0:
-            if (self._method.density or 1) < 1:
-                warn_of_sparse_gradients(self.optimizers)
-            warn_of_two_momenta(self.optimizers, self._method)
+        self._training.begin()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         self.reducer.epoch = self.lightning_module.trainer.current_epoch
-        if self._sigterm is not None:
-            self._sigterm.begin()
+        if self._shutdown is not None:
+            self._shutdown.begin()
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._training.before_backward()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._training.after_backward(partial(super().post_backward, closure_loss))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        return self._training.step(optimizer, closure, step)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._exchange_pending()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sigterm is not None:
-            self._sigterm.begin(validation=True)
+        if self._shutdown is not None:
+            self._shutdown.begin(validation=True)
         return super().validation_step(*args, **kwargs)
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._sigterm is not None:
-            self._sigterm.finish()
+        self._checkpoints.end_training()
+        self._exchange_pending()
+        if self._shutdown is not None:
+            self._shutdown.finish()
+
+    # After an error:
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error has ended training."""
+        return self.lightning_module is not None and self.lightning_module.trainer.interrupted
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether an error has ended training, perhaps on this rank alone."""
+        return self.interrupted and not (self._shutdown is not None and self._shutdown.ends_by(sys.exc_info()[1]))
+
+    def all_ranks_present(self) -> bool:
+        """Return whether all ranks will join the collective that this rank is about to call."""
+        # A process that has forked the ranks has no process group, nor its module a trainer.
+        return not dist.is_initialized() or not self.may_be_alone or self._rendezvous.all_ranks_present()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.all_ranks_present():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return super().broadcast(obj, src) if self.all_ranks_present() else obj
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._sigterm is not None:
-            self._sigterm.explain(exception)
+        if self._shutdown is not None:
+            self._shutdown.explain(exception)
         atexit.unregister(_destroy_process_group)  # would wait for collectives that may never complete
-        if self._exchange is not None:
-            self._exchange.fail(exception)
-        elif dist.is_initialized():
-            tell_or_ask(exception)
+        self._training.fail(exception)
 
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.
-        unwrap("scale", self._scaled_loss)
-        sigterm, self._sigterm = self._sigterm, None
-        if sigterm is not None:
-            sigterm.close()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._consistent = self._exchange.is_consistent
-            self._exchange = None
-        if sigterm is not None:
-            sigterm.leave()
-        super().teardown()
+        shutdown, self._shutdown = self._shutdown, None
+        if shutdown is not None:
+            shutdown.close()
+        self._training.close()
+        if self.exchanger is not None:
+            self._checkpoints.is_consistent = self.exchanger.is_consistent
+        self._training = Training()
+        if shutdown is not None:
+            shutdown.leave()
+        try:
+            self._checkpoints.close(super().teardown, super().remove_checkpoint)
+        finally:
+            self._rendezvous.end_fit()
+
+    # Checkpoints:
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._training.state_dict(super().lightning_module_state_dict)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        write = partial(super().save_checkpoint, checkpoint, filepath, storage_options=storage_options)
+        self._checkpoints.save(checkpoint, filepath, write, super().remove_checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._checkpoints.remove(filepath, super().remove_checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._checkpoints.loaded_from = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._training.refresh_parameters()
+        self._checkpoints.load_optimizers(checkpoint, super().load_optimizer_state_dict)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from lightning_sparse.compressors import Identity
 from lightning_sparse.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
         text += f", after a warm-up at density {densities}, {each} each"
     text += f"; {reducer.layout.numel:,} parameters in {segments} segment{'s' if segments > 1 else ''}"
     dense_segments = reducer.routing.dense_segments(method.density)
-    if dense_segments and not isinstance(method.compressor, Identity):
+    if dense_segments and method.compresses:
         numel = sum(segment.numel for segment in dense_segments)
         compressor = type(method.compressor).__name__
         text += f"; {numel:,} of them fall back to dense, because {compressor} would send at least as many bytes"

@@ -287,7 +287,7 @@ def simulated(
         net, batches = nets[comm.rank], list(loaders[comm.rank])
         made = net.configure_optimizers()
         optimizer = made["optimizer"] if isinstance(made, dict) else made
-        reducer = Reducer(strategy(name, 0.1)._method, comm, **LAYERS, clip_norm=clip)
+        reducer = Reducer(strategy(name, 0.1)._options.method, comm, **LAYERS, clip_norm=clip)
         for first in range(0, len(batches), together):
             optimizer.zero_grad()
             for batch in batches[first : first + together]:
@@ -758,7 +758,7 @@ def compiled(rank: int, name: str | None) -> list[Tensor]:
     net = Net()
     model = DistributedDataParallel(nn.Sequential(net.embedding, net.layers))
     if name is not None:
-        attach(model, strategy(name, 1.0)._method)
+        attach(model, strategy(name, 1.0)._options.method)
     model = torch.compile(model, backend="aot_eager")
     optimizer = SGD(net.parameters(), lr=0.1)
     for inputs, targets in Loader(rank, 2, 4):

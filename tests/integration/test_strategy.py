@@ -103,7 +103,7 @@ def test_names(namespace):
         for alias in (name, f"ddp_{name}"):
             strategy = namespace.Trainer(strategy=alias, accelerator="cpu", logger=False).strategy
             assert isinstance(strategy, namespace.strategies.DDPStrategy)
-            assert strategy._method == method(name)
+            assert strategy._options.method == method(name)
     strategy = registry.get("topk_ddp_fork_find_unused_parameters_true")
     assert isinstance(strategy, namespace.strategies.DDPStrategy)
     assert strategy._start_method == "fork"
@@ -147,7 +147,7 @@ def test_registering_twice_is_harmless():
 
 def test_strategy_survives_pickling_before_fit():
     strategy = pickle.loads(pickle.dumps(SparseDDPStrategy("topk", density=0.1, density_warmup=[0.5])))
-    assert strategy._method == method("topk", density=0.1)
+    assert strategy._options.method == method("topk", density=0.1)
 
 
 def test_teardown_before_setup():
@@ -207,8 +207,8 @@ def test_teardown_before_setup():
         (
             {"outer_momentum": 0.9},
             TypeError,
-            r"'outer_momentum' is an option of efsignsgd, memsgd, dgc and others; any method that makes a mean takes "
-            r"it as Method\(\.\.\., update_rule=UpdateRule\(outer_momentum=\.\.\., local_steps=\.\.\.\)\)\.$",
+            r"'outer_momentum' is an option of memsgd, local_sgd, diloco and others; any method that makes a mean "
+            r"takes it as Method\(\.\.\., update_rule=UpdateRule\(outer_momentum=\.\.\., local_steps=\.\.\.\)\)\.$",
         ),
         ({"method": "qsgd", "momentum": "keep"}, TypeError, r"update_rule=UpdateRule\(momentum=\.\.\.\)\)\.$"),
         ({"method": "onebit", "second": 2}, ValueError, "Leave second out: it is for compressors with a density"),
@@ -230,7 +230,7 @@ def test_options_may_be_none_where_the_docs_say_none_and_refused_ones_may_be_emp
     strategy = SparseDDPStrategy(
         "topk", density_warmup=None, density_warmup_steps=None, clip_norm=None, local_steps=None, **nothing
     )
-    assert strategy._options.density_warmup is None
+    assert strategy._options.reducer.density_warmup is None
     assert not {*nothing} & {*ddp_options(strategy)}
 
 
@@ -385,6 +385,6 @@ def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
 
 def test_two_level_is_an_option_and_needs_parts_that_it_can_send():
     strategy = SparseDDPStrategy("gtopk", hierarchical=True)
-    assert "TwoLevel(inter_node=GlobalTopK()" in repr(strategy._method)
+    assert "TwoLevel(inter_node=GlobalTopK()" in repr(strategy._options.method)
     with pytest.raises(ValueError, match=r"hierarchical=True with 'powersgd', which is not made for it\."):
         SparseDDPStrategy("powersgd", hierarchical=True)

@@ -40,7 +40,7 @@ from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.memory import NoMemory
-from lightning_sparse.strategies.fit_checks import why_gradients
+from lightning_sparse.strategies.fit_checks import reason_for_gradients
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.segment import UpdateSegment
@@ -69,7 +69,7 @@ def fit(
         options["plugins"] = scaler()
     messages, first_lines = Messages(), []
     run = trainer(sparse(**strategy), size, **options)
-    run.strategy._inform = first_lines.append
+    run.strategy.inform = first_lines.append
     run.fit(module, Loader(rank, size))
     reducer = run.strategy.reducer
     return {
@@ -531,7 +531,7 @@ class OnFailure(pl.Callback):
 
     def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
         self.state = trainer.strategy.lightning_module_state_dict()
-        self.consistent = trainer.strategy._exchange.is_consistent
+        self.consistent = trainer.strategy.exchanger.is_consistent
 
 
 def test_what_is_saved_on_an_exception_during_an_exchange_has_weights_that_all_ranks_agreed_on():
@@ -1158,8 +1158,7 @@ def test_a_vote_makes_no_updates():
 @pytest.mark.parametrize("options", [{}, {"local_steps": 1}, {"exchange": "gradient"}, {"hierarchical": True}])
 def test_a_vote_exchanges_gradients_whatever_the_optimizer(options):
     strategy = SparseDDPStrategy("signsgd", **options)
-    strategy.optimizers = [ADAMW(nn.Linear(4, 2).parameters(), 0.01)]
-    assert strategy._choice()[0] == "gradient"
+    assert strategy._options.choose([ADAMW(nn.Linear(4, 2).parameters(), 0.01)])[0] == "gradient"
 
 
 class OwnScaler(Net):
@@ -1365,9 +1364,9 @@ SCALES, SIGNS = "scales the gradient", "takes signs"
 )
 def test_updates_are_exchanged_unless_an_optimizer_is_known_to_want_gradients(name, base, expected):
     optimizer = type(name, (base,), {})([torch.ones(1, requires_grad=True)], lr=0.1)
-    assert why_gradients(optimizer) == expected
+    assert reason_for_gradients(optimizer) == expected
     type(optimizer).eval = lambda self: None  # makes weights of each rank's own state
-    assert why_gradients(optimizer) == "evaluates other weights than it trains"
+    assert reason_for_gradients(optimizer) == "evaluates other weights than it trains"
 
 
 class Lion(Unknown):

@@ -18,7 +18,7 @@ from lightning_sparse.comm import ProcessGroupComm, Termination
 log = logging.getLogger(__name__)
 
 
-class EndTogether:
+class CoordinatedShutdown:
     """Takes the place of what Lightning does about SIGTERM, from before it sets its handlers until `close`.
 
     Args:

@@ -1,0 +1,143 @@
+"""A fit that exchanges gradients, with the model in DistributedDataParallel: backward passes and loss scales."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse._compat import ddp_options
+from lightning_sparse.hooks import GradientExchanger, exchange_gradients
+from lightning_sparse.hooks.scalers import unwrap, wrap
+from lightning_sparse.methods import Method
+from lightning_sparse.options import ReducerOptions
+from lightning_sparse.strategies.fit_checks import (
+    closure_called_twice_message,
+    warn_of_sparse_gradients,
+    warn_of_two_momenta,
+)
+from lightning_sparse.strategies.training import Training, enabled_scaler
+
+if TYPE_CHECKING:
+    from lightning_sparse.strategies.sparse_ddp import SparseDDP
+
+
+class GradientTraining(Training):
+    """Exchanges gradients in each synchronised backward pass.
+
+    Args:
+        strategy: the strategy, whose model is wrapped.
+        method: the compression method.
+        options: of the reducer; the loss scale is taken from the strategy's precision plugin.
+        timeout: see `attach`.
+    """
+
+    exchanger: GradientExchanger
+
+    def __init__(self, strategy: SparseDDP, method: Method, options: ReducerOptions, timeout: timedelta | None) -> None:
+        self._strategy, self._method, self._skips = strategy, method, options.on_nonfinite == "skip"
+        self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
+        self._reductions = 0  # steps reduced before the present backward
+        assert isinstance(strategy.model, DistributedDataParallel)
+        scaler = self._lightnings_scaler
+        self.exchanger = exchange_gradients(
+            strategy.model,
+            method,
+            replace(options, loss_scale=scaler and scaler.get_scale),
+            timeout=timeout,
+            from_rank_0=_from_rank_0(strategy.model, ddp_options(strategy)),
+            optimizers=strategy.optimizers,
+        )
+
+    @property
+    def _lightnings_scaler(self) -> Any:
+        return enabled_scaler(self._strategy.precision_plugin)
+
+    def begin(self) -> None:
+        wrap("scale", self._scaled_loss)
+        if self._strategy.global_rank == 0:
+            if (self._method.density or 1) < 1:
+                warn_of_sparse_gradients(self._strategy.optimizers)
+            warn_of_two_momenta(self._strategy.optimizers, self._method)
+
+    def close(self) -> None:
+        unwrap("scale", self._scaled_loss)
+        super().close()
+
+    def _scaled_loss(self, scale: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if scaler.is_enabled() and torch.is_grad_enabled():
+            self._on_scaled_loss(scaler)
+        return scale(scaler, outputs)
+
+    def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
+        """Have the reducer use the loss scale of a GradScaler that is not Lightning's."""
+        if scaler in (self._lightnings_scaler, self._own_scaler):
+            return
+        module = type(self._strategy.lightning_module).__name__
+        if self._lightnings_scaler is not None or self._own_scaler is not None:
+            where = "besides Lightning's" if self._own_scaler is None else "besides another one"
+            raise self.failed(
+                f"{module} scales its loss by a GradScaler of its own {where}, but residuals are kept in units of one "
+                f"loss scale. Use one GradScaler for all losses, or precision='16-mixed' and none."
+            )
+        self._own_scaler = scaler
+        # Between two backward passes: the communication thread, which reads it, has nothing to do.
+        self.exchanger.reducer.gradient_check.get_scale = scaler.get_scale
+        if self._strategy.global_rank == 0:
+            self._strategy.inform(
+                f"{module} scales its loss by a GradScaler of its own: residuals are kept unscaled, and where a "
+                f"gradient overflows on any rank, all ranks leave the step out."
+            )
+
+    def before_backward(self) -> None:
+        self._reductions = self.exchanger.reductions
+
+    def after_backward(self, post_backward: Callable[[], None]) -> None:
+        model: Any = self._strategy.model
+        if not model.require_backward_grad_sync:
+            post_backward()
+            return
+        # With static_graph and manual optimization, Lightning makes DDP reduce the first gradients here.
+        with self.exchanger.after_backward():
+            post_backward()
+        # DDP would report gradients that it has not exchanged in the next forward, after the optimizer has used them.
+        self.exchanger.check_reduced(self._reductions)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        before = self.exchanger.reductions
+
+        def once() -> Any:
+            if self._method.compresses and self.exchanger.reductions > before:
+                raise self.failed(closure_called_twice_message(optimizer, self._method))
+            return closure()
+
+        if self._skips and not self._lightnings_scaler and not self._own_scaler:
+            return step(functools.partial(_without_nonfinite, optimizer, once))
+        return step(once)
+
+
+def _from_rank_0(ddp: DistributedDataParallel, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Return what DDP, made with `options`, would make rank 0's as it is made, by name."""
+    if not options.get("init_sync", True):
+        return {}
+    states: dict[str, Tensor] = {name: param.detach() for name, param in ddp.module.named_parameters()}
+    if options.get("broadcast_buffers") is not False or options.get("forward_sync_buffers") is not None:
+        states.update(ddp.module.named_buffers())
+    return {name: x for name, x in states.items() if name not in ddp.parameters_to_ignore}
+
+
+def _without_nonfinite(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    """Call the closure, and leave an optimizer without gradients, so that it does nothing, where they are all NaN."""
+    result = closure()
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
+    if firsts and torch.stack([first.float() for first in firsts]).isnan().any():
+        optimizer.zero_grad()
+    return result
