@@ -178,7 +178,6 @@ class SparseDDP(DDPStrategy):
         self._checkpoints = Checkpoints(self)
         self._rendezvous = Rendezvous()
         self._shutdown: CoordinatedShutdown | None = None
-        self._first_callback: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the exchange of the present fit, which belongs to this process: a copy begins its own."""
@@ -314,7 +313,6 @@ class SparseDDP(DDPStrategy):
         self._checkpoints.reducer, self._checkpoints.is_consistent = exchanger.reducer, True
         if self.world_size > 1:
             self._shutdown = CoordinatedShutdown(trainer, exchanger.comm, launched=self._launched)
-        self._exchange_before_callbacks(trainer)
         if isinstance(method.aggregator, TwoLevel):
             nodes: list[Any] = [None] * self.world_size
             dist.all_gather_object(nodes, self.node_rank)
@@ -327,28 +325,6 @@ class SparseDDP(DDPStrategy):
                 f"{type(self).__name__} on one rank sends nothing to anybody, yet keeps back what it does not choose: "
                 f"that only costs steps. Train with strategy='auto', or on several devices."
             )
-
-    def _exchange_before_callbacks(self, trainer: Any) -> None:
-        """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last."""
-        method = self.reducer.method
-        if (method.local_steps > 1 or method.delayed) and self._first_callback not in trainer.callbacks:
-            self._first_callback = import_module(self._namespace).Callback()
-            self._first_callback.on_validation_start = self._exchange_pending
-            self._first_callback.on_train_end = self._exchange_pending
-            self._first_callback.on_train_batch_end = self._check_averages
-            self._first_callback.on_train_epoch_end = self._exchange_for_averages
-            trainer.callbacks.insert(0, self._first_callback)
-
-    # Of the fit that is running, through bound methods, which a copy of the Trainer copies along with the strategy:
-
-    def _exchange_pending(self, *_: Any) -> None:
-        self._training.exchange_pending()
-
-    def _check_averages(self, trainer: Any, *_: Any) -> None:
-        self._training.check_averages(trainer)
-
-    def _exchange_for_averages(self, trainer: Any, *_: Any) -> None:
-        self._training.exchange_for_averages(trainer)
 
     def wait_for_exchange(self) -> None:
         """Wait until observers have seen the pending exchange. Its errors are raised by the next one."""
@@ -380,7 +356,7 @@ class SparseDDP(DDPStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._exchange_pending()
+        self._training.exchange_pending()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._shutdown is not None:
@@ -390,7 +366,7 @@ class SparseDDP(DDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._checkpoints.end_training()
-        self._exchange_pending()
+        self._training.exchange_pending()
         if self._shutdown is not None:
             self._shutdown.finish()
 

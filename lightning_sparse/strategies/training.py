@@ -22,6 +22,10 @@ class Training:
     exchanger: Exchanger | None = None
     note = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the exchange out of copies of a Trainer: it belongs to this process, and a copy begins its own."""
+        return Training, ()
+
     def begin(self) -> None:
         """Called when training begins, after all callbacks."""
 
@@ -42,17 +46,11 @@ class Training:
         """
         return step(closure)
 
-    def exchange_pending(self) -> None:
+    def exchange_pending(self, *_: Any) -> None:
         """Exchange updates of steps whose exchange is still to come, so that weights are equal on all ranks."""
 
     def wait(self) -> None:
         """Wait until observers have seen the pending exchange. Its errors are raised by the next one."""
-
-    def check_averages(self, trainer: Any) -> None:
-        """Raise RuntimeError if a callback averages weights that differ among ranks."""
-
-    def exchange_for_averages(self, trainer: Any) -> None:
-        """Exchange pending updates at the end of an epoch if a callback averages weights then."""
 
     def refresh_parameters(self) -> None:
         """Called before optimizers' states are loaded."""

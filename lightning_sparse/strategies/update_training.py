@@ -64,7 +64,9 @@ class UpdateTraining(Training):
         )
         self._overlap_blocker = self._why_not_overlapped()
         when = f"after backward: {self._overlap_blocker}" if self._overlap_blocker else "within backward"
-        self.note = "" if self.exchanger.reducer.method.delayed else f" They are exchanged {when}."
+        found = self.exchanger.reducer.method
+        self.note = "" if found.delayed else f" They are exchanged {when}."
+        self._first_callback = self._call_before_callbacks() if found.local_steps > 1 or found.delayed else None
 
     @property
     def _scaler(self) -> Any:
@@ -75,10 +77,14 @@ class UpdateTraining(Training):
         assert self._strategy.lightning_module is not None
         return self._strategy.lightning_module
 
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
     def _why_not_overlapped(self) -> str:
         module, method, options = self._module, self.exchanger.reducer.method, self._options
         namespace = self._strategy._namespace
-        return overlap_blocker(module.trainer, module, namespace, method, options.overlap, options.reducer)
+        return overlap_blocker(self._trainer, module, namespace, method, options.overlap, options.reducer)
 
     def begin(self) -> None:
         self.exchanger.begin()
@@ -115,14 +121,32 @@ class UpdateTraining(Training):
 
         return checked
 
-    def exchange_pending(self) -> None:
+    def _call_before_callbacks(self) -> Any:
+        """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last.
+
+        Returns:
+            The callback that does it.
+        """
+        first = import_module(self._strategy._namespace).Callback()
+        first.on_validation_start = first.on_train_end = self.exchange_pending
+        first.on_train_batch_end, first.on_train_epoch_end = self._check_averages, self._exchange_for_averages
+        self._trainer.callbacks.insert(0, first)
+        return first
+
+    def close(self) -> None:
+        super().close()
+        if self._first_callback is not None and self._first_callback in self._trainer.callbacks:
+            self._trainer.callbacks.remove(self._first_callback)
+
+    def exchange_pending(self, *_: Any) -> None:
         self.exchanger.exchange_pending()
 
     def wait(self) -> None:
         with contextlib.suppress(Exception):
             self.exchanger.updates.wait()
 
-    def check_averages(self, trainer: Any) -> None:
+    def _check_averages(self, trainer: Any, *_: Any) -> None:
+        """Raise RuntimeError if a callback such as WeightAveraging averages weights that differ among ranks."""
         if not self.exchanger.is_pending:
             return
         for callback in trainer.callbacks:
@@ -138,7 +162,8 @@ class UpdateTraining(Training):
                     f"Let its should_update take the ends of epochs, {remedy}."
                 )
 
-    def exchange_for_averages(self, trainer: Any) -> None:
+    def _exchange_for_averages(self, trainer: Any, *_: Any) -> None:
+        """Have pending updates exchanged at the end of an epoch, if a callback averages weights then."""
         by_epoch = import_module(self._strategy._namespace).callbacks.StochasticWeightAveraging
         for callback in trainer.callbacks:
             if isinstance(callback, by_epoch) or _averages(callback, epoch_idx=trainer.current_epoch):
@@ -157,7 +182,7 @@ class UpdateTraining(Training):
             exchanger.end_if_soon()
         else:
             # A signal's handler may save in the middle of a batch, whose backward needs the weights that there are.
-            write = not _within_batch(self._module.trainer)
+            write = not _within_batch(self._trainer)
             with contextlib.suppress(RankFailure) if self._strategy.interrupted else contextlib.nullcontext():
                 exchanger.exchange_pending(write)
         state = state_dict()

@@ -230,7 +230,7 @@ class UpdateLedger(Observer, Ledger):
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         steps = trainer.global_step - self.looked_at
         if steps and self.given:
-            trainer.strategy._exchange_pending()
+            trainer.strategy._training.exchange_pending()
             self.count(trainer, self.given, self.applied, steps)
             self.given, self.applied, self.looked_at = {}, {}, trainer.global_step
             # Each step rounds weights once.
