@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from matplotlib.ticker import StrMethodFormatter
 from torch import nn
 
 from benchmarks.harness import plots, results, training
@@ -43,8 +44,10 @@ from lightning_sparse.memory import Momentum
 WORKERS, STEPS, EVERY, DENSITY, SEEDS = 2, 300, 50, 0.01, (0, 1, 2)
 LOCAL_STEPS = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 """Steps between exchanges. All are divisors of `EVERY`, so that weights are equal when they are evaluated."""
-TOP = {"digits_sgd": 3.0, "gpt_sgd": 1.3, "gpt_adamw": 1.15}
-"""Highest loss in a panel, as a multiple of the lowest. Triangles mark methods above it."""
+NAMED = ["dense", "int8", "powersgd", "topk", "local_sgd", "sparseloco"]
+TITLES = {"digits_sgd": "ResNet-20, digits, SGD", "gpt_sgd": "GPT, SGD", "gpt_adamw": "GPT, AdamW"}
+TOP = {"digits_sgd": 2.0, "gpt_sgd": 1.1, "gpt_adamw": 1.2}
+"""In the figure: methods with a name and a colour, and the highest loss shown, as a multiple of their lowest loss."""
 
 
 class Run(NamedTuple):
@@ -159,55 +162,46 @@ def work(job: Row) -> None:
     training.take_turns(timed, job["out"])
 
 
-def draw(folder: Path) -> None:
-    """Draw the final loss of each method against the bytes that a worker has sent."""
+def draw(folder: Path) -> Any:
+    """Draw the final loss of each method against the bytes that a worker has sent, some with their names."""
     present = [task for task in TASKS if (folder / f"comparison_{task}.csv").exists()]
-    figure, panels = plots.panels(len(present), 1, (11, 6.5 * len(present)))
+    figure, panels = plots.panels(len(present), 1, 0.8 + 2.5 * len(present))
+    said = []
     for (panel,), task in zip(panels, present, strict=True):
-        table = finals(results.load(folder / f"comparison_{task}.csv"))
-        table = table.query("loss < inf").sort_values(["sent_bytes", "loss"])
-        best = table[table["loss"] == table["loss"].cummin()]
-        top = table["loss"].min() * TOP[task]
-        lowest = best["sent_bytes"] / 1e6, best["loss"].clip(upper=top)
-        panel.step(*lowest, where="post", color="#D55E00", alpha=0.35, linewidth=5)
+        found = finals(results.load(folder / f"comparison_{task}.csv")).query("loss < inf").set_index("contestant")
+        shown = found[found.index.isin(NAMED)]
+        top = TOP[task] * shown["loss"].min()
+        others = found[~found.index.isin(NAMED) & (found["loss"] < top)]
+        panel.plot(others["sent_bytes"] / 1e6, others["loss"], "o", color="0.8", markersize=4)
         labels = []
-        for row in table.itertuples():
-            place, color = (row.sent_bytes / 1e6, min(row.loss, top)), plots.line(row.contestant)["color"]
-            name, is_best = row.contestant, row.contestant in set(best["contestant"])
-            if row.loss < top:
-                error = [[row.loss - row.low], [min(row.high, top) - row.loss]]
-                panel.errorbar(*place, error, fmt="o", markersize=4, color=color, linewidth=0.8)
-            else:
-                panel.plot(*place, "^", markersize=5, color=color, clip_on=False)
-                name += f": {row.loss:.2f}"
-            labels.append((*place, name, is_best))
-        panel.set(xscale="log", ylabel="held-out loss, mean and range of three seeds")
-        panel.set_title(task.replace("_", ", "), loc="left", pad=32)  # above the labels of triangles
-        panel.set_ylim(table["low"].min() / TOP[task] ** 0.05, top)
-        label(figure, panel, labels)
-    xlabel = "MB that a worker sent in 300 steps; bold, on the broad line: none is lower with as few bytes"
-    panels[-1][0].set_xlabel(xlabel)
-    plots.write(figure, folder / "comparison.png")
+        for row in shown.itertuples():
+            at, color = row.sent_bytes / 1e6, plots.color(row.Index)
+            error = [[row.loss - row.low], [row.high - row.loss]]
+            panel.errorbar(at, row.loss, error, fmt="o", markersize=6, color=color, linewidth=1.4)
+            labels.append((at, row.loss, plots.shown(row.Index), color))
+        lost = len(found) - len(shown) - len(others)
+        above = f"; {lost} more above this panel" if lost else ""
+        panel.set(
+            xscale="log", ylabel="held-out loss", ylim=(min(shown["low"].min(), others["loss"].min()) / 1.02, top)
+        )
+        panel.set_title(f"{TITLES[task]} (grey dots: {len(others)} other methods, see the table{above})")
+        panel.axhline(found["loss"]["dense"], color="black", linewidth=0.6)
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        plots.ends(panel, labels, reach=6)
+        gap = 100 * (found["loss"]["topk"] / found["loss"]["dense"] - 1)
+        said.append(f"{abs(gap):.1f} % {'above' if gap > 0 else 'below'} ({TITLES[task]})")
+    panels[-1][0].set_xlabel("MB that a worker sends in 300 steps (log scale)")
+    share = 100 * found["sent_bytes"]["topk"] / found["sent_bytes"]["dense"]
+    finding = f"With {share:.1f} % of the bytes topk ends {', '.join(said)} the loss of dense training"
+    task = (
+        "Two workers, density 0.01, 300 steps, each at its best learning rate of a grid; dots: mean, lines: range "
+        "of three seeds. With AdamW sparse methods exchange updates. Loss axes do not start at zero."
+    )
+    plots.headline(figure, finding, task)
+    return figure
 
 
-def label(figure: Any, panel: Any, labels: list[tuple[float, float, str, bool]]) -> None:
-    """Write texts to the right of points, bold or grey, and move them up if they would overlap."""
-    panel.margins(x=0.12)
-    figure.canvas.draw()  # fixes the positions of points
-    to_points, height = 72 / figure.dpi, 9
-    placed: list[tuple[float, float, float]] = []
-    for x, y, name, is_best in sorted(labels, key=lambda each: each[1]):
-        at, above = panel.transData.transform((x, y)) * to_points
-        left, right, bottom = at + 7, at + 10 + 4.2 * len(name), above - height / 3
-        for start, end, taken in sorted(placed, key=lambda each: each[2]):
-            if start < right and left < end and abs(bottom - taken) < height:
-                bottom = taken + height
-        placed.append((left, right, bottom))
-        line = {"arrowstyle": "-", "linewidth": 0.3, "shrinkA": 0, "shrinkB": 2}
-        offset = (left - at, bottom - above)
-        font = {"fontsize": 8, "fontweight": "bold"} if is_best else {"fontsize": 7, "color": "0.4"}
-        panel.annotate(name, (x, y), offset, textcoords="offset points", arrowprops=line, **font)
-
+FIGURES = [plots.Figure("comparison", draw, tuple(f"comparison_{task}" for task in TASKS))]
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__)
@@ -225,4 +219,5 @@ if __name__ == "__main__":
             data, path = TASKS[task].data(), args.out / f"comparison_{task}.csv"
             while runs := missing_runs(task, results.load(path)):
                 results.save_each(path, runs, lambda run, task=task, data=data: train(task, run, data), digits=6)
-    draw(args.out)
+    for figure in FIGURES:
+        figure.write(args.out)

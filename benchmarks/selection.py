@@ -25,6 +25,7 @@ import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -71,6 +72,16 @@ ON_CPU = {
     "hostile": ["torch.topk", "TopK", "GaussianK"],
 }
 ON_CUDA = ["torch.topk", "torch.sort", "GaussianK as published", "TopK", "GaussianK", "RandK", *ESTIMATED]
+DRAWN = {
+    "torch.topk": ("#000000", "-"),
+    "GaussianK as published": ("#CC79A7", "-"),
+    "numpy partition": ("#7F7F7F", "-"),
+    "GaussianK": ("#D55E00", "--"),
+    "TopK": ("#0072B2", "-"),
+    "add_": ("#999933", ":"),
+    "copy_": ("#999933", ":"),
+}
+"""What the figure shows, with colour and dashes."""
 INPUTS: dict[str, Callable[[int], Tensor]] = {
     "Gaussian": torch.randn,
     "constant": lambda numel: torch.full((numel,), -0.25),
@@ -272,24 +283,42 @@ def compared(rows: list[Row], numel: int, density: float) -> list[Row]:
     return rows
 
 
-def draw(path: Path) -> None:
-    """Draw the cold times of selection at the smallest density from a CSV file."""
+def draw(folder: Path, device: str = "cpu") -> Any:
+    """Draw the times of selection at the smallest density, cold."""
     from benchmarks.harness import plots  # a machine with a GPU may lack matplotlib
 
-    table = results.load(path)
+    table = results.load(folder / f"selection_{device}.csv")
     table = table[table["part"].isin(["selection", "copy"]) & (table["density"] == table["density"].min())]
     if "cache" in table:
         table = table[table["cache"] == "cold"]
-    figure, ((axes,),) = plots.panels(1, 1, (7, 4.5))
-    for name, line in table.sort_values("numel", kind="stable").groupby("contestant", sort=False):
-        base = name in ("read (sum)", "add_", "copy_")
-        axes.plot(line["numel"], line["ms"], marker="o", ls=":" if base else "-", color="gray" if base else None)
-        axes.annotate(f" {name}", (line["numel"].iloc[-1], line["ms"].iloc[-1]), fontsize=8, va="center")
-    axes.set(xscale="log", yscale="log", xlabel="elements", ylabel="ms, median", xlim=(None, 6 * table["numel"].max()))
-    row = table.iloc[0]
+    figure, ((axes,),) = plots.panels(1, 1, 4.6)
+    labels, last = [], {}
+    for name, (color, style) in DRAWN.items():
+        line = table[table["contestant"] == name].sort_values("numel", kind="stable")
+        if not line.empty:
+            axes.plot(line["numel"] / 1e6, line["ms"], style, color=color, marker="o", label=name)
+            labels.append((line["numel"].iloc[-1] / 1e6, line["ms"].iloc[-1], name, color))
+            last[name] = line["ms"].iloc[-1]
+    axes.set(xscale="log", yscale="log", xlabel="million elements (log scale)", ylabel="ms, median (log scale)")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,g}")
+    plots.ends(axes, labels)
+    row, numel = table.iloc[0], table["numel"].max() / 1e6
     where = row["device"] if "device" in row else f"{row['threads']} threads, {row['cpu']}"
-    axes.set_title(f"Selecting {row['density']:.1%}, {where}")
-    plots.write(figure, path.with_suffix(".png"))
+    others = [name for name in ("torch.topk", "numpy partition") if name in last]
+    said = ", ".join(f"{name} {last[name]:,.{0 if last[name] > 9 else 2}f} ms" for name in ["TopK", *others])
+    finding = f"Time to select {100 * row['density']:g} % of {numel:,g} million elements exactly: {said}"
+    task = f"Selection alone, {where}. Dotted: one pass over the memory, the least that a selection needs."
+    plots.headline(figure, finding, task)
+    return figure
+
+
+def figures() -> list[Any]:
+    """Return the figures of each device."""
+    from benchmarks.harness import plots
+
+    names = {device: f"selection_{device}" for device in SIZES}
+    return [plots.Figure(name, functools.partial(draw, device=device), (name,)) for device, name in names.items()]
 
 
 def measure(part: str, name: str, numel: int, density: float, repetitions: int) -> list[Row]:
@@ -337,6 +366,6 @@ if __name__ == "__main__":
         where = results.device() if device == "cuda" else {"threads": torch.get_num_threads()} | results.origin("numpy")
         key = ["part", "input", "numel", "density"]
         results.save(paths[device], [case | row | where for row in rows], key, digits=4)
-    for path in paths.values():
-        if path.exists() and args.figure:
-            draw(path)
+    if args.figure:
+        for figure in figures():
+            figure.write(args.out)

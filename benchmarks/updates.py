@@ -41,6 +41,18 @@ from lightning_sparse.updates.segment import UpdateSegment
 STEPS, EVERY = 1000, 25  # steps of the schedule, and steps between evaluations
 BEGUN = 100  # steps of the shortest runs, in which most variants reach the target
 
+PARTS = {
+    "topk": "TopUp",
+    "times root P": "rescaled by √P",
+    "not rescaled": "not rescaled",
+    "not paid out": "momentum not paid out",
+    "masked": "momentum only cleared",
+    "neither": "neither paid out nor rescaled",
+    "dense": "dense AdamW",
+    "alone": "one worker alone",
+}
+"""What the figure shows: the rule, variants without parts of it, and controls."""
+
 
 @dataclass(frozen=True)
 class Guess(Mean):
@@ -323,36 +335,44 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw final losses minus the mean of dense training with the same number of ranks. Bars are ranges over seeds."""
-    runs = summary(table)
-    groups = runs.query("steps > @BEGUN").groupby(["steps", "workers"])
-    groups = {f"{ranks} ranks, {steps} steps": group for (steps, ranks), group in groups}
-    shares = {}
-    for name, group in groups.items():
-        dense = group.query("variant == 'dense' and lr == 0.002").val_loss.mean()
-        losses = group.groupby(["variant", "density", "lr"]).val_loss.agg(["mean", "min", "max"]) - dense
-        shares[name] = losses.sort_values("mean", ascending=False)
-    first, *others = groups
-    heights = [len(shares[name]) + 3 for name in others]
-    figure, axes = plots.plt.subplot_mosaic(
-        [[first, name] for name in others], figsize=(11, 0.22 * sum(heights) + 0.5), height_ratios=heights
+def draw(folder: Path) -> Any:
+    """Draw last losses above dense training with as many ranks, of the rule and of what each of its parts is for."""
+    runs = summary(results.load(folder / "updates.csv")).query("steps == 300 and lr == 0.002")
+    figure, (panels,) = plots.panels(1, 3, 3.9, sharex=True, sharey=True)
+    gaps = {}
+    for panel, ranks in zip(panels, (2, 4, 8), strict=True):
+        mine = runs.query("workers == @ranks and density in [0.01, 1]")
+        losses = mine.groupby("variant").val_loss.agg(["mean", "min", "max", "size"])
+        dense = losses["mean"]["dense"]
+        right: Any = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center", "fontsize": 9}
+        for place, name in enumerate(PARTS):
+            if name not in losses.index:
+                panel.annotate("not tried", (0.99, place), color=plots.MUTED, **right)
+                continue
+            low, mean, high = (losses[column][name] - dense for column in ("min", "mean", "max"))
+            gaps[name, ranks] = mean
+            color = plots.color("dense" if name in ("dense", "alone") else "topk updates")
+            panel.hlines(place, low, high, lw=5, alpha=0.4, color=color)
+            panel.plot(mean, place, "o", ms=6, color=color)
+            panel.annotate(plots.signed(mean), (0.99, place), **right)
+        panel.axvline(0, color="black", lw=0.8)
+        panel.set(title=f"{ranks} workers", xlabel="loss minus that of dense")
+    panels[0].set_yticks(range(len(PARTS)), list(PARTS.values()))
+    panels[0].set(ylim=(len(PARTS) - 0.5, -0.5), xlim=(-0.12, 0.55))
+    ours, kept = [gaps["topk", ranks] for ranks in (2, 4, 8)], [gaps["not paid out", ranks] for ranks in (2, 8)]
+    finding = (
+        f"TopUp ends {-max(ours):.2f} to {-min(ours):.2f} nats below dense AdamW; without the momentum payout it would "
+        f"end {min(kept):.2f} to {max(kept):.2f} above"
     )
-    for name, panel in axes.items():
-        labels = []
-        for variant, density, lr in shares[name].index:
-            labels.append(
-                variant.replace("the second 3 times as dense", "second × 3")
-                + (f", density {density:g}" if density not in (0.01, 1) else "")
-            )
-            labels[-1] += f", rate {lr:g}" if lr != 0.002 else ""
-        panel.axvline(0, color="black", lw=1)
-        panel.hlines(labels, shares[name]["min"], shares[name]["max"], lw=4, alpha=0.4)
-        panel.plot(shares[name]["mean"], labels, "o", ms=4)
-        panel.set(title=name, ylim=(-0.7, len(labels) - 0.3))
-    figure.supxlabel("validation loss minus that of dense training, nats per byte", fontsize=10)
-    plots.write(figure, path)
+    task = (
+        "GPT of 0.84 M parameters, AdamW, density 0.01, the first 300 of 1,000 steps, learning rate 0.002; loss in "
+        "nats per byte; dots: means, bars: ranges of up to three seeds. updates.csv has all variants."
+    )
+    plots.headline(figure, finding, task)
+    return figure
 
+
+FIGURES = [plots.Figure("updates", draw, ("updates",))]
 
 if __name__ == "__main__":
     args = results.command_line(__doc__).parse_args()
@@ -363,4 +383,5 @@ if __name__ == "__main__":
         results.save_each(path, results.missing(results.load(path), TRIED), lambda run: train(run, data), digits=7)
     table = results.load(path)
     print(summary(table).to_string(index=False, float_format="{:.4g}".format))
-    draw(table, args.out / "updates.png")
+    for figure in FIGURES:
+        figure.write(args.out)

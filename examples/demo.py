@@ -214,20 +214,23 @@ def verdict(curves: dict[str, Curve], emulated: bool) -> str:
 
 def draw(curves: dict[str, Curve], emulated: bool, path: Path) -> None:
     """Draw test loss against seconds."""
-    figure, ((axes,),) = plots.panels(1, 1, (8, 4.5))
+    figure, ((axes,),) = plots.panels(1, 1, 4.6)
+    labels = []
     for name, curve in curves.items():
         seconds, losses = [point["seconds"] for point in curve], [point["loss"] for point in curve]
-        style = {**plots.line(name.removesuffix("_ddp")), "linestyle": "-"}
-        axes.plot(seconds, losses, marker="o", markersize=3, label=f'strategy="{name}"', **style)
-        if (at := reached(curve)) is not None:
-            axes.annotate(f"{at:.1f} s", (at, TARGET), (4, 6), textcoords="offset points", color=style["color"])
+        color = plots.color(name.removesuffix("_ddp"))
+        axes.plot(seconds, losses, marker="o", markersize=3, color=color, label=name)
+        at = reached(curve)
+        labels.append((seconds[-1], losses[-1], name if at is None else f"{name}: {at:.1f} s", color))
     axes.axhline(TARGET, color="black", linewidth=0.6)
-    axes.set(yscale="log", xlabel="seconds of training", ylabel="test loss", xlim=(0, None))
+    axes.set(yscale="log", xlabel="seconds of training", ylabel="test loss (log scale)", xlim=(0, None))
     axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
     axes.minorticks_off()
+    plots.ends(axes, labels)
     how = "emulated" if emulated else "network namespaces, tc tbf"
-    axes.set_title(f"2.1 M parameters, {WORKERS} workers, {bits_per_second(RATE) / 1e6:.0f} Mbit/s ({how})")
-    axes.legend()
+    rate = bits_per_second(RATE) / 1e6
+    task = f"Convolutional network of 2.1 M parameters, digits, {WORKERS} workers, {rate:.0f} Mbit/s ({how})."
+    plots.headline(figure, verdict(curves, emulated), task)
     plots.write(figure, path)
 
 

@@ -115,9 +115,15 @@ def best_rates(table: pd.DataFrame, key: Sequence[str]) -> pd.DataFrame:
     return means.loc[means.groupby(list(key), sort=False)["loss"].idxmin()].set_index(list(key))
 
 
-def loss_and_accuracy() -> tuple[Any, dict[str, Any]]:
-    """Return a figure with panels for "loss" and "accuracy_percent" at each method's best rate."""
-    figure, ((loss, accuracy),) = plots.panels(1, 2, (11, 4))
-    loss.set(yscale="log", ylabel="training loss", title="at the best of three rates")
-    accuracy.set(ylabel="test accuracy, %")
-    return figure, {"loss": loss, "accuracy_percent": accuracy}
+def loss_and_accuracy(
+    names: Sequence[str], found: pd.DataFrame, colors: Sequence[str], height: float
+) -> tuple[Any, tuple[Any, Any]]:
+    """Return a figure of two panels with bars of the columns "accuracy_percent" and "loss" of a table."""
+    figure, ((accuracy, loss),) = plots.panels(1, 2, height, sharey=True)
+    plots.bars(
+        accuracy, names, list(found["accuracy_percent"]), colors, [f"{x:.1f}" for x in found["accuracy_percent"]]
+    )
+    plots.bars(loss, names, list(found["loss"]), colors, [f"{x:.3f}" for x in found["loss"]])
+    accuracy.set(xlabel="test accuracy, %", xlim=(0, 119), xticks=range(0, 101, 20))
+    loss.set_xlabel("training loss")
+    return figure, (accuracy, loss)

@@ -46,6 +46,11 @@ class Finding:
         if both := {*self.key} & {*self.config}:
             raise ValueError(f"Finding {self.name!r}: {', '.join(sorted(both))} cannot be config and key.")
 
+    @property
+    def figure(self) -> plots.Figure:
+        """Return the figure."""
+        return plots.Figure(self.name, lambda out: self.draw(table.load(self.path(out))), (self.name,))
+
     def path(self, out: Path) -> Path:
         """Return the path of the CSV file in the folder `out`. The figure's path differs only in the suffix."""
         return out / f"{self.name}.csv"
@@ -106,7 +111,7 @@ def redraw(finding: Finding, out: Path) -> None:
     if lacking := missing(finding, cases, texts):
         raise SystemExit(f"{path} lacks {len(lacking)} runs of {len(cases)}; run again: {command}")
     found = table.load(path)
-    plots.write(finding.draw(found), path.with_suffix(".png"))
+    finding.figure.write(out)
     print(finding.verdict(found))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib import pyplot as plt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
@@ -38,17 +37,15 @@ from lightning_sparse.reducer import Reducer
 from reproductions.bells import BINS, LEAST, MIDDLES, REACH, judge, summarize
 from reproductions.digits import network
 from reproductions.frame import Config, Finding, held
-from reproductions.gaussiank_contraction import contraction, of_normal, random_contractions
+from reproductions.gaussiank_contraction import contraction, random_contractions
 
 BATCH = 8
 """Number of examples of a rank per step."""
 DENSITY = 0.001
 DENSITIES = (0.001, 0.01, 0.1)
 WHOLE = "whole model"
-COLUMNS = 7
-RANDK = plots.line("randk")["color"]
-COLORS = ("0.8", "0.6", "C1", "C2", "C0", "k")  # light for early steps, black for the last
-TICKS = (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
+COLORS = ("#E69F00", "#009E73", "#332288")
+"""Of the first step, one in the middle, and the last one."""
 
 Examples = tuple[Tensor, Tensor]
 """Inputs and targets; the first dimension is the number of examples."""
@@ -219,8 +216,10 @@ def verdict(table: pd.DataFrame) -> str:
         mine, end = judged[judged["network"] == name], table[table["network"] == name]
         last = end[(end["layer"] == WHOLE) & (end["step"] == end["step"].max())].iloc[0]
         left = ", ".join(f"{last[f'left_{density:g}']:.3g}" for density in DENSITIES)
-        losses = f"loss {last['topk_loss']:.2f}, dense {last['dense_loss']:.2f}"
-        said.append(f"{name} {tally(true(mine['bell_shaped']))} (at the end the whole model leaves {left}; {losses})")
+        said.append(
+            f"The {name} has {tally(true(mine['bell_shaped']))}; at the end top-k leaves {left} of its u, and its "
+            f"loss is {last['topk_loss']:.2f} (dense: {last['dense_loss']:.2f})."
+        )
     below = [true(table[f"below_square_{density:g}"]) for density in DENSITIES]
     wider = later["times_dense_std"].dropna() > 1
     bells = true(judged["bell_shaped"])
@@ -229,10 +228,11 @@ def verdict(table: pd.DataFrame) -> str:
     on_bound = all(abs(left / (1 - density) - 1) < 0.02 for left, density in zip(random, DENSITIES, strict=True))
     yes = bool(bells.mean() >= 0.9 and all(part.all() for part in below) and wider.all() and on_bound)
     return (
-        f"{held(yes)}u is bell-shaped in {tally(bells)} layers × steps: {', '.join(said)}. It is wider than dense's "
-        f"gradient after the first step in {tally(wider)}. Top k leaves less than (1 − k/d)² in "
-        f"{', '.join(tally(part) for part in below)} at k/d = {', '.join(f'{density:g}' for density in DENSITIES)}. "
-        f"Of {LEAST:,} entries or more TopK leaves {', '.join(f'{left:.3f}' for left in top)} on average, and RandK "
+        f"{held(yes)}u is bell-shaped in {tally(bells)} layers × steps. {' '.join(said)} After the first step, u is "
+        f"wider than the gradient of dense training in {tally(wider)} cases. At k/d = "
+        f"{', '.join(f'{density:g}' for density in DENSITIES)} top-k leaves less than (1 − k/d)² in "
+        f"{', '.join(tally(part) for part in below)} cases. Of layers with at least {LEAST:,} entries, TopK leaves "
+        f"{', '.join(f'{left:.3f}' for left in top)} on average, and RandK "
         f"{', '.join(f'{left:.3f}' for left in random)}."
     )
 
@@ -248,75 +248,71 @@ def tally(held: pd.Series) -> str:
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw, for each network, the layers' histograms, and below them contraction and width against steps."""
+    """Draw for each network how u is distributed, in how many layers it is bell-shaped, and what top-k leaves of it."""
     networks = list(table.groupby("network", sort=False))
-    counts = [found[found["histogram"] != ""]["layer"].nunique() for _, found in networks]
-    lines = [math.ceil((count + 1) / COLUMNS) for count in counts]  # with a panel for the legend
-    heights = [part for count in lines for part in (1.8 * count + 0.5, 3.2)]
-    figure = plt.figure(figsize=(15, sum(heights)))
-    areas: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
-    for (name, found), above, below, count in zip(networks, areas[::2], areas[1::2], lines, strict=True):
-        above.suptitle(f"{name}: how u = gradient + residual is distributed, layer by layer", fontweight="bold")
-        below.suptitle(f"{name}: what the k largest entries leave behind, and how wide u is", fontweight="bold")
-        draw_shapes(above.subplots(count, COLUMNS, sharex=True, sharey=True).ravel(), found[found["histogram"] != ""])
-        draw_contraction(below.subplots(1, len(DENSITIES) + 1), found)
+    figure, panels = plots.panels(3, len(networks), 6.6, sharey="row")
+    shapes, bells, left = panels
+    for (name, found), shape, bell, rest in zip(networks, shapes, bells, left, strict=True):
+        shape.set_title(name)
+        draw_shape(shape, found[found["layer"] == WHOLE])
+        draw_bells(bell, found[(found["layer"] != WHOLE) & (found["bell_shaped"] != "")])
+        draw_left(rest, found)
+    shapes[0].set_ylabel("share of entries in\n¼ σ (log scale)")
+    bells[0].set_ylabel("layers with\na bell shape, %")
+    left[0].set_ylabel(f"‖u − C(u)‖² / ‖u‖²\nat k/d = {DENSITIES[1]:g}")
+    for row in panels:
+        row[0].yaxis.label.set_multialignment("center")
+    handles, labels = shapes[0].get_legend_handles_labels()
+    more, names = left[0].get_legend_handles_labels()
+    figure.legend(handles + more, labels + names, loc="outside lower center", ncols=4, frameon=False)
+    layers = table[table["layer"] != WHOLE]
+    judged, wider = layers[layers["bell_shaped"] != ""], layers[layers["step"] > 1]["times_dense_std"].dropna() > 1
+    shares = {name: true(mine["bell_shaped"]).mean() for name, mine in judged.groupby("network", sort=False)}
+    below = [true(table[f"below_square_{density:g}"]) for density in DENSITIES]
+    bell = ", ".join(f"{100 * share:.0f} % ({name})" for name, share in shares.items())
+    finding = (
+        f"u is bell-shaped in {bell} of layers and steps; top-k leaves less than (1 − k/d)² of it in "
+        f"{sum(map(sum, below)):,} of {sum(map(len, below)):,} cases"
+    )
+    task = (
+        "Shi et al. 2019: u = gradient + residual, training with top-k at density 0.001. Top row: all layers together. "
+        f"After the first step u is wider than the gradient of dense training in {tally(wider)} cases."
+    )
+    plots.headline(figure, finding, task)
     return figure
 
 
-def draw_shapes(panels: Sequence[Any], found: pd.DataFrame) -> None:
-    """Draw each layer's histograms in one panel, and the legend in the last panel."""
+def draw_shape(panel: Any, whole: pd.DataFrame) -> None:
+    """Draw histograms of the whole model at the first step, one in the middle, and the last one."""
     normal = np.exp(-(MIDDLES**2) / 2) / math.sqrt(2 * math.pi) * 2 * REACH / BINS
-    layers = list(found.groupby("layer", sort=False))
-    for panel, (name, mine) in zip(panels, layers, strict=False):
-        bells = true(mine["bell_shaped"])
-        colors = COLORS[-len(mine) :]
-        for color, step, heights in zip(colors, mine["step"], mine["histogram"], strict=True):
-            share = np.array(heights.split(), dtype=float)
-            panel.step(
-                MIDDLES, np.where(share > 0, share, np.nan), where="mid", color=color, lw=1, label=f"step {step}"
-            )
-        panel.plot(MIDDLES, normal, "C3--", lw=1, label="normal distribution")
-        panel.set(yscale="log", ylim=(1e-5, 1), xlim=(-REACH, REACH))
-        says = f"bell at {tally(bells)} steps; {mine['times_dense_std'].iloc[-1]:.0f} × as wide"
-        color = "k" if bells.all() else "C3"
-        panel.set_title(f"{name} ({mine['numel'].iloc[0]:,})\n{says}", fontsize=7, color=color)
-        panel.tick_params(labelsize=7)
-    for panel in panels[len(layers) :]:
-        panel.axis("off")
-    title = "y: share of the entries per ¼ std\nx: std from the mean\n× as wide: as dense's gradient,\nat the last step"
-    panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", fontsize=7, title=title, title_fontsize=7)
+    whole = whole[whole["histogram"] != ""]
+    for place, color in zip(dict.fromkeys((0, len(whole) // 2, len(whole) - 1)), COLORS, strict=False):
+        share = np.array(whole["histogram"].iloc[place].split(), dtype=float)
+        step = whole["step"].iloc[place]
+        panel.step(MIDDLES, np.where(share > 0, share, np.nan), where="mid", color=color, label=f"u, step {step}")
+    panel.plot(MIDDLES, normal, "--", color="#CC79A7", label="normal distribution")
+    panel.set(yscale="log", ylim=(1e-5, 1), xlim=(-REACH, REACH), xlabel="σ from the mean")
 
 
-def draw_contraction(panels: Sequence[Any], found: pd.DataFrame) -> None:
-    """Draw the remaining share at each density against steps, with both bounds, and the width of u."""
+def draw_bells(panel: Any, judged: pd.DataFrame) -> None:
+    """Draw the share of layers that are bell-shaped at each step."""
+    shares = {step: 100 * true(mine["bell_shaped"]).mean() for step, mine in judged.groupby("step")}
+    panel.bar([str(step) for step in shares], list(shares.values()), color=plots.color("topk"), width=0.7)
+    panel.grid(visible=False, axis="x")
+    panel.set(ylim=(0, 104), xlabel="step")
+
+
+def draw_left(panel: Any, found: pd.DataFrame) -> None:
+    """Draw what is left at one density over the steps, of the whole model and of its layers, with both bounds."""
+    density = DENSITIES[1]
     whole, layers = found[found["layer"] == WHOLE], found[(found["layer"] != WHOLE) & (found["numel"] >= LEAST)]
-    for panel, density in zip(panels, DENSITIES, strict=False):
-        by_step = layers.groupby("step")[f"left_{density:g}"]
-        lowest, highest = by_step.min(), by_step.max()
-        panel.axhline(1 - density, color="k", label="1 − k/d, for any u")
-        panel.axhline((1 - density) ** 2, color="C3", ls="--", label="(1 − k/d)², for a bell-shaped u")
-        panel.axhline(of_normal(density), color="0.5", ls=":", label="of a normal u")
-        label = f"layers of {LEAST:,} entries or more"
-        panel.fill_between(lowest.index, lowest, highest, color="C0", alpha=0.2, label=label)
-        panel.plot(whole["step"], whole[f"left_{density:g}"], "C0.-", label=WHOLE)
-        label = f"{WHOLE}, RandK, mean of {whole['draws'].iloc[0]} draws"
-        panel.plot(whole["step"], randoms := whole[f"randk_left_{density:g}"], "x", color=RANDK, label=label)
-        # The logit scale stretches both ends, so that 0.998 and 0.999 are distinguishable.
-        title = f"k/d = {density:g}"
-        panel.set(xscale="log", yscale="logit", xlabel="step", title=title, ylabel="‖u − C(u)‖² / ‖u‖²")
-        panel.set_yticks(TICKS, map(str, TICKS), fontsize=7)
-        panel.set_yticks([], minor=True)
-        least, most = min(lowest.min(), whole[f"left_{density:g}"].min()), max(1 - density, randoms.max())
-        panel.set_ylim(0.9 * least, 1 - 0.8 * (1 - most))
-    handles, labels = panels[0].get_legend_handles_labels()
-    panels[0].figure.legend(handles, labels, fontsize=7, loc="outside lower center", ncols=len(labels))
-    for name in dict.fromkeys(reversed(found["layer"].tolist())):
-        curve = found[found["layer"] == name]
-        style = {"color": "C0", "lw": 2, "label": WHOLE} if name == WHOLE else {"color": "0.8", "lw": 0.5}
-        panels[-1].plot(curve["step"], curve["times_dense_std"], **style)
-    panels[-1].axhline(1, color="k")
-    panels[-1].set(xscale="log", yscale="log", xlabel="step", title="std of u by that of dense's gradient")
-    panels[-1].legend(fontsize=7, title="grey: every layer", title_fontsize=7)
+    by_step = layers.groupby("step")[f"left_{density:g}"]
+    panel.axhline(1 - density, color="k", lw=1, label="1 − k/d, bound for any u")
+    panel.axhline((1 - density) ** 2, color="#CC79A7", ls=":", label="(1 − k/d)²")
+    blue = plots.color("topk")
+    panel.fill_between(by_step.min().index, by_step.min(), by_step.max(), color=blue, alpha=0.2, label="top-k: layers")
+    panel.plot(whole["step"], whole[f"left_{density:g}"], ".-", color=blue, label=f"top-k: {WHOLE}")
+    panel.set(xscale="log", xlabel="step (log scale)", ylim=(0, 1.04))
 
 
 FINDING = Finding(

@@ -12,12 +12,13 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.harness import plots
 from benchmarks.harness.table import Row
 from lightning_sparse.aggregators import Mean
 from lightning_sparse.contrib.qsgd import QSGD
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import Method, method
-from reproductions.digits import best_rates, loss_and_accuracy, network, train
+from reproductions.digits import best_rates, network, train
 from reproductions.frame import Config, Finding, held
 
 NAMES = ("topk", "randk", "gaussiank", "qsgd", "terngrad", "efsignsgd")
@@ -65,22 +66,42 @@ def verdict(table: pd.DataFrame) -> str:
     said = ", ".join(f"{name} {gap:+.1f}" for name, gap in gaps.items())
     yes = len(better) >= len(NAMES) / 2 and min(gaps.values()) > -2
     return (
-        f"{held(yes)}layer by layer the training loss is no higher for {len(better)} of {len(NAMES)} methods "
-        f"({', '.join(better)}); test accuracy differs by, in points: {said}."
+        f"{held(yes)}layer-wise compression has no higher training loss for {len(better)} of {len(NAMES)} methods "
+        f"({', '.join(better)}). Its test accuracy differs from that of the whole model by these points: {said}."
     )
 
 
 def draw(table: pd.DataFrame) -> Any:
     """Draw loss and accuracy of both kinds of compression."""
     best = best_rates(table, ["method", "compressed"])
-    figure, panels = loss_and_accuracy()
-    for column, panel in panels.items():
-        for offset, kind, color in ((-0.2, "layer", "#0072B2"), (0.2, "model", "#D55E00")):
-            heights = [best[column][name, kind] for name in NAMES]
-            panel.bar([place + offset for place in range(len(NAMES))], heights, 0.4, color=color, label=kind)
-        panel.set_xticks(range(len(NAMES)), NAMES)
-    panels["accuracy_percent"].set(ylim=(0, 100))
-    panels["loss"].legend()
+    figure, panels = plots.panels(1, 2, 4.6, sharey=True)
+    for panel, column in zip(panels.flat, ("accuracy_percent", "loss"), strict=True):
+        for offset, kind, color in ((-0.2, "layer", "#117733"), (0.2, "model", "#BBBBBB")):
+            widths = [best[column][name, kind] for name in NAMES]
+            places = [place + offset for place in range(len(NAMES))]
+            panel.barh(
+                places, widths, 0.38, color=color, label={"layer": "layer by layer", "model": "whole model"}[kind]
+            )
+            for place, width in zip(places, widths, strict=True):
+                text = f"{width:.1f}" if column == "accuracy_percent" else f"{width:.3f}"
+                panel.annotate(text, (width, place), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
+        panel.grid(visible=False, axis="y")
+        panel.margins(x=0.18)
+    panels[0, 0].set(ylim=(len(NAMES) - 0.5, -0.5), xlabel="test accuracy, %", xlim=(0, 119), xticks=range(0, 101, 20))
+    panels[0, 0].set_yticks(range(len(NAMES)), NAMES)
+    panels[0, 0].tick_params(axis="y", length=0)
+    panels[0, 1].set_xlabel("training loss")
+    panels[0, 1].legend(loc="lower right")
+    better = [name for name in NAMES if best["loss"][name, "layer"] <= best["loss"][name, "model"]]
+    others = [name for name in NAMES if name not in better]
+    finding = f"Layer by layer the training loss is as low or lower for {', '.join(better) or 'no method'}"
+    finding += f", and higher for {', '.join(others)}" if others else ""
+    steps, seeds = table["steps"].iloc[0], table["repeat"].nunique()
+    task = (
+        f"Dutta et al. 2020: a network of two hidden layers on handwritten digits, {steps} steps of SGD, each "
+        f"method at the best of three learning rates, {'one seed' if seeds == 1 else f'{seeds} seeds'}."
+    )
+    plots.headline(figure, finding, task)
     return figure
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from benchmarks.harness import plots
@@ -43,8 +44,7 @@ METHODS = {
 }
 FORGETFUL = {"dense": [("top", 1), ("random", 10)], "sparse": [("top", 10), ("random", 100)]}
 LEVELS = (4, 16, 127)
-COLORS = {"sgd": "#000000", "top": "#0072B2", "random": "#8C564B", "qsgd": "#CC79A7"}
-STYLES = ("-", "--", ":")
+COLORS = {"SGD": "#000000", "top": "#0072B2", "random": "#8C564B", "QSGD": "#CC79A7", "no memory": "#E69F00"}
 
 
 @lru_cache(maxsize=2)
@@ -218,44 +218,46 @@ def verdict(table: pd.DataFrame) -> str:
         yes = yes and tops[best] > max(1, coded) and gaps[1] > 1.5
         own = savings(table, data, to="itself").get("top-1", 0)
         parts.append(
-            f"on {data} data {best} comes within 10 % of SGD's error with {tops[best]:,.0f} times fewer bits, QSGD "
-            f"with {coded:.1f} times fewer, top-1 within 10 % of its own last error with {own:,.0f} times fewer; "
-            f"{best} ends at {gaps[0]:.2f} times SGD's error, {without} at {gaps[1]:.1f} times; speed-up with "
-            f"{table['processes'].max()} processes: {times}"
+            f"On {data} data, SGD needs {tops[best]:,.0f}× the bits of {best} for the same error, within 10 %, and "
+            f"{coded:.1f}× those of QSGD. For the final error of top-1 it needs {own:,.0f}× the bits of top-1. "
+            f"The final error of {best} is {gaps[0]:.2f}× that of SGD; that of '{without}' is {gaps[1]:.1f}×. The "
+            f"speed-up with {table['processes'].max()} processes on {table['cores'].iloc[0]} cores is {times}."
         )
-    return held(yes) + "; ".join(parts) + f" ({table['cores'].iloc[0]} cores)."
+    return held(yes) + " ".join(parts)
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw the error against steps and bits, with and without averaging, and the speed-up."""
+    """Draw the error against the bits sent, of SGD and of the best of each kind, a panel for each data set."""
     names = list(table["problem"].unique())
-    figure, panels = plots.panels(len(names), 4, (17, 4.2 * len(names)))
-    for line, data in zip(panels, names, strict=True):
-        seen: dict[str, int] = {}
-        for name, curve in curves(table, data).items():
-            method, plain = curve["method"].iloc[0], "," not in name or name.startswith("QSGD")
-            style = STYLES[seen.setdefault(method, 0) % 3] if plain else (0, (1, 3))
-            seen[method] += plain
-            options = {"color": COLORS[method], "linestyle": style, "label": name}
-            line[0].plot(curve["step"], curve["error"], **options)
-            line[1].plot(curve["bits"] / 8e3, curve["error"], **options)
-            if plain and method != "qsgd":
-                line[2].plot(curve["step"], curve["error_last"] / curve["error"], **options)
-        top = 3 * curves(table, data)["SGD"]["error"].max()  # the error of "no shift" is far larger
-        line[0].set(xscale="log", yscale="log", xlabel="steps", ylabel="f(x̄) − min f", title=f"{data} data")
-        line[1].set(xscale="log", yscale="log", xlabel="kB sent")
-        for panel in line[:2]:
-            panel.set_ylim(top=top)
-        line[2].set(xscale="log", yscale="log", xlabel="steps", title="error of the last weights by the average's")
-        line[0].legend(fontsize=6, loc="lower left")
-        mine = table[(table["problem"] == data) & (table["processes"] > 0)]
-        for (method, k), rows in mine.groupby(["method", "k"], sort=False):
-            seconds = rows.set_index("processes")["seconds_training"].sort_index()
-            line[3].plot(seconds.index, seconds[1] / seconds, "o-", color=COLORS[method], label=f"{method}-{k}")
-        counts = sorted(mine["processes"].unique())
-        line[3].plot(counts, counts, ":", color="0.6")
-        line[3].set(xlabel="processes", xticks=counts, title=f"speed-up on {table['cores'].iloc[0]} cores")
-        line[3].legend()
+    figure, (panels,) = plots.panels(1, len(names), 4.3)
+    said = []
+    for panel, data in zip(panels, names, strict=True):
+        found, saved = curves(table, data), savings(table, data)
+        plain = [name for name in found if "memory" not in name and "shift" not in name]
+        kinds = {kind: [name for name in plain if name.startswith(kind)] for kind in ("SGD", "top", "random", "QSGD")}
+        picked = {kind: max(each, key=lambda name: saved[name]) for kind, each in kinds.items() if each}
+        picked |= {"no memory": next(name for name in found if "no memory" in name)}
+        labels = []
+        for kind, name in picked.items():
+            curve, color = found[name], COLORS[kind]
+            panel.plot(
+                curve["bits"] / 8e3, curve["error"], "--" if kind == "no memory" else "-", color=color, label=name
+            )
+            labels.append((curve["bits"].iloc[-1] / 8e3, curve["error"].iloc[-1], name, color))
+        panel.set(xscale="log", yscale="log", xlabel="kB sent (log scale)", title=f"{data} data")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        plots.ends(panel, labels, reach=5)
+        said.append(f"{saved[picked['top']]:,.1f}× fewer on {data} data ({picked['top']})")
+    panels[0].set_ylabel("f(x̄) − min f (log scale)")
+    task = (
+        f"Stich et al. 2018: logistic regression, {table['steps'].iloc[0]:,} steps, error of the averaged weights; "
+        "the best k, or the best number of levels, of each kind. The table has the others."
+    )
+    plots.headline(
+        figure, f"Bits that Mem-SGD needs for SGD's last error plus 10 %, against SGD: {', '.join(said)}", task
+    )
     return figure
 
 

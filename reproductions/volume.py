@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from benchmarks.harness import plots
@@ -36,11 +37,6 @@ from reproductions.frame import Config, Finding, held
 RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PER_NODE = 8
 FORMATS = ("int32", "compact")
-CAPTION = """Filled: the busiest worker; open: the average one, where it sends less. Points lie above their lines by \
-their headers: about 16 bytes to each other worker.
-gaussiank has room for 4k/3 entries. The line of gtopk is a tree and a broadcast; pairwise swaps need half of it, and \
-two rounds more where P is no power of 2.
-scalecom: the leader of the step is the busiest. 8 a node: what leaves the node, by each of its workers."""
 
 
 class Published(NamedTuple):
@@ -140,10 +136,10 @@ def verdict(table: pd.DataFrame) -> str:
     # Compare powers of two, for which the swaps need no additional rounds.
     yes = bool(cheaper) and tree[last] / tree[first] < 2 * math.log2(last) < top[last] / top[first]
     return (
-        f"{held(yes)}from {first} to {last} ranks what TopK sends grows {top[last] / top[first]:.0f} times, and what "
-        f"gTopK sends {tree[last] / tree[first]:.1f} times; gTopK sends less than TopK with "
-        f"{', '.join(map(str, cheaper))} ranks, {top[last] / tree[last]:.1f} times less with {last}, where dense "
-        f"gradients are {dense[last] / tree[last]:,.0f} times as large."
+        f"{held(yes)}from {first} to {last} ranks, the bytes of TopK grow {top[last] / top[first]:.0f}×, and those of "
+        f"gTopK {tree[last] / tree[first]:.1f}×. With {', '.join(map(str, cheaper))} ranks, gTopK sends less than "
+        f"TopK. With {last} ranks, TopK sends {top[last] / tree[last]:.1f}× the bytes of gTopK, and dense training "
+        f"{dense[last] / tree[last]:,.0f}×."
     )
 
 
@@ -151,33 +147,37 @@ def draw(table: pd.DataFrame) -> Any:
     """Draw bytes against the number of ranks, in the papers' encoding and in this package's."""
     table = table.query("published_words > 0")  # a single node sends nothing
     numel, k = table["elements"].iloc[0], table["k"].iloc[0]
-    figure, (panels,) = plots.panels(1, 2, (13, 6))
+    figure, (panels,) = plots.panels(1, 2, 4.6, sharey=True)
     for panel, form in zip(panels, FORMATS, strict=True):
-        unit = 4 * k if form == "int32" else 1000
-        for name, published in PUBLISHED.items():
+        labels = []
+        for name in [name for name in PUBLISHED if name != "gaussiank"]:
             mine = table[(table["method"] == name) & table["index_format"].isin(["", form])]
             if mine.empty:
                 continue
-            color, ranks = plots.line(name)["color"], mine["ranks"]
-            label = f"{name}: {published.formula}" if form == "int32" else name
+            color, ranks, sent = plots.color(name), mine["ranks"], mine["busiest_bytes"] / 1e3
             line = 4 * mine["published_words"] if form == "int32" else mine["announced_bytes"]
-            hidden = form == "int32" and name == "gaussiank"  # the line of topk
-            panel.plot(ranks, line / unit, color=color, linewidth=0 if hidden else 1.2, alpha=0.8)
-            for column, fill in (("mean_bytes", "none"), ("busiest_bytes", color)):
-                panel.plot(ranks, mine[column] / unit, "o", color=color, markerfacecolor=fill, markersize=5)
-            # If lines end close together, shift one label up and the other down.
-            shift = {"gaussiank": 4, "topk": -4, "scalecom": 3, "randk": 2}.get(name, 0 if name in METHODS else -8)
-            end = (ranks.iloc[-1], mine["busiest_bytes"].iloc[-1] / unit)
-            panel.annotate(label, end, (8, shift), textcoords="offset points", va="center", color=color, fontsize=8)
-        panel.set(xscale="log", yscale="log", xlabel="workers P", xticks=RANKS, xticklabels=map(str, RANKS))
-        panel.set_xlim(1.8, 64 * 5.5 if form == "int32" else 64 * 3)
-        panel.minorticks_off()
-    title = "int32 indices, fp32 values\nlines: the papers' formulas"
-    panels[0].set(ylabel="words of 4 bytes, divided by k", title=title)
-    title = "as sent by default: compact indices, fp32 values\nlines: what the methods announce, without headers"
-    panels[1].set(ylabel="kB", title=title)
-    figure.suptitle(f"Sent by a worker in a step: {numel:,} elements, k = {k:,}")
-    figure.supxlabel(CAPTION, fontsize=8)
+            panel.plot(ranks, line / 1e3, color=color, linewidth=1.2, label=name)
+            panel.plot(ranks, sent, "o", color=color, markersize=4)
+            labels.append((ranks.iloc[-1], sent.iloc[-1], name, color))
+        shown = [count for count in (2, 4, 8, 16, 32, 64) if count <= table["ranks"].max()]
+        panel.set(xscale="log", yscale="log", xlabel="workers P (log scale)")
+        panel.set_xticks(shown, map(str, shown))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_major_formatter("{x:,g}")
+        plots.ends(panel, labels, reach=7)
+    panels[0].set_title("int32 indices; lines: the papers' formulas")
+    panels[1].set_title("default: packed indices; lines: cost model")
+    panels[0].set_ylabel("kB that the busiest worker sends (log scale)")
+    int32 = table[table["index_format"].isin(["", "int32"])].set_index(["method", "ranks"])["busiest_bytes"]
+    last = table["ranks"].max()
+    finding = (
+        f"With {last} workers gtopk sends {int32['topk', last] / int32['gtopk', last]:.1f}× less than topk, and "
+        f"scalecom {int32['topk', last] / int32['scalecom', last]:.0f}× less"
+    )
+    task = (
+        f"One step: {numel:,} elements, k = {k:,}. Dots: counted, headers included. gaussiank sends up to 4/3 of topk."
+    )
+    plots.headline(figure, finding, task)
     return figure
 
 

@@ -100,7 +100,7 @@ def test_selection_is_timed_where_what_is_chosen_is_right(tmp_path, monkeypatch)
 
 def finding(run):
     def draw(found):
-        figure, ((panel,),) = plots.panels(1, 1, (2, 2))
+        figure, ((panel,),) = plots.panels(1, 1, 2)
         panel.plot(found["x"], found["y"])
         return figure
 

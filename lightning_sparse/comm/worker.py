@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,11 +73,10 @@ class Worker:
         self.stream, self._over_nccl = stream, over_nccl
         self._look, self._failed, self._free = look, failed, free
         self.error: BaseException | None = None
-        self._queue: queue.Queue[_Work | None] = queue.Queue()
+        self._queue: queue.Queue[_Work | Callable[[], None] | None] = queue.Queue()  # a function ends the thread
         self._thread: threading.Thread | None = None
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._is_dropping = self._has_ended = False
-        self._last: Callable[[bool], None] = _nothing
 
     def start(self) -> None:
         """Start the thread. Call it in the training process, because a thread does not survive fork or pickling."""
@@ -166,10 +166,10 @@ class Worker:
             return
         with self._lock:
             self._has_ended, thread = True, self._thread
+            by_itself = thread is threading.current_thread()
             if thread is not None:
-                self._queue.put(None)
-        if thread is threading.current_thread():
-            self._last = last
+                self._queue.put(partial(last, False) if by_itself else _nothing)
+        if by_itself:
             return
         if thread is not None:
             thread.join(JOIN_SECONDS)
@@ -179,14 +179,15 @@ class Worker:
 
     def _run(self, prepare: Callable[[], None]) -> None:
         prepare()
-        while (work := self._next()) is not None:
+        while isinstance(work := self._next(), _Work):
             had_failed = self.error is not None
             self._do(work)
             del work  # release its tensors
             self._queue.task_done()
             if self.error is not None and not had_failed:
                 self._free()
-        self._last(False)
+        if work is not None:
+            work()
 
     def _do(self, work: _Work) -> None:
         future, call, ready, otherwise = work
@@ -205,7 +206,7 @@ class Worker:
             otherwise()
             future.set_exception(error)
 
-    def _next(self) -> _Work | None:
+    def _next(self) -> _Work | Callable[[], None] | None:
         while True:
             try:
                 return self._queue.get(timeout=POLL.total_seconds())
