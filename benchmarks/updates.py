@@ -336,7 +336,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(folder: Path) -> Any:
-    """Draw final losses relative to dense training with the same number of ranks: the rule, and the effect of its parts."""
+    """Draw final losses relative to dense training with the same number of ranks: the rule and its parts."""
     runs = summary(results.load(folder / "updates.csv")).query("steps == 300 and lr == 0.002")
     figure, (panels,) = plots.panels(1, 3, 3.9, sharex=True, sharey=True)
     gaps = {}

@@ -248,7 +248,7 @@ def tally(held: pd.Series) -> str:
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw, for each network, the distribution of u, the share of bell-shaped layers, and the part that top-k leaves."""
+    """Draw, for each network, the distribution of u, the share of bell-shaped layers and the rest after top-k."""
     networks = list(table.groupby("network", sort=False))
     figure, panels = plots.panels(3, len(networks), 6.6, sharey="row")
     shapes, bells, left = panels
