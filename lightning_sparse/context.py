@@ -98,5 +98,5 @@ class Context:
         return high << 32 | low
 
     def generator(self, *, shared: bool) -> torch.Generator:
-        """Return a generator on the host, seeded with `key`. `Uniform` draws on the device."""
+        """Return a generator on the host, seeded with `key`; `add_uniform_` draws on the device."""
         return torch.Generator().manual_seed(self.key(shared=shared))

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.kernels.checks import add_weighted_, weigh, write_header_
-from lightning_sparse.kernels.launch import kept, to_device, uses_triton
+from lightning_sparse.kernels.dispatch import operation
+from lightning_sparse.kernels.launch import kept, to_device
 from lightning_sparse.kernels.messages import CHECKSUM_BYTES, HEADER_BYTES, Parts, aligned
 
 INTACT = 0x5EED5EED5EED5EED
@@ -47,15 +48,23 @@ def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> 
         lead = parts[0].shape[:-1] if parts else ()
         header, end = constants.view(torch.uint8).expand(*lead, -1).split([HEADER_BYTES, CHECKSUM_BYTES], -1)
         messages = torch.cat([header, *_pieces(parts, header[..., :CHECKSUM_BYTES]), end], -1)
-    if uses_triton(status):
-        write_header_(messages, fingerprint, status, start, *_weights_of(messages.shape[-1] // 4 - 2, messages))
-        return messages
+    _write_header_(messages, fingerprint, status, start)
+    return messages
+
+
+@operation
+def _write_header_(messages: Tensor, fingerprint: int | Tensor, status: Tensor, start: int) -> None:
+    """Write header and checksum of messages; by Triton `start` is what the checksum lacks of `INTACT` as it is."""
     words = words_on_host(messages)
     words[:, 0], words[:, 1] = int(fingerprint), int(status)
     words[:, -1] = INTACT - _weighted_sums(words.view(np.int32)[:, :-2])
     if messages.is_cuda:
         messages.copy_(torch.from_numpy(words.view(np.uint8)).view(messages.shape))
-    return messages
+
+
+@_write_header_.by("triton")
+def _write_header_by_triton_(messages: Tensor, fingerprint: int | Tensor, status: Tensor, start: int) -> None:
+    write_header_(messages, fingerprint, status, start, *_weights_of(messages.shape[-1] // 4 - 2, messages))
 
 
 def partial_sums(messages: Tensor) -> Tensor:
@@ -107,6 +116,7 @@ def unframe(messages: Tensor, like: Sequence[Tensor], start: int = 0) -> tuple[T
     return tuple(parts)
 
 
+@operation
 def weighted_sum(words: Tensor) -> Tensor:
     """Return Σ wᵢ·words[..., i] modulo 2⁶⁴, with odd 64-bit weights wᵢ.
 
@@ -115,9 +125,12 @@ def weighted_sum(words: Tensor) -> Tensor:
     weights, which are hashes of the positions. (A swap of two 64-bit words that differ only in the highest bit would
     always go unnoticed.)
     """
-    if not uses_triton(words):
-        sums = _weighted_sums(words.reshape(words.shape[:-1].numel(), words.shape[-1]).cpu().numpy())
-        return torch.from_numpy(sums).view(words.shape[:-1]).to(words.device)
+    sums = _weighted_sums(words.reshape(words.shape[:-1].numel(), words.shape[-1]).cpu().numpy())
+    return torch.from_numpy(sums).view(words.shape[:-1]).to(words.device)
+
+
+@weighted_sum.by("triton")
+def _weighted_sum_by_triton(words: Tensor) -> Tensor:
     total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
     add_weighted_(total, words, *_weights_of(words.shape[-1], words))
     return total

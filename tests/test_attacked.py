@@ -14,7 +14,7 @@ from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.order_statistics import CoordinateMedian
 from lightning_sparse.contrib.robust import Attacked
 from lightning_sparse.contrib.sign import Sign
-from lightning_sparse.kernels.uniform import Uniform
+from lightning_sparse.kernels.uniform import add_uniform_
 from lightning_sparse.memory import Momentum, NoMemory, Residual
 from tests.support.representatives import DISTINCT
 from tests.support.tiers import tiers
@@ -148,7 +148,7 @@ def test_random_numbers_are_not_those_of_the_compressor():
     ctx = Context.of(1000, rank=2)
     u = torch.ones(1000)
     numbers = Attacked(Mean(), "flip", 0.4).factor(u, ctx)
-    own = Uniform(ctx.key(shared=False), 1000, u.device).add_(torch.zeros(1000), 0).sub_(0.5).sign()
+    own = add_uniform_(torch.zeros(1000), ctx.key(shared=False)).sub_(0.5).sign()
     assert abs((numbers * own).mean()) < 5 / 1000**0.5
 
 

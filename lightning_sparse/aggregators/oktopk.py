@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator, sends_entries
 from lightning_sparse.compressors.base import Compressor, Entries, Update
-from lightning_sparse.compressors.encoding import check_indices
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.exchange import Exchange
+from lightning_sparse.kernels.pack import check_indices
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
 from lightning_sparse.layout import Segment

@@ -11,11 +11,10 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.aggregators.mean import Mean
 from lightning_sparse.compressors.base import Compressor, Entries, Update, add_
-from lightning_sparse.compressors.encoding import check_indices
 from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels.pack import gather
+from lightning_sparse.kernels.pack import check_indices, gather
 from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
 from lightning_sparse.layout import Segment, cut
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Update
-from lightning_sparse.compressors.rows import row_count
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.ternary import sum_of_ternary
+from lightning_sparse.contrib.rows import row_count
 from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
-from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.layout import Segment
 
 
@@ -43,7 +43,7 @@ class SharedScale(Aggregator[TernGrad]):
         (received,) = exchange.all_to_all((in_regions(packed, 2, size),))
 
         width = region_codes(numel, size)
-        total = _sum_of_codes(received, width)
+        total = sum_of_ternary(received, width)
         bits = (2 * size).bit_length()
         (sums,) = exchange.all_gather((pack_codes(total, bits),))
         codes = torch.cat([unpack_codes(row, bits, width) for row in sums])[:numel]
@@ -59,14 +59,3 @@ class SharedScale(Aggregator[TernGrad]):
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, TernGrad)
-
-
-def _sum_of_codes(received: Tensor, width: int) -> Tensor:
-    """Return the sums, int16, of `width` codes of 2 bits from each rank."""
-    if uses_triton(received):
-        # They have one plane, so all rows are unpacked as one; on the CPU one row after the other stays in the cache.
-        return unpack_codes(received.reshape(-1), 2, width * len(received)).view(-1, width).sum(0, dtype=torch.int16)
-    total = torch.zeros(width, dtype=torch.int16, device=received.device)
-    for row in received:
-        total.add_(unpack_codes(row, 2, width))
-    return total

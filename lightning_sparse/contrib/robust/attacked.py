@@ -18,7 +18,7 @@ from lightning_sparse.contrib.options import check
 from lightning_sparse.contrib.order_statistics import share_of
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.pack import gather
-from lightning_sparse.kernels.uniform import Uniform
+from lightning_sparse.kernels.uniform import add_uniform_
 from lightning_sparse.layout import Segment
 
 Attack = Literal["scale", "flip", "negate"]
@@ -96,8 +96,8 @@ class Attacked(Aggregator[Any]):
         if self.attack == "negate":
             return torch.full((1,), -1.0, device=u.device)
         numbers = torch.zeros(u.numel() if self.attack == "flip" else 1, device=u.device)
-        # Draw numbers in (-1/2, 1/2), none of them 0.
-        Uniform(ctx.key(shared=False) ^ OTHER_NUMBERS, len(numbers), u.device).add_(numbers, 0)
+        # In (-1/2, 1/2), none of them 0.
+        add_uniform_(numbers, ctx.key(shared=False) ^ OTHER_NUMBERS)
         return numbers.sign_() if self.attack == "flip" else torch.pow(10, 4 * numbers)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
