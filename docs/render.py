@@ -187,23 +187,6 @@ def network() -> str:
     return table(["", *(column for rate in RATES.values() for column in (rate, "× ddp"))], rows)
 
 
-def step() -> str:
-    """Median step of `gaussiank` and of what torch has, on every link, four workers, as a list."""
-    runs = read("network").query("kind == 'step' and workload == 'mlp' and workers == 4 and ranks_per_host == 1")
-    steps = runs.set_index(["contestant", "rate"])
-    links = []
-    for rate, link in RATES.items():
-        ours, ddp, bf16, powersgd = (
-            f"{steps.median_ms[name, rate]:,.0f}" for name in ("gaussiank", "ddp", "bf16", "powersgd")
-        )
-        times = steps.times_faster_than_ddp["gaussiank", rate]
-        links.append(
-            f"- {link}: `gaussiank` {ours}, stock `ddp` {ddp} ({times:.1f} times as long), a bf16 hook {bf16}, torch's "
-            f"PowerSGD {powersgd}.\n"
-        )
-    return "".join(links)
-
-
 def network_adamw() -> str:
     """Median step with AdamW, four workers, and the most memory that a worker had."""
     steps = read("network").query("kind == 'step' and workload == 'mlp_adamw'").set_index(["contestant", "rate"])
@@ -453,7 +436,10 @@ def language_seeds() -> str:
     return table(heads, rows)
 
 
-def defaults() -> str:
+DEFAULTS = ("ddp", "topk updates", "two_pass updates", "topk by default", "gaussiank by default")
+
+
+def defaults(contestants: Sequence[str] = DEFAULTS) -> str:
     """The default of updates beside stock ddp and the earlier default, at dense training's best rate."""
     trained = read("language").query("optimizer == 'adamw'")
     rows = []
@@ -461,7 +447,7 @@ def defaults() -> str:
         runs = trained[(trained.lr == lr) & trained.part.isin([part, EARLY[part]])]
         last = runs[(runs.part == part) & (runs.step == 1000)]
         dense = last[last.method == "ddp"]
-        for method in ("ddp", "topk updates", "two_pass updates", "topk by default", "gaussiank by default"):
+        for method in contestants:
             ends = last[last.method == method]
             if not len(ends):
                 continue
@@ -548,6 +534,19 @@ def gpu_paced() -> str:
         rows.append([label, "–" if math.isnan(steps) else f"{steps:.0f}", *cells])
     heads = ["", "steps to 2.0", "s a step, 1 Gbit/s", "s to 2.0", "s a step, 100 Mbit/s", "s to 2.0"]
     return table(heads, rows)
+
+
+def front_seconds() -> str:
+    """Seconds to a loss at a GPU's pace, in a list."""
+    rows = [line.strip("| ").split(" | ") for line in gpu_paced().splitlines()[2:]]
+    seconds = {row[0]: row[3::2] for row in rows}
+    ours, ddp, bf16, powersgd = (
+        seconds[name] for name in ("topk by default, within backward", "ddp", "bf16", f"torch's PowerSGD, rank {RANK}")
+    )
+    return "".join(
+        f"- {link}: `topk_ddp` {ours[at]}, `ddp` {ddp[at]}, a bf16 hook {bf16[at]}, torch's PowerSGD {powersgd[at]}.\n"
+        for at, link in enumerate(("1 Gbit/s", "100 Mbit/s"))
+    )
 
 
 def mean_and_range(numbers: Sequence[float], places: int) -> str:
@@ -812,8 +811,9 @@ def gpu_line() -> str:
     found = read("gpt_cuda").set_index("contestant")
     percent = 100 * found.added_ms["topk"] / found.ms["ddp"]
     return (
-        f"- *More than one GPU: not known.* One {found.device['topk']} has run it: `topk` adds {percent:.1f} % to a"
-        " step of GPT-2 small,\n  before anything travels. [GPU status](docs/gpu.md).\n"
+        f"**Status.** Run on one {found.device['topk']}: Lightning over NCCL in a group of one rank, the kernels, and"
+        f" GPT-2 small. There\n`topk` adds {percent:.1f} % to a step, before any communication. See"
+        " [GPU status](docs/gpu.md). Several GPUs have not been run.\nFSDP and HSDP are not supported yet.\n"
     )
 
 
@@ -1011,11 +1011,12 @@ def layer_wise() -> str:
 DRAWING = (comparisons, frontiers, languages, maps, networks, scalings, variants)
 TABLES: dict[str, Callable[[], str]] = {
     "defaults": defaults,
+    "front": partial(defaults, ("ddp", "topk by default")),
+    "front-seconds": front_seconds,
     "frontier": frontier,
     "frontier-seconds": frontier_seconds,
     "gpu-paced": gpu_paced,
     "network": network,
-    "step": step,
     "network-adamw": network_adamw,
     "network-workers": network_workers,
     "network-10gbit": network_10gbit,
@@ -1029,10 +1030,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "sites": sites,
     "start": start,
     "momentum": momentum,
-    "adamw": partial(
-        language,
-        [("adamw", name) for name in ("ddp", "bf16", "powersgd", "int4", "topk", "topk by default", "local_sgd")],
-    ),
     "language-four": partial(language, workers=4),
     "language-large": language_large,
     "within-backward": within_backward,
@@ -1051,7 +1048,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-selection": gpu_selection,
     "gpu-gpt": gpu_gpt,
     "gpu-line": gpu_line,
-    "strategies": partial(methods, "_ddp"),
     "methods": methods,
     "traits": traits,
     "costs": costs,
