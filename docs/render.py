@@ -37,8 +37,10 @@ from benchmarks.harness.baselines import RANK  # noqa: E402
 from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
+from benchmarks.scaling import FITTED_TO  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
 from lightning_sparse.contrib.majority_vote import MajorityVote  # noqa: E402
+from lightning_sparse.contrib.methods import CONTRIB  # noqa: E402
 from lightning_sparse.contrib.order_statistics import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
 from reproductions import FINDINGS, memsgd  # noqa: E402
@@ -46,7 +48,7 @@ from reproductions.command import finding  # noqa: E402
 from reproductions.digits import best_rates  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"[-+−–\d.,%/ ]*|not in \d+")
+NUMBER = re.compile(r"[-+−–↓↑\d.,%/ ]*|not in \d+")
 NAMES = {
     "none": "no communication",
     "idle_hook": "DDP with a hook that does nothing",
@@ -64,60 +66,63 @@ NAMES = {
     "oktopk": "**`oktopk`**",
     "scalecom": "**`scalecom`**",
     "randk": "`randk`",
-    "topk_two_level": "`topk`, two levels",
-    "local_sgd": "local SGD, as many bytes as `topk`",
-    "ddp_accumulated": "accumulated gradients, as many bytes as `topk`",
+    "topk_two_level": "`topk`, hierarchical",
+    "local_sgd": "local SGD with the bytes of `topk`",
+    "ddp_accumulated": "accumulated gradients with the bytes of `topk`",
 }
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "loopback": "no limit (loopback)"}
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 UPDATES = ["topk by default", "topk updates", DELAYED, "gaussiank updates", "local_sgd", EQUAL, "diloco", "sparseloco"]
 SENDS = {
-    "topk": ("the k entries of largest magnitude, exactly", "2k(P − 1)"),
-    "gaussiank": ("2k/3 to 4k/3 entries above a threshold that starts at a Gaussian's", "2⌈4k/3⌉(P − 1)"),
-    "sidco": ("2k/3 to 4k/3 entries above a threshold of a fitted distribution", "2⌈4k/3⌉(P − 1)"),
-    "mstopk": ("the k entries around a threshold of a grid of 2³⁰ steps", "2k(P − 1)"),
-    "chunktopk": ("the largest entries of each 4,096, k in all, with places of 12 bits", "2k(P − 1)"),
-    "gtopk": ("the k largest of the sum, merged pair by pair", "2k log₂ P, and 4k more if P is no power of two"),
-    "oktopk": ("the k/P largest sums of each of P regions", "about 6k(P − 1)/P"),
-    "scalecom": ("its values at k indices that one rank chooses; ranks take turns", "at most 3k"),
-    "randk": ("k entries drawn at random, the same on all ranks", "2k(P − 1)/P"),
+    "topk": ("the k largest entries, exactly", "2k(P − 1)"),
+    "gaussiank": ("2k/3 to 4k/3 entries above a threshold; the first threshold assumes Gaussian u", "2⌈4k/3⌉(P − 1)"),
+    "sidco": ("2k/3 to 4k/3 entries above a threshold from a fitted distribution", "2⌈4k/3⌉(P − 1)"),
+    "mstopk": ("k entries by a bisected threshold", "2k(P − 1)"),
+    "chunktopk": ("the largest entries of each chunk of 4,096, k in total, with 12-bit indices", "2k(P − 1)"),
+    "gtopk": ("the k largest entries of the sum, merged in pairs", "2k log₂ P, and 4k more if P is no power of two"),
+    "oktopk": ("the k/P largest sums in each of P regions", "about 6k(P − 1)/P"),
+    "scalecom": ("its values at k indices that one rank selects; ranks take turns", "at most 3k"),
+    "randk": ("k random entries, the same on all ranks", "2k(P − 1)/P"),
     "doublesqueeze": (
-        "the k/P largest entries of each of P regions; of the regions' means the same again",
+        "the k/P largest entries of each of P regions; the owner of a region returns the k/P largest of its mean",
         "about 4k(P − 1)/P",
     ),
-    "int8": ("each value in 8 bits, with a scale for each block of 64; the mean the same way", "about 0.52d(P − 1)/P"),
-    "int4": ("each value in 4 bits, with a scale for each block of 64; the mean the same way", "about 0.27d(P − 1)/P"),
-    "powersgd": ("two thin factors of each matrix, n × m, of r columns each; all else exactly", "2Σ(n + m)r(P − 1)/P"),
+    "int8": ("each value in 8 bits, with one scale per 64 values; the mean likewise", "about 0.52d(P − 1)/P"),
+    "int4": ("each value in 4 bits, with one scale per 64 values; the mean likewise", "about 0.27d(P − 1)/P"),
+    "powersgd": (
+        "two factors of r columns for each n × m matrix; other parameters uncompressed",
+        "2Σ(n + m)r(P − 1)/P",
+    ),
     "onebit": (
-        "each sign, in a bit, and for each column the means of both signs; the mean the same way",
+        "each sign in 1 bit, and two values per column: the means of both signs; the mean likewise",
         "about d(P − 1)/16P",
     ),
-    "efsignsgd": ("each sign of an update, in a bit, and the mean magnitude of each parameter", "d(P − 1)/32"),
+    "efsignsgd": ("each sign of an update in 1 bit, and the mean magnitude of each parameter", "d(P − 1)/32"),
     "qsgd": ("each value rounded at random to one of 31 levels, in 5 bits", "about 5d(P − 1)/32"),
     "terngrad": (
-        "each value rounded at random to −s, 0 or s, in 2 bits, with a scale s of all ranks for each parameter",
+        "each value rounded at random to −s, 0 or s, in 2 bits; all ranks share one scale s per parameter",
         "(2 + ⌈log₂(2P + 1)⌉)d(P − 1)/32P",
     ),
-    "signsgd": ("each sign, in a bit; all step by the sign that most ranks sent, in a bit", "d(P − 1)/16P"),
-    "signum": ("as `signsgd`, the sign of the momentum", "d(P − 1)/16P"),
-    "median": ("everything; of each coordinate all step by the median of the ranks", "2d(P − 1)/P"),
-    "trimmed_mean": ("everything; of each coordinate the quarter at either end is left out", "2d(P − 1)/P"),
-    "memsgd": ("as `topk`, but always of updates; the optimizer is left alone", "2k(P − 1)"),
+    "signsgd": ("each sign in 1 bit; the result is the majority sign, in 1 bit", "d(P − 1)/16P"),
+    "signum": ("the signs of its momentum, voted as in `signsgd`", "d(P − 1)/16P"),
+    "median": ("everything; the result is the median per coordinate", "2d(P − 1)/P"),
+    "trimmed_mean": ("everything; the mean per coordinate excludes a quarter of the ranks at each end", "2d(P − 1)/P"),
+    "memsgd": ("`topk` on updates; momentum unchanged", "2k(P − 1)"),
     "dgc": (
-        "updates, 0.8k to 1.3k entries above a sample's threshold; their momentum is set to zero",
+        "0.8k to 1.3k entries of updates above a sampled threshold; their momentum is cleared",
         "2⌈4k/3⌉(P − 1)",
     ),
     "sparseloco": (
-        "after 30 steps of its own, the 64 largest changes of each 4,096, in 2.5 bits, places in 12; k = d/64",
+        "after 30 local steps: the 64 largest deltas of each 4,096, in 2.5 bits, with 12-bit indices; k = d/64",
         "about 0.45k(P − 1)/30",
     ),
-    "local_sgd": ("after 8 steps of its own, all that they changed", "2d(P − 1)/8P"),
-    "diloco": ("after 500 steps of its own, all that they changed, for an outer Nesterov step", "2d(P − 1)/500P"),
-    "dense": ("everything, by all-reduce: what `ddp` does", "2d(P − 1)/P"),
+    "local_sgd": ("after 8 local steps: all deltas", "2d(P − 1)/8P"),
+    "diloco": ("after 500 local steps: all deltas, for an outer Nesterov step", "2d(P − 1)/500P"),
+    "dense": ("everything, by all-reduce, like `ddp`", "2d(P − 1)/P"),
 }
-"""Method to what a worker sends, and the words per step; a method without an entry gets its compressor's first line."""
+"""Method to its payload and words per step; a method without an entry gets its compressor's first line."""
 RESULTS = {MajorityVote: "a vote", CoordinateMedian: "a median", TrimmedMean: "a trimmed mean"}
-"""What aggregators return that make no mean."""
+"""Results of aggregators other than the mean."""
 SPEED_UP = {
     "SGD": ("1.8", "15.0", "1.1", "13.4"),
     "top": ("1.8", "16.1", "1.9", "18.3"),
@@ -144,14 +149,52 @@ BITS = {
 }
 """Alistarh et al. 2017, Wen et al. 2017, Seide et al. 2014: from full precision to so few bits."""
 LAYER_WISE = {
-    "topk": "ResNet-50: better, 1.25 to 1.63 times the accuracy; CIFAR-10: alike, at 10 % and less worse",
-    "randk": "CIFAR-10: alike, at 0.1 % better",
+    "topk": "ResNet-50: better, 1.25 to 1.63 times the accuracy; CIFAR-10: equal, but worse at 10 % and less",
+    "randk": "CIFAR-10: equal, but better at 0.1 %",
     "gaussiank": "",
     "qsgd": "better; ResNet-50: 1.52 times the accuracy",
     "terngrad": "better",
     "efsignsgd": "",
 }
 """Dutta et al. 2020: layer by layer, against the whole model at once."""
+MODEL_NAMES = {
+    "resnet20": "ResNet-20",
+    "vgg16": "VGG-16",
+    "resnet50": "ResNet-50",
+    "alexnet": "AlexNet",
+    "lstm_ptb": "LSTM-PTB",
+    "gpt2": "GPT-2 small",
+}
+CLAIMS = {
+    "topk": "no loss at density 0.01",
+    "gaussiank": "as good as TopK, cheaper to select",
+    "sidco": "as good as TopK, cheaper to select",
+    "mstopk": "as good as TopK, cheaper to select",
+    "chunktopk": "as good as TopK",
+    "gtopk": "as good as TopK",
+    "oktopk": "as good as dense",
+    "scalecom": "as good as dense",
+    "doublesqueeze": "the second compression costs nothing",
+    "randk": "converges, up to d/k times slower",
+    "int8": "as good as dense, without tuning",
+    "int4": "as good as dense, without tuning",
+    "qsgd": "as good as SGD",
+    "terngrad": "less than 2 points of accuracy lost",
+    "onebit": "no loss, with error feedback",
+    "efsignsgd": "as good as SGD",
+    "signsgd": "as good as SGD, or faster",
+    "signum": "better than signSGD",
+    "powersgd": "as good as SGD",
+    "memsgd": "as good as SGD",
+    "dgc": "no loss at density 0.001, with a warm-up",
+    "local_sgd": "as good as SGD, with fewer exchanges",
+    "diloco": "as good as dense, with 1/500 of the exchanges",
+    "sparseloco": "as good as DiLoCo, with 1 to 3 % of its bytes",
+}
+"""The claim of each method's paper."""
+HEADINGS = {"digits_sgd": "digits, SGD", "gpt_adamw": "GPT, AdamW", "gpt_sgd": "GPT, SGD"}
+FEW_BYTES = 0.02
+"""`comparison-fast` lists the methods that send at most this share of dense training's bytes."""
 
 
 def read(name: str) -> pd.DataFrame:
@@ -279,14 +322,15 @@ def _rate_and_steps(runs: pd.DataFrame, name: str, workload: str) -> str:
 
 def scaling() -> str:
     """Scaling efficiency of published models, 4 workers and 32."""
-    models = {
-        "resnet20": "ResNet-20, 0.27 M, 146 ms",
-        "vgg16": "VGG-16, 14.7 M, 140 ms",
-        "resnet50": "ResNet-50, 25.6 M, 4.88 s",
-        "alexnet": "AlexNet, 61 M, 257 ms",
-        "lstm_ptb": "LSTM-PTB, 66 M, 118 ms",
-        "gpt2": "GPT-2 small, 124 M, 250 ms",
+    sizes = {
+        "resnet20": "0.27 M, 146 ms",
+        "vgg16": "14.7 M, 140 ms",
+        "resnet50": "25.6 M, 4.88 s",
+        "alexnet": "61 M, 257 ms",
+        "lstm_ptb": "66 M, 118 ms",
+        "gpt2": "124 M, 250 ms",
     }
+    models = {model: f"{name}, {sizes[model]}" for model, name in MODEL_NAMES.items()}
     found = read("scaling").set_index(["model", "method", "workers"])
     rows = []
     for model, label in models.items():
@@ -299,9 +343,35 @@ def scaling() -> str:
     return table(["", "dense `ddp`, 4 / 32", *OURS, "published at 32: dense, TopK, gTopK"], rows)
 
 
-def accuracy() -> str:
-    """Digits: accuracy after four epochs, beside dense training with the same seeds."""
-    runs = read("convergence").query("epochs == 4").copy()
+def scaling_gains() -> str:
+    """How many times faster gTopK is with 32 workers than TopK and than dense training."""
+    found = read("scaling").set_index(["model", "method", "workers"])
+
+    def gain(column: str, model: str, other: str) -> str:
+        value = float(found[column][model, "gtopk", 32]) / float(found[column][model, other, 32])
+        return "" if math.isnan(value) else f"{value:.1f}"
+
+    rows = [
+        [name, gain("efficiency", model, "topk"), gain("published", model, "topk"), gain("efficiency", model, "ddp")]
+        for model, name in MODEL_NAMES.items()
+    ]
+    return table(["32 workers", "gTopK over TopK", "published", "gTopK over dense"], rows)
+
+
+def scaling_error() -> str:
+    """By how much the cost model is off on the measured cases to which it was not fitted."""
+    found = read("scaling").query("source == 'measured'")
+    fitted = [case in FITTED_TO for case in zip(found.model, found.workers, strict=True)]
+    off = (found.efficiency / found.by_cost_model - 1).abs()[[not known for known in fitted]]
+    return (
+        f"- The cost model is fitted to {len(FITTED_TO)} cases. On the other {len(off)} measured steps its error is"
+        f" {100 * off.median():.0f} % in the median\n  and {100 * off.max():.0f} % at most.\n"
+    )
+
+
+def accuracy(epochs: int = 4) -> str:
+    """Digits: accuracy after some epochs, beside dense training with the same seeds."""
+    runs = read("convergence").query("epochs == @epochs").copy()
     runs["order"] = runs.method.map(["ddp", "topk", "gaussiank", "randk"].index)
     rows = []
     runs["warm"] = runs.warmup.notna()
@@ -599,10 +669,50 @@ def comparison(task: str) -> str:
         seconds = [times[rate, run.contestant] * STEPS / 1e3 for rate in ("1gbit", "100mbit")]
         ends = "diverged" if math.isinf(run.loss) else f"{run.loss:.3f} ({run.low:.3f} to {run.high:.3f})"
         accuracy = "" if math.isinf(run.loss) else f"{run.accuracy:.1f} %"
-        cells = [f"{run.lr:g}", ends, accuracy, digits(run.sent_bytes / 1e6), *(digits(s) for s in seconds)]
+        end = {TASKS[task].rates[0]: "↓ ", TASKS[task].rates[-1]: "↑ "}.get(run.lr, "")
+        cells = [f"{end}{run.lr:g}", ends, accuracy, digits(run.sent_bytes / 1e6), *(digits(s) for s in seconds)]
         rows.append([run.contestant, *cells])
     heads = ["", "rate", "loss", "accuracy", "MB sent", "s, 1 Gbit/s", "s, 100 Mbit/s"]
     return table(heads, rows)
+
+
+def comparison_fast() -> str:
+    """Tasks to the methods that end at dense training's loss or below, with few of its bytes, and their seconds."""
+    rows = []
+    for task, heading in HEADINGS.items():
+        found = finals(read(f"comparison_{task}")).set_index("contestant")
+        dense = found.loc["dense"]
+        few = found[(found.loss <= dense.loss) & (found.sent_bytes <= FEW_BYTES * dense.sent_bytes)]
+        times = read("comparison_seconds").query("task == @task").set_index(["rate", "contestant"])["median_ms"]
+        cells = []
+        for rate in ("100mbit", "1gbit"):
+            seconds = [digits(times[rate, name] * STEPS / 1e3) for name in few.index]
+            span = f"{min(seconds, key=float)} to {max(seconds, key=float)}"
+            cells += [digits(times[rate, "dense"] * STEPS / 1e3), span]
+        rows.append([heading, ", ".join(f"`{name}`" for name in few.sort_values("loss").index), *cells])
+    links = ("100 Mbit/s", "1 Gbit/s")
+    heads = [f"s, {link}: {which}" for link in links for which in ("dense", "these methods")]
+    return table(["task", "methods", *heads], rows)
+
+
+def comparison_claims() -> str:
+    """Each method's claim, and by how much its mean loss on each task differs from dense training's."""
+    losses = {task: finals(read(f"comparison_{task}")).set_index("contestant")["loss"] for task in HEADINGS}
+
+    def difference(task: str, name: str) -> str:
+        if name not in losses[task]:
+            return ""
+        value = round(losses[task][name] - losses[task]["dense"], 2)
+        return f"{value:+.2f}".replace("-", "−") if value else "0.00"
+
+    def row(name: str, kind: str) -> list[str]:
+        differences = [difference(task, name + kind) for task in HEADINGS]
+        return [f"`{name}`{kind}", "" if kind else CLAIMS[name], *differences]
+
+    present = {name for found in losses.values() for name in found.index}
+    kinds = [(name, kind) for name in CLAIMS for kind in ("", " gradients", " updates") if name + kind in present]
+    rows = [row(*both) for both in kinds]
+    return table(["method", "the paper's claim", *HEADINGS.values()], rows)
 
 
 def updates() -> str:
@@ -710,6 +820,29 @@ def selection() -> str:
         ["", *sizes.values()],
         ([label, *(digits(found[(*key, numel)]) for numel in sizes)] for key, label in contestants.items()),
     )
+
+
+def soak() -> str:
+    """Each long training with kills: the largest error, how fast the others ended, and how memory grows."""
+    rows = []
+    for kind, name in {"gradients": "soak", "updates": "soak_updates", "updates, delayed": "soak_delayed"}.items():
+        runs = read(name)
+        killed = runs[runs.outcome != "done"]
+        last = runs[(runs.life == runs.life.max()) & (runs.fit >= 3)]
+        growth = max(memory.iloc[-1] - memory.iloc[0] for _, memory in last.groupby("rank")["memory_mb"])
+        share = (runs.error / runs.error_bound).max()
+        cells = [f"{runs.last_step.max():,}", str(killed.life.nunique()), f"{killed.seconds_to_end.max():.1f}"]
+        rows.append([kind, *cells, f"{runs.error.max():.1e}", f"{share:.1%}".replace("%", " %"), f"{growth:.1f}"])
+    heads = [
+        "exchange",
+        "steps",
+        "kills",
+        "s until the others ended",
+        "largest error",
+        "of the rounding bound",
+        "memory growth, MB",
+    ]
+    return table(heads, rows)
 
 
 def callbacks() -> str:
@@ -840,24 +973,23 @@ def launches_host() -> str:
 
 
 def methods(suffix: str = "") -> str:
-    """What each method sends and keeps, and who published it."""
+    """Payload, memory and source of each method."""
     rows = []
     for name in [*SENDS, *(name for name in lightning_sparse.METHODS if name not in SENDS)]:
         spec = lightning_sparse.METHODS[name]
         sends, words = SENDS.get(name, ((spec.make.__doc__ or "").partition("\n")[0].rstrip("."), ""))
-        keeps = "nothing" if not spec.memory.error_feedback else "the rest"
-        keeps = "the momentum" if isinstance(spec.memory, Momentum) else keeps
-        keeps += ", and what merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
+        keeps = "residual" if spec.memory.error_feedback else "nothing"
+        keeps = "momentum" if isinstance(spec.memory, Momentum) else keeps
+        keeps += ", and entries that merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
         keeps += ", which decays" * (not spec.traits.conserves and spec.memory.error_feedback)
-        rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0]])
-    return table(
-        ["strategy" if suffix else "method", "sends", "words per step and worker", "keeps", "source"],
-        rows,
-    )
+        place = [] if suffix else ["contrib" if name in CONTRIB else "core"]
+        rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0], *place])
+    heads = ["strategy" if suffix else "method", "sends", "words per step and worker", "keeps", "source"]
+    return table([*heads, *([] if suffix else ["module"])], rows)
 
 
 def traits() -> str:
-    """What holds for each method, as its row in `METHODS` says."""
+    """Properties of each method, from its row in `METHODS`."""
     rows = []
     for name, spec in lightning_sparse.METHODS.items():
         exact = spec.traits.exact
@@ -875,7 +1007,7 @@ def traits() -> str:
 
 
 def costs() -> str:
-    """What each method sends, takes, needs and guarantees."""
+    """Bytes, time, memory and guarantees of each method."""
     measured = read("methods").set_index("method")
     rows = []
     for name, spec in lightning_sparse.METHODS.items():
@@ -887,10 +1019,10 @@ def costs() -> str:
             *([chosen.update_rule] if chosen.update_rule else []),
         )
         buffers = sum(spec.per != "segment" for part in parts for spec in part.state)
-        # Where updates are exchanged, the weights before the steps.
+        # Updates also need a copy of the weights.
         needs = [f"{4 * (buffers + (chosen.update_rule is not None))} bytes"]
         needs += [f"{chosen.local_steps} steps"] * (chosen.local_steps > 1)
-        needs += ["a rate of its own"] * isinstance(spec.aggregator, MajorityVote)
+        needs += ["a separate learning rate"] * isinstance(spec.aggregator, MajorityVote)
         guarantees = ["a mean" if spec.aggregator.averages else RESULTS[type(spec.aggregator)]]
         guarantees += ["nothing lost"] * spec.traits.conserves
         if spec.traits.exact is not None:
@@ -911,7 +1043,7 @@ def costs() -> str:
         )
     header = [
         "MB per step",
-        "times less",
+        "× fewer bytes",
         "ms to compress",
         "copies",
         "step, copies",
@@ -937,7 +1069,7 @@ def verdict(name: str) -> str:
 
 
 def memsgd_errors() -> str:
-    """Last errors of Mem-SGD and its contestants, and how many times fewer bits than SGD they need."""
+    """Final errors of Mem-SGD and other methods, and the bits that SGD needs for them, as a ratio."""
     found = load(ROOT / "benchmarks" / "results" / "memsgd.csv")
     data = list(found["problem"].unique())
     curves = {place: memsgd.curves(found, place) for place in data}
@@ -951,12 +1083,12 @@ def memsgd_errors() -> str:
             row += [""] * 5 if last is None else [f"{last.error:.3f}", f"{last.error_last:.3f}"]
             row += [] if last is None else [f"{last.bits / 8e3:,.0f}", *(digits(to[name]) for to in saved[place])]
         rows.append(row)
-    columns = ("error", "of the last weights", "kB sent", "times fewer bits", "to its own error")
+    columns = ("error", "error of the last weights", "kB sent", "bits of SGD, ×", "bits of SGD to its final error, ×")
     return table(["", *(f"{name}: {column}" for name in data for column in columns)], rows)
 
 
 def memsgd_speed_up() -> str:
-    """How many times as fast several processes on one vector are, published and here."""
+    """Speed-up of several processes on one vector, published and here."""
     found = load(ROOT / "benchmarks" / "results" / "memsgd.csv")
     ours = [memsgd.speed_up(found, data) for data in found["problem"].unique()]
     heads = ["", "epsilon, 2 cores", "epsilon, 24", "RCV1, 2", "RCV1, 24"]
@@ -1022,7 +1154,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "network-10gbit": network_10gbit,
     "seconds": seconds,
     "scaling": scaling,
+    "scaling-gains": scaling_gains,
+    "scaling-error": scaling_error,
     "accuracy": accuracy,
+    "accuracy-two-epochs": partial(accuracy, 2),
     "language": language,
     "language-seeds": language_seeds,
     "language-ratios": language_ratios,
@@ -1034,11 +1169,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "language-large": language_large,
     "within-backward": within_backward,
     **{f"comparison-{task}": partial(comparison, task) for task in TASKS},
+    "comparison-fast": comparison_fast,
+    "comparison-claims": comparison_claims,
     "updates": updates,
     "optimizers": optimizers,
     "updates-by-ranks": updates_by_ranks,
     "volume": volume,
     "selection": selection,
+    "soak": soak,
     "callbacks": callbacks,
     "clients": clients,
     "launches": launches,

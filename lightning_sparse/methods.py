@@ -152,7 +152,7 @@ TWO_PASS = "Dettmers et al. 2022, arXiv 2110.02861; Tang et al. 2019, arXiv 1905
 METHODS: Mapping[str, MethodSpec] = MappingProxyType(
     {
         "dense": MethodSpec(
-            Identity, NoMemory(), AllReduceMean(), "What DistributedDataParallel does: all-reduce.", Traits(True, {})
+            Identity, NoMemory(), AllReduceMean(), "DistributedDataParallel: all-reduce.", Traits(True, {})
         ),
         "topk": MethodSpec(TopK, Residual(), Mean(), "Aji & Heafield 2017, arXiv 1704.05021"),
         "gaussiank": MethodSpec(GaussianK, Residual(), Mean(), "Shi et al. 2019, arXiv 1911.08772"),

@@ -117,9 +117,9 @@ def write(rows: dict[str, dict[str, object]]) -> None:
     lines = [
         "# Versions",
         "",
-        "What `make matrix` saw: the tests of `make test`, on CPU, each row in a fresh environment; kernels by",
-        "Triton's interpreter, and compiled for GPUs that need not be there. The oldest row has the lowest version",
-        "that is allowed of everything; the newest has what pip chose. Written by the target: do not edit.",
+        "`make matrix` runs the tests of `make test` on a CPU, each row in a fresh environment. It writes this page;",
+        "do not edit it. Kernels run in Triton's interpreter, and are compiled for GPUs. The oldest row has the lowest",
+        "supported version of every package. The newest has the versions that pip chose.",
         "",
         "| | " + " | ".join(titles.get(name, name) for name in shown) + " | date |",
         "|---" * (len(shown) + 2) + "|",

@@ -102,7 +102,7 @@ TOP_2 = {"every_n_train_steps": 1, "save_top_k": 2, "monitor": "score", "mode": 
 
 @pytest.mark.reliability(
     "20 saves by a CheckpointIO that writes files, folders, compresses, or writes later (AsyncCheckpointIO or unseen)",
-    checked="nothing left over, nothing lost: bit-identical resume",
+    checked="no leftover files; bit-identical resume",
     methods=["topk"],
 )
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ class Dying(CheckpointIO):
 
 @pytest.mark.reliability(
     "kill -9 just before or just after a CheckpointIO has written, at once or later",
-    checked="every checkpoint has its sidecar files; the next run leaves nothing over",
+    checked="every checkpoint has its sidecar files; the next run removes leftovers",
     methods=["topk"],
 )
 @pytest.mark.parametrize("when", tiers(["before", "after"], ["before"]))
@@ -213,7 +213,7 @@ class Unsynced(Net):
 @full
 @pytest.mark.reliability(
     "a checkpoint's name holds a metric that differs between ranks",
-    checked="the checkpoints of ddp, each with all its sidecar files and no others; bit-identical resume",
+    checked="the same checkpoints as ddp, each with all its sidecar files and no others; bit-identical resume",
     methods=["topk"],
 )
 @pytest.mark.parametrize("options", [{"save_top_k": -1}, {"save_top_k": 2, "monitor": "val_loss", "save_last": "link"}])

@@ -109,7 +109,7 @@ DAMAGES = {
 
 @pytest.mark.reliability(
     "sidecar files moved, missing, torn, flipped, foreign, of another step, another version, or malicious",
-    checked="bit-identical if all is there; else the documented warning, or the same error on all ranks at once",
+    checked="bit-identical if complete; otherwise the documented warning, or the same error on all ranks",
     methods=["topk"],
 )
 @pytest.mark.parametrize("damage", tiers(DAMAGES, ["one file missing", "bit flipped", "malicious"]))

@@ -54,8 +54,8 @@ SCRIPT = """
 @exhaustive
 @pytest.mark.skipif(REASON is not None, reason=f"no hosts to be had here: {REASON}")
 @pytest.mark.reliability(
-    "torchrun over two hosts with addresses of their own, two ranks each",
-    checked="trains the digits; weights equal on all four ranks; what was counted went over the wire",
+    "torchrun over two hosts with separate addresses, two ranks each",
+    checked="trains the digits; equal weights on all four ranks; the counted bytes crossed the wire",
     methods=["topk"],
 )
 def test_two_hosts(tmp_path):

@@ -191,7 +191,7 @@ def test_an_overflow_is_as_if_the_step_had_not_been(name):
     assert all(map(all, lightning_ranks(2, rank)))
 
 
-@pytest.mark.reliability("loss scale that changes all the time", checked="bit-identical to a fixed one")
+@pytest.mark.reliability("loss scale that keeps changing", checked="bit-identical to a fixed one")
 @pytest.mark.parametrize("name", tiers(["ddp", "topk", "randk", "qsgd"], []))
 def test_a_loss_scale_that_changes_changes_nothing(name):
     def rank(rank: int) -> list[bool]:

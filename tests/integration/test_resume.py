@@ -266,7 +266,9 @@ FROM_DDP = ["dense", "topk", "oktopk", "signsgd"]
 
 @full
 @pytest.mark.reliability(
-    "a checkpoint of ddp goes on with ours, and back", checked="trains on from the same weights", methods=FROM_DDP
+    "a checkpoint of ddp resumes with ours, and the reverse",
+    checked="continues from the same weights",
+    methods=FROM_DDP,
 )
 def test_from_ddp_and_back(tmp_path):
     def rank(rank):

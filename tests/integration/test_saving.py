@@ -102,7 +102,7 @@ class Slow(TorchCheckpointIO):
 @full
 @pytest.mark.reliability(
     "AsyncCheckpointIO over slow storage, several saves pending",
-    checked="the checkpoints on disk have their sidecar files at every moment; in the end no others are left",
+    checked="checkpoints on disk always have their sidecar files; no others remain at the end",
     methods=["topk"],
 )
 @pytest.mark.parametrize("options", [{"save_top_k": 0, "save_last": True}, {"save_top_k": 1}])
@@ -417,7 +417,7 @@ def test_a_process_that_did_not_train_warns_that_it_has_no_residuals(tmp_path):
 
 @pytest.mark.reliability(
     "nodes without a shared disk",
-    checked="each keeps the sidecar files of the checkpoints that there are, and no others; bit-identical resume",
+    checked="each keeps the sidecar files of existing checkpoints, and no others; bit-identical resume",
     methods=["topk"],
 )
 @pytest.mark.parametrize("way", tiers(WAYS, ["every step, top 1", "last"]))

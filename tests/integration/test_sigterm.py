@@ -77,8 +77,8 @@ def all_told(rank, size, name, folder, options):
 
 
 @pytest.mark.reliability(
-    "SIGTERM for all ranks, each at a place of its own",
-    checked="all end after the same batch; its checkpoint goes on bit for bit",
+    "SIGTERM for all ranks, each at a different place",
+    checked="all end after the same batch; its checkpoint resumes bit for bit",
 )
 @pytest.mark.parametrize(
     ("name", "size", "options"),

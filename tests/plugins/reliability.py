@@ -66,7 +66,7 @@ class Table:
                 outcomes[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self):
-        lines = ["| case | methods | what was checked | result |", "|---|---|---|---|"]
+        lines = ["| case | methods | checked | result |", "|---|---|---|---|"]
         for (case, checked), (_, methods, outcomes) in sorted(self.rows.items(), key=lambda row: row[1][0]):
             bad = [outcome for outcome in outcomes.values() if outcome != "passed"]
             result = f"{', '.join(sorted(set(bad)))}: {len(bad)} of {len(outcomes)} tests" if bad else "passed"
