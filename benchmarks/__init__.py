@@ -1,1 +1,1 @@
-"""Benchmarks, and the one place where networks are imitated: `python -m benchmarks.network --help`."""
+"""Benchmarks. Only this folder emulates networks: `python -m benchmarks.network --help`."""

@@ -1,13 +1,14 @@
-"""What do the callbacks cost, on steps that log and on the others?
+"""Measures the cost of the callbacks, on logging steps and on other steps.
 
-All contestants take turns in one training run of a plain MLP: each has a block of five steps, the last of which logs.
-So whatever else the machine does hits all of them alike, and each block is compared with that of no callback in the
-same round. Beforehand a run with all callbacks must end with the same weights, to the last bit, as one without.
+All combinations of callbacks take turns in one training run of an MLP. Each has a block of five steps, the last of
+which logs. So other load on the machine affects all of them equally. Each block is compared with the block without
+callbacks of the same round. Before the measurement, a run with all callbacks must end with the same weights as a run
+without callbacks, bit by bit.
 
     python -m benchmarks.callbacks
 
-Written: `results/callbacks.csv`, two rows per contestant. "ms" is rank 0's time from the start of a batch to its end,
-"extra_ms" the difference to no callback, both as medians with 20th and 80th percentiles.
+Output: `results/callbacks.csv`, two rows per combination. "ms" is rank 0's time from the start to the end of a batch.
+"extra_ms" is the difference to a step without callbacks. Both are medians with 20th and 80th percentiles.
 """
 
 import itertools
@@ -34,7 +35,7 @@ BLOCK, RANKS, LAYERS = 5, 2, 5
 
 
 def contestants() -> dict[str, list[pl.Callback]]:
-    """Return new callbacks by name, all of which exist once per run."""
+    """Return new callbacks by name. Each exists once per run."""
     return {
         "none": [],
         "GradientDistribution": [GradientDistribution()],
@@ -47,7 +48,7 @@ def contestants() -> dict[str, list[pl.Callback]]:
 
 
 class MLP(pl.LightningModule):
-    """Layers of 1,000 neurons, a million parameters each."""
+    """An MLP with layers of 1,000 neurons, a million parameters each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class MLP(pl.LightningModule):
 
 
 class Turns(pl.Callback):
-    """Gives each contestant a block of steps in turn, and takes the time of every step."""
+    """Gives each combination of callbacks a block of steps in turn, and times every step."""
 
     def __init__(self) -> None:
         self.contestants = contestants()
@@ -88,7 +89,7 @@ class Turns(pl.Callback):
 
 
 def fit(steps: int, folder: Path, callbacks: list[pl.Callback]) -> tuple[pl.Trainer, Tensor]:
-    """Train and return the trainer and the weights."""
+    """Train; return the trainer and the weights."""
     pl.seed_everything(0, verbose=False)
     model, data = MLP(), torch.randn(steps * RANKS * 8, 1000)
     trainer = pl.Trainer(
@@ -108,21 +109,21 @@ def fit(steps: int, folder: Path, callbacks: list[pl.Callback]) -> tuple[pl.Trai
 
 
 def check(folder: Path) -> None:
-    """Raise unless the callbacks leave training as it is, and log what they should."""
+    """Exit unless the callbacks do not change training, and log the expected values."""
     _, alone = fit(2 * BLOCK, folder / "alone", [])
     trainer, watched = fit(2 * BLOCK, folder / "watched", contestants()["all three"])
     if not torch.equal(alone, watched):
-        raise SystemExit("Training with the callbacks ends with other weights than without: no times for that.")
+        raise SystemExit("Training with the callbacks ends with different weights, so nothing is measured.")
     if trainer.is_global_zero:
         found = EventAccumulator(str(folder / "watched"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
         logged = [event.step for event in found.Scalars("contraction/measured")]
         numel = found.Histograms("distribution/u = g + e")[0].histogram_value.num
         if logged != [BLOCK - 1, 2 * BLOCK - 1] or numel != len(alone):
-            raise SystemExit(f"The callbacks logged {numel:,} elements at steps {logged}: no times for that.")
+            raise SystemExit(f"The callbacks logged {numel:,} elements at steps {logged}, so nothing is measured.")
 
 
 def summarize(steps: list[Row]) -> list[Row]:
-    """Return a row for each contestant and kind of step, without the first block, a warm-up."""
+    """Return a row for each combination and kind of step, without the first block, which is a warm-up."""
     table = pd.DataFrame(steps).query("block > 0")
     blocks = table.groupby(["step", "callback", "block"])["ms"].median()
     rows = []
@@ -134,7 +135,7 @@ def summarize(steps: list[Row]) -> list[Row]:
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--rounds", type=int, default=20, help="blocks of each contestant, default 20")
+    parser.add_argument("--rounds", type=int, default=20, help="number of blocks of each combination. Default: 20")
     args = parser.parse_args()
     torch.set_num_threads(1)
     quiet()

@@ -1,18 +1,20 @@
-"""Every row of METHODS on the same tasks: which loss for how many bytes, and after how many seconds over a slow link.
+"""Compares all rows of METHODS on the same tasks: loss against bytes sent, and against seconds over a slow link.
 
-Three tasks with two workers: ResNet-20 on scikit-learn's digits with SGD, and the byte-level GPT of
-`benchmarks.language` with SGD and with AdamW; momentum 0.9, but none beside Signum's own, density 0.01, a linear
-warm-up of the rate over a tenth of 300 steps, and a cosine to zero. Every contestant gets the best rate, by the last
-loss of seed 0, of a grid that is the same for all within a task, and then two more seeds; a rate at which one of these
-diverges is given up. Gradients or updates are exchanged, as the strategy chooses by itself; contestants that end in
-"gradients" or "updates" exchange the other. Ranks are threads of this process: what they send is counted.
+There are three tasks with two workers: ResNet-20 on scikit-learn's digits with SGD, and the byte-level GPT of
+`benchmarks.language` with SGD and with AdamW. SGD has momentum 0.9, except with Signum, which has its own momentum. The
+density is 0.01. The learning rate warms up linearly over a tenth of 300 steps, and then follows a cosine to zero.
 
-    python -m benchmarks.comparison                      # train what the CSV files lack; --task NAME: one task
-    sudo python -m benchmarks.comparison --seconds       # step times over shaped links, all contestants in turn
-    python -m benchmarks.comparison --figure             # draw
+Each method uses the learning rate with the lowest final loss for seed 0. The grid of rates is equal for all
+methods of a task. Two more seeds follow; a rate is rejected if one of them diverges. The strategy's default decides
+whether gradients or updates are exchanged. Two methods per task exchange the other quantity. Their names end in
+"gradients" or "updates". Ranks are threads of this process, and their bytes are counted.
 
-Written: `comparison_TASK.csv`, a row per evaluation, `comparison_seconds.csv` and `comparison.png`. A training whose
-loss is more than ten times that of the start, or whose gradients are not finite, ends there: its loss is infinite.
+    python -m benchmarks.comparison                      # do missing trainings; --task NAME: one task
+    sudo python -m benchmarks.comparison --seconds       # time steps over shaped links, all methods in turn
+    python -m benchmarks.comparison --figure             # only draw the figure
+
+Output: `comparison_TASK.csv` with a row per evaluation, `comparison_seconds.csv` and `comparison.png`. If the loss
+exceeds ten times its initial value, or a gradient is not finite, training ends and the loss is infinite.
 """
 
 import itertools
@@ -63,12 +65,12 @@ def images() -> Data:
 
 
 class Task(NamedTuple):
-    """What is learnt, by which optimizer, and the rates that every contestant tries."""
+    """A training task: data, model, optimizer, and the learning rates that each method tries."""
 
     data: Callable[[], Data]
     model: Callable[[], nn.Module]
     batch_size: int
-    optimizer: str  # with "adamw" the strategy exchanges updates of sparse methods
+    optimizer: str  # with "adamw", sparse methods exchange updates
     rates: tuple[float, ...]
 
 
@@ -82,13 +84,13 @@ TASKS = {
 
 
 def contestants(task: str) -> list[str]:
-    """Return the rows of METHODS, and two that exchange what the strategy would not."""
+    """Return the rows of METHODS, and two methods that exchange the quantity that is not the default."""
     other = "gradients" if TASKS[task].optimizer == "adamw" else "updates"
     return [*METHODS, f"topk {other}", f"gaussiank {other}"]
 
 
 def made(task: str, contestant: str, most: int = STEPS) -> Method:
-    """Return a contestant's method, of so many local steps at most; no `update_rule` means that it sends gradients."""
+    """Return a method by name, with at most `most` local steps. Without an `update_rule` it exchanges gradients."""
     name, _, what = contestant.partition(" ")
     chosen = make_method(name, density=DENSITY if "density" in METHODS[name].options and name != "sparseloco" else None)
     rule = chosen.update_rule
@@ -99,7 +101,7 @@ def made(task: str, contestant: str, most: int = STEPS) -> Method:
 
 
 def optimizer_for(task: str, method: Method, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Return the optimizer of a contestant; that of a method with a momentum of its own, such as Signum, has none."""
+    """Return a method's optimizer. It has no momentum if the method has its own, as Signum does."""
     optimizer = OPTIMIZERS[TASKS[task].optimizer](model.parameters(), lr=lr)
     if isinstance(method.memory, Momentum) and "momentum" in optimizer.defaults:
         optimizer.param_groups[0]["momentum"] = 0.0
@@ -107,14 +109,14 @@ def optimizer_for(task: str, method: Method, model: nn.Module, lr: float) -> tor
 
 
 def train(task: str, run: Run, data: Data, steps: int = STEPS) -> list[Row]:
-    """Train with ranks as threads; return loss, accuracy and the bytes that a rank has sent, every `EVERY` steps."""
+    """Train with ranks as threads; return loss, accuracy and a rank's sent bytes, every `EVERY` steps."""
     method, batch_size = made(task, run.contestant), TASKS[task].batch_size
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         optimizer = optimizer_for(task, method, model, run.lr)
         wrapped = attach_thread(model, [optimizer], method, comm, seed=run.seed)
         found = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=batch_size, steps=STEPS)
-        # One rank evaluates, as statistics of batch normalisation are a rank's own.
+        # Only rank 0 evaluates, because statistics of batch normalisation differ between ranks.
         found.evaluated = slice(None) if comm.rank == 0 else slice(0)
         return found
 
@@ -122,14 +124,14 @@ def train(task: str, run: Run, data: Data, steps: int = STEPS) -> list[Row]:
 
 
 def missing_runs(task: str, table: pd.DataFrame) -> list[Run]:
-    """Return the trainings that a table lacks: the grid with seed 0, and then the best rate with the other seeds."""
+    """Return the trainings that a table lacks: first the grid with seed 0, then the best rates with the other seeds."""
     if lacking := results.missing(table, [Run(name, lr, 0) for name in contestants(task) for lr in TASKS[task].rates]):
         return lacking
     return results.missing(table, [Run(*best, seed) for seed in SEEDS[1:] for best in best_rates(table).items()])
 
 
 def best_rates(table: pd.DataFrame) -> dict[str, float]:
-    """Return the rate of each contestant with the lowest last loss of seed 0, but none at which a seed diverges."""
+    """Return each method's rate with the lowest final loss for seed 0, without rates at which a seed diverges."""
     ends = table.groupby([*Run._fields], sort=False)["val_loss"].last()
     diverges = ends.groupby(level=["contestant", "lr"], sort=False).max() == math.inf
     first = ends.xs(SEEDS[0], level="seed").mask(diverges, math.inf)
@@ -137,7 +139,7 @@ def best_rates(table: pd.DataFrame) -> dict[str, float]:
 
 
 def finals(table: pd.DataFrame) -> pd.DataFrame:
-    """Return of each contestant at its best rate: mean and range of the last loss, accuracy, bytes, rate and seeds."""
+    """Return, for each method's best rate: mean and range of the final loss, accuracy, bytes, rate, and seeds."""
     best = best_rates(table)
     chosen = table[table["lr"] == table["contestant"].map(best)]
     ends = chosen.groupby(["contestant", "seed"], sort=False).last().reset_index()
@@ -147,7 +149,7 @@ def finals(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def work(job: Row) -> None:
-    """Time steps of each contestant in turn, on one of several processes."""
+    """Time steps of each method in turn. This runs in each process of the benchmark."""
     task, data, comm = job["task"], TASKS[job["task"]].data(), ProcessGroupComm()
     timed = []
     for name in contestants(task):
@@ -203,7 +205,7 @@ FIGURES = [plots.Figure("comparison", draw, tuple(f"comparison_{task}" for task 
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__)
-    parser.add_argument("--task", choices=TASKS, help="this one alone")
+    parser.add_argument("--task", choices=TASKS, help="run only this task")
     parser.add_argument("--seconds", action="store_true", help="time steps over shaped links; needs root")
     args = parser.parse_args()
     tasks = [args.task] if args.task else list(TASKS)
@@ -212,7 +214,7 @@ if __name__ == "__main__":
             path, case = args.out / "comparison_seconds.csv", {"task": task, "rate": rate}
             training.save_times(path, "benchmarks.comparison", case, WORKERS, task=task)
     elif not args.figure:
-        torch.set_num_threads(1)  # ranks run side by side
+        torch.set_num_threads(1)  # ranks run in parallel
         for task in tasks:
             data, path = TASKS[task].data(), args.out / f"comparison_{task}.csv"
             while runs := missing_runs(task, results.load(path)):

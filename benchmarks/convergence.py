@@ -1,20 +1,22 @@
-"""Does compressed training reach the accuracy of dense training in as many epochs?
+"""Tests whether compressed training reaches the accuracy of dense training in the same number of epochs.
 
-ResNet-20 (0.27 M parameters) on scikit-learn's digits, two processes over gloo, SGD (Nesterov where there is
-momentum), weight decay 5e-4, one cycle of the learning rate, 8 images per worker and step. For each seed the initial
-weights and the order of the data are the same under all methods, so the gap to dense is a paired difference: its mean
-over the seeds, and the upper end of the one-sided 95 % interval by Student's t, which covers the scatter between seeds,
-not that between sets of 360 digits. "Less than one point below dense" holds where that upper end is below 1.
+The task is ResNet-20 (0.27 M parameters) on scikit-learn's digits, with two processes over gloo. The optimizer is SGD
+(Nesterov if there is momentum) with weight decay 5e-4 and one cycle of the learning rate. Each worker uses 8 images per
+step. For each seed, all methods have equal initial weights and the same order of the data. So the gap to dense is a
+paired difference. Reported are its mean over the seeds, and the upper end of the one-sided 95 % interval by Student's
+t. The interval covers the variation between seeds, but not between sets of 360 digits. "Less than one point below
+dense" holds if the upper end is below 1.
 
     python -m benchmarks.convergence                   # the comparison
-    python -m benchmarks.convergence --part epochs     # how its numbers of epochs were found
-    python -m benchmarks.convergence --part tuning     # how its rates and momenta were found
+    python -m benchmarks.convergence --part epochs     # dense training by number of epochs
+    python -m benchmarks.convergence --part tuning     # grid of learning rates and momenta
     python -m benchmarks.convergence --part momentum   # gradients against updates, with momentum 0.9
 
-Each trains what `convergence_PART.csv` lacks; `convergence.csv` has the comparison by case. Epochs: what dense needs
-for each of five seeds to end at 98 % or more, 4, and for their mean, 2. Rates: what a method keeps back arrives late
-and at once, and momentum prolongs it, so each method at each density gets the best rate and momentum of one grid, found
-in 3 epochs on another fold with other seeds, too few to tell neighbours of the grid apart.
+Each command does the trainings that `convergence_PART.csv` lacks. `convergence.csv` contains the comparison by case.
+Dense training determines the numbers of epochs: after 4 epochs each of five seeds ends at 98 % or more, and after 2
+epochs their mean does. The residual delays parts of the gradient, which then arrive together, and momentum prolongs
+their effect. So each method has, at each density, its best learning rate and momentum from one grid. The search used 3
+epochs on another fold with other seeds, too few to distinguish neighbours in the grid.
 """
 
 import itertools
@@ -32,7 +34,7 @@ from lightning_sparse import SparseDDPStrategy
 
 
 class Run(NamedTuple):
-    """One training; `warmup` are the densities that it starts with, a quarter of an epoch each."""
+    """One training. `warmup` lists the densities of density warm-up, a quarter of an epoch each."""
 
     method: str
     density: float = 1.0
@@ -59,7 +61,7 @@ TUNED = [
 WARMUP = "0.25/0.0625/0.015625/0.004"  # Lin et al. 2018, arXiv 1712.01887, without the last density
 COMPARED = [
     *TUNED,
-    # GaussianK is an approximation of TopK, and a warm-up lasts one epoch: they take TopK's rates as they are.
+    # These use TopK's rates, because GaussianK approximates TopK, and density warm-up lasts only one epoch.
     Run("gaussiank", 0.01, 0.4, 0.0),
     Run("gaussiank", 0.001, 0.1, 0.5),
     Run("topk", 0.001, 0.1, 0.5, WARMUP),
@@ -67,12 +69,12 @@ COMPARED = [
 ]
 WITH_MOMENTUM = [
     Run(method, density, momentum=0.9, exchange=exchange)
-    # Gradients; updates with momentum left alone, set to zero where entries are sent, and paid out.
+    # Gradients; and updates with unchanged momentum, with momentum cleared where entries are sent, and with payout.
     for exchange, methods in (("gradient", ("topk", "gaussiank")), ("update", ("memsgd", "dgc", "topk", "gaussiank")))
     for method in methods
     for density in ((0.001,) if method == "gaussiank" else (0.01, 0.001))
 ]
-TUNING_SEEDS = {DENSE: range(100, 105)}  # more than two, because all gaps are measured from dense
+TUNING_SEEDS = {DENSE: range(100, 105)}  # more than two seeds, because all gaps are relative to dense
 GRID = [*itertools.product((0.1, 0.2, 0.4), (0.0, 0.5)), (0.05, 0.9), (0.1, 0.9)]
 PARTS = {
     "runs": [run._replace(epochs=epochs, seed=seed) for epochs in (4, 2) for run in COMPARED for seed in range(5)],
@@ -91,7 +93,7 @@ PARTS = {
 
 
 def train_once(run: Run) -> list[Row]:
-    """Train once, in two forked processes, and return one row: the accuracy."""
+    """Train once in two forked processes; return one row with the accuracy."""
     strategy: str | SparseDDPStrategy = "ddp_fork"
     if run.method != DENSE.method:
         warmup = [float(density) for density in run.warmup.split("/") if density]
@@ -130,8 +132,8 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     return table.assign(
         optimizer="SGD, Nesterov if momentum > 0, weight decay 5e-4, one-cycle",
         steps=steps,
-        # How often an entry of the gradient is sent in the whole training, on average. Below 1, most of the residual
-        # of a method that chooses without looking has not been sent when the training ends.
+        # Mean number of times that an entry of the gradient is sent in the whole training. If it is below 1, a method
+        # that selects at random ends with most of its residual unsent.
         sends_per_entry=(steps * table["density"]).round(2),
         seeds=seeds,
         mean_accuracy_percent=cases["val_accuracy_percent"].mean().to_numpy().round(3),
@@ -143,13 +145,13 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def load(path: Path) -> pd.DataFrame:
-    """Return what has been trained; an empty cell is a training without a warm-up."""
+    """Return the table of trainings. An empty cell means a training without density warm-up."""
     return pd.read_csv(path, keep_default_na=False) if path.exists() else pd.DataFrame()
 
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--part", choices=PARTS, default="runs", help="see above, default: runs")
+    parser.add_argument("--part", choices=PARTS, default="runs", help="see above. Default: runs")
     args = parser.parse_args()
     quiet()
     torch.set_num_threads(1)

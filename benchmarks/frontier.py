@@ -1,11 +1,11 @@
-"""How few bytes do exchanged updates need? Formats of values, densities, warm-ups, and ideas that nobody had tried.
+"""Finds out how few bytes exchanged updates need: value formats, densities, warm-ups, and untested ideas.
 
-The GPT, the data, the schedule and the controls are those of `benchmarks.updates`, with ranks as threads; only the
-differences are here. `updates.csv` has the controls: dense training, one rank alone, and fp32 values.
+The GPT, the data, the schedule and the controls are those of `benchmarks.updates`, with ranks as threads. This module
+contains only the differences. The controls are in `updates.csv`: dense training, one rank alone, and fp32 values.
 
-    python -m benchmarks.frontier            # train what `frontier.csv` lacks of `TRIED`, in its order
-    python -m benchmarks.frontier --figure   # draw, and print steps, losses and bytes
-    python -m benchmarks.frontier --seconds  # what the formats take of a step's time
+    python -m benchmarks.frontier            # do the trainings of `TRIED` that `frontier.csv` lacks, in order
+    python -m benchmarks.frontier --figure   # draw the figure; print steps, losses and bytes
+    python -m benchmarks.frontier --seconds  # time a step with each value format
 """
 
 import functools
@@ -48,12 +48,12 @@ from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.kernels import Echo
 
 ROW = 64
-"""Values that share a magnitude in one bit."""
+"""Number of one-bit values that share a magnitude."""
 
 
 @dataclass(frozen=True)
 class OneBit(TopK):
-    """Top-k entries as a sign each, and the mean magnitude of 64 of them, in bf16: 1.25 bits."""
+    """Sends top-k entries as one sign each, and the mean magnitude of 64 entries in bf16: 1.25 bits per value."""
 
     exposes_nonfinite = False
 
@@ -80,7 +80,7 @@ class OneBit(TopK):
 
 @dataclass(frozen=True)
 class Neighbours(TopK):
-    """Groups of neighbouring elements, those of the largest norm: an index stands for all of a group."""
+    """Selects the groups of neighbouring elements with the largest norms. One index stands for a whole group."""
 
     value_format: Any = "int2"
     group: int = 4
@@ -111,7 +111,7 @@ class Neighbours(TopK):
 
 @dataclass(frozen=True)
 class Slices(TopK):
-    """In each step entries of one slice of the elements only, in turn: indices of a slice take fewer bits."""
+    """Selects entries from one slice of the elements per step, in turn. Indices within a slice take fewer bits."""
 
     slices: int = 8
 
@@ -128,20 +128,20 @@ class Slices(TopK):
 
 
 WARMED = tuple(WARMUP_FACTORS), WARMUP_STEPS
-"""The default warm-up: factors on the density, and exchanges for each."""
+"""The default density warm-up: factors on the density, and number of exchanges for each."""
 
 
 class Idea(NamedTuple):
-    """A way to send updates: compressor, format of values, warm-up, and other changes to the rule."""
+    """A way to send updates: compressor, value format, density warm-up, and other changes to the rule."""
 
     compressor: type[TopK] = TopK
     value_format: str = "int2"
-    warmup: tuple[tuple[float, ...], int] = ((), 1)  # factors on the density, and exchanges for each
-    variant: Variant = Variant()  # of `benchmarks.updates`: its rule, aggregator and √P
-    decay: float = 1.0  # what a residual is multiplied with in each step
-    flush: int = 0  # after so many steps everything is sent
-    bf16: bool = False  # weights and optimizer states in bf16
-    sgd: bool = False  # gradients of SGD with momentum are exchanged, in place of AdamW's updates
+    warmup: tuple[tuple[float, ...], int] = ((), 1)  # factors on the density, and number of exchanges for each
+    variant: Variant = Variant()  # variant of `benchmarks.updates`: its rule, aggregator and √P
+    decay: float = 1.0  # factor on the residual in each step
+    flush: int = 0  # number of steps after which all entries are sent; 0: never
+    bf16: bool = False  # weights and optimizer states are bf16
+    sgd: bool = False  # exchange gradients of SGD with momentum instead of AdamW's updates
 
 
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
@@ -231,7 +231,7 @@ TRIED = [
     for seed in seeds
     for idea in ideas
 ]
-"""What to train, in this order."""
+"""The trainings to do, in this order."""
 
 NAMED = {
     "ddp": "ddp",
@@ -247,7 +247,7 @@ HIGHEST = 25  # per cent above ddp, of the figure
 
 
 class Flushing(Reducer):
-    """Sends everything in some steps."""
+    """A reducer that sends all entries in every `flush`-th step."""
 
     flush = 0
 
@@ -257,7 +257,7 @@ class Flushing(Reducer):
 
 
 def train(run: Run, data: Data) -> list[Row]:
-    """Train with ranks as threads; return the loss and the bytes that a rank has sent, every `EVERY` steps."""
+    """Train with ranks as threads; return the loss and a rank's sent bytes, every `EVERY` steps."""
     idea = IDEAS[run.variant]
     if idea is None:
         raise SystemExit(f"{run.variant!r} was measured with an earlier version: the package has one payout now.")
@@ -284,9 +284,9 @@ def train(run: Run, data: Data) -> list[Row]:
 
 
 def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
-    """Time steps of a rank in turn, in ms, formats and densities side by side: updates of AdamW, by C and plain torch.
+    """Time steps of one rank in ms, for each value format and density in turn: AdamW updates, in C and in torch.
 
-    A rank compresses, frames, and adds up what it has sent itself and what another one has; nothing crosses a link.
+    The rank compresses, frames, and sums its own payload and another rank's. No link is used.
     """
     rows: list[Row] = []
     for kernels in ("C", "torch"):
@@ -315,9 +315,9 @@ def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
 
 
 def contestants(folder: Path, ranks: int) -> pd.DataFrame:
-    """Return each contestant's loss after 1,000 steps, in % above dense training, and its bytes in % of dense ones.
+    """Return each method's loss after 1,000 steps, in % above dense training, and its bytes in % of dense bytes.
 
-    Of `language.csv` each contestant at the rate, of its grid, that ends lowest, beside `ddp` in the same way.
+    The data are from `language.csv`. Each method, like `ddp`, has the rate of its grid with the lowest final loss.
     """
     table = results.load(folder / "language.csv").query("optimizer == 'adamw' and step == 1000")
     table = table[table.part == {2: "final", 4: "four", 8: "eight"}[ranks]]
@@ -374,10 +374,10 @@ FIGURES = [plots.Figure("frontier", draw, ("language",))]
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__)
-    parser.add_argument("--seconds", action="store_true", help="time formats of values instead; on a quiet machine")
+    parser.add_argument("--seconds", action="store_true", help="time value formats instead; needs an idle machine")
     args = parser.parse_args()
     path = args.out / "frontier.csv"
-    torch.set_num_threads(1)  # ranks run side by side
+    torch.set_num_threads(1)  # ranks run in parallel
     if args.seconds:
         rows = [row | results.origin() for row in times()]
         results.save(args.out / "frontier_seconds.csv", rows, ["kernels", "value_format", "density"], digits=4)

@@ -1,20 +1,20 @@
-"""What does the whole way of a gradient add to a step of GPT-2 small on one GPU?
+"""Measures the time that compression adds to a step of GPT-2 small on one GPU.
 
-A world of one, so that nothing travels: but each gradient is added to the residual, the entries are selected, encoded,
-decoded and written back, as among many. Plain DDP, `attach` with each method and the exchange of updates, which in a
-world of one rescales nothing, train the same model on random tokens, in turn, a few steps in a row each; times are by
-CUDA events, the median of all turns. Updates go after the step, within backward, or during the next step. Before a
-method is timed, one step shows that nothing is lost: the average and the residual add up to the gradient, bit for bit;
-of updates, that few weights change.
+There is one rank, so no bytes are sent. But each gradient is added to the residual, and entries are selected, encoded,
+decoded and written back, as with several ranks. The benchmark compares plain DDP, `attach` with each method, and the
+exchange of updates, which does not rescale with one rank. All train the same model on random tokens and take turns of a
+few steps each. Times are from CUDA events; the result is the median of all turns. Updates are exchanged after the step,
+within backward, or during the next step. Before a method is timed, one step checks its result: average and residual
+must add up to the gradient, bit by bit. If it exchanges updates, only few weights may change.
 
     python -m benchmarks.gpt                          # 124 M parameters, 16 × 1024 tokens, on the GPU, over NCCL
-    python -m benchmarks.gpt --contestants ddp topk   # some of them, at all precisions
-    python -m benchmarks.gpt --rehearse               # on the CPU, over gloo, small: to see that all of it runs
+    python -m benchmarks.gpt --contestants ddp topk   # only these, at all precisions
+    python -m benchmarks.gpt --rehearse               # a small model on the CPU, over gloo: a test of the benchmark
 
-Written: `gpt_cuda.csv`, after each precision. "added" is a method's time less plain DDP's. Its limit is 1.6 floors and
-a millisecond. The floor is to read the gradient, to read and write the residual in fp32, and to write the result, at
-the rate at which the card copies fp32 numbers; of exchanged updates it is the kernels' loads and stores, see
-`UPDATE_BYTES`.
+Output: `gpt_cuda.csv`, written after each precision. "added" is a method's time minus plain DDP's. Its limit is 1.6
+times the floor plus one millisecond. The floor is the time to read the gradient, to read and write the residual in
+fp32, and to write the result. It assumes the rate at which the card copies fp32 numbers. For exchanged updates the
+floor is the time of the kernels' loads and stores, see `UPDATE_BYTES`.
 """
 
 import functools
@@ -35,18 +35,18 @@ from benchmarks.harness.timing import in_turns, spread
 from examples.models import GPT
 
 PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
-"""Name to dtype of parameters and gradients; calculated is in bf16."""
+"""Dtype of parameters and gradients, by name. Computation is in bf16."""
 UPDATES = ("topk updates", "topk updates within backward", "topk updates, delayed")
 METHODS = ("topk", "topk, whole model", "gaussiank", "randk", *UPDATES)
 UPDATE_BYTES = {torch.float32: 60, torch.bfloat16: 74}
-"""Of a parameter whose update is exchanged, by the kernels' loads and stores: see docs/gpu.md, without rescaling."""
+"""Bytes that kernels load and store per parameter in an exchange of updates without rescaling; see docs/gpu.md."""
 FLOORS, CONSTANT_MS = 1.6, 1.0
 SMALL = {"context": 32, "width": 64, "layers": 2, "heads": 2, "vocabulary": 211}
 GPT2 = {"context": 1024, "width": 768, "layers": 12, "heads": 12, "vocabulary": 50257}
 
 
 class Contestant:
-    """A GPT of some shape, and a method to average its gradients, or "ddp" for plain DDP."""
+    """A GPT of a given shape, and the method that averages its gradients, or "ddp" for plain DDP."""
 
     def __init__(self, method: str, shape: dict[str, int], precision: str, batch: int, device: str) -> None:
         torch.manual_seed(0)
@@ -62,19 +62,19 @@ class Contestant:
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
 
     def backward(self) -> None:
-        """Go forward and backward."""
+        """Run the forward and backward passes."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.mixed):
             loss = functional.cross_entropy(self.wrapped.module(self.inputs).flatten(0, 1), self.targets)
         loss.backward()
 
     def step(self) -> None:
-        """Take a whole training step."""
+        """Run a whole training step."""
         self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def check(self) -> None:
-        """Raise unless the first step hands out or keeps every gradient, as it is, and hands out some."""
+        """Exit unless, in the first step, the sparse result and residual add up to the gradient exactly."""
         given: dict[str, Tensor] = {}
         params: dict[str, Any] = dict(self.model.named_parameters())
         hooks = [x.register_hook(lambda grad, key=key: given.update({key: grad.clone()})) for key, x in params.items()]
@@ -82,21 +82,21 @@ class Contestant:
         kept = self.wrapped.residuals()
         for name, param in params.items():
             if not torch.equal(param.grad.float() + kept[name].to(param.device), given[name].float()):
-                raise SystemExit(f"{self.method} loses something of the gradient of {name}: no times for that.")
+                raise SystemExit(f"{self.method} loses a part of the gradient of {name}, so nothing is measured.")
         handed = sum(int(param.grad.count_nonzero()) for param in params.values())
         if not 0.0005 * self.numel < handed < 0.0015 * self.numel:
-            raise SystemExit(f"{self.method} hands out {handed:,} of {self.numel:,} entries: no times for that.")
+            raise SystemExit(f"{self.method} applies {handed:,} of {self.numel:,} entries, so nothing is measured.")
         for hook in hooks:
             hook.remove()
         self.optimizer.zero_grad()
 
     def check_updates(self) -> None:
-        """Raise unless a step changes some weights, those that are sent."""
+        """Exit unless a step changes only a few weights, those of the sent entries."""
         before = [param.detach().clone() for param in self.model.parameters()]
         self.step()
         changed = sum(int((x != y).sum()) for x, y in zip(before, self.model.parameters(), strict=True))
         if not 0 < changed < 0.0015 * self.numel:
-            raise SystemExit(f"{self.method} changes {changed:,} of {self.numel:,} weights: no times for that.")
+            raise SystemExit(f"{self.method} changes {changed:,} of {self.numel:,} weights, so nothing is measured.")
 
 
 def measured(
@@ -108,7 +108,7 @@ def measured(
     precisions: Iterable[str] = tuple(PRECISIONS),
     methods: Iterable[str] = METHODS,
 ) -> Iterator[Row]:
-    """Check and time DDP and some methods, some steps in a row in each turn; to be called in a world of one."""
+    """Check and time DDP and some methods, with several steps in each turn. Call it with one rank."""
     for precision in precisions:
         dtype = PRECISIONS[precision]
         contestants = {name: Contestant(name, shape, precision, batch, device) for name in ("ddp", *methods)}
@@ -137,8 +137,8 @@ def measured(
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with a small model")
-    parser.add_argument("--turns", type=int, default=15, help="timed turns of each contestant")
+    parser.add_argument("--rehearse", action="store_true", help="use the CPU and a small model")
+    parser.add_argument("--turns", type=int, default=15, help="number of timed turns of each contestant. Default: 15")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--contestants", nargs="+", default=list(METHODS), choices=["ddp", *METHODS])
     arguments = parser.parse_args()
@@ -146,7 +146,7 @@ if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     where = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if device == "cuda" else {"backend": "gloo"}
     dist.init_process_group(**where, store=store, rank=0, world_size=1)
-    methods = [name for name in arguments.contestants if name != "ddp"]  # which the others are held against
+    methods = [name for name in arguments.contestants if name != "ddp"]  # ddp is always the baseline
     for precision in arguments.precisions:
         with context():
             small = {"batch": 2, "steps": 1} if arguments.rehearse else {}

@@ -1,20 +1,21 @@
-"""What do sparse gradients, and sparse updates, do to a small language model, under AdamW and under SGD?
+"""Trains a small language model with sparse gradients and with sparse updates, under AdamW and under SGD.
 
-A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library: two workers over gloo, or four or
-eight, 8 sequences of 128 bytes per worker and step, density 0.01, or 0.0075 with more than two workers, a linear
-warm-up of the rate over a tenth of the steps and a cosine to zero. With one seed, all contestants start from the same
-weights and see the same batches in the same order. Nothing is reported unless all workers end with the same weights.
+A GPT of 0.84 M parameters learns to predict the bytes of Python's standard library, with two, four or eight workers
+over gloo. Each worker uses 8 sequences of 128 bytes per step. The density is 0.01, or 0.0075 with more than two
+workers. The learning rate warms up linearly over a tenth of the steps, and then follows a cosine to zero. With equal
+seeds, all methods have equal initial weights and equal batches in the same order. A run is reported only if all
+workers end with the same weights.
 
-    python -m benchmarks.language                 # train what `language.csv` lacks of `TRIED`
-    sudo python -m benchmarks.language --seconds  # step times over shaped links, all contestants in turn
-    python -m benchmarks.language --figure        # draw
+    python -m benchmarks.language                 # do the trainings of `TRIED` that `language.csv` lacks
+    sudo python -m benchmarks.language --seconds  # time steps over shaped links, all methods in turn
+    python -m benchmarks.language --figure        # only draw the figure
 
-Rates are chosen by the final loss on held-out text, in short runs with a seed of their own; where the best one lies at
-the end, more are tried, and with AdamW, where short runs mislead, the best and its neighbours at full length too.
-Losses are deterministic, so the machine may be busy. Step times are not: `language_seconds.csv` has the medians of one
-short run without other load. Bytes are what a worker puts on the wire; for DDP and its hooks, which do not count, the
-volume of ring all-reduces. What left the network interface, headers and acknowledgements included, is in
-`language_seconds.csv`, too.
+Learning rates are chosen by the final loss on held-out text, in short runs with a separate seed. If the best rate is at
+the end of the grid, more rates are tried. With AdamW, short runs are misleading, so the best rate and its neighbours
+are also tried at full length. Losses are deterministic, so other programs may run. Step times are not deterministic:
+`language_seconds.csv` contains the medians of one short run without other load. Bytes are counted for one worker.
+DDP and its hooks do not count bytes, so the volume of ring all-reduces is reported. `language_seconds.csv` also
+contains the bytes that left the network interface, including headers and acknowledgements.
 """
 
 import functools
@@ -36,12 +37,12 @@ from lightning_sparse import ProcessGroupComm
 
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 LOCAL = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
-EQUAL = "local_sgd, every 75"  # sends as much as topk updates between two workers; with four, every 50 does
+EQUAL = "local_sgd, every 75"  # with two workers it sends the same bytes as topk updates; with four, every 50 does
 DELAYED = "topk updates, delayed"
-DEFAULT, GAUSSIANK = "topk by default", "gaussiank by default"  # as a user has them who says nothing else
+DEFAULT, GAUSSIANK = "topk by default", "gaussiank by default"  # the strategies with default options
 IN_EACH_STEP = [DEFAULT, GAUSSIANK, "topk updates", DELAYED, "gaussiank updates", "two_pass updates"]
 UPDATES = dict.fromkeys(IN_EACH_STEP, 1) | LOCAL | {EQUAL: 75}
-"""What exchanges updates, and after how many steps: weights are equal when they are evaluated."""
+"""Steps between exchanges, by method that exchanges updates. Weights are equal when they are evaluated."""
 METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
 DRAWN = {
     "adamw": ["ddp", "bf16", "powersgd", "topk", DEFAULT, "local_sgd", "sparseloco"],
@@ -55,7 +56,7 @@ BATCH_SIZE, LENGTH, VAL_SEQUENCES = 8, 128, 256
 
 
 class Part(NamedTuple):
-    """Trainings that go together: steps, those between two evaluations, and what else they share."""
+    """A group of trainings: number of steps, steps between evaluations, and other common settings."""
 
     steps: int
     every: int
@@ -63,21 +64,21 @@ class Part(NamedTuple):
     workers: int = 2
     density: float = 0.01
     width: int = 128
-    until: int = 0  # the step at which it ends, if not after all
+    until: int = 0  # step at which training stops; 0: after all steps
 
 
 PARTS = {
     "tune": Part(250, 125, seed=100),
     "retune": Part(500, 125, seed=100),
     "final": Part(1000, 50),
-    "four": Part(1000, 50, workers=4, density=0.0075),  # entries of one rank are a larger part of dense bytes
+    "four": Part(1000, 50, workers=4, density=0.0075),  # one rank's entries are a larger share of dense bytes
     "eight": Part(1000, 50, workers=8, density=0.0075),
-    "thin": Part(1000, 50, density=0.001),  # to be better than alone
+    "thin": Part(1000, 50, density=0.001),  # for comparison with one worker alone
     "alone": Part(1000, 50, workers=1),
     "large": Part(3000, 150, width=256),  # 3.3 M parameters
-    "equal": Part(1000, 75, until=975),  # the last time that weights are equal
+    "equal": Part(1000, 75, until=975),  # the last step after which weights are equal
 }
-# Steps to a loss are interpolated, and a loss that falls as fast as in the beginning is below its chords.
+# Steps to a loss are interpolated linearly. Early in training, the loss falls so fast that its curve is below a chord.
 EARLY = {part: f"{part}, early" for part in ("final", "four", "eight", "thin", "alone")}
 PARTS |= {early: PARTS[part]._replace(every=10, until=200) for part, early in EARLY.items()}
 GRID = [0.001, 0.002, 0.005, 0.01]
@@ -112,9 +113,9 @@ TRIED = [
     ("final", "sgd", ["ddp"], [0.1]),
     ("final", "sgd", ["topk", "gaussiank"], [0.02]),
 ]
-"""Part, optimizer, methods and rates. With AdamW and sparse gradients 250 and 500 steps prefer a rate that 1,000 do
-not, so after topk and gaussiank the other sparse methods were not tried in short runs. bf16 and gaussiank updates take
-the rate of ddp; gaussiank with SGD takes that of topk."""
+"""Part, optimizer, methods and rates. With AdamW and sparse gradients, the best rate for 250 and 500 steps is not the
+best for 1,000 steps. So after topk and gaussiank, the other sparse methods were not tried in short runs. bf16 and
+gaussiank updates use ddp's rate; gaussiank with SGD uses topk's."""
 REPEATED = {
     **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", DEFAULT, *IN_EACH_STEP[2:5])},
     **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates", DELAYED, DEFAULT)},
@@ -122,18 +123,18 @@ REPEATED = {
     ("thin", "adamw", "topk updates"): 0.002,
     ("alone", "adamw", "ddp"): 0.002,
 }
-LARGE_TWICE = ["ddp", "topk updates"]  # with seed 1, too: hours for more
-MORE_SEEDS = [1, 2]  # with which these are repeated, at these rates; with all seeds their beginnings are, as `EARLY`
-TARGET = 2.6  # nats per byte: the lowest tenth that every contestant reaches, at its best rate
-RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # of the links, where step times are measured
-FAR = "100mbit 50ms"  # and those of sites far from each other, where some are measured
+LARGE_TWICE = ["ddp", "topk updates"]  # also with seed 1; more would take hours
+MORE_SEEDS = [1, 2]  # further seeds of `REPEATED`; the parts in `EARLY` use all seeds
+TARGET = 2.6  # nats per byte: the lowest multiple of 0.1 that every method reaches at its best rate
+RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # rates of the links for step times
+FAR = "100mbit 50ms"  # links between distant sites, for the methods in `AT_SITES`
 AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", DELAYED, "gaussiank updates", *LOCAL]
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}  # columns of all runs
 
 
 class Run(NamedTuple):
-    """One training: by one of `PARTS`, of `METHODS`, one of `CONTESTANTS` in `benchmarks.harness.baselines`."""
+    """One training: a key of `PARTS`, an optimizer and a method of `METHODS`, a learning rate and a seed."""
 
     part: str
     optimizer: str
@@ -143,7 +144,7 @@ class Run(NamedTuple):
 
 
 def trainee(run: Run, data: Data, most: int = 1000) -> Trainee:
-    """Return a model in training on this rank of a process group, of so many steps before an exchange at most."""
+    """Return a model in training on this rank of a process group, with at most `most` steps between exchanges."""
     part = PARTS[run.part]
     torch.manual_seed(run.seed)
     model = GPT(LENGTH, part.width)
@@ -155,12 +156,12 @@ def trainee(run: Run, data: Data, most: int = 1000) -> Trainee:
 
 
 def work(job: Row) -> None:
-    """Do the job of one of several processes: the curve of a run, or step times of several."""
+    """Do a job: the curve of one run, or step times of several. This runs in each process of the benchmark."""
     data, runs = text(LENGTH, VAL_SEQUENCES), [Run(*run) for run in job["runs"]]
     if job["what"] == "step times":
         columns = [{"optimizer": run.optimizer, "method": run.method} for run in runs]
         everys, made = [UPDATES.get(run.method, 1) for run in runs], [trainee(run, data, TIMED_STEPS) for run in runs]
-        for each in made:  # as after a warm-up of the density
+        for each in made:  # skip density warm-up
             if (reducer := each.wrapped.reducer) is not None and reducer.density_warmup_steps is not None:
                 reducer.step = len(reducer.density_warmup) * reducer.density_warmup_steps
         take_turns([*zip(columns, everys, made, strict=True)], job["out"])
@@ -175,16 +176,16 @@ def work(job: Row) -> None:
 
 
 def train(run: Run, path: Path) -> list[Row]:
-    """Train once, in processes; return rows of a CSV file.
+    """Train once, in several processes; return rows of a CSV file.
 
     Raises:
-        SystemExit: the first loss differs from that of other trainings with this seed, so they cannot be compared.
+        SystemExit: the first loss differs from that of other trainings with this seed, so they are not comparable.
     """
     part = PARTS[run.part]
     points, _ = run_ranks("benchmarks.language", {"what": "curve", "runs": [run]}, part.workers)
     first, started = round(points[0]["val_loss"], 6), first_losses(run, results.load(path))
     if started - {first}:
-        raise SystemExit(f"{run} starts at a loss of {first}, others of its seed at {started}.")
+        raise SystemExit(f"{run} starts at a loss of {first}, but other trainings with its seed start at {started}.")
     table = pd.DataFrame(points).rename(columns={"sent_bytes": "sent_bytes_per_worker"}).drop(columns="accuracy")
     table["val_bits_per_byte"] = table["val_loss"] / math.log(2)
     common = {**FIXED, "workers": part.workers, "batch_size_per_worker": BATCH_SIZE, "steps": part.steps}
@@ -192,14 +193,14 @@ def train(run: Run, path: Path) -> list[Row]:
 
 
 def first_losses(run: Run, table: pd.DataFrame) -> set[float]:
-    """Return at which losses a table's trainings of the same model with the same seed start."""
+    """Return the initial losses of a table's trainings with the same model and seed."""
     table = table.reindex(columns=["part", "seed", "step", "val_loss"])  # it may be empty
     same = (table["seed"] == run.seed) & ((table["part"] == "large") == (run.part == "large"))
     return set(table[same & (table["step"] == 0)]["val_loss"])
 
 
 def missing_runs(path: Path) -> list[Run]:
-    """Return the runs of `TRIED` that a CSV file does not have."""
+    """Return the runs of `TRIED` that a CSV file lacks."""
     runs = [
         Run(part, optimizer, name, lr, PARTS[part].seed)
         for part, optimizer, methods, rates in TRIED
@@ -261,7 +262,7 @@ if __name__ == "__main__":
     path = args.out / "language.csv"
     if args.seconds:
         two = [(optimizer, name) for optimizer, names in METHODS.items() for name in names]
-        four = [("adamw", name) for name in METHODS["adamw"] if name not in [*SPARSE, EQUAL]]  # those that serve
+        four = [("adamw", name) for name in METHODS["adamw"] if name not in [*SPARSE, EQUAL]]
         far = [("adamw", name) for name in AT_SITES]
         cases = [*itertools.product((("tune", two), ("four", four)), RATES), (("tune", far), FAR), (("four", far), FAR)]
         for (part, contestants), rate in cases:

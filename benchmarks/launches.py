@@ -1,19 +1,19 @@
-"""How many operations does a segment take on a GPU: kernels of ours, of torch, and collectives?
+"""Counts the operations of a segment on a GPU: this package's kernels, torch's kernels, and collectives.
 
-Counted on tensors that only say they are on CUDA, so without a GPU: a launch of each Triton kernel, each operation of
-torch that works on the device (one, also where torch takes several kernels, as for sorts; an operation on lists of
-different dtypes one for each tensor), each copy between host and device, and each collective. The segment is a block
-of GPT-2 small, 12 parameters and 7.09 M elements, at density 0.001 where a method has one, in the third step. Where
-updates are exchanged it is the whole exchange after a step of AdamW, by the default, in two bits a value; the fused
-AdamW keeps its steps on the device.
+The count needs no GPU: it uses fake CUDA tensors that are computed on the CPU. It includes each launch of a Triton
+kernel, each operation of torch on the device, each copy between host and device, and each collective. An operation
+counts once even if torch launches several kernels for it, as for sorts. An operation on a list of tensors of different
+dtypes counts once per tensor. The segment is a block of GPT-2 small with 12 parameters and 7.09 M elements, in the
+third step. The density is 0.001 if the method has one. For updates, the count includes the whole exchange after a step
+of AdamW with default options, with two-bit values. The fused AdamW keeps its step counts on the device.
 
     python -m benchmarks.launches
-    python -m benchmarks.launches --host   # what Python takes for them
+    python -m benchmarks.launches --host   # time in Python
 
-With `--host`, the time that the thread takes for a segment of as many parameters in Python and in torch's operators, on
-the CPU, with tensors so short that nothing else counts. Triton looks at a kernel's arguments and finds the compiled
-one, as for a GPU, and that is all: what the driver takes for a launch is not in it, nor what CUDA's operators take more
-than those of the CPU.
+`--host` measures the thread's time in Python and in torch's operators for a segment with the same number of parameters.
+It runs on the CPU with tensors so short that their computation takes negligible time. As on a GPU, Triton inspects a
+kernel's arguments and looks up the compiled kernel. The time excludes the driver's launch, and the extra time of CUDA's
+operators over the CPU's.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "lif
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operations on CUDA."""
+    """Counts torch's operations on CUDA tensors."""
 
     count = 0
 
@@ -62,7 +62,7 @@ class Operations(TorchDispatchMode):
 
 
 def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> results.Row:
-    """Return how many launches a segment takes, in the third step."""
+    """Return the number of launches of a segment in the third step."""
     row: results.Row = {"method": name, "ranks": ranks, "gradients": str(dtype)[6:], "exchanged": exchanged}
     with on_fake_cuda() as launched:
         comm = Counting(ranks, first_may_wait=True)
@@ -93,10 +93,10 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
 
 
 def host_time(name: str, ranks: int, turns: int = 200) -> results.Row:
-    """Return the least time in μs that a segment takes of the host, of some turns."""
+    """Return the host's shortest time for a segment over several turns, in μs."""
     from triton.runtime.driver import driver
 
-    from tests.compile_steps import Driver  # where Triton need not be installed, the rest of this file works
+    from tests.compile_steps import Driver  # imported here, so that the rest of this file works without Triton
 
     driver.set_active(Driver(90))
     launched: list[Any] = []
@@ -107,9 +107,9 @@ def host_time(name: str, ranks: int, turns: int = 200) -> results.Row:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {launch.KERNELS: "triton"}))
-        stack.enter_context(mock.patch.object(Exchange, "_raise"))  # nobody judges messages
+        stack.enter_context(mock.patch.object(Exchange, "_raise"))  # do not check messages
         empty = torch.empty
-        zeros = lambda *args, **options: empty(*args, **options).zero_()  # noqa: E731  # what no kernel has written
+        zeros = lambda *args, **options: empty(*args, **options).zero_()  # noqa: E731  # replaces the output of kernels, which do not run
         stack.enter_context(mock.patch.object(torch, "empty", zeros))
         for path, module in list(sys.modules.items()):
             if path.startswith("lightning_sparse.kernels.") and hasattr(module, "launch"):
@@ -132,7 +132,7 @@ def host_time(name: str, ranks: int, turns: int = 200) -> results.Row:
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--state", default="now", help="what the count is called, default: now")
+    parser.add_argument("--state", default="now", help="label of the count. Default: now")
     parser.add_argument("--host", action="store_true", help="measure the host's time instead")
     arguments = parser.parse_args()
     rows = []

@@ -3,10 +3,10 @@
     python -m benchmarks.map           # compute map.csv, and draw map.png
     python -m benchmarks.map --figure  # draw map.png from map.csv
 
-It measures nothing. The fields are from the cost model (`lightning_sparse.cost`) with the constants that
-`benchmarks.scaling` fits to measured steps: what our work costs, and a card of its own for dense gradients, which are
-charged for the link only. That favours dense. Compute time is in proportion to the model's size. The circles are steps
-that `benchmarks.network` has measured, between links of that rate, with compute times of their own.
+Nothing is measured. The coloured areas are computed by the cost model (`lightning_sparse.cost`). Its constants for this
+package's computations are fitted to measured steps by `benchmarks.scaling`. Dense gradients only cost time on the link,
+as if the network card summed them; this favours dense training. Compute time is proportional to the model's size.
+Circles are steps that `benchmarks.network` measured over links of the given rate, with their own compute times.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 
 WORKERS = 4
 SECONDS_PER_PARAM = 0.146 / 25_587_912
-"""Forward and backward of the MLP that `benchmarks.network` trains, per parameter."""
-TIE = 1.1  # below it `python -m lightning_sparse advise` says that the model is not sure, and that dense is simpler
+"""Time of forward and backward per parameter, for the MLP that `benchmarks.network` trains."""
+TIE = 1.1  # a smaller gain is within the model's error, and `python -m lightning_sparse advise` recommends dense
 OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 DDP = "dense, 32 bit"
 DENSE_BYTES = {DDP: 4, "dense, 16 bit": 2}
@@ -70,7 +70,7 @@ EDGE = "#1c1c1c"
 
 
 def fields(panel: str) -> Iterator[Row]:
-    """Compute one map: seconds of a step, by contestant, at points that lie close enough to interpolate."""
+    """Compute one map: seconds of a step by method, at points that are close enough to interpolate."""
     fitted = zip(NAMES, fit(read(RESULTS / "network_paced.csv")) * PANELS[panel][1], strict=True)
     costs = Costs(**{name: value for name, value in fitted if name in ("element", "entry", "segment")}, shared=False)
     cases = {name: (DENSE, Costs(), size) for name, size in DENSE_BYTES.items()}
@@ -86,7 +86,7 @@ def circles(panel: str) -> Iterator[Row]:
     """Yield the measured steps that belong to a map."""
     runs = pd.concat(results.load(RESULTS / name) for name in ("network.csv", "network_paced.csv"))
     runs = runs.query("kind == 'step' and workers == @WORKERS and ranks_per_host == 1 and rate != 'loopback'")
-    # In slow motion processors count for less.
+    # Dilated measurements reduce the share of processor time, as an accelerator would.
     runs = runs[runs.workload.isin(MODELS) & ((runs.dilate > 1) == (panel == "accelerator"))]
     for (workload, rate), found in runs.groupby(["workload", "rate"]):
         seconds = (found.set_index("contestant").median_ms / 1e3).rename(CONTESTANTS)

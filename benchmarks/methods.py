@@ -1,20 +1,21 @@
-"""What does each method cost: bytes that a worker sends in a step, and time to compress, beside a copy?
+"""Measures the cost of each method: bytes that a worker sends in a step, and compression time next to that of a copy.
 
-All rows of `METHODS`, with their own options, on one rank's gradient of 25 matrices of 1000 · 1000, Gaussian. Before a
-time is taken, what other ranks decode is compared with what is taken out of the residual. Then a copy of as many
-elements, compressing, and a rank's whole step take turns, each "cold", after the caches were filled with other data.
-Times are of one core: other programs slow them down little. Methods with the same compressor and memory share them.
+The benchmark covers all rows of `METHODS` with their default options. The data are one rank's Gaussian gradient of 25
+matrices of 1000 · 1000. Before the measurement it checks that other ranks decode the update that is subtracted from the
+residual. Then three operations take turns: a copy of the same number of elements, compression, and a rank's whole step.
+Each is "cold", after other data filled the caches. Times are for one core, so other programs affect them little.
+Methods with the same compressor and memory share their times.
 
     python -m benchmarks.methods                     # all methods
-    python -m benchmarks.methods --methods qsgd      # replaces their rows only
+    python -m benchmarks.methods --methods qsgd      # replaces only the rows of these methods
 
-Written: `results/methods.csv`, a row per method.
+Output: `results/methods.csv`, one row per method.
 
-- `bytes`, `dense_bytes`: what a worker sends in a step, local steps averaged, by the method's own formula, without
-  headers; and what dense gradients take. Equal where the method goes dense.
-- `copy_ms`: of a copy, the least that a pass over the data can take: it reads and writes 4 bytes an element.
-- `compress_ms`: of u to a payload and the update that it stands for; the pass that makes u comes before.
-- `step_ms`: of that pass, compressing, and taking the update out of the residual.
+- `bytes`: bytes that a worker sends per step, by the method's own formula, without headers, averaged over local steps.
+- `dense_bytes`: the same for dense gradients. Both are equal if the method falls back to dense.
+- `copy_ms`: time of a copy, a lower bound for a pass over the data. It reads and writes 4 bytes per element.
+- `compress_ms`: time to compress u to a payload and the corresponding update, without the pass that computes u.
+- `step_ms`: time of that pass, of compression, and of subtracting the update from the residual.
 """
 
 import time
@@ -36,12 +37,12 @@ WORKERS, SIDE = 8, 1000
 
 
 def layout(matrices: int) -> Layout:
-    """Return a model of square matrices, in buckets."""
+    """Return the layout of a model of square matrices, in buckets."""
     return Layout.of({f"layer {number}": (SIDE, SIDE) for number in range(matrices)})
 
 
 def volume(chosen: Method, matrices: int) -> Row:
-    """Return how many bytes a worker sends in a step."""
+    """Return the number of bytes that a worker sends in a step."""
 
     def rank(comm: Comm) -> Row:
         routing = Routing(chosen, comm, layout(matrices))
@@ -52,18 +53,19 @@ def volume(chosen: Method, matrices: int) -> Row:
 
 
 def works(chosen: Method, matrices: int) -> dict[str, Callable[[], object]]:
-    """Return a copy, compressing and a whole step, to be timed, of all segments.
+    """Return functions to time: a copy, compression, and a whole step of all segments.
 
     Raises:
-        SystemExit: what other ranks decode differs from the update.
+        SystemExit: other ranks decode a different update.
     """
     parts = [parts_of(chosen, segment) for segment in layout(matrices).segments]
-    # Each result is freed before the next, as in training: the page faults of keeping them all cost as much as a copy.
+    # Each result is freed before the next, as in training. Keeping all of them would cause page faults, which take the
+    # time of a copy.
     return {name: lambda name=name: deque((each[name]() for each in parts), maxlen=0) for name in parts[0]}
 
 
 def parts_of(chosen: Method, segment: Segment) -> dict[str, Callable[[], object]]:
-    """Return the parts of one rank's work for a segment, after a first step and a check."""
+    """Return one rank's operations for a segment, after a first step and a check."""
     compressor, memory = chosen.compressor, chosen.memory
     gradient = torch.randn(segment.numel, generator=torch.Generator().manual_seed(segment.index))
     copied, specs = torch.empty_like(gradient), (*memory.state, *compressor.state)
@@ -81,18 +83,20 @@ def parts_of(chosen: Method, segment: Segment) -> dict[str, Callable[[], object]
 
     step()
     u, ctx = compensated()
-    u = u.clone()  # steps change the residual, and its statistics belong to it
+    u = u.clone()  # steps change the residual, but the block statistics belong to this u
     payload, update = compressor.compress(u, ctx)
     if not torch.equal(*(add_(torch.zeros_like(u), x) for x in (update, compressor.decode(payload, ctx)))):
-        raise SystemExit(f"{chosen}: other ranks decode something else than the update: no times for that.")
+        raise SystemExit(f"{chosen}: other ranks decode a different update, so nothing is measured.")
     return {"copy": lambda: copied.copy_(gradient), "compress": lambda: compressor.compress(u, ctx), "step": step}
 
 
 def main() -> None:
-    """Measure all methods that the command line names, and write a row for each."""
+    """Measure the methods given on the command line, and write a row for each."""
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--matrices", type=int, default=25, help="of a million elements each, default 25")
+    parser.add_argument(
+        "--matrices", type=int, default=25, help="number of matrices of a million elements. Default: 25"
+    )
     parser.add_argument("--repetitions", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

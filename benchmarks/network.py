@@ -1,4 +1,4 @@
-r"""Step times of ways to average gradients, over links of a given rate.
+r"""Measures step times of ways to average gradients, over links of a given rate.
 
     sudo python -m benchmarks.network --rates 100mbit 1gbit
     python -m benchmarks.network --workload real --rates loopback --tune
@@ -8,14 +8,16 @@ r"""Step times of ways to average gradients, over links of a given rate.
         none ddp int4 "topk updates, int2"
     python -m benchmarks.network --figure
 
-Each worker is a process on a host of its own (see `benchmarks.harness.shaped_links`); nothing is reported when a link
-is off its rate by more than 10 %. Without root the workers share the loopback interface, unshaped. The contestants run
-one after the other in the same processes, each checked before it is timed (see `benchmarks.network_rank`).
+Each worker is a process on a separate host (see `benchmarks.harness.shaped_links`). Nothing is reported if a link
+deviates from its rate by more than 10 %. Without root, the workers share the loopback interface, which is not shaped.
+The methods run one after the other in the same processes. Each is checked before it is timed (see
+`benchmarks.network_rank`).
 
-Workloads. "mlp": steps of a model of 25.6 million parameters on random data, with SGD; "mlp_adamw": with AdamW. "real"
-and "real_resnet20": a small convolutional network, or ResNet-20, learns scikit-learn's handwritten digits, and the test
-loss over time is recorded. All others are paced: gradients of that model's shapes come after the published compute
-time, while the processors sleep. Contestants: see `benchmarks.harness.baselines`.
+Workloads: "mlp" runs steps of a model of 25.6 million parameters on random data with SGD, and "mlp_adamw" with AdamW.
+The workloads "real" and "real_resnet20" train a small convolutional network, or ResNet-20, on scikit-learn's
+handwritten digits. They record the test loss over time. All other workloads are paced: gradients of the model's shapes
+arrive after the published compute time, and the processors sleep meanwhile. For the methods see
+`benchmarks.harness.baselines`.
 """
 
 import argparse
@@ -46,30 +48,30 @@ SHORT = {"real": "CNN", "real_resnet20": "ResNet-20"}
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "loopback": "loopback, no limit"}
 AT = {rate: "over loopback" if rate == "loopback" else f"at {link}" for rate, link in LINKS.items()}
 BUSY = 0.7
-"""Share of busy processors above which a paced measurement says more about them than about links: it is not valid."""
-PATIENCE = 900  # seconds after which a silent contestant counts as hung; at 25 Mbit/s a dense step of GPT-2 takes 240
+"""Share of busy processors above which a paced measurement is invalid, because the processors are its limit."""
+PATIENCE = 900  # seconds without a record after which ranks count as hung; at 25 Mbit/s a dense GPT-2 step takes 240 s
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = results.command_line(__doc__)
     add = parser.add_argument
     workloads, known = ["mlp", "mlp_adamw", *TRAININGS, *COMPUTE_SECONDS], list(baselines.CONTESTANTS)
-    slowed = "paced: a link of the Nth part of the rate, N times the compute time, and reported times divided by N, so \
-that two cores keep up with many ranks; latency, and work of the processors, count for less"
-    tune = "real: train with each of the LEARNING_RATES and keep the one with the fewest steps in network_tuning.csv; \
-other trainings use the rate kept there, or 0.05"
-    add("--rates", nargs="+", default=["1gbit"], metavar="RATE", help="as tc writes them (100mbit), or loopback")
-    add("--workload", choices=workloads, default="mlp", help="see above; default: mlp")
+    slowed = "paced workloads: divide the link's rate by N, multiply the compute time by N, and divide reported times \
+by N, so that two cores suffice for many ranks; latency and processor time then count less"
+    tune = "real workloads: train with each of the LEARNING_RATES and write the one with the fewest steps to \
+network_tuning.csv; other trainings use the rate in that file, or 0.05"
+    add("--rates", nargs="+", default=["1gbit"], metavar="RATE", help="in tc's notation (100mbit), or loopback")
+    add("--workload", choices=workloads, default="mlp", help="see above. Default: mlp")
     add("--dilate", type=float, default=1, metavar="N", help=slowed)
     add("--ranks-per-host", type=int, default=1, metavar="N", help="number of ranks that share a link")
-    add("--contestants", nargs="+", choices=known, metavar="NAME", help=f"of {known}")
-    add("--workers", type=int, default=4, help="number of ranks; default: 4")
-    add("--rounds", type=int, default=1, help="number of turns of all contestants; default: 1")
-    add("--seconds", type=float, default=10, help="per contestant and round; real: at most. Default: 10")
-    add("--density", type=float, default=0.001, help="of the sparse contestants, default: 0.001")
+    add("--contestants", nargs="+", choices=known, metavar="NAME", help=f"choose from {known}")
+    add("--workers", type=int, default=4, help="number of ranks. Default: 4")
+    add("--rounds", type=int, default=1, help="number of turns of all contestants. Default: 1")
+    add("--seconds", type=float, default=10, help="time per contestant and round; real: time limit. Default: 10")
+    add("--density", type=float, default=0.001, help="density of sparse contestants. Default: 0.001")
     add("--tune", action="store_true", help=tune)
-    add("--file", help="CSV file to add to; default: network.csv or network_paced.csv, whose rate is replaced")
+    add("--file", help="CSV file to add rows to. Default: network.csv or network_paced.csv, whose rate is replaced")
     args = parser.parse_args()
     args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else CONTESTANTS)
     if args.workers < 2 or args.workers % args.ranks_per_host:
@@ -80,7 +82,7 @@ other trainings use the rate kept there, or 0.05"
 
 
 def contestants(args: argparse.Namespace) -> list[Row]:
-    """Return the contestants of a workload, in turn; in trainings with learning rates."""
+    """Return the methods of a workload in order; for trainings, each with its learning rates."""
     if args.workload not in TRAININGS:
         return [{"contestant": name} for name in args.contestants if name not in IN_TRAININGS] * args.rounds
     tuned = results.load(args.out / "network_tuning.csv")
@@ -90,7 +92,7 @@ def contestants(args: argparse.Namespace) -> list[Row]:
 
 
 def measure(args: argparse.Namespace, rate: str) -> None:
-    """Measure all contestants at one rate, print the result and put it in the CSV files."""
+    """Measure all methods at one rate, print the results, and write them to the CSV files."""
     print(f"{args.workload}, {rate}, {args.workers} workers")
     todo, compute = contestants(args), COMPUTE_SECONDS.get(args.workload)
     job = {"module": "benchmarks.network_rank", "todo": todo, "compute": (compute or 0.0) * args.dilate}
@@ -103,7 +105,7 @@ def measure(args: argparse.Namespace, rate: str) -> None:
             records.extend(launch("benchmarks.harness.launch", job, where, args.workers, PATIENCE))
         except RanksFailed as error:
             failed = next((row["contestant"] for row in todo[len(records) :]), None)
-            lacking = f"{failed} and what follows it have no result" if failed else "After all results"
+            lacking = f"{failed} and the contestants after it have no result" if failed else "After all results"
             print(f"  {lacking}: {error}")
             records = [record for record in records if record["contestant"] != failed]
     results.save(args.out / "network_links.csv", where.calibration, ["rate"])
@@ -120,9 +122,9 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         print(table.loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
         for row in table.query("kind == 'step'").itertuples():
             if compute and row.contestant != "none" and row.busy > BUSY:
-                print(f"  {row.contestant}: not valid, as the processors were {row.busy:.0%} busy. Use --dilate.")
+                print(f"  {row.contestant}: invalid, because the processors were {row.busy:.0%} busy. Use --dilate.")
             if row.foreign_load > FOREIGN_LOAD:
-                print(f"  {row.contestant}: other programs used {row.foreign_load:.0%} of the processors; repeat it")
+                print(f"  {row.contestant}: other programs used {row.foreign_load:.0%} of the processors; repeat this.")
 
 
 def save_curves(args: argparse.Namespace, records: list[Record], common: Row, key: list[str]) -> None:
@@ -141,13 +143,13 @@ def save_curves(args: argparse.Namespace, records: list[Record], common: Row, ke
 
 
 def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
-    """Make one row per contestant, and per phase of our reducer."""
+    """Return one row per method, and one per phase of the reducer."""
     steps: list[Row] = []
     phases: list[Row] = []
     ddp = None
     for name, rounds in pd.DataFrame(records).groupby("contestant", sort=False):
         quiet = rounds[rounds["foreign_load"] <= FOREIGN_LOAD]
-        quiet = rounds if quiet.empty else quiet  # rounds that other programs disturbed count if there is no other
+        quiet = rounds if quiet.empty else quiet  # use disturbed rounds only if there are no others
         ms, cpu_ms, first = quiet["ms"].sum(), quiet["cpu_ms"].mean(), quiet.iloc[0]
         median = statistics.median(ms)
         ddp = median if name == "ddp" else ddp
@@ -257,7 +259,7 @@ if __name__ == "__main__":
     args = parse()
     if not args.figure:
         if args.rates != ["loopback"] and (reason := missing()):
-            print(f"No links can be made here: {reason}. Running unshaped over loopback instead.")
+            print(f"Links cannot be created here: {reason}. Using loopback without shaping instead.")
             args.rates = ["loopback"]
         for rate in args.rates:
             measure(args, rate)

@@ -1,9 +1,9 @@
-"""One rank of the network benchmark: `benchmarks.network` starts as many as there are workers.
+"""One rank of the network benchmark. `benchmarks.network` starts one per worker.
 
-Every contestant is checked before its time counts: finite losses, weights that are bit-identical on all ranks, and no
-gradient lost: over the first steps the gradients of all ranks must equal the averages handed out plus the residuals.
-That sum is compared along one random direction, so that the check sends two numbers instead of whole gradients. Of
-exchanged updates the number of changed weights is checked.
+Each method is checked before it is timed. Losses must be finite, and weights must be bit-identical on all ranks. No
+gradient may be lost: over the first steps, the sum of all ranks' gradients must equal the sum of averages and
+residuals. The sums are compared along one random direction, so that the check sends two numbers instead of whole
+gradients. For exchanged updates, the number of changed weights is checked instead.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from benchmarks.harness.workloads import BATCH, COMPUTE_SECONDS, TARGET_LOSS, bu
 from examples.data.digits import digits
 
 LEARNING_RATE = 0.01
-LEAST, MOST = 3, 30  # timed steps of a contestant in each round
+LEAST, MOST = 3, 30  # limits for the number of timed steps of a method in each round
 
 
 class Rank:
-    """One rank's side of all measurements, a job of `benchmarks.network`; calls are in the same order on all ranks."""
+    """One rank's side of all measurements in a job of `benchmarks.network`. All ranks make the same calls in order."""
 
     def __init__(self, job: SimpleNamespace) -> None:
         self.job, self.rank, self.size = job, dist.get_rank(), dist.get_world_size()
@@ -38,11 +38,11 @@ class Rank:
         self.options = Options(job.density, job.ranks_per_host)
 
     def model(self) -> nn.Module:
-        """Return the workload's model, new for each contestant, as a large one fills the memory."""
+        """Return a new model of the workload. Each method has its own, because a large model fills the memory."""
         return build(self.job.workload, self.job.compute, self.rank)
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the eight batches that this rank goes through again and again in the timing workloads."""
+        """Return the eight batches that this rank repeats in the timing workloads."""
         if self.paced:
             return [(torch.tensor(step), torch.zeros(0)) for step in range(8)]
         random = torch.Generator().manual_seed(self.rank)
@@ -55,7 +55,7 @@ class Rank:
         return out if self.paced else cross_entropy(out, y)
 
     def measure(self, contestant: str) -> dict[str, Any]:
-        """Check a contestant in its first steps, then time it."""
+        """Check a method in its first steps, and then time it."""
         kind, model = CONTESTANTS[contestant], self.model()
         params = list(model.parameters())
         optimizer = (torch.optim.AdamW if self.adamw else torch.optim.SGD)(params, lr=LEARNING_RATE)
@@ -70,7 +70,7 @@ class Rank:
             optimizer.step()
             losses.append(loss.detach())
 
-        # What is not checked is not made: four ranks with a large model fill this machine's memory.
+        # Allocate tensors only if they are checked, because four ranks with a large model fill the memory.
         balanced = not kind.alone and not kind.updates
         random = torch.Generator().manual_seed(1)
         direction = [torch.randn(param.shape, generator=random) for param in params] if balanced else []
@@ -89,21 +89,21 @@ class Rank:
             if balanced:
                 handed_out += along(direction, averages)
             if kind.sparse:
-                # The balance below holds for every approximation; this says that it is one that saves something.
+                # The balance below holds for every approximation. This check requires that the result is sparse.
                 entries = sum(int(grad.count_nonzero()) for grad in averages)
                 k = self.job.density * sum(grad.numel() for grad in averages)
                 if not 2 * k / 3 <= entries <= 4 * k / 3 * self.size + 100:
-                    raise WrongResult(f"{entries} entries were handed out, for k = {k:.0f} on {self.size} ranks")
+                    raise WrongResult(f"the result has {entries} entries, for k = {k:.0f} on {self.size} ranks")
         if balanced:
             residuals = wrapped.residuals()
             kept = along(direction, [residuals[key] for key, _ in model.named_parameters()]) if residuals else 0.0
-            # The gradients of all ranks equal the averages plus the residuals.
+            # The sum of all ranks' gradients must equal the averages plus the residuals.
             missing, norms = zip(*gather((gradients - handed_out - kept, norm)), strict=True)
             error, length = abs(sum(missing)), math.sqrt(sum(norms))
             if not error <= kind.tolerance * length:
                 raise WrongResult(f"gradients and residuals do not add up: {error / length:.2g} is missing")
         del direction, before, averages
-        # Buffers are allocated and DDP forms its buckets anew in the second step; a slow step drowns both.
+        # The second step allocates buffers, and DDP rebuilds its buckets in it. In slow steps this is negligible.
         for _ in range(2 if gather(ms)[0] < 3000 else 0):
             ms = elapsed_ms(step)
         count = max(LEAST, min(MOST, int(1e3 * self.job.seconds / gather(ms)[0])))
@@ -122,7 +122,7 @@ class Rank:
         return found | {"phases_ms": {phase: 1e3 * seconds for phase, seconds in most.items()}}
 
     def train(self, contestant: str, learning_rate: float) -> list[dict[str, float]]:
-        """Train on the digits until the test loss is reached, or time is up; the clock stands still during tests."""
+        """Train on the digits until the test loss or the time limit is reached. The clock stops during tests."""
         train, test = digits()
         kind, model = CONTESTANTS[contestant], self.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
@@ -131,7 +131,7 @@ class Rank:
         random = torch.Generator().manual_seed(self.rank)
         curve: list[dict[str, float]] = []
         clock, every = 0.0, wrapped.every
-        # Tests come after an exchange, so that all ranks have the same weights.
+        # Test after an exchange, when all ranks have the same weights.
         count = every * math.ceil(10 / every)
         while True:
             with torch.no_grad():
@@ -145,7 +145,7 @@ class Rank:
             dist.barrier()
             started = time.perf_counter()
             for number in range(1, count + 1):
-                # A rank's own quarter of the data.
+                # Pick from this rank's share of the data.
                 picked = torch.randint(1500 // self.size, (BATCH,), generator=random) * self.size + self.rank
                 adds_up = number % every > 0 and isinstance(wrapped.module, DistributedDataParallel)
                 with wrapped.module.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
@@ -161,7 +161,7 @@ class Rank:
 
 
 def work(job: dict[str, Any]) -> None:
-    """Measure contestants, in rounds, or train with those that have learning rates."""
+    """Time methods in rounds, or train the methods that have learning rates."""
     rank = Rank(SimpleNamespace(**job))
     for case in job["todo"]:
         found = {"curve": rank.train(**case)} if "learning_rate" in case else rank.measure(**case)

@@ -1,15 +1,15 @@
-"""With which optimizers do ranks exchange gradients, and with which updates? The same training with each of them.
+"""Compares exchanging gradients and exchanging updates for many optimizers, in the same training.
 
-The GPT, the data, their order and the schedule are those of `benchmarks.updates`, and ranks are threads as there: two,
-topk with density 0.01. A run is the start of a training of 1,000 steps. The rate is the best of dense training, of
-three or more. Gradients take half of it: with AdamW that is better than the whole. Signs, of Lion, are tried with
-int4 too, which sends every element of the gradients.
+The GPT, the data, their order and the schedule are those of `benchmarks.updates`. Ranks are two threads; the method is
+topk with density 0.01. A run is the start of a training of 1,000 steps. The learning rate is the best one of dense
+training, among at least three. Gradients use half of this rate, which is better than the whole rate with AdamW. Lion,
+which uses signs, is also tried with int4, which sends every element of the gradients.
 
-    python -m benchmarks.optimizers                  # train what `optimizers.csv` lacks of `TRIED`, and print
-    python -m benchmarks.optimizers --only Ranger    # some optimizers
+    python -m benchmarks.optimizers                  # do the trainings of `TRIED` that `optimizers.csv` lacks; print
+    python -m benchmarks.optimizers --only Ranger    # only some optimizers
 
-Muon steps the matrices of the layers, and AdamW the rest. Those of `OTHERS` are of the package pytorch-optimizer;
-Lookahead is around torch's AdamW.
+Muon steps the matrices of the layers, and AdamW steps the other parameters. The optimizers in `OTHERS` are from the
+package pytorch-optimizer. Lookahead wraps torch's AdamW.
 """
 
 import importlib
@@ -33,7 +33,7 @@ from lightning_sparse import Comm, UpdateRule, method
 
 RANKS, STEPS, SCHEDULED, EVERY = 2, 200, 1000, 25
 METHODS = {"dense": method("dense"), "int4": method("int4")}
-"""What is exchanged, where it is neither sparse "gradients" nor sparse "updates"."""
+"""Methods by name, other than sparse "gradients" and sparse "updates"."""
 
 
 class Lion(Optimizer):
@@ -44,7 +44,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step."""
+        """Take a step."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for param in group["params"]:
@@ -55,14 +55,14 @@ class Lion(Optimizer):
 
 
 class Lamb(Optimizer):
-    """Steps as Adam, as far as a weight of its size may go (You et al. 2019, arXiv 1904.00962). Not one of torch's."""
+    """Adam with steps in proportion to the weights' norm (You et al. 2019, arXiv 1904.00962). Not part of torch."""
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.01})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step."""
+        """Take a step."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for param in group["params"]:
@@ -79,20 +79,20 @@ class Lamb(Optimizer):
 
 
 class Together(Optimizer):
-    """Several optimizers, of one schedule."""
+    """Combines several optimizers under one schedule."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})  # which they keep as they are
+        super().__init__([group for part in parts for group in part.param_groups], {})  # keeps the groups unchanged
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step all of them."""
+        """Step all optimizers."""
         for part in self.parts:
             part.step()
 
 
 def optimizers(name: str, model: nn.Module, lr: float) -> list[Optimizer]:
-    """Return the optimizers of a training, by the name of the one that the training is about."""
+    """Return the optimizers of a training by the name of the tested optimizer."""
     if name != "Muon":
         options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
         if name == "Lookahead":
@@ -108,7 +108,7 @@ def optimizers(name: str, model: nn.Module, lr: float) -> list[Optimizer]:
 
 
 class Run(NamedTuple):
-    """One training: an optimizer, what ranks exchange, and the learning rate."""
+    """One training: optimizer, exchanged quantity, and learning rate."""
 
     optimizer: str
     exchanged: str
@@ -124,7 +124,7 @@ OTHERS = {
     "Prodigy": [1.0],
     "DAdaptSGD": [1.0],
 }
-"""Rates of dense training. The last two find their own, and 1 is the factor that they are made for."""
+"""Learning rates of dense training. The last two optimizers find their own rate, and 1 is their recommended factor."""
 RATES = {
     "AdamW": [0.001, 0.002, 0.004],
     "RMSprop": [0.00025, 0.0005, 0.001],
@@ -136,7 +136,7 @@ RATES = {
     "SGD": [0.025, 0.05, 0.1, 0.2],
     "Muon": [0.001, 0.002, 0.004, 0.008, 0.016, 0.032],
 }
-"""Of dense training."""
+"""Learning rates of dense training."""
 BEST = {
     "AdamW": 0.002,
     "RMSprop": 0.0005,
@@ -148,7 +148,7 @@ BEST = {
     "SGD": 0.05,
     "Muon": 0.016,
 }
-"""The best of them."""
+"""The best rate of `RATES` for each optimizer."""
 TRIED = [Run(name, "dense", lr) for name, rates in RATES.items() for lr in rates]
 TRIED += [Run("AdamW", "gradients", BEST["AdamW"]), Run("Lion", "int4", BEST["Lion"])]
 TRIED += [run for name, lr in BEST.items() for run in (Run(name, "gradients", lr / 2), Run(name, "updates", lr))]
@@ -156,7 +156,7 @@ TRIED += [Run(name, "dense", lr) for name, rates in OTHERS.items() for lr in rat
 
 
 def sparse_runs(table: pd.DataFrame) -> list[Run]:
-    """Return the sparse trainings with optimizers of `OTHERS`, at the best rate of those tried for dense training."""
+    """Return the sparse trainings with optimizers of `OTHERS`, at the best rate of their dense trainings."""
     found = []
     for name, rates in OTHERS.items():
         dense = table[(table.optimizer == name) & (table.exchanged == "dense") & (table.step == STEPS)]
@@ -181,7 +181,7 @@ def train(run: Run, data: Data) -> list[Row]:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the last loss of each run, and after how many steps dense training had that loss: at its best rate."""
+    """Return the final loss of each run, and the steps that dense training needs for this loss at its best rate."""
     rows = []
     for name, of_optimizer in table.groupby("optimizer", sort=False):
         curves = dict(iter(of_optimizer.groupby(["exchanged", "lr"], sort=False)))
@@ -195,10 +195,10 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--only", nargs="+", choices=[*RATES, *OTHERS], help="optimizers, default: all")
+    parser.add_argument("--only", nargs="+", choices=[*RATES, *OTHERS], help="run only these optimizers. Default: all")
     args = parser.parse_args()
     path = args.out / "optimizers.csv"
-    torch.set_num_threads(1)  # ranks run side by side
+    torch.set_num_threads(1)  # ranks run in parallel
     data = text(LENGTH, VAL_SEQUENCES)
     for tried in (lambda: TRIED, lambda: sparse_runs(results.load(path))):
         runs = [run for run in tried() if not args.only or run.optimizer in args.only]

@@ -1,10 +1,11 @@
-"""Scaling efficiency at 1 Gbit/s: measured at P = 4 and 8, by the cost model beyond, beside the published table.
+"""Scaling efficiency at 1 Gbit/s: measured for P = 4 and 8, extrapolated by the cost model, next to published values.
 
     python -m benchmarks.scaling
 
-It measures nothing: it reads what `benchmarks.network` has left of the paced models in `network_paced.csv`, fits the
-cost model (`lightning_sparse.cost`) to some of these runs, checks it against the others, and prints and saves how far
-off it is. Efficiency is the time of a step without communication over that of a step with it.
+Nothing is measured. The script reads the paced models' results of `benchmarks.network` from `network_paced.csv`. It
+fits the cost model (`lightning_sparse.cost`) to some of these runs, and checks it against the others. It prints the
+model's error and writes the table. Efficiency is the time of a step without communication divided by the time of a step
+with communication.
 """
 
 import itertools
@@ -27,7 +28,7 @@ from lightning_sparse.layout import Layout
 MODELS = [name for name in COMPUTE_SECONDS if name != "mlp_paced"]
 FITTED_TO = [("vgg16", 4), ("alexnet", 4), ("resnet20", 4)]
 WORKERS = (8, 16, 32)
-# Per cent, dense / TopK / gTopK (Shi et al. 2019, arXiv 1901.04359, and the authors' plotting script for P = 4).
+# Efficiency in per cent of dense, TopK and gTopK (Shi et al. 2019, arXiv 1901.04359; P = 4 from their plotting script).
 PUBLISHED = {
     ("vgg16", 4): (7.9, 8.4, 9.95),
     ("resnet20", 4): (89.3, 98.7, 99.5),
@@ -55,7 +56,7 @@ CASE = ["workload", "workers", "contestant"]
 
 
 def workload(name: str) -> Workload:
-    """Return a paced model, in the segments that our strategies make of it."""
+    """Return the workload of a paced model, with the segments of this package's strategies."""
     all_shapes = shapes(name)
     layout = Layout.of({str(number): shape for number, shape in enumerate(all_shapes)}, "bucket", 25)
     done = list(itertools.accumulate(len(all_shapes[int(number)]) > 1 for number in layout.names))
@@ -69,7 +70,7 @@ def workload(name: str) -> Workload:
 
 
 def modelled(runs: pd.DataFrame, values: Any) -> list[float]:
-    """Return the seconds that a step of each run takes by the cost model, with constants in the order of `NAMES`."""
+    """Return the cost model's seconds per step for each run, with constants in the order of `NAMES`."""
     latency, *constants = values
     seconds = []
     for run in runs.itertuples():
@@ -82,30 +83,30 @@ def modelled(runs: pd.DataFrame, values: Any) -> list[float]:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """Return the measured runs of `METHODS` that are valid, seconds beside the time without communication."""
+    """Return the valid measured runs of `METHODS`, with their time and the time without communication."""
     table = results.load(path).query("kind == 'step'")
     table = table[(table["contestant"] == "none") | (table["busy"] <= BUSY)].assign(seconds=table["median_ms"] / 1e3)
     place = ["workload", "workers", "rate"]
     alone = table[table["contestant"] == "none"].set_index(place)["seconds"].rename("none")
     table = table[table["contestant"].isin(METHODS)].join(alone, on=place)
     table["bandwidth"] = table["rate"].map(bits_per_second) / 8 * PAYLOAD_SHARE
-    # Ranks share the cores, and where time is slowed down, their work counts for less.
+    # Ranks share the cores, and in dilated runs their work counts less.
     table["share"] = (table["workers"] / table["cores"]).clip(lower=1) / table["dilate"]
     table["fitted"] = [case in FITTED_TO for case in zip(table["workload"], table["workers"], strict=True)]
     return table[[*CASE, "seconds", "none", "bandwidth", "dilate", "share", "fitted"]]
 
 
 def fit(runs: pd.DataFrame) -> Any:
-    """Return the constants that make the model's steps most alike to those of `FITTED_TO`, relative to each."""
+    """Return the constants that minimise the model's relative errors for the runs in `FITTED_TO`."""
     fitted = runs[runs["fitted"]]
     if fitted.empty:
-        raise SystemExit(f"Of {FITTED_TO} no run was measured by benchmarks.network: measure these first.")
+        raise SystemExit(f"There are no measured runs of {FITTED_TO}: run benchmarks.network first.")
     off = lambda scaled: modelled(fitted, scaled * SCALES) / fitted["seconds"] - 1  # noqa: E731
     return least_squares(off, np.ones(len(NAMES)), bounds=(0, np.inf), x_scale="jac", diff_step=1e-3).x * SCALES
 
 
 def compute(folder: Path) -> None:
-    """Fit the model, check it, print how far off it is, and write the table."""
+    """Fit the model, check it, print its error, and write the table."""
     runs = read(folder / "network_paced.csv").query("workload in @MODELS")
     values = fit(runs)
     print("Fitted: " + ", ".join(f"{name} {value:.3g} s" for name, value in zip(NAMES, values, strict=True)))
@@ -114,7 +115,7 @@ def compute(folder: Path) -> None:
     print(runs[[*CASE, "seconds", "modelled", "off", "fitted"]].to_string(index=False))
     print(runs["off"].abs().groupby(runs["fitted"]).agg(["median", "max"]))
 
-    # Everything as with four workers, but their number.
+    # Copy all properties of the runs with four workers, except the number of workers.
     alike = runs.query("workers == 4").groupby("workload")[["none", "bandwidth", "dilate", "share"]].first()
     more = pd.DataFrame(itertools.product(MODELS, WORKERS, METHODS), columns=CASE).join(alike, on="workload")
     more = more[~more.set_index(CASE).index.isin(runs.set_index(CASE).index)].assign(source="extrapolated")

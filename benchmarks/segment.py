@@ -1,24 +1,26 @@
-"""What does one segment take: of the device, of the host that launches it, and beside the products of backward?
+"""Measures the time of one segment: on the device, on the host that launches it, and in parallel with backward.
 
-A segment is a block of GPT-2 small, 7.09 M elements, at density 0.001; ranks are stand-ins that all send the same, so
-that nothing travels. Of updates it is the whole exchange after a step of AdamW. All times are medians in μs:
+A segment is a block of GPT-2 small, 7.09 M elements, at density 0.001. The other ranks are mocks that send the same
+payload, so no bytes are transferred. For updates, the time includes the whole exchange after a step of AdamW. All times
+are medians in μs:
 
-- `device_us`: between two CUDA events. The device sleeps until the host has launched everything, so no kernel waits
-  for its launch.
-- `host_us`: from the first launch to the last, while the device sleeps.
-- `beside_us`: between two events in a stream of high priority, while another stream has bf16 products to do, of 8192
-  tokens with a layer of GPT-2.
-- `delay_us`: how much longer the products take with the segment beside them than alone.
-- `launches`, `busy_us`: the number of kernels and copies of a segment, and the sum of their times, by torch's
-  profiler; `counted` is the number that `benchmarks.launches` counts without a GPU.
+- `device_us`: time between two CUDA events. The device sleeps until the host has launched all kernels, so no kernel
+  waits for its launch.
+- `host_us`: time from the first launch to the last, while the device sleeps.
+- `beside_us`: time between two events in a stream of high priority. Another stream computes bf16 matrix products of
+  8192 tokens with a layer of GPT-2 at the same time.
+- `delay_us`: additional time of these products when the segment runs in parallel.
+- `launches`, `busy_us`: number of kernels and copies of a segment, and the sum of their times, from torch's profiler.
+  `counted` is the number that `benchmarks.launches` counts without a GPU.
 
-Before a method is timed, one segment shows that nothing is lost: the mean and the residual add up to the gradient and
-the residual before.
+Before a method is timed, one segment checks that nothing is lost: mean and residual must add up to the gradient and the
+previous residual.
 
     python -m benchmarks.segment              # on a GPU
-    python -m benchmarks.segment --rehearse   # on a CPU, small, to see that all of it runs; times mean nothing
+    python -m benchmarks.segment --rehearse   # a small segment on a CPU: tests the benchmark; times are meaningless
 
-Written: `segment.csv`, after each method. `limit_us` and `within`: what docs/gpu.md promises for an H100 or H200.
+Output: `segment.csv`, written after each method. `limit_us` and `within` refer to the limits in docs/gpu.md for an H100
+or H200.
 """
 
 import functools
@@ -42,19 +44,19 @@ from tests.support.kernels import Echo
 
 CASES = [(name, ranks) for ranks in (2, 1, 8) for name in ("topk", "topk updates", "gaussiank", "int4")]
 LIMITS = {"device_us": 150, "host_us": 600}
-"""Of `topk` with two ranks: with these, segments hide behind backward."""
+"""Limits in μs for `topk` with two ranks. Within these limits, segments overlap with backward completely."""
 JUDGED = ("topk", 2)
-SLEEP = 20_000_000  # cycles of the device, some 10 ms
+SLEEP = 20_000_000  # cycles of the device, about 10 ms
 TOKENS, PRODUCTS = 8192, 40
 
 
 class Case(NamedTuple):
-    """One contestant.
+    """One measured case.
 
     Attributes:
-        before: makes a gradient or an update that is there to be exchanged; not timed.
-        run: exchanges the segment.
-        check: raises SystemExit unless a segment loses nothing.
+        before: function that creates a gradient or an update to exchange; not timed.
+        run: function that exchanges the segment.
+        check: function that raises SystemExit if a segment loses a part.
     """
 
     before: Callable[[], object]
@@ -63,7 +65,7 @@ class Case(NamedTuple):
 
 
 def case(name: str, ranks: int, shapes: dict[str, Any], device: str) -> Case:
-    """Return a contestant on tensors of some shapes."""
+    """Return a case for tensors of the given shapes."""
     torch.manual_seed(0)
     kind, *updates = name.split()
     made = method(kind, **({"density": 0.001} if "density" in METHODS[kind].options else {}))
@@ -84,27 +86,27 @@ def case(name: str, ranks: int, shapes: dict[str, Any], device: str) -> Case:
         reducer.finish_step()
 
     def check() -> None:
-        old = residuals(reducer)  # on the CPU
+        old = residuals(reducer)  # copies on the CPU
         before()
         run()
         new = residuals(reducer)
         for key, x in fresh.items():
             whole, found = x.cpu() + old.get(key, 0), given[key].cpu() + new[key]
-            # Three sums, each rounded to fp32.
+            # Tolerate the rounding of three sums to fp32.
             if not torch.allclose(found, whole, rtol=0, atol=1e-6 * float(whole.abs().max())):
-                raise SystemExit(f"{name}, P = {reducer.comm.size}, loses something of {key}: no times for that.")
+                raise SystemExit(f"{name}, P = {reducer.comm.size}, loses a part of {key}, so nothing is measured.")
 
     return Case(before, run, check)
 
 
 def residuals(reducer: Reducer) -> dict[str, Tensor]:
-    """Return copies of the residuals by parameter; none before the first step."""
+    """Return copies of the residuals by parameter name; empty before the first step."""
     elements = reducer.state_dict()["elements"].get("residual", {})
     return {key: x.clone() for key, x in elements.items()}
 
 
 def of_updates(name: str, reducer: Reducer, fresh: dict[str, Tensor], device: str) -> Case:
-    """Return the exchange of AdamW's updates."""
+    """Return a case in which AdamW's updates are exchanged."""
     model = torch.nn.ParameterDict({key: torch.zeros_like(x) for key, x in fresh.items()})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=device == "cuda")
     updates = DeltaExchange(reducer, model, [optimizer])
@@ -125,18 +127,19 @@ def of_updates(name: str, reducer: Reducer, fresh: dict[str, Tensor], device: st
         changed = sum(int((param != old[key]).sum()) for key, param in model.items())
         numel = sum(x.numel() for x in fresh.values())
         if not 0 < changed < 0.002 * numel + 2:
-            raise SystemExit(f"{name}, P = {reducer.comm.size}, changes {changed:,} of {numel:,}: no times for that.")
+            text = f"changes {changed:,} of {numel:,} weights, so nothing is measured."
+            raise SystemExit(f"{name}, P = {reducer.comm.size}, {text}")
 
     return Case(before, run, check)
 
 
 def event() -> Any:
-    """Return a CUDA event that takes times."""
+    """Return a CUDA event with timing."""
     return torch.cuda.Event(enable_timing=True)
 
 
 def alone(made: Case, repetitions: int) -> tuple[list[float], list[float]]:
-    """Return times in μs of the device and of the host, without other work."""
+    """Return the times of the device and of the host in μs, without other work."""
     device_us, host_us, cycles = [], [], SLEEP
     while len(device_us) < repetitions:
         made.before()
@@ -149,7 +152,7 @@ def alone(made: Case, repetitions: int) -> tuple[list[float], list[float]]:
         host = 1e6 * (time.perf_counter() - began)
         stop.record()
         if start.query() and cycles < 100 * SLEEP:
-            cycles *= 4  # the device has waited for the host
+            cycles *= 4  # the device waited for the host
             continue
         torch.cuda.synchronize()
         device_us.append(1e3 * start.elapsed_time(stop))
@@ -158,7 +161,7 @@ def alone(made: Case, repetitions: int) -> tuple[list[float], list[float]]:
 
 
 def beside(made: Case, repetitions: int, device: str, tokens: int) -> tuple[list[float], float]:
-    """Return the segment's times beside products, and how much longer these take, in μs."""
+    """Return the segment's times in parallel with products, and the additional time of the products, in μs."""
     x, w = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for shape in ((tokens, 3072), (3072, 768)))
     out = x @ w
     side = torch.cuda.Stream(priority=-1)
@@ -209,12 +212,12 @@ def counted() -> dict[tuple[str, int, str], int]:
 
 
 def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, device: str, tokens: int) -> results.Row:
-    """Check and time one contestant."""
+    """Check and time one case."""
     made = case(name, ranks, shapes, device)
-    for _ in range(3):  # compiles, and makes the tables of addresses
+    for _ in range(3):  # compile, and create the tables of addresses
         made.before()
         made.run()
-    # The stand-ins all answer for the first region of two passes, so these are checked with one rank.
+    # All mocked ranks answer for the first region of two passes, so check these methods with one rank.
     (case(name, 1, shapes, device) if isinstance(method(name.split()[0]).aggregator, TwoPass) else made).check()
     device_us, host_us = alone(made, repetitions)
     beside_us, delay_us = beside(made, max(3, repetitions // 2), device, tokens)
@@ -238,9 +241,9 @@ def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, dev
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with a small segment")
+    parser.add_argument("--rehearse", action="store_true", help="use the CPU and a small segment")
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--methods", nargs="+", help="default: all")
+    parser.add_argument("--methods", nargs="+", help="run only these methods. Default: all")
     arguments = parser.parse_args()
     device, context = device_of_run(arguments.rehearse)
     shapes = (
@@ -253,5 +256,5 @@ if __name__ == "__main__":
                 continue
             row = measure(name, ranks, shapes, arguments.repetitions, device, tokens)
             print({key: round(x, 1) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
-            # After each, as the next may be the last.
+            # Save after each method, because the run may be interrupted.
             results.save(arguments.out / "segment.csv", [row | results.device()], ["method", "ranks"], digits=5)

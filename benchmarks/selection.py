@@ -1,21 +1,21 @@
-"""What does it cost to select the entries to send?
+"""Measures the cost of selecting the entries to send.
 
-All contestants run in one process, in turn, on the same data, after a check that they select the right entries. Each
-turn is timed twice: "cold", after the caches were filled with other data, as between a forward and a backward pass, and
-"warm", once more at once. Times are the median of all repetitions, between their 20th and 80th percentiles.
+All methods run in one process, in turn, on the same data, after a check that they select the right entries. Each
+turn is timed twice. "Cold" is after other data filled the caches, as between a forward and a backward pass. "Warm" is a
+repetition immediately after. Times are medians of all repetitions with 20th and 80th percentiles.
 
     python -m benchmarks.selection                                     # 1 M to 25 M elements
-    python -m benchmarks.selection --numel 100000000 --repetitions 5   # replaces the rows of this length only
-    python -m benchmarks.selection --figure                            # draws the CSV files, measures nothing
+    python -m benchmarks.selection --numel 100000000 --repetitions 5   # replaces only the rows of this length
+    python -m benchmarks.selection --figure                            # only draws the figures from the CSV files
     python -m benchmarks.selection --parts cuda                        # on the GPU
     python -m benchmarks.selection --parts cuda --rehearse --numel 20000 --out /tmp/rehearsal
 
-Written: `results/selection_cpu.csv`. Its parts: "selection" of a Gaussian `u`; "step", the whole of error feedback;
-"hostile" inputs; "memory", the highest that a process needs for one selection beyond what it needs before. On CUDA
-`results/selection_cuda.csv`, cold, by CUDA events. The floor is what memory bandwidth allows: a step has to read the
-gradient and to read and write the residual, 12 bytes an element, at the rate at which the card copies as many.
-"scratch" is the highest memory needed beyond gradient and residual, as a share of the residual; "within" says whether
-TopK keeps to `LIMITS` floors and `SCRATCH_LIMIT`.
+Output: `results/selection_cpu.csv`. Its parts are "selection" of a Gaussian `u`; "step", a whole step of error
+feedback; "hostile" inputs; and "memory", the additional peak memory of a process for one selection. On CUDA the output
+is `results/selection_cuda.csv`, with cold times from CUDA events. The floor is the time that memory bandwidth allows: a
+step must read the gradient, and read and write the residual. These are 12 bytes per element, at the rate at which the
+card copies. "scratch" is the peak memory in addition to gradient and residual, as a share of the residual. "within"
+says whether TopK stays within `LIMITS` times the floor, and within `SCRATCH_LIMIT`.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ from lightning_sparse.memory import Residual
 
 SIZES = {"cpu": (1_000_000, 10_000_000, 25_000_000), "cuda": (1_000_000, 25_000_000, 100_000_000, 400_000_000)}
 LIMITS = {400_000_000: 1.3, 100_000_000: 1.5, 25_000_000: 2.0}
-"""Elements to the floors that a step with TopK may take; by a CUDA graph, where launches count."""
-SCRATCH_LIMIT = 0.2  # share of a residual that a step may need beside it, at density 0.001
+"""Limit of a step with TopK, as a multiple of the floor, by number of elements. Short steps use a CUDA graph."""
+SCRATCH_LIMIT = 0.2  # limit of a step's additional memory at density 0.001, as a share of a residual
 
 Select = Callable[[Tensor, float], Tensor]
 
@@ -98,13 +98,15 @@ def count(u: Tensor, density: float) -> int:
 
 
 def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
-    """Raise unless `chosen` are the indices that a contestant should select."""
-    wrong = SystemExit(f"{name} selects wrongly at {len(u):,} elements, density {density}: no times for that.")
+    """Exit unless `chosen` are the indices that a method should select."""
+    wrong = SystemExit(
+        f"{name} selects wrong entries of {len(u):,} elements at density {density}, so nothing is measured."
+    )
     if not len(chosen):
         raise wrong
     full = u.numel() // CHUNK
     if name == "ChunkTopK" and full:
-        # All chunks at once: of so many, each would have the host wait for the device.
+        # Check all chunks at once. Separate checks would each make the host wait for the device.
         whole, rest = chosen[chosen < full * CHUNK], chosen[chosen >= full * CHUNK] - full * CHUNK
         rows = (u.view(torch.int32)[: full * CHUNK] & 0x7FFFFFFF).view(full, CHUNK)
         k = count(u[:CHUNK], density)
@@ -120,11 +122,11 @@ def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
     if name == "RandK":
         right = len(chosen) == k and bool((chosen.diff() > 0).all()) and 0 <= chosen[0] <= chosen[-1] < len(u)
     else:
-        # Everything larger than the smallest that was chosen, and of those equal to it the first.
+        # Expect all entries above the smallest chosen magnitude, and the first of the entries that are equal to it.
         magnitudes = u.view(torch.int32) & 0x7FFFFFFF
         smallest = magnitudes[chosen].min()
         above, equal = (magnitudes > smallest).nonzero(), (magnitudes == smallest).nonzero()
-        if name in ("torch.topk", "torch.sort", "MSTopK"):  # which of equal ones: not documented, or at random
+        if name in ("torch.topk", "torch.sort", "MSTopK"):  # the choice among equal entries is undocumented or random
             right = len(chosen) == k and len(above) <= k == len(ascending.unique())
         else:
             expected = torch.cat([above, equal[: max(0, len(chosen) - len(above))]]).squeeze(1).sort().values
@@ -137,10 +139,10 @@ def check(name: str, u: Tensor, chosen: Tensor, density: float) -> None:
 
 
 class Step:
-    """One rank's error feedback: adds the gradient to the residual, selects, and takes the entries to send out of it.
+    """One rank's error feedback: adds the gradient to the residual, selects entries, and removes them from it.
 
-    A sparsifier is used as in training: the pass that adds the gradient computes its block statistics, and the payload
-    is encoded. A plain selection gets the density.
+    A sparsifier runs as in training: the pass that adds the gradient computes its block statistics, and the payload is
+    encoded. A plain selection function receives the density.
     """
 
     def __init__(self, grad: Tensor, density: float, select: Select | Sparsifier) -> None:
@@ -162,7 +164,7 @@ class Step:
         return chosen, values
 
     def check(self, name: str) -> None:
-        """Raise unless a step sends the right entries with their values and keeps all others in the residual."""
+        """Exit unless a step sends the right entries and values, and keeps all other entries in the residual."""
         u = self.residual + self.grad
         sent = self()
         if isinstance(self.select, Sparsifier):
@@ -173,11 +175,11 @@ class Step:
         check(name, u, chosen, self.density)
         rest = u.index_fill(0, chosen, 0.0)
         if not torch.equal(decoded, u - rest) or not torch.equal(self.residual, rest):
-            raise SystemExit(f"The step with {name} keeps the wrong rest: no times for that.")
+            raise SystemExit(f"The step with {name} keeps a wrong residual, so nothing is measured.")
 
 
 def sparsifiers(density: float) -> dict[str, Sparsifier]:
-    """Return one of each kind that a method uses, as its first row has it."""
+    """Return one sparsifier of each type that a method uses, with the options of its first row."""
     found = (method(name).compressor for name in reversed(METHODS))
     return {
         type(compressor).__name__: dataclasses.replace(compressor, density=density)
@@ -187,13 +189,13 @@ def sparsifiers(density: float) -> dict[str, Sparsifier]:
 
 
 def selector(name: str, density: float) -> Callable[[Tensor], Tensor]:
-    """Return the selection of a contestant."""
+    """Return the selection function of a method."""
     ours = sparsifiers(density)
     return ours[name].select if name in ours else functools.partial(SELECTIONS[name], density=density)
 
 
 def checked(part: str, names: list[str], data: Tensor, density: float) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield selections of `data`, or whole steps with it, after their check."""
+    """Yield functions that select entries of `data`, or that do whole steps with it, after their check."""
     for name in names:
         with skipped_if_out_of_memory(name):
             if part == "step":
@@ -209,7 +211,7 @@ def checked(part: str, names: list[str], data: Tensor, density: float) -> Iterat
 
 @contextlib.contextmanager
 def skipped_if_out_of_memory(name: str) -> Iterator[None]:
-    """Leave out a contestant for which there is not enough memory."""
+    """Skip a method if there is not enough memory."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -218,7 +220,7 @@ def skipped_if_out_of_memory(name: str) -> Iterator[None]:
 
 
 def in_memory(part: str, data: Tensor, density: float, repetitions: int) -> list[Row]:
-    """Check and time selections of `data`, or whole steps with it, beside reading it once and adding it once."""
+    """Check and time selections of `data`, or whole steps with it, and one pass of reading and of adding it."""
     e = torch.zeros_like(data)
     contestants: dict[str, Callable[[], object]] = {"read (sum)": data.sum, "add_": lambda: e.add_(data)}
     times = in_turns(contestants | dict(checked(part, ON_CPU[part], data, density)), repetitions)
@@ -230,7 +232,7 @@ def in_memory(part: str, data: Tensor, density: float, repetitions: int) -> list
 
 
 def memory(name: str, numel: int, density: float) -> int:
-    """Return how many bytes more than before this process needs at its highest, for its first large selection."""
+    """Return the additional peak memory of this process, in bytes, for its first large selection."""
     u, select = torch.randn(numel), selector(name, density)
     select(torch.randn(70_000))  # starts threads, loads code
     reset_peak()
@@ -242,7 +244,7 @@ def memory(name: str, numel: int, density: float) -> int:
 def on_device(
     numel: int, density: float, repetitions: int, device: str, contestants: Sequence[str] = ON_CUDA
 ) -> list[Row]:
-    """Check and time selections and whole steps, on CUDA, or, within `rehearsal`, on the CPU."""
+    """Check and time selections and whole steps on CUDA, or within `rehearsal` on the CPU."""
     grad = torch.randn(numel, device=device)
     rows: list[Row] = []
 
@@ -267,9 +269,9 @@ def on_device(
 
 
 def compared(rows: list[Row], numel: int, density: float) -> list[Row]:
-    """Add how many floors each took, how many times torch.topk's and TopK's time, and whether limits are kept."""
+    """Add the ratios of each time to the floor, to torch.topk and to TopK, and whether the limits are kept."""
     times = {(row["part"], row["contestant"]): row["ms"] for row in rows}
-    floor = 1.5 * times["copy", "copy_"]  # a copy moves 8 bytes an element, a step at least 12
+    floor = 1.5 * times["copy", "copy_"]  # a copy moves 8 bytes per element, a step at least 12
     for row in rows:
         row["times_floor"] = row["ms"] / floor
         for base in ("torch.topk", "TopK"):
@@ -320,7 +322,7 @@ def figures() -> list[Any]:
 
 
 def measure(part: str, name: str, numel: int, density: float, repetitions: int) -> list[Row]:
-    """Measure one part on the CPU, with an input of `INPUTS`."""
+    """Measure one part on the CPU with an input of `INPUTS`."""
     if part != "memory":
         return in_memory(part, INPUTS[name](numel), density, repetitions)
     names = ON_CPU["selection"]
@@ -332,13 +334,17 @@ def measure(part: str, name: str, numel: int, density: float, repetitions: int) 
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__)
-    parser.add_argument("--numel", type=int, nargs="+", help="default: 1 M, 10 M, 25 M; on CUDA up to 400 M")
+    parser.add_argument(
+        "--numel", type=int, nargs="+", help="numbers of elements. Default: 1 M, 10 M, 25 M; on CUDA up to 400 M"
+    )
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01])
     parts = [*ON_CPU, "memory"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=[*parts, "cuda"])
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--contestants", nargs="+", default=ON_CUDA, choices=ON_CUDA, help="on the GPU, default: all")
-    parser.add_argument("--rehearse", action="store_true", help="run the part for a GPU on the CPU")
+    parser.add_argument(
+        "--contestants", nargs="+", default=ON_CUDA, choices=ON_CUDA, help="only for cuda. Default: all"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="run the part cuda on the CPU")
     args = parser.parse_args()
     torch.manual_seed(0)
     paths = {device: args.out / f"selection_{device}.csv" for device in SIZES}

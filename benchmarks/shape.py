@@ -1,4 +1,4 @@
-"""How many files, classes and calls does a training step take, and how large are they?
+"""Counts the files, classes and calls of a training step, and measures their sizes.
 
     python -m benchmarks.shape                 # this checkout
     python -m benchmarks.shape --package DIR   # the package of another checkout

@@ -1,10 +1,10 @@
-"""What does a step in a Trainer cost between sites that are far from each other?
+"""Measures the time of a Trainer's step between distant sites.
 
-Two workers, each on a host of its own; 100 Mbit/s and a round trip of 50 ms between them; a linear layer of 65,792
-parameters under AdamW, so that waiting is what counts. In each round all contestants have a fit each, in turn, of which
-the mean time of 120 steps counts; then the median of all rounds. The controls "with broadcast" let Lightning broadcast
-in each batch whether rank 0 was told to end (SIGTERM), as it does with its own strategies. Nothing is reported unless
-all workers end with the same weights.
+There are two workers on separate hosts, with 100 Mbit/s and a round trip of 50 ms between them. The model is a linear
+layer of 65,792 parameters under AdamW, so that waiting dominates. In each round, each method runs one fit in turn.
+The result of a fit is the mean time of 120 steps, and the final result is the median of all rounds. With the controls
+"with broadcast", Lightning broadcasts in each batch whether rank 0 received SIGTERM, as it does with its own
+strategies. Nothing is reported unless all workers end with the same weights.
 
     sudo python -m benchmarks.sites
 """
@@ -27,7 +27,7 @@ from lightning_sparse import SparseDDPStrategy
 
 WORKERS, ROUNDS = 2, 5
 WIDTH, BATCH_SIZE = 256, 8
-UNTIMED, TIMED = 10, 120  # steps; 120 hold whole numbers of exchanges of 8 and of 30 steps
+UNTIMED, TIMED = 10, 120  # numbers of steps; 120 is a multiple of 8 and of 30, the steps between exchanges
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "topk": ("topk", {}),
     "topk, every 8": ("topk", {"local_steps": 8}),
@@ -37,7 +37,7 @@ CONTESTANTS = ["ddp", *METHODS, *(f"{name}, with broadcast" for name in METHODS)
 
 
 class Layer(pl.LightningModule):
-    """Pulls its outputs to 0."""
+    """A linear layer that is trained to output 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Layer(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """Takes the time at the start of each batch; may leave SIGTERM to Lightning."""
+    """Records the time at the start of each batch. If `broadcasts`, Lightning handles SIGTERM as in its strategies."""
 
     def __init__(self, broadcasts: bool) -> None:
         self.broadcasts, self.starts = broadcasts, list[float]()
@@ -64,7 +64,7 @@ class Clock(pl.Callback):
 
 
 def work(job: dict[str, Any]) -> None:
-    """Let a rank's contestants take turns; `run_ranks` calls this on each."""
+    """Run the methods in turn. `run_ranks` calls this on each rank."""
     rank = as_if_by_torchrun()
     batches = torch.randn(UNTIMED + TIMED + 1, BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(rank))
     for number in range(ROUNDS):

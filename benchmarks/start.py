@@ -1,8 +1,8 @@
-"""How long does a training over a slow link take to begin?
+"""Measures the time until a training over a slow link begins.
 
-Two workers, each on a host of its own, 100 Mbit/s between them; an MLP of 25.2 M parameters. From the call of `fit` to
-the first batch, before which DistributedDataParallel sends all weights; each contestant once in each of some rounds, in
-turn. Nothing is reported unless all workers start with the same weights.
+There are two workers on separate hosts, with 100 Mbit/s between them, and an MLP of 25.2 M parameters. The time is
+measured from the call of `fit` to the first batch. Before this batch, DistributedDataParallel sends all weights. In
+each round, each method runs once, in turn. Nothing is reported unless all workers start with the same weights.
 
     sudo python -m benchmarks.start
 """
@@ -29,7 +29,7 @@ STARTS = "equal weights", "weights of each rank's own"
 
 
 class Net(pl.LightningModule):
-    """A stack of layers, drawn by a seed."""
+    """A stack of layers, initialised with a seed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
     def on_train_batch_start(self, *_: object) -> int:
-        """Take the time, and end training."""
+        """Record the time and end training."""
         self.first = time.perf_counter()
         return -1
 
 
 def work(job: dict[str, Any]) -> None:
-    """Let a rank's contestants take turns; `run_ranks` calls this on each."""
+    """Run the methods in turn. `run_ranks` calls this on each rank."""
     rank = as_if_by_torchrun()
     for _ in range(ROUNDS):
         for name, exchange in EXCHANGES.items():

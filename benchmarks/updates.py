@@ -1,13 +1,13 @@
-"""Which form of exchanging updates needs the fewest steps? Variants of the rule, each beside its controls.
+"""Compares variants of the rule for exchanging updates, and their controls, by the number of steps to a loss.
 
 The GPT, the data, their order and the schedule are those of `benchmarks.language`, with AdamW. Ranks are threads of
-this process, so that a machine with few cores can train eight of them; what they send to each other is counted, not
-timed. Dense AdamW and one worker alone are the controls, at the same rates.
+this process, so that a machine with few cores can train eight of them. Their bytes are counted, but their communication
+is not timed. The controls are dense AdamW and one worker alone, at the same learning rates.
 
-    python -m benchmarks.updates            # train what `updates.csv` lacks of `TRIED`, in its order
-    python -m benchmarks.updates --figure   # draw, and print steps and losses
+    python -m benchmarks.updates            # do the trainings of `TRIED` that `updates.csv` lacks, in order
+    python -m benchmarks.updates --figure   # draw the figure; print steps and losses
 
-A run of fewer steps than `STEPS` is the start of a training of `STEPS`: its schedule is the same.
+A run of fewer steps than `STEPS` is the start of a training of `STEPS` steps, with the same schedule.
 """
 
 import functools
@@ -38,7 +38,7 @@ from lightning_sparse.momentum import SegmentMoments
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.segment import UpdateSegment
 
-STEPS, EVERY = 1000, 25  # steps of the schedule, and between two evaluations
+STEPS, EVERY = 1000, 25  # steps of the schedule, and steps between evaluations
 BEGUN = 100  # steps of the shortest runs, in which most variants reach the target
 
 PARTS = {
@@ -56,13 +56,13 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Guess(Mean):
-    """The mean, where a rank that has not sent an entry counts with a share of what those sent that have.
+    """A mean that guesses missing entries: if a rank did not send an entry, it counts with a share of the others' mean.
 
-    Its residual keeps the rest, so nothing is lost. The share is what would have fitted its residual best in the last
-    exchanges, by least squares, and travels with its entries.
+    The rank's residual keeps the difference, so nothing is lost. Each rank sends its share with its entries. The share
+    is the least-squares fit of its residual in the last exchanges.
     """
 
-    decay: float = 0.9  # of both sums of the fit, from one exchange to the next
+    decay: float = 0.9  # factor on both sums of the fit at each exchange
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         payload, applied = exchange.compress(u, compressor)
@@ -88,20 +88,20 @@ class Guess(Mean):
 
 
 class Variant(NamedTuple):
-    """A way to make one training of what several ranks' gradients say."""
+    """A variant of data-parallel training."""
 
     method: str = "topk"
-    rule: UpdateRule | None = UpdateRule()  # how updates are exchanged; None exchanges gradients
-    alone: bool = False  # one rank trains, with its share of the data
+    rule: UpdateRule | None = UpdateRule()  # rule for exchanging updates; None exchanges gradients
+    alone: bool = False  # only one rank trains, with its share of the data
     value_format: str = ""
-    aggregator: Aggregator[Any] | None = None  # in place of the method's own
+    aggregator: Aggregator[Any] | None = None  # replaces the method's own
     beta1: float = 0.9
-    root: bool = False  # each rank's update is multiplied with √P
-    payout: float | None = 1.0  # share of what momentum would still deliver; None: rescaled as the update is
-    pays_always: bool = False  # momentum is paid out at any density, and after any number of steps
+    root: bool = False  # multiply each rank's update by √P
+    payout: float | None = 1.0  # share of the unspent momentum in the payout; None: rescaled like the update
+    pays_always: bool = False  # use momentum payout at any density, and with any number of local steps
     weight_decay: float = 0.01
-    decay_outside: bool = False  # weights decay after the exchange, on all ranks alike, and not in the update
-    late: bool = False  # weights change by the mean of the step before: an exchange could go on during the next step
+    decay_outside: bool = False  # apply weight decay after the exchange, equally on all ranks, not in the update
+    late: bool = False  # apply the mean of the previous step, as if the exchange overlapped with the next step
 
 
 DENSE, KEEP = Variant("dense", rule=None), UpdateRule(momentum="keep", rescale=False)
@@ -136,7 +136,7 @@ VARIANTS = {
     "always paid out": Variant(pays_always=True),
     **{f"every {H}, paid out": Variant(rule=UpdateRule(local_steps=H), pays_always=True) for H in (2, 5, 10)},
     **{f"every {H}, not paid out": Variant(rule=UpdateRule(local_steps=H, momentum="keep")) for H in (2, 5, 10)},
-    "int8, every 20": Variant("int8", rule=KEEP.changed(20, "none")),  # as many bytes as topk: local SGD, quantized
+    "int8, every 20": Variant("int8", rule=KEEP.changed(20, "none")),  # quantized local SGD with the same bytes as topk
 }
 
 
@@ -155,7 +155,7 @@ SHORT = ["topk", "every 10, paid out", "late", "neither", "beta1 0.5", "not paid
 SHORT += ["times root P", "masked", "two passes", "gtopk", "oktopk", "scalecom", "gaussiank", "randk"]
 DECAY = ["decay 0.1", "decay 0.1 outside"]
 ROUNDED = [(0.0165, ["bf16 values"]), (0.024, ["8-bit values"]), (0.031, ["4-bit values"]), (0.045, ["2-bit values"])]
-ROUNDED += [(0.0285, ["chunks, 2-bit values"])]  # of about as many bytes
+ROUNDED += [(0.0285, ["chunks, 2-bit values"])]  # about the same number of bytes
 TRIED = [
     Run(variant, workers, density, lr, seed, steps)
     for workers, steps, lr, seeds, density, variants in (
@@ -213,15 +213,15 @@ TRIED = [
     for seed in seeds
     for variant in variants
 ]
-"""What to train, in this order."""
+"""The trainings to do, in this order."""
 
 
 class TrialSegment(UpdateSegment):
-    """A segment whose payout and rescaling are varied as `Variant` says."""
+    """A segment whose payout and rescaling are modified by a `Variant`."""
 
     variant: Variant
     factors: list[float]
-    """Of the rank that keeps them: the mean factor of each rescaling."""
+    """Mean factor of each rescaling, on rank 0."""
 
     def _moments(self, groups: Mapping[int, Any]) -> SegmentMoments:
         moments, share = super()._moments(groups), self.variant.payout
@@ -271,9 +271,9 @@ class Trial(DeltaExchange):
 
 
 def train(run: Run, data: Data) -> list[Row]:
-    """Train with ranks as threads; return what there is to say every `EVERY` steps.
+    """Train with ranks as threads; return a row every `EVERY` steps.
 
-    That is the loss, the bytes that a rank has sent, and the mean factor on the updates since the last time.
+    A row has the loss, a rank's sent bytes, and the mean factor on the updates since the previous row.
     """
     variant, factors = VARIANTS[run.variant], list[float]()
     options: dict[str, Any] = {"value_format": variant.value_format} if variant.value_format else {}
@@ -298,7 +298,7 @@ def train(run: Run, data: Data) -> list[Row]:
         if variant.decay_outside:
             optimizer.register_step_post_hook(decay_all)
         found = Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
-        found.ranks = run.workers  # also where one is alone
+        found.ranks = run.workers  # also if one rank trains alone
         return found
 
     ranks = 1 if variant.alone else run.workers
@@ -309,7 +309,7 @@ def train(run: Run, data: Data) -> list[Row]:
 
 
 def steps_to(curve: pd.DataFrame, target: float = TARGET) -> float:
-    """Return after how many steps a curve reaches a loss, by linear interpolation; NaN if it does not."""
+    """Return the number of steps at which a curve reaches a loss, by linear interpolation; NaN if it does not."""
     below = curve["val_loss"].to_numpy() <= target
     if not below.any():
         return math.nan
@@ -319,9 +319,9 @@ def steps_to(curve: pd.DataFrame, target: float = TARGET) -> float:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Return steps to the target, the last loss, and the share of dense fp32 all-reduce's bytes, of each run.
+    """Return, for each run: steps to the target, final loss, and bytes in per cent of a dense fp32 all-reduce.
 
-    Longer runs are listed beside shorter ones of as many ranks, too, as they were after as many steps.
+    A longer run is also listed with shorter runs of the same number of ranks, with its values after their steps.
     """
     rows = []
     dense = 2 * 4 * sum(param.numel() for param in GPT(context=LENGTH).parameters())
@@ -378,7 +378,7 @@ if __name__ == "__main__":
     args = results.command_line(__doc__).parse_args()
     path = args.out / "updates.csv"
     if not args.figure:
-        torch.set_num_threads(1)  # ranks run side by side
+        torch.set_num_threads(1)  # ranks run in parallel
         data = text(LENGTH, VAL_SEQUENCES)
         results.save_each(path, results.missing(results.load(path), TRIED), lambda run: train(run, data), digits=7)
     table = results.load(path)

@@ -1063,9 +1063,21 @@ def robust() -> str:
     return table(["", *places], ([name, *(f"{found[(name, *at)]:.0f}" for at in places.values())] for name in names))
 
 
+def capital(sentence: str) -> str:
+    """Return a sentence with a capital letter, unless it begins with a letter of a formula."""
+    return sentence[0].upper() + sentence[1:] if sentence[1].isalpha() else sentence
+
+
 def verdict(name: str) -> str:
-    """Whether a paper's finding held, in a sentence."""
-    return f"**{finding(name).verdict(load(finding(name).path(ROOT / 'benchmarks' / 'results')))}**\n"
+    """Whether a paper's finding held: a list of sentences after each "Held here" or "Did not hold here"."""
+    said = finding(name).verdict(load(finding(name).path(ROOT / "benchmarks" / "results")))
+    lines = []
+    for part in re.split(r"(Held here|Did not hold here): ", said)[1:]:
+        if part in ("Held here", "Did not hold here"):
+            lines += ["", f"**{part}:**", ""]
+        else:
+            lines += [f"- {capital(sentence)}" for sentence in re.split(r"(?<=\.) (?=[A-Z])", part.strip())]
+    return "\n".join(lines[1:]) + "\n"
 
 
 def memsgd_errors() -> str:

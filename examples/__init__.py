@@ -1,1 +1,1 @@
-"""Small trainings that show how the package is used."""
+"""Small training scripts that show how to use the package."""

@@ -1,11 +1,12 @@
-"""Train over a slow link with stock DDP and with top-k, and compare the seconds. This is what `make demo` runs.
+"""Train over a slow link with top-k and with stock DDP, and compare the training times. `make demo` runs this script.
 
 python examples/demo.py
 
-Two workers train a convolutional network of 2.1 million parameters on handwritten digits with AdamW, first with
-strategy="topk_ddp", then with strategy="ddp", each until the test loss is below 0.2 or a minute of training has
-passed. The link between them has 100 Mbit/s: with root on Linux each worker runs in a network namespace of its own,
-and `tc` shapes the link; without, after each backward pass a worker waits for as long as its bytes would take.
+Two workers train a convolutional network of 2.1 million parameters on handwritten digits with AdamW. They train first
+with strategy="topk_ddp" and then with strategy="ddp". Each training ends when the test loss is below 0.2, or after one
+minute. The link between the workers has 100 Mbit/s. With root on Linux, each worker runs in a separate network
+namespace, and `tc` shapes the link. Otherwise the link is emulated: after each backward pass, a worker waits for the
+time that its bytes would take.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ try:
     from benchmarks.harness.shaped_links import bits_per_second, missing
 except ImportError as error:
     raise SystemExit(
-        f"The demo needs benchmarks/harness beside examples/, and the extra `examples`: run it from a checkout of the "
-        f"repository, by `make demo`. ({error})"
+        f"The demo needs the folder benchmarks/harness and the extra `examples`: run `make demo` in a clone of the "
+        f"repository. ({error})"
     ) from error
 
 RATE, TARGET, WORKERS = "100mbit", 0.2, 2
 LIMIT = 60.0
-"""Seconds of training after which a run ends without having reached `TARGET`."""
+"""Seconds of training after which a run ends even if it has not reached `TARGET`."""
 PATIENCE = 600.0
-"""Seconds without a new point after which the workers count as hung; a busy machine starts them slowly."""
+"""Seconds without a new point after which the workers count as hung. A busy machine starts them slowly."""
 EVERY = 5
-"""Steps between two tests."""
+"""Number of steps between tests."""
 BATCH, LEARNING_RATE = 32, 0.004
-"""Examples per worker and step, and the rate. Of 0.0005, 0.001, 0.002 and 0.004 it is the best for both strategies."""
+"""Examples per worker and step, and the learning rate: for both strategies the best of 0.0005, 0.001, 0.002, 0.004."""
 SEED = 0
-"""Of the seeds 0 to 4 one at which both strategies take their median number of steps."""
+"""One of the seeds 0 to 4. With it, both strategies take their median number of steps."""
 STRATEGIES = OURS, STOCK = "topk_ddp", "ddp"
 
 Curve = list[dict[str, float]]
 
 
-# One worker. Lightning is imported here only, so that the program that shows the curves starts at once.
+# The worker. Lightning is imported only here, so that the program that shows the curves starts at once.
 
 
 def train(job: dict[str, Any]) -> None:
-    """Train as one worker with the strategy that the job names, and report the test loss over time."""
+    """Train as one worker with the job's strategy, and report the test loss over time."""
     import pytorch_lightning as pl
     import torch
     from pytorch_lightning.loggers import TensorBoardLogger
@@ -78,7 +79,7 @@ def train(job: dict[str, Any]) -> None:
             return torch.optim.AdamW(self.parameters(), LEARNING_RATE)
 
     class Clock(pl.Callback):
-        """Counts the seconds of training, without those of tests, and ends it when the loss is low enough."""
+        """Counts the seconds of training without tests, and ends training when the loss is low enough."""
 
         seconds = 0.0
 
@@ -101,7 +102,7 @@ def train(job: dict[str, Any]) -> None:
                 return
             self.seconds += time.perf_counter() - self.started
             loss = self.test(trainer, module)
-            # All workers have the same weights, but clocks of their own.
+            # All workers have the same weights, but different clocks.
             late = trainer.strategy.broadcast(self.seconds > LIMIT)
             trainer.should_stop = loss < TARGET or late or not math.isfinite(loss)
             trainer.strategy.barrier()
@@ -118,7 +119,7 @@ def train(job: dict[str, Any]) -> None:
 
     quiet()
     torch.set_num_threads(1)
-    # As torchrun does it, with one worker on each node.
+    # Set the variables that torchrun would set with one worker per node.
     os.environ |= {"TORCHELASTIC_RUN_ID": "demo", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"GROUP_RANK": os.environ["RANK"], "NODE_RANK": os.environ["RANK"]}
     pl.seed_everything(SEED, verbose=False)
@@ -139,16 +140,16 @@ def train(job: dict[str, Any]) -> None:
     trainer.fit(Digits(), torch.utils.data.DataLoader(data, BATCH, shuffle=True, drop_last=True))
 
 
-# The program that starts the workers and shows their curves.
+# The main program, which starts the workers and shows their curves.
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Print to stderr, so that the first sentence on stdout is what was gained."""
+    """Print to stderr, so that stdout starts with the result."""
     print(text, end=end, file=sys.stderr, flush=True)
 
 
 class View:
-    """Shows test loss against seconds as it comes: a chart in a terminal, otherwise a line per test."""
+    """Shows test loss against seconds during training: as a chart in a terminal, otherwise as one line per test."""
 
     ROWS = 14
 
@@ -170,7 +171,7 @@ class View:
             show(text.format(strategy, **point))
 
     def chart(self, width: int) -> list[str]:
-        """Return the chart's lines: loss from 3 down to 0.1, logarithmic, and seconds."""
+        """Return the chart's lines: logarithmic loss from 3 down to 0.1, against seconds."""
         end = max(10.0, *(point["seconds"] for curve in self.curves.values() for point in curve))
         grid = [[" "] * width for _ in range(self.ROWS)]
         for strategy, curve in self.curves.items():
@@ -190,12 +191,12 @@ class View:
 
 
 def reached(curve: Curve) -> float | None:
-    """Return the seconds at which a curve fell below the target, None if it did not."""
+    """Return the seconds at which a curve falls below the target, or None if it does not."""
     return next((point["seconds"] for point in curve if point["loss"] < TARGET), None)
 
 
 def verdict(curves: dict[str, Curve], emulated: bool) -> str:
-    """Return in one sentence what was gained."""
+    """Return the result in one sentence."""
     ours, stock = (reached(curves[name]) for name in STRATEGIES)
     link = f"over {'an emulated' if emulated else 'a'} {bits_per_second(RATE) / 1e6:.0f} Mbit/s link"
     if ours is None and stock is None:
@@ -239,42 +240,42 @@ def stop(number: int, frame: Any) -> None:
 
 
 def main() -> None:
-    """Train twice, live, and say what was gained."""
+    """Train with both strategies, show their curves, and print the result."""
     if sys.argv[1:] and sys.argv[1].startswith("{"):  # started by `launch`
         train(json.loads(sys.argv[1]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log-dir", type=Path, default=Path("runs/demo"), help="folder for metrics and the figure")
-    parser.add_argument("--emulate", action="store_true", help="emulate the link even where one can be shaped")
+    parser.add_argument("--emulate", action="store_true", help="emulate the link even if it could be shaped")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, stop)
-    reason = "asked for by --emulate" if args.emulate else missing()
+    reason = "requested by --emulate" if args.emulate else missing()
     show(f"2.1 million parameters, {WORKERS} workers, {bits_per_second(RATE) / 1e6:.0f} Mbit/s between them.")
     if reason:
         show(
-            f"The link is EMULATED ({reason}): after each backward pass a worker waits for as long as the bytes\n"
-            f"that it sends in this step would take on such a link, with either strategy."
+            f"The link is EMULATED ({reason}): with both strategies, a worker waits after each backward pass\n"
+            f"for the time that the bytes of this step would take on such a link."
         )
     view = View()
     for old in (file for name in STRATEGIES for file in (args.log_dir / name).glob("events.out.tfevents.*")):
-        old.unlink()  # TensorBoard would join this run's curves with the last one's
+        old.unlink()  # TensorBoard would join this run's curves with the previous run's
     try:
         with hosts(WORKERS, "loopback" if reason else RATE, calibrate=False) as where:
             for name in STRATEGIES:
                 job = {"strategy": name, "emulated": bool(reason), "log_dir": str(args.log_dir.resolve())}
                 if not sys.stderr.isatty():
-                    show(f'strategy="{name}": the workers start ...')
+                    show(f'strategy="{name}": starting the workers ...')
                 try:
                     for point in launch("examples.demo", job, where, WORKERS, PATIENCE):
                         view.add(name, point)
                 except RanksFailed as error:
                     raise SystemExit(f"strategy={name!r} failed: {error}") from None
                 if name not in view.curves:
-                    raise SystemExit(f"strategy={name!r} reported nothing.")
+                    raise SystemExit(f"strategy={name!r} reported no result.")
     except KeyboardInterrupt:
         raise SystemExit("\nStopped; workers and links are removed.") from None
     print(verdict(view.curves, bool(reason)))
-    print("Seconds count training only, not the start of the workers and not the tests.")
+    print("Times include training only, not the start of the workers and the tests.")
     draw(view.curves, bool(reason), args.log_dir / "demo.png")
     print(f"tensorboard --logdir {args.log_dir}")
 

@@ -1,25 +1,25 @@
-"""Train the digits so that a worker, or a whole node, may die: torchrun starts again, and the run goes on.
+"""Elastic training on the digits: if a worker or a whole node fails, torchrun restarts it and training continues.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py
 
-A killed worker ends the others within seconds, torchrun starts all of them again, and they go on from `last.ckpt` in
-`--folder`: same step, same data, same residuals. Run the line again after a Ctrl-C, or with another number of workers,
-and it goes on, too. (The variable gives each attempt a store of its own. Without it new workers may find the addresses
-of dead ones there and fail once more, which costs a restart: pytorch issue 135712.)
+If a worker is killed, the others end within seconds, and torchrun restarts all of them. They continue from `last.ckpt`
+in `--folder` with the same step, data and residuals. You can also run the command again after a Ctrl-C, or with another
+number of workers. (The variable gives each attempt a separate store. Without it, new workers may read the addresses of
+dead workers from the store and fail again, which costs a restart: pytorch issue 135712.)
 
-With one or two nodes, on each of them:
+With one or two nodes, run on each of them:
 
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 \
         --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29400 \
         --rdzv-conf last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3 examples/elastic.py
 
-If the second node goes, the first goes on alone after about 10 s, and takes it in again when it comes back. (Without
-the first one there is nowhere to meet: let `--rdzv-endpoint` be on a machine that lasts.) The folder must be one that
-all nodes see.
+If the second node fails, the first continues alone after about 10 s, and accepts the second again when it returns. (If
+the first node fails, the nodes cannot find each other, so choose a reliable machine for `--rdzv-endpoint`.) All nodes
+must have access to the folder.
 
-A step trains on the same digits however many workers share them, so the learning rate need not change. What error
-feedback keeps survives as well: of the residuals the mean over the workers stays what it was.
+A step trains on the same digits for any number of workers, so the learning rate need not change. Error feedback is
+preserved too: the mean of the residuals over the workers does not change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-# The script's own folder is on the path when it runs as a script, the folder above is not.
+# Python adds the script's folder to the path, but not its parent folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.data import Digits
@@ -49,10 +49,10 @@ from examples.train import make_strategy, quiet, say
 
 
 class Shares:
-    """Endless batches: in each step the next `batch_size` samples in shuffled order, of which this worker gets a part.
+    """Endless batches: each step uses the next `batch_size` samples in shuffled order, and this worker gets its share.
 
-    The order is a function of the step alone. So there is nothing to save about it, and a run that resumes goes on with
-    the digits that come next, whatever the number of workers.
+    The order depends only on the step. So no state needs to be saved, and a resumed run continues with the next digits
+    for any number of workers.
     """
 
     def __init__(self, samples: int, batch_size: int, trainer: pl.Trainer) -> None:
@@ -68,20 +68,20 @@ class Shares:
 
 
 class ElasticDigits(Digits):
-    """The digits, where `batch_size` is that of all workers together."""
+    """The digits, with `batch_size` as the total of all workers."""
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return this worker's share, from the present step on."""
+        """Return this worker's share of the batches, from the current step."""
         assert self.trainer is not None
         return DataLoader(self.train_set, batch_sampler=Shares(len(self.train_set), self.batch_size, self.trainer))  # type: ignore[arg-type]
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint that can be read: what was being written when a process was killed may be torn."""
+    """Return the newest readable checkpoint. If a process was killed during a write, that file may be incomplete."""
     steps = {}
     for path in (folder / "last.ckpt", *folder.glob("step=*.ckpt")):
         with contextlib.suppress(OSError, EOFError, RuntimeError, pickle.UnpicklingError):
-            # The numbered one is written first, so a process that is killed in between leaves an older last.ckpt.
+            # The numbered file is written first, so a process that is killed in between leaves an older last.ckpt.
             steps[path] = torch.load(path, map_location="cpu", weights_only=True)["global_step"]
     return max(steps, key=steps.__getitem__, default=None)
 
@@ -97,27 +97,27 @@ def train(
     seed: int = 0,
     callbacks: Sequence[pl.Callback] = (),
 ) -> float:
-    """Train, or go on training, and return the accuracy on the held-out digits.
+    """Train, or resume training, and return the accuracy on the held-out digits.
 
     Args:
-        folder: where the checkpoints are, on all nodes.
-        strategy: name of a strategy, or one.
+        folder: folder of the checkpoints, accessible to all nodes.
+        strategy: a strategy or its name.
         density: fraction of gradient entries to send.
-        steps: of the whole run.
-        every: how many steps lie between checkpoints.
-        batch_size: images per step, all workers together.
-        seed: of the initial weights.
-        callbacks: further ones.
+        steps: number of steps of the whole run.
+        every: number of steps between checkpoints.
+        batch_size: total number of images per step.
+        seed: seed of the initial weights.
+        callbacks: further callbacks.
     """
     pl.seed_everything(seed, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
-        # What torchrun has agreed on this time.
+        # The numbers that torchrun determined for this attempt.
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         strategy=make_strategy(strategy, density) if isinstance(strategy, str) else strategy,
         max_steps=steps,
-        # While the new one is written there is the numbered one before, and while that goes there is last.ckpt.
+        # While a checkpoint is written, the previous numbered file exists. While that is deleted, last.ckpt exists.
         callbacks=[
             ModelCheckpoint(
                 folder, "{step}", monitor="step", mode="max", save_last=True, every_n_train_steps=every, verbose=False
@@ -133,7 +133,7 @@ def train(
     checkpoint = newest(folder)
     say(
         f"Attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, {trainer.world_size} workers: "
-        + (f"going on from {checkpoint.name}" if checkpoint else "starting afresh")
+        + (f"resuming from {checkpoint.name}" if checkpoint else "starting from scratch")
     )
     model, data = OneCycleClassifier(ResNet20(in_channels=1)), ElasticDigits(batch_size)
     trainer.fit(model, data, ckpt_path=checkpoint)
@@ -142,15 +142,17 @@ def train(
 
 
 def main() -> None:
-    """Read the command line and train."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--strategy", default="topk_ddp", help="name of a strategy, default topk_ddp")
+    parser.add_argument("--strategy", default="topk_ddp", help="name of a strategy. Default: topk_ddp")
     parser.add_argument("--density", type=float, default=0.01, help="fraction of gradient entries to send")
-    parser.add_argument("--steps", type=int, default=400, help="of the whole run, default 400")
-    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints, default 20")
-    parser.add_argument("--folder", type=Path, default=Path("runs/elastic"), help="default runs/elastic")
+    parser.add_argument("--steps", type=int, default=400, help="number of steps of the whole run. Default: 400")
+    parser.add_argument("--every", type=int, default=20, help="number of steps between checkpoints. Default: 20")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/elastic"), help="folder of the checkpoints. Default: runs/elastic"
+    )
     args = parser.parse_args()
     quiet()
     density = None if args.strategy == "ddp" else args.density

@@ -1,8 +1,8 @@
-"""Train a ResNet-20 on handwritten digits, over several processes on this machine.
+"""Train a ResNet-20 on handwritten digits, with several processes on this machine.
 
     python examples/train.py --strategy gaussiank_ddp --density 0.01 --devices 2
 
-`--strategy` is all that changes between dense and compressed training.
+Dense and compressed training differ only in `--strategy`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.utilities import rank_zero_only
 
-# The script's own folder is on the path when it runs as a script, the folder above is not.
+# Python adds the script's folder to the path, but not its parent folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lightning_sparse
@@ -30,15 +30,15 @@ from examples.models import OneCycleClassifier, ResNet20
 
 
 class StepCost(pl.Callback):
-    """Logs after every epoch what a step costs a worker, as the mean over the workers.
+    """Logs the cost of a step after every epoch, as the mean over the workers.
 
-    "step/seconds" is the median time from the start of a batch to its end: forward, backward, exchange, optimizer.
-    "step/bytes" is what it puts on the wire. Stock DDP does not count; there it is the volume of a ring
-    all-reduce, 2(P - 1)/P times the gradient, with P workers.
+    The time "step/seconds" is the median from the start to the end of a batch: forward, backward, exchange, optimizer.
+    The volume "step/bytes" is the number of bytes that a worker sends. Stock DDP does not count bytes. Its volume is
+    that of a ring all-reduce with P workers, 2(P - 1)/P times the gradient.
     """
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start to count."""
+        """Start counting."""
         self.seconds: list[float] = []
         self.sent_before = sent_bytes(trainer)
 
@@ -61,15 +61,15 @@ class StepCost(pl.Callback):
 
 
 def sent_bytes(trainer: pl.Trainer) -> int:
-    """Return the bytes that this worker has put on the wire so far, 0 with a strategy that does not count."""
+    """Return the bytes that this worker has sent so far; 0 with a strategy that does not count them."""
     strategy = trainer.strategy
     return strategy.reducer.comm.sent_bytes if isinstance(strategy, lightning_sparse.SparseDDPStrategy) else 0
 
 
 def make_strategy(name: str, density: float | None = None) -> str | DDPStrategy:
-    """Return what `Trainer(strategy=...)` takes.
+    """Return an argument for `Trainer(strategy=...)`.
 
-    Without a density the name is enough. With one it takes an object, here the one that the name stands for.
+    Without a density, the name is enough. With a density, the result is a strategy object for the name.
     """
     if density is None:
         return name
@@ -77,7 +77,7 @@ def make_strategy(name: str, density: float | None = None) -> str | DDPStrategy:
         raise ValueError(f"strategy={name!r} is not known; choose from {', '.join(sorted(StrategyRegistry))}.")
     entry = StrategyRegistry[name]
     if not issubclass(entry["strategy"], lightning_sparse.SparseDDPStrategy):
-        raise ValueError(f"strategy={name!r} sends everything; a density goes with those of lightning_sparse only.")
+        raise ValueError(f"strategy={name!r} is dense; only strategies of lightning_sparse have a density.")
     strategy: DDPStrategy = entry["strategy"](**entry["init_params"], density=density)
     return strategy
 
@@ -96,19 +96,19 @@ def train(
     progress: bool = False,
     **trainer_options: Any,
 ) -> dict[str, float]:
-    """Train once and return what was logged last, "val/accuracy" and `StepCost`'s figures among it.
+    """Train once, and return the last logged values, including "val/accuracy" and those of `StepCost`.
 
     Args:
         strategy: name or object, as for the Trainer.
-        devices: number of workers, each a process.
-        epochs: passes over the training digits.
-        batch_size: images per worker and step.
-        max_lr: top of the learning rate's cycle.
-        momentum: of SGD.
-        seed: of the initial weights and of the order of the data.
-        fold: which fifth of the digits is held out.
-        log_dir: folder for one CSV file of metrics; None logs nothing.
-        progress: show a progress bar and a summary of the model.
+        devices: number of worker processes.
+        epochs: number of passes over the training digits.
+        batch_size: number of images per worker and step.
+        max_lr: highest learning rate of the cycle.
+        momentum: momentum of SGD.
+        seed: seed of the initial weights and of the order of the data.
+        fold: number of the fold for validation.
+        log_dir: folder for a CSV file of metrics; None logs nothing.
+        progress: whether to show a progress bar and a summary of the model.
         **trainer_options: further options of the Trainer.
     """
     pl.seed_everything(seed, workers=True, verbose=False)
@@ -132,24 +132,24 @@ def train(
 
 
 def quiet() -> None:
-    """Drop Lightning's notices that say nothing about this training; other warnings and all errors stay."""
-    # Where `lightning` is installed too, whichever of the two was imported last writes the other's notices.
+    """Suppress Lightning's notices that are irrelevant for this training. Other warnings and all errors remain."""
+    # If `lightning` is installed too, the namespace that was imported last writes the notices.
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric", "lightning_sparse"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # The digits are in memory already: worker processes would only copy them about.
+    # The digits are already in memory, so worker processes would only copy them.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    # Lightning's own affair with torch.
+    # This warning concerns only Lightning and torch.
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
 
 
 @rank_zero_only
 def say(text: str) -> None:
-    """Print, on the first worker only."""
+    """Print on the first worker only."""
     print(text, flush=True)
 
 
 def main() -> None:
-    """Read the command line and train."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -158,14 +158,14 @@ def main() -> None:
         default="gaussiank_ddp",
         help="name of a strategy: ddp, or <method>_ddp with one of " + ", ".join(lightning_sparse.METHODS),
     )
-    parser.add_argument("--density", type=float, help="fraction of gradient entries to send, default 0.001")
-    parser.add_argument("--devices", type=int, default=2, help="number of worker processes, default 2")
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the data, default 6")
-    parser.add_argument("--batch-size", type=int, default=16, help="images per worker and step, default 16")
-    parser.add_argument("--lr", type=float, default=0.1, help="top of the learning rate's cycle, default 0.1")
-    parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD, default 0.9")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order, default 0")
-    parser.add_argument("--log-dir", default="runs/train", help="folder for the metrics, default runs/train")
+    parser.add_argument("--density", type=float, help="fraction of gradient entries to send. Default: 0.001")
+    parser.add_argument("--devices", type=int, default=2, help="number of worker processes. Default: 2")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the data. Default: 6")
+    parser.add_argument("--batch-size", type=int, default=16, help="images per worker and step. Default: 16")
+    parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate of the cycle. Default: 0.1")
+    parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD. Default: 0.9")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order. Default: 0")
+    parser.add_argument("--log-dir", default="runs/train", help="folder for the metrics. Default: runs/train")
     args = parser.parse_args()
     try:
         strategy = make_strategy(args.strategy, args.density)

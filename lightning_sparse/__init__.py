@@ -1,6 +1,6 @@
 """Communication-efficient data-parallel training for PyTorch Lightning.
 
-import lightning_sparse  # makes the strategy names known
+import lightning_sparse  # registers the strategy names
 Trainer(strategy="gaussiank_ddp")
 """
 

@@ -2,7 +2,7 @@
 
 import sys
 
-if __name__ == "__main__":  # not in the processes that a `_spawn` strategy starts
+if __name__ == "__main__":  # False in the processes that a `_spawn` strategy starts
     if sys.argv[1:2] == ["advise"]:
         from lightning_sparse.advise import main as advise
 

@@ -1,7 +1,7 @@
-"""What differs between versions of torch and Lightning, and what of theirs is private: asked for here and nowhere else.
+"""The only module that uses private or version-dependent APIs of torch and Lightning.
 
-Each entry says which versions it is about. tests/test_compat.py has a test for each, and `make matrix` runs them with
-the oldest and the newest versions that are supported.
+Each entry names the versions that it applies to. It has a test in tests/test_compat.py. `make matrix` runs these tests
+with the oldest and the newest supported versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Gathers every rank's tensor into one. New in torch 2.13, where `all_gather_into_tensor` became deprecated."""
+"""Gathers every rank's tensor into one tensor. New in torch 2.13, which deprecates `all_gather_into_tensor`."""
 
 
 def default_store() -> Any:
@@ -31,14 +31,14 @@ def default_store() -> Any:
 
 
 def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group of a parent's ranks under a name of our own. Private in torch 2.8 to 2.15.
+    """Create a process group of a parent's ranks under the given name. Private in torch 2.8 to 2.15.
 
-    `torch.distributed.new_group` names a group by the number of groups that a rank has made before; if ranks differ in
-    that, they wait for each other under different names until the timeout.
+    `torch.distributed.new_group` derives a group's name from the number of groups that a rank has created before. If
+    ranks differ in this number, they wait for each other under different names until the timeout.
 
-    Over NCCL its kernels come before those of backward that wait for room on the device, as ours do, and it connects
-    anew: a default group with a device bound to it would split its communicator, for which all of its ranks must call,
-    and nothing may be under way in it.
+    With NCCL, the group's kernels have a higher priority than kernels of backward that wait for the device, as this
+    package's kernels have. The group creates a new communicator. If the default group is bound to a device, it would
+    split its communicator instead. A split requires a call on all of its ranks, and no pending collective.
     """
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
@@ -68,14 +68,14 @@ def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) ->
 
 
 def is_open(group: dist.ProcessGroup) -> bool:
-    """Return whether a process group has not been destroyed. Private in torch 2.8 to 2.15."""
+    """Return whether a process group still exists. Private in torch 2.8 to 2.15."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map  # type: ignore[attr-defined]
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend that carries a device's tensors, such as "gloo". Private in torch 2.8 to 2.15.
+    """Return the name of a group's backend for tensors of a device, such as "gloo". Private in torch 2.8 to 2.15.
 
-    `dist.get_backend` names one backend for a whole group, which may have one for each kind of device.
+    `dist.get_backend` returns one name for the whole group, which may have a backend for each type of device.
     """
     return str(group._get_backend(device).name())
 
@@ -83,20 +83,20 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def compares_collectives(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether torch compares the operations of a group's ranks, as with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
-    It counts them, point-to-point operations, too. Private in torch 2.8 to 2.15.
+    In this mode torch counts all operations, including point-to-point operations. Private in torch 2.8 to 2.15.
     """
     wrapper = getattr(dist.distributed_c10d, "_ProcessGroupWrapper", None)  # type: ignore[attr-defined]
     return wrapper is not None and isinstance(group._get_backend(device), wrapper)
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return how long a group's collectives wait for a device's tensors. Private in torch 2.8 to 2.15."""
+    """Return the timeout of a group's collectives for tensors of a device. Private in torch 2.8 to 2.15."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call a function when the backward pass that is running ends. Private in torch 2.8 to 2.15.
+    """Make autograd call a function at the end of the running backward pass. Private in torch 2.8 to 2.15.
 
     Raises:
         RuntimeError: no backward pass is running.
@@ -105,55 +105,55 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def ddp_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters of which DDP exchanges gradients. Private in torch 2.8 to 2.15."""
+    """Return the parameters whose gradients DDP exchanges. Private in torch 2.8 to 2.15."""
     return list(ddp._module_parameters)
 
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
-    """Return the states of the communication hooks that Python registered on a model. Private in torch 2.8 to 2.15."""
+    """Return the states of a model's communication hooks that are Python functions. Private in torch 2.8 to 2.15."""
     return [state for _, state in ddp._comm_hooks]
 
 
 def hook_name(ddp: DistributedDataParallel) -> str | None:
-    """Return the name of a model's communication hook, Python's or torch's own. Private in torch 2.8 to 2.15."""
+    """Return the name of a model's communication hook, in Python or built into torch. Private in torch 2.8 to 2.15."""
     name: str | None = ddp._get_ddp_logging_data().get("comm_hook")
     return name
 
 
 def have_hooks_called(optimizer: Optimizer) -> None:
-    """Have torch call hooks around an optimizer's steps now. Private in torch 2.8 to 2.15.
+    """Make torch call hooks around an optimizer's steps from now on. Private in torch 2.8 to 2.15.
 
-    A wrapper's constructor may leave that to the first `zero_grad`, and a schedule may hold its `step` from before.
+    A wrapper's constructor may defer this to the first `zero_grad`, and a schedule may hold the `step` from before.
     """
     optimizer._patch_step_function()  # type: ignore[no-untyped-call]
     step = optimizer.step
     if not getattr(step, "hooked", False):
         own: Any = Optimizer.profile_hook_step(lambda _, *args, **kwargs: step(*args, **kwargs))
-        # A schedule has marked the `step` that it holds, and warns if the mark is gone.
+        # A schedule marks the `step` that it holds, and warns if the mark is missing.
         own.__dict__.update(getattr(step, "__dict__", {}), hooked=True)
         optimizer.step = MethodType(own, optimizer)  # type: ignore[method-assign]
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return what is called after an optimizer's steps. Private in torch 2.8 to 2.15."""
+    """Return the hooks that are called after an optimizer's steps. Private in torch 2.8 to 2.15."""
     return list(optimizer._optimizer_step_post_hooks.values())  # type: ignore[attr-defined]
 
 
 def register_first(optimizer: Optimizer, hook: Callable[..., Any]) -> RemovableHandle:
-    """Have a hook called after an optimizer's steps, before those registered so far. Private in torch 2.8 to 2.15."""
+    """Register a hook that runs after an optimizer's steps, before all earlier hooks. Private in torch 2.8 to 2.15."""
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Call an optimizer's step, but no hooks, global ones neither. Private in torch 2.8 to 2.15."""
+    """Call an optimizer's step without its hooks and without global hooks. Private in torch 2.8 to 2.15."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def collectives_so_far() -> int:
-    """Return how many collectives the default process group has been asked for. Private in torch 2.8 to 2.15."""
+    """Return the number of collectives that the default process group has started. Private in torch 2.8 to 2.15."""
     world: Any = dist.group.WORLD if dist.is_initialized() else None
     return 0 if world is None else int(world._get_sequence_number_for_group())
 
@@ -169,31 +169,31 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def gradient_hooks(param: Tensor) -> list[Callable[..., Any]]:
-    """Return what is called when a parameter's gradient has been accumulated. Private in torch 2.8 to 2.15."""
+    """Return the hooks that run after a parameter's gradient is accumulated. Private in torch 2.8 to 2.15."""
     return list((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer calls hooks; one that only looks like an optimizer has none."""
+    """Return whether an optimizer calls hooks. An object that only resembles an optimizer does not."""
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def in_ddp_forward() -> bool:
-    """Return whether a DistributedDataParallel is in its forward pass. Private in torch 2.8 to 2.15, and may go."""
+    """Return whether a DistributedDataParallel is in its forward pass. Private in torch 2.8 to 2.15; may be removed."""
     active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
     return active is not None and active() is not None
 
 
 def version(tensor: Tensor) -> int:
-    """Return a number that grows whenever a tensor is changed in place."""
+    """Return a number that increases whenever a tensor is changed in place."""
     number: int = tensor._version
     return number
 
 
 def step_depth(optimizer: Optimizer) -> int:
-    """Return how many steps of an optimizer with hooks are under way: its own, and that of a class it derives from.
+    """Return the number of nested `step` calls of an optimizer: its own, and that of a base class.
 
-    Torch calls hooks around `step` of each class of which there is an instance. Private in torch 2.8 to 2.15.
+    Torch calls hooks around the `step` of each class that has an instance. Private in torch 2.8 to 2.15.
     """
     depth, frame = 0, sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -203,18 +203,18 @@ def step_depth(optimizer: Optimizer) -> int:
 
 
 def delayed_parameters(ddp: DistributedDataParallel) -> Any:
-    """Return the parameters that DDP reduces without its hook, if any. Private in torch 2.8 to 2.15, and may go."""
+    """Return the parameters that DDP reduces without its hook, if any. Private in torch 2.8 to 2.15; may be removed."""
     return getattr(ddp, "_delay_all_reduce_params", None)
 
 
 def ddp_options(strategy: Any) -> dict[str, Any]:
-    """Return what a DDPStrategy passes on to DistributedDataParallel. Private in Lightning 2.5 and 2.6."""
+    """Return the options that a DDPStrategy passes to DistributedDataParallel. Private in Lightning 2.5 and 2.6."""
     options: dict[str, Any] = strategy._ddp_kwargs
     return options
 
 
 def pending_error(io: Any) -> Future[BaseException | None] | None:
-    """Return a future of AsyncCheckpointIO's error, set once its saves so far have ended; None if there are none.
+    """Return a future for AsyncCheckpointIO's error that is set when all current saves have ended; None without saves.
 
     Its executor has one thread, so jobs end in the order of submission. Private in Lightning 2.5 and 2.6.
     """
@@ -223,28 +223,29 @@ def pending_error(io: Any) -> Future[BaseException | None] | None:
 
 
 def steps_taken(trainer: Any) -> int:
-    """Return the number of batches after which an optimizer has stepped, as Lightning's loggers count.
+    """Return the number of batches after which an optimizer stepped, the step number of Lightning's loggers.
 
-    Private in Lightning 2.5 and 2.6; `trainer.global_step` counts the steps of every optimizer.
+    Private in Lightning 2.5 and 2.6. In contrast, `trainer.global_step` counts the steps of every optimizer.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def logs_next_step(trainer: Any) -> bool:
-    """Return whether Lightning's loggers record the step that begins. Private in Lightning 2.5 and 2.6."""
+    """Return whether Lightning's loggers record the next step. Private in Lightning 2.5 and 2.6."""
     return bool(trainer._logger_connector.should_update_logs)
 
 
 def accumulates(trainer: Any) -> bool:
-    """Return whether the batch that begins ends without an optimizer step. Private in Lightning 2.5 and 2.6."""
+    """Return whether the next batch ends without an optimizer step. Private in Lightning 2.5 and 2.6."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None]) -> Callable[[], None]:
-    """Have Lightning call another function on SIGTERM than its own, and return what undoes that.
+    """Replace the function that Lightning calls on SIGTERM, and return a function that undoes this.
 
-    Its own is a collective in Lightning 2.6, and so is how it learns in each batch whether rank 0 was told, which is
-    left out, too. To be called before it sets its handlers, as fit starts. Private in Lightning 2.5 and 2.6.
+    In Lightning 2.6 the original function is a collective. A second collective asks in each batch whether rank 0
+    received SIGTERM; it is disabled too. Call this function when fit starts, before Lightning sets its handlers.
+    Private in Lightning 2.5 and 2.6.
     """
     connector, loop, broadcast = trainer._signal_connector, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
     connector._sigterm_notifier_fn = notifier
@@ -259,12 +260,12 @@ def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None])
 
 
 def receive_sigterm(trainer: Any) -> None:
-    """Have Lightning end training after the batch, as if the signal had just come. Private in Lightning 2.5 and 2.6."""
+    """Make Lightning end training after the batch, as if SIGTERM had just arrived. Private in Lightning 2.5 and 2.6."""
     trainer._signal_connector.received_sigterm = True
 
 
 def sigterm_exception(trainer: Any) -> type[SystemExit]:
-    """Return the exception by which Lightning ends training on SIGTERM. Where it lies is private in 2.5 and 2.6."""
+    """Return the exception with which Lightning ends training on SIGTERM. Its module is private in 2.5 and 2.6."""
     loop = type(trainer.fit_loop.epoch_loop)
     module = next(sys.modules[base.__module__] for base in loop.__mro__ if base.__name__ == "_TrainingEpochLoop")
     exception: type[SystemExit] = module.SIGTERMException  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Lightning exists under two names, often both installed: which are, and which one the user works with.
+"""Detects which Lightning namespaces are installed and which one the user imported.
 
-To be imported before the strategies import both.
+Import this module before the strategies, which import both.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from packaging.specifiers import SpecifierSet
 log = logging.getLogger(__name__)
 
 SUPPORTED = SpecifierSet(">=2.5,!=2.6.2,!=2.6.3", prereleases=True)
-"""Versions that work, under either name; 2.6.2 and 2.6.3 were compromised. The same as in setup.cfg."""
+"""Supported versions, under either name; 2.6.2 and 2.6.3 were compromised. Keep it equal to the one in setup.cfg."""
 
 
 def _version(package: str) -> str | None:
-    """Return the version of an installed package; None for a folder of the user's that only has its name."""
+    """Return the version of an installed package; None if it is a user's folder of the same name."""
     if not find_spec(package):
         return None
     try:
         return version(package)
-    except PackageNotFoundError:  # a checkout, if it was imported before
+    except PackageNotFoundError:  # a source checkout has a version if it was imported before
         return getattr(sys.modules.get(package), "__version__", None)
 
 
@@ -49,4 +49,4 @@ if _unsupported:
 _imported = [module for module in INSTALLED if module.partition(".")[0] in sys.modules]
 
 CHOSEN = _imported[0] if len(_imported) == 1 else INSTALLED[0]
-"""The one that was imported before lightning_sparse; `pytorch_lightning` if that does not decide."""
+"""The namespace that was imported before lightning_sparse; `pytorch_lightning` if neither or both were."""

@@ -1,12 +1,12 @@
-"""`python -m lightning_sparse advise`: what each method would take on your link, and where dense training wins.
+"""`python -m lightning_sparse advise`: estimates each method's step time on your link, and recommends one.
 
     python -m lightning_sparse advise --params 25.6e6 --workers 32 --bandwidth 1Gbit --backward 0.15
 
-Each method's own work is timed here, on the GPU if there is one. So run it on a machine like those that train. The rest
-is computed, see `lightning_sparse.cost`. A method is recommended only if it trained as dense training does in this
-project's benchmarks: compare losses with your model yourself. With SGD sparse methods exchange gradients, with AdamW
-and most others updates. Both go beside backward here. If gradients are clipped by their norm, or scaled, updates wait
-for its end.
+The compute time of each method is measured on this machine, on its GPU if it has one. So run the command on a machine
+like your training machines. The communication time is computed (see `lightning_sparse.cost`). A method is recommended
+only if it trained as well as dense training in this project's benchmarks. Compare losses with your own model. With SGD,
+sparse methods exchange gradients; with AdamW and most other optimizers they exchange updates. The estimates assume that
+both overlap with backward. If gradients are clipped by norm, or scaled, updates do not overlap.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 
 TIMED_ELEMENTS = 8_000_000
-"""A method's work is timed on at most this many elements, more than caches hold, and scaled up in proportion."""
+"""Largest number of elements that a method is timed with. It exceeds the caches; times are scaled in proportion."""
 SECONDS = 18.0
-"""Seconds that all methods together are timed for, at most: each gets an equal share."""
+"""Time limit in seconds for timing all methods; each method gets an equal share."""
 BUSY = 1.3
-"""Above this ratio of times, see `estimates`, other programs slow this machine down."""
+"""If the ratio of times in `estimates` exceeds this number, other programs slow this machine down."""
 BASELINES = {"ddp": 4, "ddp, 16-bit hook": 2}
-"""Dense contestants to bytes per gradient element."""
+"""Bytes per gradient element, by dense baseline."""
 CAUTIONS = {
     "randk": "a random choice: needs many more steps",
-    **{name: "loses what it does not send" for name, spec in METHODS.items() if not spec.traits.conserves},
+    **{name: "discards unsent entries" for name, spec in METHODS.items() if not spec.traits.conserves},
     **{
-        name: f"{spec.update_rule.local_steps} steps of its own between exchanges: may need more steps"
+        name: f"{spec.update_rule.local_steps} local steps between exchanges: may need more steps"
         for name, spec in METHODS.items()
         if spec.update_rule and spec.update_rule.local_steps > 1
     },
     **dict.fromkeys(("memsgd", "dgc"), "for SGD"),
     **{
-        name: "a vote, not a mean: has its own learning rate"
+        name: "a vote, not a mean: needs its own learning rate"
         if not spec.make().approximates
-        else "for ranks that may be wrong: sends as much as dense ones"
+        else "for faulty or malicious ranks: sends as many bytes as dense"
         for name, spec in METHODS.items()
         if not spec.aggregator.averages
     },
 }
-"""Methods that are listed but never recommended, because a step with them is worth less, and why."""
+"""Methods that are listed but never recommended, and the reason: a step with them contributes less to training."""
 TRAINED = {
     "adamw": {"topk": 8, "gaussiank": 2, "int4": 4, "int8": 2},
     "sgd": {"topk": 2, "gaussiank": 2, "int4": 2, "int8": 2},
 }
-"""Optimizer to method to the most workers with which it trained as dense training does in this project's benchmarks.
+"""Largest number of workers with which a method trained as well as dense training in this project's benchmarks.
 
-With AdamW and default options a GPT ended at most 2 % higher (`language.csv`, `comparison_gpt_adamw.csv`). With SGD
-quantizers did so (`comparison_gpt_sgd.csv`), and sparse methods lost at most a point of accuracy (`convergence.csv`).
-Nothing else is recommended.
+The keys are the optimizer and the method. With AdamW and default options, a GPT's final loss was at most 2 % higher
+(`language.csv`, `comparison_gpt_adamw.csv`). With SGD the same holds for quantizers (`comparison_gpt_sgd.csv`), and
+sparse methods lost at most one point of accuracy (`convergence.csv`). No other method is recommended.
 """
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
 def bandwidth(text: str) -> float:
-    """Read "1Gbit", "100Mbps" or "12.5GB" as bytes per second."""
+    """Parse "1Gbit", "100Mbps" or "12.5GB", and return bytes per second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])(bit|b|B)(?:/s|ps)?", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth: write 1Gbit, 100Mbit or 12.5GB (per second)")
@@ -85,7 +85,7 @@ def bandwidth(text: str) -> float:
 
 
 def number(text: str) -> float:
-    """Read a number that one can calculate with."""
+    """Parse a finite number."""
     try:
         value = float(text)
     except ValueError:
@@ -96,7 +96,7 @@ def number(text: str) -> float:
 
 
 def gbit(bandwidth: float) -> str:
-    """Write bytes per second as Gbit/s or Mbit/s, to three digits."""
+    """Format bytes per second as Gbit/s or Mbit/s, with three digits."""
     bits = bandwidth * 8
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.3g} Mbit/s"
 
@@ -104,17 +104,18 @@ def gbit(bandwidth: float) -> str:
 def measure(
     chosen: Method, params: int, exchanged: Exchanged = "gradient", *, adaptive: bool = False, seconds: float = 1.0
 ) -> tuple[Costs, float]:
-    """Time a method's own work on this machine: a step in a world of one, and adding up the entries of another rank.
+    """Time a method's compute on this machine: a step with one rank, and summing the entries of another rank.
 
     Args:
         chosen: the method.
-        params: elements to exchange; `TIMED_ELEMENTS` at most are.
-        exchanged: gradients, or updates, of AdamW if `adaptive`, else of SGD; the optimizer's own step is not timed.
-        adaptive: see `exchanged`.
-        seconds: after so many no step is begun, but for the second.
+        params: number of elements to exchange; at most `TIMED_ELEMENTS` are used.
+        exchanged: whether to exchange gradients or updates. The optimizer's own step is not timed.
+        adaptive: whether updates are those of AdamW; otherwise they are those of SGD.
+        seconds: time limit in seconds after which no further step begins. At least two steps run.
 
     Returns:
-        The costs by the fastest step, as other programs only slow steps down; and the median step over the fastest.
+        The costs of the fastest step, because other programs only slow steps down; and the ratio of the median step to
+        the fastest.
     """
     shape = matrices(min(params, TIMED_ELEMENTS))[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,7 +155,7 @@ def measure(
             started = now()
             out.index_add_(0, indices, values)
             entries.append((now() - started) / max(1, len(indices)))
-        # The first step also allocates memory.
+        # The first step is excluded because it allocates memory.
         fastest = min(steps[1:])
         return fastest / gradient.numel(), min(entries[1:]), statistics.median(steps[1:]) / fastest
 
@@ -163,13 +164,13 @@ def measure(
 
 
 def slowdown(seconds: float = 0.3) -> float:
-    """Return how many times as long work on all processors takes because of other programs: 1 without them."""
+    """Return the factor by which other programs slow down work on all cores; 1 without other programs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     data = bytes(1 << 20)
 
     def work(_: int) -> None:
         while time.perf_counter() < began + seconds:
-            hashlib.sha256(data).digest()  # without Python's lock
+            hashlib.sha256(data).digest()  # releases Python's lock
 
     began, used = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(cores) as pool:
@@ -178,13 +179,13 @@ def slowdown(seconds: float = 0.3) -> float:
 
 
 class Estimate(NamedTuple):
-    """What a method, or a dense baseline, would take.
+    """Estimated step of a method or of a dense baseline.
 
     Attributes:
-        name: the method's.
-        step: its step.
-        point: its break-even bandwidth, see `break_even_bandwidth`; None for a baseline.
-        delayed: its step with `overlap="next_step"`; None where it exchanges no updates, or cannot.
+        name: name of the method or baseline.
+        step: estimated step.
+        point: break-even bandwidth, see `break_even_bandwidth`; None for a baseline.
+        delayed: estimated step with `overlap="next_step"`; None if the method exchanges gradients or cannot be delayed.
     """
 
     name: str
@@ -201,19 +202,19 @@ def estimates(
     adaptive: bool,
     tell: Callable[[str], object] = lambda line: None,
 ) -> tuple[list[Estimate], dict[str, str], float]:
-    """Return what methods and dense baselines would take, fastest first, failures, and how busy this machine is.
+    """Estimate the steps of all methods and dense baselines.
 
     Args:
-        work: of a step.
-        workers: number of ranks.
-        link: between them.
-        density: fraction of entries to send; None for the methods' own.
-        adaptive: whether the optimizer is one that wants updates.
-        tell: gets a line for each method as soon as it was timed.
+        work: the model and its compute time.
+        workers: number of workers.
+        link: link between the workers.
+        density: fraction of entries to send; None selects each method's own.
+        adaptive: whether the optimizer is Adam-like, so that sparse methods exchange updates.
+        tell: function that receives a line of text for each method after it is timed.
 
     Returns:
-        The estimates; the methods that cannot be timed here, to the reason; and a ratio that is 1 on a quiet machine,
-        the largest of `slowdown` before, `slowdown` after, and the median of `measure`'s.
+        The estimates, fastest first; the reason by name for methods that cannot be timed here; and a ratio that is 1 on
+        an idle machine. It is the maximum of `slowdown` before, `slowdown` after, and the median ratio of `measure`.
     """
     rows = [
         Estimate(name, step(DENSE, work, workers, link, Costs(), dense_bytes=each)) for name, each in BASELINES.items()
@@ -228,7 +229,7 @@ def estimates(
         given = density if "density" in METHODS[name].options else None
         chosen = resolve_updates(name, given, ranks=workers)[0] if adaptive else method(name, density=given)
         what: Exchanged = "update" if chosen.update_rule or (adaptive and chosen.is_sparse) else "gradient"
-        # In a world of one a sparsifier takes the same time with every aggregator, so it is timed once.
+        # With one rank, a sparsifier takes the same time with every aggregator, so it is timed once.
         parts = chosen.compressor if isinstance(chosen.compressor, Sparsifier) else chosen
         kind = repr((parts, what, what == "update" and chosen.update_rule))
         try:
@@ -255,7 +256,7 @@ def estimates(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line and print the table."""
+    """Parse the command line and print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_sparse advise",
         description=__doc__,
@@ -265,26 +266,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--params", type=number, required=True, help="trainable parameters, for example 25.6e6")
     parser.add_argument("--workers", type=int, required=True, help="number of workers that share gradients")
     parser.add_argument(
-        "--bandwidth", type=bandwidth, required=True, help="of a worker's link, for example 1Gbit or 100Mbit"
+        "--bandwidth", type=bandwidth, required=True, help="bandwidth of a worker's link, for example 1Gbit or 100Mbit"
     )
-    parser.add_argument("--backward", type=number, required=True, metavar="SECONDS", help="of one step's backward pass")
+    parser.add_argument("--backward", type=number, required=True, metavar="SECONDS", help="time of the backward pass")
     parser.add_argument(
-        "--forward", type=number, metavar="SECONDS", help="of one step's forward pass. Default: half of backward"
-    )
-    parser.add_argument(
-        "--latency", type=number, default=50e-6, metavar="SECONDS", help="of a message. Default: 50e-6, one switch"
+        "--forward", type=number, metavar="SECONDS", help="time of the forward pass. Default: half of backward"
     )
     parser.add_argument(
-        "--optimizer", choices=["adamw", "sgd"], default="adamw", help="adamw stands for all that divide by gradients"
+        "--latency",
+        type=number,
+        default=50e-6,
+        metavar="SECONDS",
+        help="latency of a message. Default: 50e-6, one switch",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=["adamw", "sgd"],
+        default="adamw",
+        help="choose adamw for every optimizer that divides by past gradients",
     )
     parser.add_argument(
         "--density",
         type=number,
-        help="fraction of entries to send. Default: 0.001 with sgd; 0.003 with adamw, more with more than four workers",
+        help="fraction of entries to send. Default: 0.001 with sgd; 0.003 with adamw, higher with over four workers",
     )
     args = parser.parse_args(argv)
     if args.workers < 2:
-        parser.error(f"--workers {args.workers}: with fewer than two there is nothing to send")
+        parser.error(f"--workers {args.workers}: with fewer than two workers there is nothing to send")
     try:
         work = Workload.even(
             round(args.params), args.backward / 2 if args.forward is None else args.forward, args.backward
@@ -326,31 +334,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name:18} cannot be timed here: {reason}")
     if spread > BUSY:
         print(
-            f"\nThis machine is busy: steps took {spread:.1f} times as long as they would alone, so the table is too "
-            f"pessimistic, and may recommend the wrong method. Run it again when nothing else runs."
+            f"\nThis machine is busy: steps took {spread:.1f} times as long as they would alone. So the estimates are "
+            f"too pessimistic, and the recommendation may be wrong. Run it again when no other program runs."
         )
     dense_name, dense, _, _ = next(row for row in rows if row.name in BASELINES)
     best, fastest, _, _ = next(row for row in rows if row.name in BASELINES or trained.get(row.name, 0) >= args.workers)
     if best in BASELINES:
-        print(f"\nOf the methods that trained as well with {args.workers} workers, {best} is the fastest.")
+        print(f"\nOf the methods that trained as well as dense with {args.workers} workers, {best} is the fastest.")
         untried = next((row for row in rows if row.name in trained), None)
         if untried is None or untried.step.seconds > dense.seconds / 1.1:
             print("Stay with it.")
         else:
             print(
-                f"{untried.name} would take {untried.step.seconds / dense.seconds:.0%} of its time, but trained as "
-                f"well with up to {trained[untried.name]} workers only: try it, and compare losses."
+                f"{untried.name} would take {untried.step.seconds / dense.seconds:.0%} of its time, but it trained as "
+                f"well as dense only with up to {trained[untried.name]} workers: try it, and compare losses."
             )
     elif dense.seconds < 1.1 * fastest.seconds:
         print(
-            f"\n{best} gains {dense.seconds / fastest.seconds - 1:.0%} over {dense_name}: less than the model is sure "
-            f"of. Dense training is simpler; stay with it unless you measure more."
+            f"\n{best} is {dense.seconds / fastest.seconds - 1:.0%} faster than {dense_name}: less than the model's "
+            f"error. Dense training is simpler; stay with it unless you measure a larger gain."
         )
     else:
         print(
-            f"\n{best} takes {fastest.seconds / dense.seconds:.0%} of the time of {dense_name}, the better dense way. "
-            f"It trained as well as dense training in this project's runs with up to {trained[best]} workers; check "
-            f"that with your model."
+            f"\n{best} takes {fastest.seconds / dense.seconds:.0%} of the time of {dense_name}, the faster dense "
+            f"baseline. It trained as well as dense training in this project's runs with up to {trained[best]} "
+            f"workers; check that with your model."
         )
     delayed = [(row.delayed.seconds, row.name) for row in rows if row.delayed and row.name in trained]
     if delayed and min(delayed)[0] < 0.9 * fastest.seconds:

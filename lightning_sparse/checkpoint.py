@@ -1,21 +1,22 @@
-"""Sidecar files: what each rank has of its own, residuals above all, beside the checkpoint that rank 0 writes.
+"""Sidecar files: each rank's own state, mainly its residuals, next to the checkpoint that rank 0 writes.
 
-    last.ckpt                                    # written by Lightning's CheckpointIO; holds the tag of this save
-    last.ckpt.residuals/3f2a91c0.rank0-of-2.pt   # one file per rank, as large as the model or more
+    last.ckpt                                    # written by Lightning's CheckpointIO; contains the tag of this save
+    last.ckpt.residuals/3f2a91c0.rank0-of-2.pt   # one file per rank, as large as the model or larger
     last.ckpt.residuals/3f2a91c0.rank1-of-2.pt
 
-Each rank writes and reads its own sidecar file, so residuals never pass through another rank's memory. The order:
+Each rank writes and reads its own sidecar file, so residuals never pass through another rank's memory. A save has three
+steps:
 
-1. Every rank writes its sidecar file, under a tag that is new for each save.
-2. When all sidecar files are complete, rank 0 writes the checkpoint, which holds the tag.
-3. When the checkpoint is in place, rank 0 removes the sidecar files of earlier tags, and then all other ranks do: nodes
-   may have disks of their own.
+1. Every rank writes its sidecar file under a tag that is new for each save.
+2. When all sidecar files are complete, rank 0 writes the checkpoint, which contains the tag.
+3. When the checkpoint is in place, rank 0 removes the sidecar files of earlier tags. Then all other ranks do the same,
+   because nodes may have separate disks.
 
-So the checkpoint on disk has its own sidecar files whenever a process is killed. The folder is moved or copied along
-with the checkpoint.
+So a process may be killed at any moment: the checkpoint on disk always has matching sidecar files. If you move or copy
+a checkpoint, move or copy the folder too.
 
-A sidecar file holds tensors and primitives only, and a checksum of them: torch.load ignores the checksums of its zip
-files, so a flipped bit would go unnoticed.
+A sidecar file contains only tensors and primitives, and their checksum. The checksum is needed because torch.load
+ignores the checksums of its zip files, so it would not detect a flipped bit.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from torch import Tensor
 from lightning_sparse.state import resized
 
 KEY = "lightning_sparse"
-"""Key of a checkpoint under which the tag of its sidecar files is stored."""
+"""Key of a checkpoint's entry about its sidecar files, such as their tag."""
 VERSION = 1
 MAX_RANKS = 2**20
 
 
 def absolute(checkpoint: str | os.PathLike[str]) -> str:
-    """Return a path that means the same file to every rank, whatever its working directory."""
+    """Return a path that denotes the same file on every rank, regardless of the working directory."""
     located = _locate(str(checkpoint))
     if located is not None and isinstance(located[0], LocalFileSystem):
         return os.path.abspath(located[1])
@@ -51,12 +52,12 @@ def absolute(checkpoint: str | os.PathLike[str]) -> str:
 
 
 def folder(checkpoint: str | os.PathLike[str]) -> str:
-    """Return the path of the folder that holds the sidecar files of a checkpoint."""
+    """Return the path of the folder of a checkpoint's sidecar files."""
     return f"{str(checkpoint).rstrip('/')}.residuals"
 
 
 def name(tag: str, rank: int, size: int) -> str:
-    """Return the name of the sidecar file that one of `size` ranks writes under a tag."""
+    """Return the name of the sidecar file of one of `size` ranks under a tag."""
     return f"{tag}.rank{rank}-of-{size}.pt"
 
 
@@ -64,12 +65,12 @@ _NAME = re.compile(r"(?P<tag>[0-9a-f]+)\.rank(?P<rank>\d{1,7})-of-(?P<size>\d{1,
 
 
 def write(checkpoint: str | os.PathLike[str], tag: str, state: Mapping[str, Any]) -> None:
-    """Write the sidecar file of one rank, atomically.
+    """Write the sidecar file of one rank atomically.
 
     Args:
-        checkpoint: path of the checkpoint, any that fsspec knows.
-        tag: of this save, equal on all ranks.
-        state: from `Reducer.state_dict`.
+        checkpoint: path of the checkpoint, in any file system that fsspec supports.
+        tag: tag of this save, equal on all ranks.
+        state: result of `Reducer.state_dict`.
     """
     fs, root = fsspec.core.url_to_fs(folder(checkpoint))
     fs.makedirs(root, exist_ok=True)
@@ -77,9 +78,9 @@ def write(checkpoint: str | os.PathLike[str], tag: str, state: Mapping[str, Any]
     content = {"version": VERSION, "tag": tag, "state": dict(state)}
     buffer = io.BytesIO()
     torch.save({**content, "checksum": checksum(content)}, buffer)
-    # A file system with a rename of its own gets the complete file under its final name; a killed process leaves
-    # "*.part" behind, which `prune` removes. Object stores have no rename and show complete files only: fsspec would
-    # copy there, and take `[`, `*` and `?` in the path for a pattern.
+    # In a file system with a native rename, the complete file gets its final name at the end. A killed process leaves
+    # a "*.part" file, which `prune` removes. Object stores have no rename and show complete files only. For them fsspec
+    # would copy the file, and would treat `[`, `*` and `?` in the path as a pattern.
     part = path if type(fs).mv is AbstractFileSystem.mv else f"{path}.part"
     try:
         with fs.open(part, "wb") as file:
@@ -95,15 +96,17 @@ def write(checkpoint: str | os.PathLike[str], tag: str, state: Mapping[str, Any]
 def read(
     checkpoint: str | os.PathLike[str], info: Mapping[str, Any], rank: int, size: int
 ) -> tuple[dict[str, Any] | None, list[int]]:
-    """Return the state for one of `size` ranks, whatever their number was when the checkpoint was written.
+    """Return the state of one of `size` ranks, even if the checkpoint was written by another number of ranks.
 
     Args:
         checkpoint: path of the checkpoint; a link is followed.
         info: the checkpoint's entry under `KEY`.
+        rank: this rank.
+        size: number of ranks.
 
     Returns:
-        The state, None if there is no sidecar file at all, and the old ranks whose sidecar files this rank needs but
-        did not find.
+        The state, or None if there is no sidecar file; and the old ranks whose sidecar files this rank needs but did
+        not find.
 
     Raises:
         ValueError: a sidecar file is damaged, or belongs to another checkpoint.
@@ -117,28 +120,28 @@ def read(
                 files[int(match["rank"])] = fs, path
     needed = [rank] if old == size else sorted({0} | set(range(rank, old, size)))
     missing = [source for source in needed if source not in files]
-    # State that is equal on all ranks must stay so: a rank without its own file takes it from any other's.
+    # State that is equal on all ranks must remain equal, so a rank without a file takes it from any other rank's.
     sources = [source for source in needed if source in files] or sorted(files)[:1]
     if not sources:
         return None, missing
-    # A generator: one file after the other, so that no more than one is in memory beside the sum.
+    # A generator loads one file after the other, so that only one is in memory besides the sum.
     states = (_load(*files[source], tag, source, old) for source in sources)
     return next(states) if old == size and not missing else resized(states, rank, size), missing
 
 
 def check(info: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `info` is a valid entry under `KEY`: a stranger may have written the checkpoint."""
+    """Raise ValueError unless `info` is a valid entry under `KEY`. The checkpoint may come from an untrusted source."""
     if info.get("version") != VERSION:
         raise ValueError(f"its sidecar files are of version {info.get('version')!r:.50}, this is {VERSION}")
     counts = [info.get(name) for name in ("size", "step", "skipped")]
     valid = all(isinstance(count, int) and 0 <= count < 2**63 for count in counts) and 1 <= info["size"] <= MAX_RANKS
     valid = valid and isinstance(info.get("optimizers", {}), Mapping)
     if not valid or not re.fullmatch("[0-9a-f]{1,64}", str(info.get("tag"))):
-        raise ValueError(f"its entry about sidecar files makes no sense: {dict(info)!r:.200}")
+        raise ValueError(f"its entry about sidecar files is invalid: {dict(info)!r:.200}")
 
 
 def _locate(path: str) -> tuple[AbstractFileSystem, str] | None:
-    """Return the file system of a path and the path there; None if only the user's CheckpointIO knows it."""
+    """Return the file system of a path and the path there; None if only the user's CheckpointIO can access it."""
     try:
         fs, path = fsspec.core.url_to_fs(path)
     except (ValueError, ImportError):
@@ -147,12 +150,12 @@ def _locate(path: str) -> tuple[AbstractFileSystem, str] | None:
 
 
 def _list(checkpoint: str | os.PathLike[str]) -> Iterator[tuple[AbstractFileSystem, str, re.Match[str]]]:
-    """List the sidecar files of a checkpoint, those of all tags."""
+    """List the sidecar files of a checkpoint for all tags."""
     located = _locate(folder(checkpoint))
     if located is None:
         return
     fs, root = located
-    fs.invalidate_cache(root)  # it lacks the files that other ranks have written since
+    fs.invalidate_cache(root)  # the cache lacks files that other ranks have written since
     with contextlib.suppress(FileNotFoundError):
         for path in fs.ls(root, detail=False):
             if match := _NAME.fullmatch(path.rsplit("/", 1)[-1]):
@@ -166,8 +169,8 @@ def _load(fs: AbstractFileSystem, path: str, tag: str, rank: int, size: int) -> 
         stored_checksum = content.pop("checksum")
         intact = stored_checksum == checksum(content) and _is_state(content["state"])
         names = (content["version"], content["tag"], content["state"]["rank"], content["state"]["size"])
-    except Exception as error:  # torch.load raises many kinds, with texts about zip files and pickles
-        raise ValueError(f"{path!r} is damaged, or not one of ours: {type(error).__name__}") from error
+    except Exception as error:  # torch.load raises many types of errors, with texts about zip files and pickles
+        raise ValueError(f"{path!r} is damaged, or not a sidecar file: {type(error).__name__}") from error
     if not intact:
         raise ValueError(f"{path!r} is damaged: its checksum differs")
     if names != (VERSION, tag, rank, size):
@@ -176,7 +179,7 @@ def _load(fs: AbstractFileSystem, path: str, tag: str, rank: int, size: int) -> 
 
 
 def _is_state(state: Mapping[str, Any]) -> bool:
-    """Whether a state has the entries that `Reducer.load_state_dict` and `resized` need; those check the shapes."""
+    """Return whether a state has all entries that `Reducer.load_state_dict` and `resized` need. They check shapes."""
     elements = [(name, value) for name, per_param in state["elements"].items() for value in per_param.values()]
     segments = [(name, value) for kept in state["segments"].values() for name, value in kept.items()]
     return (
@@ -188,8 +191,8 @@ def _is_state(state: Mapping[str, Any]) -> bool:
 
 
 def checksum(content: Any, so_far: int = 0) -> int:
-    """Return the CRC-32 of nested dictionaries and lists of tensors and primitives, half a second per GB."""
-    if isinstance(content, list | tuple) and _holds_tensor(content):  # a learning rate may be one
+    """Return the CRC-32 of nested dictionaries and lists of tensors and primitives. It takes half a second per GB."""
+    if isinstance(content, list | tuple) and _holds_tensor(content):  # a learning rate may be a tensor
         content = dict(enumerate(content))
     if isinstance(content, Mapping):
         for key, value in content.items():
@@ -198,27 +201,27 @@ def checksum(content: Any, so_far: int = 0) -> int:
     if isinstance(content, Tensor):
         so_far = zlib.crc32(repr((content.dtype, tuple(content.shape))).encode(), so_far)
         flat = content.detach().cpu().reshape(-1)
-        if flat.stride(0) != 1:  # an expanded tensor, or one of one element, is not viewed as bytes
+        if flat.stride(0) != 1:  # an expanded tensor or a single element may not be viewable as bytes
             flat = flat.clone(memory_format=torch.contiguous_format)
         return zlib.crc32(flat.view(torch.uint8).numpy().data, so_far)
     return zlib.crc32(repr(content).encode(), so_far)
 
 
 def fingerprints(content: Any) -> Any:
-    """Return nested dictionaries of checksums: one for each value of nested dictionaries and lists of dictionaries."""
+    """Return checksums of the values of nested dictionaries and lists of dictionaries, as nested dictionaries."""
     branches = _branches(content)
     return checksum(content) if branches is None else {key: fingerprints(value) for key, value in branches.items()}
 
 
 def merge(present: Any, own: Any, saved: Any, changed: list[str], name: str = "") -> Any:
-    """Return the state of one rank: its own, but for values of the checkpoint that were changed since it was saved.
+    """Return this rank's state, except for values that were changed in the checkpoint after it was saved.
 
     Args:
-        present: state in the checkpoint, as it is now: nested dictionaries and lists of dictionaries.
+        present: current state in the checkpoint: nested dictionaries and lists of dictionaries.
         own: state of this rank, from its sidecar file.
-        saved: `fingerprints` of the state that rank 0 had when it saved.
-        changed: gets the names of the values that were changed, added or removed.
-        name: of the state; begins the names.
+        saved: `fingerprints` of rank 0's state at the time of the save.
+        changed: list to which the names of changed, added and removed values are appended.
+        name: prefix of these names.
     """
     parts = _branches(present), _branches(own), saved
     if any(not isinstance(part, Mapping) for part in parts):
@@ -234,7 +237,7 @@ def merge(present: Any, own: Any, saved: Any, changed: list[str], name: str = ""
         elif key in here and fingerprints(here[key]) != before.get(key):
             changed.append(inner)
             merged[key] = here[key]
-        elif key in mine and key not in before:  # rank 0 had none: a parameter had no gradient there
+        elif key in mine and key not in before:  # rank 0 had no value, because the parameter had no gradient there
             merged[key] = mine[key]
         elif key in mine:
             changed.append(inner)
@@ -242,20 +245,20 @@ def merge(present: Any, own: Any, saved: Any, changed: list[str], name: str = ""
 
 
 def _branches(content: Any) -> Mapping[Any, Any] | None:
-    """Return the values of a dictionary, or of a list of dictionaries, by key; None for anything else."""
+    """Return the values of a dictionary or of a list of dictionaries by key; None for any other type."""
     if isinstance(content, list) and content and all(isinstance(item, Mapping) for item in content):
         return dict(enumerate(content))
     return content if isinstance(content, Mapping) else None
 
 
 def _holds_tensor(content: Any) -> bool:
-    """Whether there is a tensor in nested dictionaries and lists; its repr depends on torch's print options."""
+    """Return whether nested dictionaries and lists contain a tensor. Its repr would depend on torch's print options."""
     parts = content.values() if isinstance(content, Mapping) else content if isinstance(content, list | tuple) else ()
     return isinstance(content, Tensor) or any(map(_holds_tensor, parts))
 
 
 def remove_own(checkpoint: str | os.PathLike[str], tag: str, rank: int, size: int) -> None:
-    """Remove the sidecar file of one rank after a save that failed, if there is one."""
+    """Remove the sidecar file of one rank, if it exists, after a failed save."""
     _remove(checkpoint, lambda file: (file["tag"], int(file["rank"]), int(file["size"])) == (tag, rank, size))
 
 
@@ -265,13 +268,13 @@ def prune(checkpoint: str | os.PathLike[str], keep: Collection[str] = ()) -> Non
 
 
 def _remove(checkpoint: str | os.PathLike[str], unneeded: Callable[[re.Match[str]], bool]) -> None:
-    """Remove sidecar files by their parsed names, and the folder once it is empty."""
+    """Remove sidecar files by their parsed names, and then the folder if it is empty."""
     for fs, path, file in list(_list(checkpoint)):
         if unneeded(file):
-            with contextlib.suppress(FileNotFoundError):  # another rank was faster
-                fs.rm_file(path)  # not `rm`, which takes `[`, `*` and `?` for a pattern
+            with contextlib.suppress(FileNotFoundError):  # another rank has removed it
+                fs.rm_file(path)  # not `rm`, which treats `[`, `*` and `?` as a pattern
     located = _locate(folder(checkpoint))
     if located is not None:
         fs, root = located
-        with contextlib.suppress(OSError):  # not empty, or not there
+        with contextlib.suppress(OSError):  # the folder is not empty or does not exist
             fs.rmdir(root)

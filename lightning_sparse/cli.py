@@ -1,12 +1,12 @@
-r"""The command line: Lightning's own, with our names known and with typing errors put right.
+r"""Lightning's command line with this package's names registered, and with suggestions for mistyped options.
 
     python -m lightning_sparse fit --config configs/base.yaml --config configs/digits.yaml \
         --config configs/digits/topk.yaml
     python -m lightning_sparse fit --help
     python -m lightning_sparse fit --trainer.strategy.help SparseDDPStrategy
-    python -m lightning_sparse fit --config ... --print_config=comments  # every option, with its text
+    python -m lightning_sparse fit --config ... --print_config=comments  # every option with its description
 
-In YAML the strategy is a name, a class with options, or a class with own parts:
+In YAML the strategy is a name, a class with options, or a class with custom parts:
 
     strategy: topk_ddp
 
@@ -23,8 +23,8 @@ In YAML the strategy is a name, a class with options, or a class with own parts:
           memory: {class_path: Residual}
           aggregator: {class_path: Mean}
 
-A part that refuses its options ends the program with what it says; JSONARGPARSE_DEBUG=true shows where that was raised.
-The command line is for the Lightning that `lightning_sparse.SparseDDPStrategy` is for.
+If a part raises an error about its options, the program prints the message and exits. To see the traceback, set
+JSONARGPARSE_DEBUG=true. The command line uses the same Lightning namespace as `lightning_sparse.SparseDDPStrategy`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.imports import RequirementCache
 
-import lightning_sparse.callbacks  # noqa: F401  # so that their names are known, too
+import lightning_sparse.callbacks  # noqa: F401  # so that their names are known
 from lightning_sparse._lightning import CHOSEN
 from lightning_sparse.methods import METHODS, options_by_method
 
@@ -55,19 +55,19 @@ PROGRAM = "python -m lightning_sparse"
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser; its errors also name the known option that is nearest to a mistyped one."""
+    """Lightning's parser. Its errors also suggest the known option closest to a mistyped one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"prog": PROGRAM, **kwargs})
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Return the help; that of our strategy names the options of methods, too."""
+        """Return the help text. For this package's strategy it includes the options of all methods."""
         text = super().format_help(*args, **kwargs)
         if "Help for --trainer.strategy.help=lightning_sparse." not in text:
             return text
         own = (
-            f"Further options of a method by name go under dict_kwargs, as --trainer.strategy.dict_kwargs.levels=7 "
-            f"beside --trainer.strategy.method=qsgd: {options_by_method()}."
+            f"Pass further options of a method under dict_kwargs, such as --trainer.strategy.dict_kwargs.levels=7 "
+            f"with --trainer.strategy.method=qsgd: {options_by_method()}."
         )
         return f"{text}\n{textwrap.fill(own, 80)}\n"
 
@@ -75,16 +75,16 @@ class Parser(LightningArgumentParser):
         """Report an error in the command line or a file, and exit with status 2."""
         if "subcommand" in message:
             message += (
-                "\nBeside these there is `advise`, with a --help of its own. Findings of papers are run by "
-                "`python -m reproductions`, in a clone of the repository."
+                "\nA further command is `advise`; see `advise --help`. To reproduce findings of papers, run "
+                "`python -m reproductions` in a clone of the repository."
             )
         unknown = re.search(r"option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
-        # The options of a nested class are parsed by a parser of their own, whose message the outer one quotes.
+        # A nested parser parses the options of a nested class, and the outer parser quotes its message.
         if unknown and "Did you mean" not in message and "dict_kwargs" not in message:
             subparsers = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
             known = {key for parser in (self, *subparsers) for key in parser.get_defaults().keys()}  # noqa: SIM118
             name = unknown[1] or unknown[2]
-            near = did_you_mean(name.rpartition(".")[0], known)  # a mistyped part before it
+            near = did_you_mean(name.rpartition(".")[0], known)  # an earlier part of the name is mistyped
             if not near and any(name.rpartition(".")[2] in spec.options for spec in METHODS.values()):
                 message += f"\n{name!r} is an option of a method: put it under `dict_kwargs:`, beside `init_args:`."
             else:
@@ -93,9 +93,9 @@ class Parser(LightningArgumentParser):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the one of `known` nearest to a dotted name, or "" if none is near."""
+    """Return a question that suggests the name in `known` closest to a dotted name; "" if none is close."""
     parts = name.split(".")
-    for depth in range(1, len(parts) + 1):  # behind a mistyped part, the others are unknown, too
+    for depth in range(1, len(parts) + 1):  # parts after a mistyped part are unknown too
         candidates = [key for key in known if key.count(".") == depth - 1]
         nearest = difflib.get_close_matches(prefix := ".".join(parts[:depth]), candidates, n=1)
         if nearest and nearest[0] != prefix:
@@ -104,11 +104,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class CLI(LightningCLI):
-    """Lightning's command line, which checks the strategy's name and says in one line what is wrong with an option."""
+    """Lightning's command line. It also checks the strategy's name, and reports a wrong option in one line."""
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = super().init_parser(**kwargs)
-        parser.__class__ = Parser  # which has no state of its own; Lightning 2.5 takes no parser_class
+        parser.__class__ = Parser  # it adds no state; Lightning 2.5 has no argument parser_class
         return parser
 
     def before_instantiate_classes(self) -> None:
@@ -116,8 +116,9 @@ class CLI(LightningCLI):
         options = getattr(name, "init_args", None) or {}
         if not isinstance(options.get("method"), str | None) and options.get("density") is not None:
             self.parser.error(
-                f"density: {options['density']} stands beside own parts of a method, which have their own density: it "
-                f"comes from the command line or from an earlier file. Put `density: null` beside `method:`."
+                f"density: {options['density']} is set together with custom parts of a method, which have their own "
+                f"density. It comes from the command line or from an earlier file. Add `density: null` next to "
+                f"`method:`."
             )
         if isinstance(name, str) and name.lower() not in ("auto", *StrategyRegistry):
             self.parser.error(
@@ -139,11 +140,11 @@ class CLI(LightningCLI):
 
 
 NO_TYPE_FITS = "Does not validate against any of the Union subtypes"
-"""How jsonargparse's message begins when a constructor raised an error, and a list of the types tried follows."""
+"""First words of jsonargparse's message after a constructor's error; a list of the tried types follows."""
 
 
 def constructor_errors(message: str) -> str:
-    """Return what constructors raised, without jsonargparse's list of the types that the value does not fit."""
+    """Return the constructors' own error messages, without jsonargparse's list of types that do not match."""
     if not message.startswith(NO_TYPE_FITS):
         return message
     listed: list[str] = re.findall(r"^  - (?!Expected a )(.*(?:\n    .*)*)", message, re.MULTILINE)
@@ -154,7 +155,7 @@ def main(args: ArgsType = None) -> None:
     """Run the command line.
 
     Args:
-        args: what to parse instead of `sys.argv[1:]`.
+        args: arguments to parse instead of `sys.argv[1:]`.
     """
     if not RequirementCache("jsonargparse[signatures]>=4.52"):
         raise SystemExit("The command line needs jsonargparse, 4.52 or later: pip install 'lightning_sparse[cli]'")
@@ -163,9 +164,9 @@ def main(args: ArgsType = None) -> None:
             "prog": PROGRAM,
             "description": "Train with PyTorch Lightning over slow links. "
             f"Besides Lightning's own strategies there are {', '.join(f'{method}_ddp' for method in METHODS)}. "
-            "Which of them pays on your link: python -m lightning_sparse advise --help.",
+            "To find out which is fastest on your link: python -m lightning_sparse advise --help.",
         },
-        # With a logger each run has a folder of its own; without one, a second run would fail over the first's file.
+        # With a logger each run has its own folder. Without one, a second run would fail because the file exists.
         save_config_kwargs={"overwrite": True},
         args=args,
     )

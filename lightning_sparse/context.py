@@ -1,8 +1,8 @@
-"""The input of a method beside its tensors (`Context`), and the state it declares to keep (`StateSpec`).
+"""A method's input besides its tensors (`Context`), and the state that it declares (`StateSpec`).
 
-Methods are frozen configuration. Whatever changes with time comes in a `Context`: no part replaces its fields, but the
-tensors in state and stats are changed in place. Whatever is kept from step to step lies in the segment's state,
-declared beforehand, so that checkpoints need not know the method.
+Methods are frozen configuration. All values that change during training are in a `Context`. No code replaces its
+fields, but methods change the tensors of `state` and `stats` in place. A method declares in advance the state that it
+keeps between steps, so that checkpoints are independent of the method.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_sparse.layout import Segment
 
 GOLDEN = 2654435769  # 2³² over the golden ratio
 State = dict[str, Tensor]
-"""One segment's state: name of a `StateSpec` to tensor."""
+"""One segment's state: tensors by the name of their `StateSpec`."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class StateSpec:
 
     Attributes:
         name: key in the segment's `State`.
-        per: "element" is a 1-D fp32 tensor of the segment's length, zeros at first, saved parameter by parameter, so
-            that another granularity can load it. "segment" is a tensor of any shape that the method itself puts there;
-            it is lost when the partition changes. "scratch" is an fp32 buffer of the segment's length that is not
+        per: kind of tensor. "element": a 1-D fp32 tensor of the segment's length, initially zero. It is saved parameter
+            by parameter, so that another granularity can load it. "segment": a tensor of any shape that the method
+            creates; it is lost if the partition changes. "scratch": an fp32 buffer of the segment's length that is not
             saved.
-        resize: what a change of the number of ranks does to the tensors. "sum": the mean over the ranks is kept (error
-            feedback). "replicate": equal on all ranks, and copied to new ones.
-            "drop": starts at zero, or absent.
+        resize: effect of a new number of ranks on the tensors. "sum": the mean over the ranks is preserved (error
+            feedback). "replicate": the tensor is equal on all ranks and is copied to new ranks. "drop": it starts at
+            zero, or absent.
     """
 
     name: str
@@ -48,17 +48,17 @@ class Context:
     """One segment in one step.
 
     Attributes:
-        segment: which elements are exchanged.
-        step: number of reductions done before this one.
-        density: fraction of entries to send now; None asks the compressor for its own.
+        segment: the exchanged elements.
+        step: number of reductions before this one.
+        density: fraction of entries to send in this step; None selects the compressor's own.
         scale: factor on the gradients before they are added to the residual: 1 / loss scale times local clipping.
         state: the segment's state; methods change its tensors in place.
-        seed: the run's seed, equal on all ranks.
+        seed: seed of the run, equal on all ranks.
         rank: this rank.
-        stats: block statistics of u, filled in by the memory while it forms u; None where the compressor asks for none.
-        payout: where optimizers' updates are exchanged: the sum of all later updates that the momentum of this rank's
-            optimizer would make without new gradients. The memory adds it to u; where entries are applied, the momentum
-            is set to zero. None: nothing is paid out.
+        stats: block statistics of u, which the memory fills in while it computes u; None if the compressor needs none.
+        payout: momentum payout, if optimizer updates are exchanged: the weight change that the momentum of this rank's
+            optimizer would still make without new gradients. The memory adds it to u. The momentum of
+            applied entries is set to zero. None: there is no payout.
     """
 
     segment: Segment
@@ -73,30 +73,30 @@ class Context:
 
     @staticmethod
     def of(numel: int, **fields: Any) -> Context:
-        """Return the context of a vector of `numel` elements outside of training."""
+        """Return a context for a vector of `numel` elements outside training."""
         return Context(Segment(0, ("u",), ((numel,),), 0), **fields)
 
     def turn(self, count: int) -> int:
-        """Return whose turn it is, of `count`: each once in every `count` steps.
+        """Return the number, from 0 to `count` − 1, whose turn this step is; each has one turn in every `count` steps.
 
-        Each has as many turns, too, in every n-th step alone, where step % count might never change: where several
-        optimizers exchange in turn, a segment sees no other steps. For that the order begins elsewhere in each round,
-        by multiples of the golden ratio, which are spread evenly (Weyl 1916).
+        Turns stay balanced even if the segment is exchanged only in every n-th step, so that `step % count` may be
+        constant. This happens if several optimizers exchange in turn. Each round therefore starts at another number: an
+        offset by multiples of the golden ratio, which are spread evenly (Weyl 1916).
         """
         rounds, place = divmod(self.step, count)
         return (place + self.segment.index + (rounds * GOLDEN % 2**32 * count >> 32)) % count
 
     def key(self, *, shared: bool) -> int:
-        """Return 64 bits to draw random numbers by, a function of (seed, step, segment) and, unless `shared`, the rank.
+        """Return a 64-bit random seed: a function of (seed, step, segment) and, unless `shared`, of the rank.
 
-        Nothing about such numbers needs saving, and the global generator is not touched.
+        The random numbers need no saved state and do not use the global generator.
         """
-        # A part of a segment has the segment's index, and draws its own numbers.
+        # Parts of a segment have equal indices but different starts, so each draws different numbers.
         key = (self.seed, self.step, self.segment.index, self.segment.start, "shared" if shared else self.rank)
-        # Two checksums of different text give 64 bits; crc32 alone would give every 2³² th key the same numbers.
+        # Two checksums of different texts give 64 bits. A single crc32 has only 2³² values.
         low, high = zlib.crc32(repr(key).encode()), zlib.crc32(repr(("high", *key)).encode())
         return high << 32 | low
 
     def generator(self, *, shared: bool) -> torch.Generator:
-        """Return a generator on the host, seeded with `key`; `Uniform` draws on the device."""
+        """Return a generator on the host, seeded with `key`; `add_uniform_` draws on the device."""
         return torch.Generator().manual_seed(self.key(shared=shared))

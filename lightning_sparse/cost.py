@@ -1,15 +1,21 @@
-"""A model of the time of a training step: nothing is run.
+"""A model of the time of a training step. It runs nothing.
 
     work = Workload.even(params=25_600_000, forward=0.05, backward=0.10)
     step(method("gtopk"), work, workers=32, link=Link(125e6), costs=Costs(element=1.5e-9)).seconds
 
-The model: backward delivers the segments one after the other. Each is selected, sent and added up; the link carries one
-at a time and does so beside backward, while selecting and adding up take their time from backward where one device does
-both (`Costs.shared`). A message takes the link's latency, and its bytes over the bandwidth. Updates of optimizers go
-beside backward, too, but one segment after the other; those of several steps go after it, and those that are delayed
-while the next steps go on. The optimizer's own step is left out. Not in the model: slow workers, other traffic, the
-collectives' own weaknesses, and what keeps updates until backward has ended, such as clipping by norm.
-`benchmarks/scaling.py` fits it to measured steps, and says how far off it is.
+Assumptions of the model:
+
+- Backward delivers the segments one after the other. For each segment, a rank selects entries, sends them, and sums the
+  received entries.
+- The link carries one segment at a time, in parallel with backward. Selecting and summing interrupt backward if one
+  device does both (`Costs.shared`).
+- A message takes the link's latency plus its bytes divided by the bandwidth.
+- Optimizer updates are exchanged during backward too, but one segment after the other. Updates of several steps are
+  exchanged after backward, and delayed updates during the next steps.
+- The optimizer's own step is not included.
+
+The model ignores slow workers, other traffic, weaknesses of the collectives, and features that delay updates until
+backward ends, such as norm clipping. `benchmarks/scaling.py` fits the model to measured steps and reports its error.
 """
 
 from __future__ import annotations
@@ -34,8 +40,8 @@ class Link:
     """The link between a worker and the others.
 
     Attributes:
-        bandwidth: bytes per second, in each direction.
-        latency: seconds per message, besides those for its bytes.
+        bandwidth: bytes per second in each direction.
+        latency: seconds per message, in addition to the time for its bytes.
     """
 
     bandwidth: float
@@ -48,14 +54,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """The time of a method's own work on a rank.
+    """The compute time of a method on a rank.
 
     Attributes:
-        element: seconds per gradient element, for adding to the residual, selecting and writing back.
-        entry: seconds per entry that arrives, for decoding and adding up.
-        dense_byte: seconds of processor time per byte that a dense all-reduce sends; 0 if the network card does it.
-        segment: seconds per segment, whatever its size.
-        shared: whether this work interrupts backward, as on one device, or runs beside it.
+        element: seconds per gradient element for adding to the residual, selecting and writing back.
+        entry: seconds per received entry for decoding and summing.
+        dense_byte: seconds of processor time per byte that a dense all-reduce sends; 0 if the network card does the
+            work.
+        segment: seconds per segment, independent of its size.
+        shared: whether this work interrupts backward, as on a single device; otherwise it runs in parallel.
     """
 
     element: float = 0.0
@@ -70,10 +77,10 @@ class Workload:
     """A model's gradients and compute time.
 
     Attributes:
-        segments: elements of each segment, in the order in which backward delivers them.
-        arrivals: when the gradients of each segment are complete, as a fraction of backward, ascending to 1.
-        forward: seconds.
-        backward: seconds.
+        segments: number of elements of each segment, in the order in which backward delivers them.
+        arrivals: time at which the gradients of each segment are complete, as a fraction of backward, ascending to 1.
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass.
     """
 
     segments: tuple[int, ...]
@@ -83,7 +90,7 @@ class Workload:
 
     @staticmethod
     def even(params: int, forward: float, backward: float, bucket_cap_mb: float = 25) -> Workload:
-        """Return one of equal segments that arrive at equal intervals."""
+        """Return a workload of equal segments that arrive at equal intervals."""
         if params < 1 or not forward >= 0 or not backward >= 0:
             raise ValueError(
                 f"params={params!r}, forward={forward!r}, backward={backward!r}: a model has at least one parameter, "
@@ -103,7 +110,7 @@ class Step:
     """The modelled time of a step.
 
     Attributes:
-        seconds: from start to end.
+        seconds: duration of the step.
         exposed: seconds of the step in addition to forward and backward.
         sent_bytes: bytes that a worker sends.
     """
@@ -127,40 +134,39 @@ def step(
     """Return the time of a step.
 
     Args:
-        method: the method; where it would send more than dense gradients, those are sent instead, as in `Reducer`.
+        method: the method. As in `Reducer`, a segment falls back to dense if the method would send more.
         work: the model and its compute time.
-        workers: their number.
-        link: between them.
-        costs: of the method's own work.
-        density: fraction of entries to send; None keeps the method's own.
-        dense_bytes: per element where gradients go dense: 4, or 2 with a 16-bit hook.
-        exchanged: "gradient", or "update", which is what a method with an `UpdateRule` always exchanges, after
-            `UpdateRule.local_steps` steps; times and bytes are of a step.
+        workers: number of workers.
+        link: link between the workers.
+        costs: compute time of the method.
+        density: fraction of entries to send; None selects the method's own.
+        dense_bytes: bytes per element of dense gradients: 4, or 2 with a 16-bit hook.
+        exchanged: "gradient" or "update". A method with an `UpdateRule` always exchanges updates, once in
+            `UpdateRule.local_steps` steps. Times and bytes are those of one step.
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
     in_turn = exchanged == "update" or method.update_rule is not None
     dense_messages = 2 * (workers - 1)
-    device = work.forward  # when the device is free again
+    device = work.forward  # time at which the device is free again
     arrival, wire, sent = 0.0, 0.0, 0.0
-    own, travel, added = 0.0, 0.0, 0.0  # seconds of selecting, on the link, and of adding up, of all segments
-    done: list[
-        tuple[float, float]
-    ] = []  # per segment: when its exchange ends, and the time to add up the received entries
+    own, travel, added = 0.0, 0.0, 0.0  # seconds of selecting, on the link, and of summing, over all segments
+    # Of each segment, the time at which its exchange ends, and the seconds of summing the received entries.
+    done: list[tuple[float, float]] = []
     arrivals = work.arrivals if method.local_steps == 1 else (1.0,) * len(work.segments)
     for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
         shapes = matrices(numel)
         segment = Segment(index, ("",) * len(shapes), shapes, 0)
         dense = dense_bytes * numel * dense_messages / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
-        # As in `Reducer`: only a method whose result is a mean may fall back to the dense mean.
+        # As in `Reducer`, only a method whose result is a mean may fall back to the dense mean.
         may_fall_back = workers > 1 and method.aggregator.averages
         compressed = not isinstance(method.compressor, Identity) or not isinstance(method.aggregator, AllReduceMean)
         arrives = work.forward + fraction * work.backward
         if compressed and (not may_fall_back or chosen < 4 * dense / dense_bytes):
             nbytes, messages = chosen, method.aggregator.messages(workers)
             before = costs.segment + numel * costs.element
-            # In all our exchanges a rank receives as many bytes as it sends.
+            # In all exchanges of this package, a rank receives the same number of bytes that it sends.
             after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment, density)
         else:
             nbytes, messages, before, after = dense, dense_messages, 0.0, 0.0
@@ -168,12 +174,12 @@ def step(
         own, added = own + before, added + after
         travel += messages * link.latency + nbytes / link.bandwidth
         if costs.shared:
-            # Backward is interrupted.
+            # The work interrupts backward.
             device += (fraction - arrival) * work.backward + before
         else:
             device = max(device, arrives) + before
         arrival = fraction
-        # In turn, a thread works on a segment when the one before has been written back.
+        # In turn: a thread starts a segment when the previous one is written back.
         wire = max(wire + before * in_turn, device) + messages * link.latency + nbytes / link.bandwidth
         if in_turn:
             wire += after
@@ -186,16 +192,16 @@ def step(
         end = max(end, received) + after
     computing = work.forward + work.backward
     exposed = (end - computing) / method.local_steps
-    if method.delayed:  # a thread waits for the link, and adds up, until the next exchange
+    if method.delayed:  # a thread waits for the link and sums entries until the next exchange
         busy = computing + (own + added * costs.shared) / method.local_steps
         exposed = max(busy, (travel + added) / method.local_steps) - computing
     return Step(computing + exposed, exposed, sent / method.local_steps)
 
 
 def matrices(numel: int) -> tuple[tuple[int, int], ...]:
-    """Return shapes of matrices of so many elements together, with 1000 rows or fewer, like those of a large layer.
+    """Return shapes of matrices with `numel` elements in total and at most 1000 rows, like those of a large layer.
 
-    Methods that code matrices, such as `LowRank`, let vectors travel otherwise.
+    Methods that encode matrices, such as `LowRank`, encode vectors differently.
     """
     rows = max(1, min(1000, math.isqrt(numel)))
     columns, rest = divmod(numel, rows)
@@ -203,7 +209,7 @@ def matrices(numel: int) -> tuple[tuple[int, int], ...]:
 
 
 def _entries_per_byte(compressor: Compressor, segment: Segment, density: float | None) -> float:
-    """Return how many entries a byte of a segment's payload stands for."""
+    """Return the number of entries per byte of a segment's payload."""
     if isinstance(compressor, Sparsifier):
         return compressor.capacity(segment.numel, density) / max(1, compressor.nbytes(segment, density))
     return segment.numel / max(1, compressor.nbytes(segment, density))
@@ -218,15 +224,17 @@ def break_even_bandwidth(
     baselines: Sequence[int],
     exchanged: Exchanged = "gradient",
 ) -> float:
-    """Return the bandwidth, in bytes/s, above which a dense step is at least as fast: 0 for always, inf for never.
+    """Return the bandwidth, in bytes/s, above which a dense step is at least as fast.
+
+    The result is 0 if a dense step is as fast at every bandwidth, and inf if it is slower at every bandwidth.
 
     Args:
         method: the method to compare with dense training.
         work: the model and its compute time.
-        workers: their number.
-        link: its latency counts; its bandwidth does not.
-        costs: of the method's own work.
-        baselines: bytes per element of the dense steps to compare with.
+        workers: number of workers.
+        link: provides the latency; its bandwidth is ignored.
+        costs: compute time of the method.
+        baselines: bytes per element of the dense baselines.
         exchanged: as in `step`.
     """
 

@@ -66,7 +66,6 @@ class Exchange:
         exchanged: what the errors call it.
 
     Attributes:
-        rank, size: as in `Comm`.
         step_ok: on CUDA, after `finish`, a bool on the device: False if a rank reported an error. None on the CPU.
         worst: the status so far.
         precompressed: the result of `compress`, if it was called before the aggregator; else None.
@@ -85,16 +84,32 @@ class Exchange:
         exchanged: Exchanged = "gradient",
     ) -> None:
         self.comm, self.ctx, self.device, self.in_sync, self._exchanged = comm, ctx, device, in_sync, exchanged
-        self.rank, self.size = comm.rank, comm.size
         self.step_ok: Tensor | None = None
         self.deferred: Callable[[], None] | None = None
         self.precompressed: tuple[Payload, Update] | None = None
-        self._fingerprint, self._messages, self._parent = fingerprint, 0, parent
+        self._sent, self._parent = fingerprint, parent  # the fingerprint of the last message, which counts messages
         if device not in comm.statuses:
             comm.statuses[device] = to_device(torch.tensor([*map(status_of, comm.ranks), OK], device="cpu"), device)
-        self._senders, self.worst = comm.statuses[device][:-1], comm.statuses[device][-1]  # not changed in place
-        self._by_triton = uses_triton(self._senders)
+        self.worst = comm.statuses[device][-1]  # not changed in place
         self._found: tuple[Tensor, Tensor] | None = None  # on CUDA, a status and whether it is OK
+
+    @property
+    def rank(self) -> int:
+        """As in `Comm`."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """As in `Comm`."""
+        return self.comm.size
+
+    @property
+    def _senders(self) -> Tensor:
+        return self.comm.statuses[self.device][:-1]
+
+    @property
+    def _by_triton(self) -> bool:
+        return uses_triton(self.worst)
 
     @property
     def _root(self) -> Exchange:
@@ -111,7 +126,7 @@ class Exchange:
         """
         comm = self.comm.sub(ranks, counted=counted)
         device, in_sync = self.device, self.in_sync
-        return Exchange(comm, ctx or self.ctx, self._fingerprint, device=device, in_sync=in_sync, parent=self)
+        return Exchange(comm, ctx or self.ctx, self._sent, device=device, in_sync=in_sync, parent=self)
 
     def compress(self, u: Tensor, compressor: Compressor, region: Context | None = None) -> tuple[Payload, Update]:
         """Compress `u`, and note in the status where it is not finite, or too large for the compressor.
@@ -154,7 +169,7 @@ class Exchange:
 
     def pin(self, x: Tensor) -> None:
         """Make `x` (int64) part of the fingerprint: from here on ranks whose `x` differ are out of step."""
-        self._fingerprint = self._fingerprint + (weighted_sum(x) >> 32)
+        self._sent = self._sent + (weighted_sum(x) >> 32)
 
     def agree(self, payload: Payload = (), *, strict: bool = False) -> Payload:
         """Return the payloads of all ranks, as rows, and raise the errors known to any.
@@ -254,8 +269,7 @@ class Exchange:
 
     def _frame(self, payload: Payload) -> Tensor:
         """Return a payload with the fingerprint and the status before it, and a checksum behind."""
-        self._messages += 1
-        self._sent = self._fingerprint + (self._messages << 40)
+        self._sent = self._sent + (1 << 40)
         return seal(payload, self._sent, self._root.worst)
 
     def _receive(self, messages: Tensor, like: Payload, senders: Tensor) -> Payload:

@@ -1,11 +1,11 @@
-"""Several tensors in one message, with a header and a checksum.
+"""Packs several tensors into one message with a header and a checksum.
 
     message = seal(parts, fingerprint, status)
     intact(words_on_host(message))               # True unless a word was changed, moved or lost
-    unframe(message, parts, HEADER_BYTES)        # the parts again, as views
+    unframe(message, parts, HEADER_BYTES)        # the parts, as views of the message
 
-Parts are aligned to 8 bytes, to be read where they lie. The last 8 bytes make the sum of all 4-byte words, each times a
-weight of its position, a constant.
+Parts are aligned to 8 bytes, so that they can be read without a copy. The last 8 bytes are the checksum. They make the
+weighted sum of all 4-byte words a constant, with a weight for each position.
 """
 
 from __future__ import annotations
@@ -19,82 +19,95 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.kernels.checks import add_weighted_, weigh, write_header_
-from lightning_sparse.kernels.launch import kept, to_device, uses_triton
+from lightning_sparse.kernels.dispatch import operation
+from lightning_sparse.kernels.launch import kept, to_device
 from lightning_sparse.kernels.messages import CHECKSUM_BYTES, HEADER_BYTES, Parts, aligned
 
 INTACT = 0x5EED5EED5EED5EED
-"""The weighted sum of an undamaged message's words: not 0, which is the sum of a message of zeros."""
+"""Weighted sum of an undamaged message's words. It is not 0, because a message of zeros has that sum."""
 BLOCK = 1024
-"""Words whose weights are multiplied with a common weight of their block, so that few weights have to be made."""
+"""Words per block. A word's weight is its weight within the block times the block's weight, which needs two short
+tables only."""
 BLOCKS_FROM = 1 << 40
-"""Position from which on the weights of blocks are hashed."""
+"""First position from which the weights of blocks are hashed."""
 IN_CACHE = 64
-"""Blocks of each message that are worked on at a time on the CPU."""
+"""Blocks of each message that the CPU processes at a time."""
 
 
 def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> Tensor:
-    """Return a header, (fingerprint, status), and tensors one after the other, as bytes, with a checksum behind.
+    """Return a message as bytes: a header (fingerprint, status), the parts one after the other, and a checksum.
 
-    Parts with several rows become as many messages, as rows. `Parts` are used up.
+    If parts have several rows, the result has one message per row. `Parts` are consumed.
     """
     if isinstance(parts, Parts) and parts.messages is not None:
         messages, start = parts.messages, INTACT
         parts.messages = None
     else:
-        start = 0  # the checksum's start is in what is copied
+        start = 0  # the copied constants contain the start of the checksum
         constants = kept((seal,), status, lambda: to_device(torch.tensor([0, 0, INTACT], device="cpu"), status.device))
         lead = parts[0].shape[:-1] if parts else ()
         header, end = constants.view(torch.uint8).expand(*lead, -1).split([HEADER_BYTES, CHECKSUM_BYTES], -1)
         messages = torch.cat([header, *_pieces(parts, header[..., :CHECKSUM_BYTES]), end], -1)
-    if uses_triton(status):
-        write_header_(messages, fingerprint, status, start, *_weights_of(messages.shape[-1] // 4 - 2, messages))
-        return messages
+    _write_header_(messages, fingerprint, status, start)
+    return messages
+
+
+@operation
+def _write_header_(messages: Tensor, fingerprint: int | Tensor, status: Tensor, start: int) -> None:
+    """Write header and checksum of messages; by Triton `start` is what the checksum lacks of `INTACT` as it is."""
     words = words_on_host(messages)
     words[:, 0], words[:, 1] = int(fingerprint), int(status)
     words[:, -1] = INTACT - _weighted_sums(words.view(np.int32)[:, :-2])
     if messages.is_cuda:
         messages.copy_(torch.from_numpy(words.view(np.uint8)).view(messages.shape))
-    return messages
+
+
+@_write_header_.by("triton")
+def _write_header_by_triton_(messages: Tensor, fingerprint: int | Tensor, status: Tensor, start: int) -> None:
+    write_header_(messages, fingerprint, status, start, *_weights_of(messages.shape[-1] // 4 - 2, messages))
 
 
 def partial_sums(messages: Tensor) -> Tensor:
-    """Return sums of weighted words, without the checksum, of each of some messages, as rows; by Triton."""
+    """Return, with Triton, partial sums of each message's weighted words without its checksum, as rows."""
     words = messages.view(torch.int32)[..., :-2]
     return weigh(words, *_weights_of(words.shape[-1], words))
 
 
 def join(parts: Sequence[Tensor], nbytes: int) -> Tensor:
-    """Return tensors (1-D) one after the other, as bytes, each aligned to 8, with zeros behind; see `unframe`."""
+    """Join 1-D tensors as bytes, each aligned to 8 bytes, with trailing zeros up to `nbytes`; see `unframe`."""
     return join_rows([parts], nbytes, parts[0].device)[0]
 
 
 def join_rows(rows: Sequence[Sequence[Tensor]], nbytes: int, device: torch.device) -> Tensor:
-    """Return several lists of tensors, each as by `join`, as rows."""
+    """Join each list of tensors as in `join`, and return the results as rows."""
     blank = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     pieces = [piece for row in rows for piece in (*_pieces(row, blank), blank[: nbytes - joined_bytes(row)])]
     return torch.cat(pieces).view(len(rows), nbytes)
 
 
 def joined_bytes(parts: Sequence[Tensor]) -> int:
-    """Return how many bytes tensors take one after the other, each aligned to 8."""
+    """Return the length of joined tensors in bytes, each aligned to 8 bytes."""
     return sum(map(_aligned, parts))
 
 
 def intact(words: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return of each message, a row of `words_on_host`, whether nothing has happened to it."""
+    """Return whether each message, a row of `words_on_host`, is undamaged."""
     whole: NDArray[np.bool_] = _weighted_sums(words.view(np.int32)[:, :-2]) + words[:, -1] == INTACT
     return whole
 
 
 def words_on_host(messages: Tensor) -> NDArray[np.int64]:
-    """Return the 8-byte words of messages, as rows; on the CPU a view."""
+    """Return the 8-byte words of messages as rows; on the CPU it is a view."""
     return messages.view(-1, messages.shape[-1]).cpu().numpy().view(np.int64)
 
 
 def unframe(messages: Tensor, like: Sequence[Tensor], start: int = 0) -> tuple[Tensor, ...]:
-    """Return the tensors of `seal` or `join`, as views, given some with rows of the same lengths and dtypes.
+    """Return the tensors in messages of `seal` or `join`, as views.
 
-    Those of `seal` start at `HEADER_BYTES`.
+    Args:
+        messages: the messages.
+        like: tensors with the same row lengths and dtypes as the parts.
+        start: offset of the first part in bytes; for `seal` it is `HEADER_BYTES`.
     """
     parts = []
     for part in like:
@@ -103,24 +116,29 @@ def unframe(messages: Tensor, like: Sequence[Tensor], start: int = 0) -> tuple[T
     return tuple(parts)
 
 
+@operation
 def weighted_sum(words: Tensor) -> Tensor:
     """Return Σ wᵢ·words[..., i] modulo 2⁶⁴, with odd 64-bit weights wᵢ.
 
-    A change of one word changes the sum, because an odd weight has an inverse. So do two words x and y that change
-    places, unless 2⁶⁴ divides (x - y)(wᵢ - wⱼ): words have 32 bits, so 2³² has to divide a difference of weights, which
-    are hashes of the positions. (Of 64-bit words, two that differ in the highest bit alone could always be swapped.)
+    A change of one word changes the sum, because an odd weight has an inverse. Swapping two words x and y also changes
+    the sum, unless 2⁶⁴ divides (x - y)(wᵢ - wⱼ). Words have 32 bits, so 2³² would have to divide the difference of two
+    weights, which are hashes of the positions. (A swap of two 64-bit words that differ only in the highest bit would
+    always go unnoticed.)
     """
-    if not uses_triton(words):
-        sums = _weighted_sums(words.reshape(words.shape[:-1].numel(), words.shape[-1]).cpu().numpy())
-        return torch.from_numpy(sums).view(words.shape[:-1]).to(words.device)
+    sums = _weighted_sums(words.reshape(words.shape[:-1].numel(), words.shape[-1]).cpu().numpy())
+    return torch.from_numpy(sums).view(words.shape[:-1]).to(words.device)
+
+
+@weighted_sum.by("triton")
+def _weighted_sum_by_triton(words: Tensor) -> Tensor:
     total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
     add_weighted_(total, words, *_weights_of(words.shape[-1], words))
     return total
 
 
 def _weighted_sums(rows: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return what `weighted_sum` does, of rows on the host."""
-    # numpy multiplies integer matrices several times as fast as torch's products and sums; both wrap around.
+    """Return `weighted_sum` of each row, on the host."""
+    # NumPy's integer matrix product is several times faster than torch's products and sums. Both wrap around.
     count = rows.shape[1]
     blocks = count // BLOCK
     weights, of_blocks = _weights_on_host(BLOCK, 0), _weights_on_host(blocks + 1, BLOCKS_FROM)
@@ -134,7 +152,7 @@ def _weighted_sums(rows: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _weights_of(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights of the positions within a block, and of so many words' blocks."""
+    """Return the weights of the positions within a block, and the weights of the blocks of `count` words."""
     blocks, device = count // BLOCK, like.device
     within = kept((_weights, BLOCK), like, lambda: _weights(BLOCK, 0, device))
     return within, kept((_weights, blocks, "blocks"), like, lambda: _weights(blocks + 1, BLOCKS_FROM, device))
@@ -146,7 +164,7 @@ def _weights_on_host(count: int, start: int) -> NDArray[np.int64]:
 
 
 def _weights(count: int, start: int, device: torch.device) -> Tensor:
-    """Return hashes of the positions from `start` on, odd int64: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    """Return odd int64 hashes of the positions from `start`: the finaliser of SplitMix64 (Steele et al. 2014)."""
     x = torch.arange(start + 1, start + count + 1, device=device) * -0x61C8864680B583EB  # the golden ratio's 2⁶⁴ part
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift)) * factor
@@ -156,7 +174,7 @@ def _weights(count: int, start: int, device: torch.device) -> Tensor:
 def _pieces(parts: Sequence[Tensor], blank: Tensor) -> list[Tensor]:
     pieces = []
     for part in parts:
-        if part.stride(-1) != 1:  # also of one element, which torch calls contiguous, but does not view as bytes
+        if part.stride(-1) != 1:  # torch calls one element contiguous with any stride, but cannot view it as bytes
             part = part.clone(memory_format=torch.contiguous_format)
         pieces.append(part.contiguous().view(torch.uint8))
         if padding := -pieces[-1].shape[-1] % 8:

@@ -1,4 +1,4 @@
-"""Gradients as the reducer takes them and gives them back."""
+"""Checks the gradients that a reducer receives, and overwrites them with the result."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def write_(
     error_feedback: bool,
     step_ok: Tensor | None = None,
 ) -> Update | None:
-    """Overwrite a segment's gradients with scale × the update, or with zeros if `step_ok` is False.
+    """Overwrite a segment's gradients with `scale` times the update, or with zeros if `step_ok` is False.
 
     Returns:
-        The error of rounding to 16-bit gradients, in units of the update; None if nothing was rounded.
+        The rounding error of 16-bit gradients, in units of the update; None if nothing was rounded.
     """
     if isinstance(update, Tensor):
         dense = update if scale == 1 else update * scale
@@ -35,7 +35,7 @@ def write_(
 
 
 REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of gradients that can be reduced."""
+"""Supported dtypes of gradients."""
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
@@ -56,7 +56,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def check_one_device(params: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if parameters are on several devices: a segment and its residual are on one."""
+    """Raise ValueError if parameters are on several devices. A segment and its residual need one device."""
     first, device = next(((name, param.device) for name, param in params.items()), ("", None))
     for name, param in params.items():
         if param.device != device:
@@ -67,7 +67,7 @@ def check_one_device(params: Mapping[str, Tensor]) -> None:
 
 
 def check_fits(layout: Layout, grads: Mapping[str, Tensor]) -> None:
-    """Raise ValueError or TypeError unless these are gradients of a layout's parameters, by name."""
+    """Raise ValueError or TypeError unless `grads` are the gradients of the layout's parameters, by name."""
     if set(grads) != set(layout.names):
         missing, new = set(layout.names) - set(grads), set(grads) - set(layout.names)
         raise ValueError(

@@ -1,10 +1,10 @@
 """The fixed partition of a model's parameters into segments.
 
-Everything a method remembers lives in this partition, keyed by parameter name. DDP's buckets cannot carry it: their
-number, grouping, order and index change after the first step and after a resume.
+All state of a method belongs to this partition and is keyed by parameter name. DDP's buckets cannot serve as the
+partition, because their number, grouping, order and index change after the first step and after a resume.
 
     layout = Layout.of({"w": (3, 4), "b": (4,)}, granularity="model")
-    layout.segments[0].names      # ('b', 'w'): reverse registration order, the order in which backward delivers
+    layout.segments[0].names      # ('b', 'w'): reverse registration order, as backward delivers gradients
     layout.segments[0].views(u)   # one 1-D view of u per parameter
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_sparse.options import Granularity as Granularity
 from lightning_sparse.options import check_partition
 
-MAX_SEGMENT = 2**31 - 1  # indices travel as int32
+MAX_SEGMENT = 2**31 - 1  # indices are sent as int32
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Segment:
 
     Attributes:
         index: position in the layout.
-        names: the parameters, in layout order.
-        shapes: their shapes.
-        start: offset of the first element in the layout, in elements.
+        names: parameter names in layout order.
+        shapes: shapes of the parameters.
+        start: offset of the segment in the layout, in elements.
     """
 
     index: int
@@ -42,7 +42,7 @@ class Segment:
     shapes: tuple[tuple[int, ...], ...]
     start: int
     bounds: tuple[int, ...] = field(init=False, repr=False)
-    """Offsets of the parameters inside the segment, in elements, and the segment's length as the last one."""
+    """Offsets of the parameters in the segment, in elements; the last number is the segment's length."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", (0, *accumulate(math.prod(shape) for shape in self.shapes)))
@@ -63,10 +63,11 @@ class Segment:
 
 @functools.lru_cache(maxsize=1024)
 def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
-    """Return a segment in consecutive regions, as `tensor_split` cuts: their lengths differ by one at most.
+    """Cut a segment into consecutive regions like `tensor_split`: their lengths differ by at most one.
 
-    Parameters are cut where a region ends. A piece of a vector is a vector. A piece of any other parameter is its whole
-    rows, along the first dimension, and what it has of a row at either end, a matrix of one row each.
+    A parameter is cut at the end of a region. A piece of a vector is a vector. A piece of any other parameter is cut
+    along the first dimension into up to three parts: its whole rows, and an incomplete row at each end. An incomplete
+    row becomes a matrix of one row.
     """
     each, more = divmod(segment.numel, count)
     edges = [region * each + min(region, more) for region in range(count + 1)]
@@ -83,19 +84,19 @@ def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def joined(segments: tuple[Segment, ...]) -> Segment:
-    """Return the parameters of several segments as one, with the index and the start of the first."""
+    """Join several segments into one, with the index and the start of the first."""
     names, shapes = ([each for segment in segments for each in getattr(segment, x)] for x in ("names", "shapes"))
     return Segment(segments[0].index, tuple(names), tuple(shapes), segments[0].start)
 
 
 def _pieces(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[int, ...]]:
-    """Return the shapes of what a parameter has from one of its elements to another, see `cut`."""
+    """Return the shapes of a parameter's parts from element `begin` to element `end`; see `cut`."""
     if begin >= end or end - begin == math.prod(shape):
         return [shape] * (begin < end)
     if len(shape) < 2:
         return [(end - begin,)]
     length = math.prod(shape[1:])
-    first, last = -(-begin // length), end // length  # the whole rows
+    first, last = -(-begin // length), end // length  # range of the whole rows
     if first > last:
         return [(1, end - begin)]
     head, body, tail = first * length - begin, last - first, end - last * length
@@ -104,10 +105,10 @@ def _pieces(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[int, ...
 
 @dataclass(frozen=True)
 class Layout:
-    """All segments of a model, back to back.
+    """All segments of a model, without gaps.
 
     Attributes:
-        segments: in the order in which backward delivers their gradients.
+        segments: segments in the order in which backward delivers their gradients.
     """
 
     segments: tuple[Segment, ...]
@@ -119,17 +120,17 @@ class Layout:
         bucket_cap_mb: float = 25,
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
-        apart: Mapping[str, int] | None = None,
+        group_of: Mapping[str, int] | None = None,
     ) -> Layout:
-        """Partition parameters, given in registration order.
+        """Partition parameters, which are given in registration order.
 
         Args:
-            shapes: parameter name to shape.
-            granularity: "layer" makes one segment of each parameter, "bucket" closes a segment as soon as it holds
-                `bucket_cap_mb`, as DDP does with its buckets, "model" makes one segment of everything of one dtype.
-            bucket_cap_mb: size of a "bucket" segment in MiB of the parameters' own dtype.
-            dtypes: parameter name to dtype, fp32 where absent. As in DDP, a bucket holds one dtype.
-            apart: parameter name to a number, 0 where absent: a segment holds parameters of one number.
+            shapes: shape by parameter name.
+            granularity: "layer" creates one segment for each parameter. "bucket" closes a segment as soon as it holds
+                `bucket_cap_mb`, like DDP's buckets. "model" creates one segment for all parameters of one dtype.
+            bucket_cap_mb: size of a "bucket" segment in MiB, in the parameters' own dtype.
+            dtypes: dtype by parameter name, fp32 if absent. As in DDP, a bucket holds one dtype.
+            group_of: group number by parameter name, 0 if absent. A segment holds parameters of one group.
 
         Raises:
             ValueError: no parameters, an unknown granularity, or a segment too long for 32-bit indices.
@@ -140,23 +141,23 @@ class Layout:
                 "No trainable parameters: there is no gradient to reduce. Set requires_grad on at least one parameter "
                 "before training starts."
             )
-        dtypes, apart = dtypes or {}, apart or {}
+        dtypes, group_of = dtypes or {}, group_of or {}
         names = list(shapes)
         groups: list[list[str]] = []
         if granularity == "model":
             together: dict[tuple[int, torch.dtype], list[str]] = {}
             for name in reversed(names):
-                together.setdefault((apart.get(name, 0), dtypes.get(name, torch.float32)), []).append(name)
+                together.setdefault((group_of.get(name, 0), dtypes.get(name, torch.float32)), []).append(name)
             groups = [together[key] for key in sorted(together, key=lambda key: key[0])]
         elif granularity == "layer":
             groups = [[name] for name in reversed(names)]
         else:
-            # Greedy, per dtype, over the reversed parameters: then a segment holds the same parameters as a DDP bucket
-            # and no segment waits for a second bucket.
+            # Fill segments greedily, per dtype, over the reversed parameters. Then a segment holds the same parameters
+            # as a DDP bucket, and no segment waits for a second bucket.
             open_groups: dict[tuple[torch.dtype, int], tuple[list[str], int]] = {}
             for name in reversed(names):
                 dtype = dtypes.get(name, torch.float32)
-                kind = dtype, apart.get(name, 0)
+                kind = dtype, group_of.get(name, 0)
                 group, nbytes = open_groups.get(kind, ([], 0))
                 if not group:
                     groups.append(group)
@@ -183,10 +184,10 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All parameters, in layout order."""
+        """Names of all parameters in layout order."""
         return tuple(name for segment in self.segments for name in segment.names)
 
     @property
     def digest(self) -> int:
-        """A 32-bit checksum that ranks compare: equal on all ranks exactly where the layouts are."""
+        """32-bit checksum that ranks compare to find out whether their layouts are equal."""
         return zlib.crc32(repr([(segment.names, segment.shapes) for segment in self.segments]).encode())

@@ -1,4 +1,4 @@
-"""Memories: the part of the gradients that a rank keeps, and how it comes back into the next step."""
+"""Memories: keep the part of the gradients that a rank did not send, and add it to the next step."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_sparse.options import check
 
 
 class Memory(abc.ABC):
-    """One rank's memory of one segment; all of it lies in the state."""
+    """One rank's memory of one segment. The segment's state holds all its data."""
 
     state: tuple[StateSpec, ...] = ()
-    """What it keeps in the segment's state."""
+    """Tensors that it keeps in the segment's state."""
 
     error_feedback: bool = True
-    """Whether it keeps rounding errors; computing them costs a pass over the data."""
+    """Whether it keeps rounding errors. Computing them costs one pass over the data."""
 
     @abc.abstractmethod
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
-        """Combine the gradients with what was kept.
+        """Combine the gradients with the state.
 
         Args:
-            grads: one 1-D gradient per parameter of the segment, of any floating dtype; left as they are. They count
-                `ctx.scale` times.
+            grads: one 1-D gradient per parameter of the segment, of any floating dtype; not modified. They are
+                multiplied by `ctx.scale`.
             ctx: the segment, its state, and block statistics to fill in.
 
         Returns:
@@ -40,20 +40,20 @@ class Memory(abc.ABC):
         """
 
     def update(self, u: Tensor, applied: Update, rounding_error: Update | None, ctx: Context) -> None:  # noqa: B027
-        """Keep what is to come back after the exchange.
+        """Update the state after the exchange.
 
         Args:
-            u: what `compensate` returned; may be changed.
+            u: result of `compensate`; may be modified.
             applied: the part of u that went into the result.
-            rounding_error: exact minus written result, where gradients are 16-bit; None if nothing was rounded, or
-                without `error_feedback`.
+            rounding_error: exact minus written result if gradients are 16-bit; None if nothing was rounded, or without
+                `error_feedback`.
             ctx: as in `compensate`.
         """
 
 
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """Forgets the part that was not sent."""
+    """Discards the entries that were not sent."""
 
     error_feedback = False
     state = (StateSpec("u", per="scratch"),)
@@ -68,8 +68,8 @@ class NoMemory(Memory):
 class Residual(Memory):
     """Error feedback (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599): u = g + e, e ← u − applied.
 
-    With a payout p (see `Context`), u = g + e + p. Where an entry is applied, e becomes u − applied. Elsewhere it is
-    e + g, and p stays in the optimizer's momentum, which still has it.
+    With a payout p (see `Context`), u = g + e + p. For an applied entry, e becomes u − applied. For any other entry, e
+    becomes e + g, and p stays in the optimizer's momentum, which still contains it.
     """
 
     state = (StateSpec("residual"),)
@@ -78,7 +78,7 @@ class Residual(Memory):
         residual, bounds, payout = ctx.state["residual"], ctx.segment.bounds, ctx.payout
         if payout is not None:
             return add_with_payout_(residual, bounds, grads, ctx.scale, payout, ctx.stats)
-        # In place: the buffer of the residual is u until the applied part is subtracted.
+        # In place: the residual's buffer holds u until the applied part is subtracted.
         return add_with_stats_(residual, bounds, grads, ctx.scale, ctx.stats)
 
     def update(self, u: Tensor, applied: Update, rounding_error: Update | None, ctx: Context) -> None:
@@ -94,10 +94,10 @@ class Residual(Memory):
 
 @dataclass(frozen=True)
 class DecayingResidual(Residual):
-    """Error feedback that forgets: u = g + decay · e (SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706).
+    """Error feedback with decay: u = g + decay · e (SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706).
 
     Attributes:
-        decay: what remains of the residual from one exchange to the next, in (0, 1].
+        decay: factor on the residual at each exchange, in (0, 1].
     """
 
     decay: float = 0.95
@@ -112,10 +112,10 @@ class DecayingResidual(Residual):
 
 @dataclass(frozen=True)
 class Momentum(Memory):
-    """Sends its momentum instead of the gradient (Bernstein et al. 2018, arXiv 1802.04434): u = m ← βm + (1 − β)g.
+    """Sends momentum instead of the gradient (Bernstein et al. 2018, arXiv 1802.04434): u = m ← βm + (1 − β)g.
 
-    What is sent is not taken out, so this is no error feedback. With the sign as compressor it is "Signum". Use it with
-    an optimizer that has no momentum of its own.
+    Sent entries are not subtracted, so this is not error feedback. With the sign as compressor it is "Signum". Use it
+    with an optimizer without momentum.
 
     Attributes:
         beta: β, in [0, 1).

@@ -1,4 +1,4 @@
-"""The row of a method in `METHODS`: how to make it, who published it, and its properties."""
+"""The row of a method in `METHODS`: its parts, its citation, and its properties."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_sparse.update_rule import UpdateRule
 
 
 class Traits(NamedTuple):
-    """What holds for a method, read by the common tests, `advise` and the documentation.
+    """Properties of a method for the common tests, `advise` and the documentation.
 
     Attributes:
-        conserves: whether nothing is lost: Σ u over the ranks is P times the result plus Σ of the residuals.
-        exact: options with which the result is the mean of the gradients; None if there are none.
-        test_options: options that the common tests use, chosen for small tensors.
+        conserves: whether no entry is lost: Σ u over the ranks equals P times the result plus Σ of the residuals.
+        exact: options for which the result is the mean of the gradients; None if no options achieve this.
+        test_options: options for the common tests, suitable for small tensors.
     """
 
     conserves: bool
@@ -32,7 +32,7 @@ SPARSE = Traits(conserves=True, exact={"density": 1.0}, test_options={"density":
 
 
 class MethodSpec(NamedTuple):
-    """How to make a method, who published it, and what holds for it."""
+    """A row of `METHODS`: the method's parts, its citation, and its properties."""
 
     make: Callable[..., Compressor]
     memory: Memory
@@ -43,6 +43,6 @@ class MethodSpec(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """Names of the options of its parts, in which parts do not overlap."""
+        """Names of the options of its parts. No two parts have an option of the same name."""
         parts: list[Any] = [part for part in (self.memory, self.aggregator, self.update_rule) if part is not None]
         return [*inspect.signature(self.make).parameters, *(field.name for part in parts for field in fields(part))]

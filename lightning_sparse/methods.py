@@ -1,7 +1,7 @@
-"""The menu: a row per method, each with its citation. Every row becomes a strategy name, `<row>_ddp`.
+"""The table of methods, one row per method with its citation. Each row becomes a strategy name, `<row>_ddp`.
 
 method("gaussiank", density=0.01)                  # Method(GaussianK(density=0.01), Residual(), Mean())
-Method(TopK(density=0.01), memory=NoMemory())      # own parts
+Method(TopK(density=0.01), memory=NoMemory())      # custom parts
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from lightning_sparse.update_rule import UpdateRule
 
 @dataclass(frozen=True)
 class Method:
-    """A compressor, a memory and an aggregator that go together.
+    """A compression method: a compressor, a memory and an aggregator.
 
     Attributes:
-        compressor: chooses and encodes what a rank sends.
-        memory: keeps what a rank did not send.
-        aggregator: makes one result of what all ranks send.
-        update_rule: how optimizers' updates are exchanged; a method that has it exchanges no gradients. None leaves the
-            choice to the user: gradients, or updates by `UpdateRule()`.
+        compressor: selects and encodes a rank's payload.
+        memory: keeps the part that a rank did not send.
+        aggregator: combines the payloads of all ranks into one result.
+        update_rule: rule for the exchange of optimizer updates. A method with a rule never exchanges gradients. None
+            leaves the choice to the user: gradients, or updates with `UpdateRule()`.
 
     Raises:
-        TypeError: a part is not of its kind.
-        ValueError: the aggregator cannot aggregate what the compressor sends.
+        TypeError: a part has the wrong type.
+        ValueError: the aggregator cannot aggregate the compressor's payloads.
     """
 
     compressor: Compressor
@@ -75,9 +75,9 @@ class Method:
             if isinstance(self.aggregator, TwoPass) and TwoPass().supports(self.compressor):
                 instead = "Leave second out: it is for compressors with a density."
             raise ValueError(f"{self.aggregator!r} cannot aggregate what {self.compressor!r} sends. {instead}")
-        if self.delayed and not self.aggregator.takes_all:
+        if self.delayed and not self.aggregator.applies_all_sent:
             what, remedy = repr(_name_of(self) or self.aggregator), "Leave overlap out, or take topk or gaussiank."
-            if isinstance(self.aggregator, TwoLevel) and self.aggregator.inter_node.takes_all:
+            if isinstance(self.aggregator, TwoLevel) and self.aggregator.inter_node.applies_all_sent:
                 what, remedy = "hierarchical", "Leave hierarchical out, or take another overlap."
             raise ValueError(
                 f"overlap='next_step' with {what}: a rank cannot go on by the entries that it has sent, as other ranks "
@@ -90,33 +90,33 @@ class Method:
             )
 
     def __str__(self) -> str:
-        """The parts, with what differs from their defaults; `repr` has everything."""
+        """The parts with their non-default options; `repr` shows all options."""
         parts = (self.compressor, self.memory, self.aggregator, self.update_rule)
         return " + ".join(_short_repr(part) for part in parts if part is not None)
 
     @property
     def density(self) -> float | None:
-        """The fraction of entries that it sends, None where that is not an option of its compressor."""
+        """Fraction of entries to send; None if the compressor has no such option."""
         return getattr(self.compressor, "density", None)
 
     @property
     def local_steps(self) -> int:
-        """H, the number of optimizer steps before each exchange: 1, unless it exchanges updates by another rule."""
+        """H, the number of optimizer steps between exchanges; 1 unless the update rule sets another number."""
         return 1 if self.update_rule is None else self.update_rule.local_steps
 
     @property
     def delayed(self) -> bool:
-        """Whether exchanges of updates go on during the next step."""
+        """Whether the exchange of updates overlaps with the next step."""
         return self.update_rule is not None and self.update_rule.delayed
 
     @property
     def is_sparse(self) -> bool:
-        """Whether most entries wait in a residual. Optimizers that divide by past gradients then need updates."""
+        """Whether most entries stay in a residual. If so, adaptive optimizers should exchange updates instead."""
         return self.memory.error_feedback and (self.density or 1) < 1
 
 
 def _name_of(given: Method) -> str | None:
-    """Return the name in `METHODS` of a method, whatever its options; None for one that is made of other parts."""
+    """Return a method's name in `METHODS`, regardless of its options; None if no row has the same types of parts."""
     aggregator = given.aggregator.inter_node if isinstance(given.aggregator, TwoLevel) else given.aggregator
     kinds = [type(part) for part in (given.compressor, given.memory, aggregator)]
     named = [
@@ -138,12 +138,12 @@ def _short_repr(part: Any) -> str:
 
 
 def _int4(block: int = 64) -> Blocks:
-    """All values in 4 bits, with a scale for each block."""
+    """Quantizes all values to 4 bits, with a scale per block."""
     return Blocks(4, block)
 
 
 def _int8(block: int = 64) -> Blocks:
-    """All values in 8 bits, with a scale for each block."""
+    """Quantizes all values to 8 bits, with a scale per block."""
     return Blocks(8, block)
 
 
@@ -202,16 +202,16 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
 
 
 def method_options(owner: str, known: Iterable[str], method: str | Method, options: Iterable[str]) -> list[str]:
-    """Return those of a user's options that a method, given by name, has itself.
+    """Return the user's options that belong to a method given by name.
 
     Args:
-        owner: what got the options, such as "attach".
-        known: the names of its own options.
+        owner: name of the function or class that received the options, such as "attach".
+        known: names of the owner's own options.
         method: the method, by name or made of parts.
-        options: names of further options.
+        options: names of the user's options.
 
     Raises:
-        TypeError: an option that neither has.
+        TypeError: an option belongs neither to the owner nor to the method.
     """
     own = METHODS[method].options if isinstance(method, str) and method in METHODS else []
     for option in options:
@@ -224,7 +224,7 @@ def method_options(owner: str, known: Iterable[str], method: str | Method, optio
 
 
 def options_by_method() -> str:
-    """Return which methods have which options, beside their density."""
+    """Return a text that lists the options of all methods, except their density."""
     having: dict[str, list[str]] = {}
     for name, spec in METHODS.items():
         for option in spec.options:
@@ -237,7 +237,7 @@ def options_by_method() -> str:
 
 
 def option_hint(option: str, known: Iterable[str] = ()) -> str:
-    """Return what ends an error about an unknown option: which methods have it, or else the nearest known one."""
+    """Return a hint for an unknown option: the methods that have it, or the closest known name."""
     having = [name for name, spec in METHODS.items() if option in spec.options]
     if not having:
         return suggestion(option, known)
@@ -249,16 +249,16 @@ def option_hint(option: str, known: Iterable[str] = ()) -> str:
 
 
 def method(name: str, *, density: float | None = None, **options: Any) -> Method:
-    """Make a method by its name in `METHODS`.
+    """Create a method by its name in `METHODS`.
 
     Args:
         name: a key of `METHODS`.
-        density: fraction of entries to send, in (0, 1]; None keeps the method's default, 0.001.
+        density: fraction of entries to send, in (0, 1]; None selects the method's default, 0.001.
         **options: further options of the method's parts: compressor, memory, aggregator and update rule.
 
     Raises:
-        ValueError: an unknown name, or a value out of range.
-        TypeError: an option that the method does not have.
+        ValueError: the name is unknown, or a value is out of range.
+        TypeError: the method does not have an option.
     """
     if name not in METHODS:
         raise ValueError(f"Method {name!r} is not known; choose from {', '.join(METHODS)}.{suggestion(name, METHODS)}")
@@ -275,21 +275,21 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
 
 
 def _taking(options: dict[str, Any], part: Any) -> Any:
-    """Return a part with those of the options that are its own, which are taken out."""
+    """Return a part with the options that belong to it, and remove these from `options`."""
     return replace(part, **{field.name: options.pop(field.name) for field in fields(part) if field.name in options})
 
 
 UPDATE_DENSITY = 0.003
-"""The density of updates if a user gives none, with up to `FEW_RANKS` ranks, see docs/frontier.md. Methods with a rule
-of their own keep the density of their papers."""
+"""Default density of updates with up to `FEW_RANKS` ranks, see docs/frontier.md. Methods with an update rule use the
+density of their papers."""
 FEW_RANKS = 4
-"""With more ranks each rank sends more entries: dense training ends lower then, and 0.003 no longer reaches it."""
+"""With more ranks, each rank sends more entries, because dense training then reaches a loss that 0.003 does not."""
 WARMUP_FACTORS, WARMUP_STEPS = (8, 4, 2), 15
-"""Factors on the density of the first exchanges, and how many exchanges each lasts: weights change fastest then."""
+"""Factors on the density of the first exchanges, when weights change fastest; and the number of exchanges for each."""
 
 
 def update_density(ranks: int) -> float:
-    """Return the density of updates, if a user gives none, by the number of ranks that send."""
+    """Return the default density of updates for a number of sending ranks."""
     return UPDATE_DENSITY * math.sqrt(max(1.0, ranks / FEW_RANKS))
 
 
@@ -302,15 +302,16 @@ def resolve_updates(
     ranks: int = FEW_RANKS,
     **options: Any,
 ) -> tuple[Method, tuple[float, ...], int | None]:
-    """Return the method, the warm-up, and how many steps each of its densities lasts, for an exchange of updates.
+    """Return the method, the density warm-up, and the number of steps per warm-up density, for an exchange of updates.
 
-    A sparse method by name, without a density, gets `update_density`, values of two bits if its aggregator takes
-    rounded values, and a warm-up if none is given. Otherwise a user's options hold as they are.
+    A sparse method that is given by name and without a density gets defaults: `update_density`, and a density warm-up
+    if none is given. It also gets two-bit values if its aggregator supports rounded values. In all other cases the
+    user's options are unchanged.
 
     Args:
         given, density, options: as for `resolve_method`.
-        density_warmup, density_warmup_steps: a user's options, checked; None is the default.
-        ranks: number of ranks that send.
+        density_warmup, density_warmup_steps: the user's options, already checked; None selects the default.
+        ranks: number of sending ranks.
     """
     chosen = resolve_method(given, density, **options)
     if not isinstance(given, str) or density is not None or chosen.update_rule is not None or not chosen.is_sparse:
@@ -325,7 +326,7 @@ def resolve_updates(
 
 
 def resolve_method(given: str | Method, density: float | None, **options: Any) -> Method:
-    """Return the method that a user's options mean; `options`, beside a name, are further ones of its parts."""
+    """Return the method for a user's options. `options` are options of the parts of a method given by name."""
     if isinstance(given, str):
         return method(given, density=density, **options)
     if not isinstance(given, Method):

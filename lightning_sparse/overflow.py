@@ -1,4 +1,4 @@
-"""Steps that need all gradients before the first is added: loss scales, skipped steps, and clipping by norm."""
+"""Handles loss scales, skipped steps and clipping by norm, which need all gradients before the first is added."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ log = logging.getLogger(__name__)
 
 
 class GradientCheck:
-    """What to do about gradients that are not finite or too large, decided before anything is added to the residual.
+    """Decides what happens if gradients are not finite or too large, before any gradient is added to a residual.
 
     Args:
-        loss_scale: a function that returns what the loss is multiplied with, as `GradScaler.get_scale` does.
+        loss_scale: function that returns the factor on the loss, like `GradScaler.get_scale`.
         on_nonfinite: without a loss scale, "raise" or "skip".
-        clip_norm: largest 2-norm of this rank's own gradient; None leaves it as it is.
+        clip_norm: largest 2-norm of this rank's own gradient; None disables clipping.
 
     Attributes:
-        get_scale: the function `loss_scale`; may be replaced between two steps.
-        loss_scale: the present loss scale, 1 without one.
-        scale: factor on the gradients before they are added: clipping, divided by the loss scale.
+        get_scale: the function `loss_scale`; it may be replaced between two steps.
+        loss_scale: current loss scale, 1 without one.
+        scale: factor on the gradients before they are added: the clipping factor divided by the loss scale.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class GradientCheck:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether a step needs all gradients before the first is added, so that nothing overlaps with backward."""
+        """Whether a step needs all gradients before the first is added. If so, no exchange overlaps with backward."""
         return self.get_scale is not None or self._on_nonfinite == "skip" or self._clip_norm is not None
 
-    def passes(
+    def agree_to_step(
         self,
         grads: Mapping[str, Tensor],
         unused: Collection[str],
@@ -52,29 +52,33 @@ class GradientCheck:
         step: int,
         skipped: int,
     ) -> bool:
-        """Agree with all ranks on whether a step is taken, before anything is added to a residual.
+        """Agree with all ranks whether to take a step, before any gradient is added to a residual.
 
         Args:
-            grads: parameter name to gradient. If the step is skipped they are filled with NaN, as a GradScaler expects.
-            unused: parameters that took no part in this backward pass.
-            layout: of the parameters.
-            comm: this rank's wire.
-            step: number of reductions so far, compared by the ranks.
+            grads: gradients by parameter name. If the step is skipped, they are filled with NaN, as a GradScaler
+                expects.
+            unused: names of parameters without a gradient in this backward pass.
+            layout: layout of the parameters.
+            comm: connection to the other ranks.
+            step: number of reductions so far; ranks compare it.
             skipped: number of skipped steps so far, for the log.
 
+        Returns:
+            Whether to take the step; equal on all ranks.
+
         Raises:
-            NonFiniteGradient: a gradient is not finite on some rank, and such steps are not skipped.
+            NonFiniteGradient: a gradient is not finite on any rank, and such steps are not skipped.
             RankFailure: ranks are at different steps.
         """
         self.loss_scale = 1.0 if self.get_scale is None else self.get_scale()
-        # Parameters are counted in the order of the layout, which is the same on all ranks.
+        # Parameters are numbered in the order of the layout, which is equal on all ranks.
         names = [name for name in layout.names if name not in unused]
-        # In fp32: norms of 16-bit gradients would be rounded to 16 bit, and in fp16 overflow early.
+        # Norms of 16-bit gradients would otherwise be rounded to 16 bits, and in fp16 they would overflow early.
         norms = torch._foreach_norm([grads[name] for name in names], 2, torch.float32) if names else ()
         norm = math.hypot(*comm.to_host_async(torch.stack(norms))()) if norms else 0.0
         nonfinite: str | None = None
         if not math.isfinite(norm):
-            # The norm of finite numbers may overflow, so it only raises the suspicion.
+            # The norm of finite numbers may overflow too, so check the elements.
             nonfinite = next((name for name in names if not grads[name].isfinite().all()), None)
             norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
         word = torch.tensor([0 if nonfinite is None else 1 + layout.names.index(nonfinite), step], device="cpu")
@@ -91,7 +95,7 @@ class GradientCheck:
             self.scale = clip / self.loss_scale
             return True
         if self.get_scale is None:
-            # The parameter that an exchange segment by segment would name: of the first segment the lowest rank's.
+            # Name the same parameter as an exchange segment by segment: in the first segment, the lowest rank's.
             rank, name = next(
                 (rank, name) for segment in layout.segments for rank, name in found.items() if name in segment.names
             )
@@ -99,6 +103,6 @@ class GradientCheck:
             if self._on_nonfinite == "raise":
                 raise NonFiniteGradient(f"{what} {NOT_FINITE}")
             if comm.rank == 0:
-                log.warning(f"{what} All ranks leave this step out, the {skipped + 1}. so far.")
+                log.warning(f"{what} All ranks skip this step; {skipped + 1} skipped so far.")
         torch._foreach_mul_(list(grads.values()), math.nan)
         return False

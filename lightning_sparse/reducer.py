@@ -151,7 +151,7 @@ class Reducer:
         """Expect flat gradients in memory order, as in DDP's buckets; state is saved in each parameter's shape."""
         self._states.take_memory_order(params)
 
-    def setup(self, params: Mapping[str, Tensor], apart: Mapping[str, int] | None = None) -> None:
+    def setup(self, params: Mapping[str, Tensor], group_of: Mapping[str, int] | None = None) -> None:
         """Lay out the state for these parameters (or gradients), given in registration order; see `Layout.of`.
 
         Raises:
@@ -166,7 +166,7 @@ class Reducer:
             self.granularity,
             self.bucket_cap_mb,
             dtypes={name: param.dtype for name, param in params.items()},
-            apart=apart or {},
+            group_of=group_of or {},
         )
         self._settings = repr((self.method, self.layout.digest, [param.dtype for param in params.values()]))
         self.routing = Routing(self.method, self.comm, self.layout)
@@ -206,7 +206,7 @@ class Reducer:
         To be called before the first segment is reduced, if `gradient_check.needs_all_gradients`.
         """
         assert self.layout is not None
-        taken = self.gradient_check.passes(grads, unused, self.layout, self.comm, self.step, self.skipped)
+        taken = self.gradient_check.agree_to_step(grads, unused, self.layout, self.comm, self.step, self.skipped)
         self.skipped += not taken
         return taken
 
@@ -252,7 +252,7 @@ class Reducer:
             state=self.states[segment.index],
             seed=self.seed,
             rank=self.comm.rank,
-            stats=None if aggregator.divides else compressor.block_stats(segment.numel, density),
+            stats=None if aggregator.shards_segment else compressor.block_stats(segment.numel, density),
             payout=None if payout is None or parts is DENSE else payout(),
         )
         masked = []

@@ -1,4 +1,4 @@
-"""The dense fallback: a segment goes dense if the method would send no less than dense gradients do."""
+"""Dense fallback: a segment is reduced densely if the method would not send fewer bytes than a dense all-reduce."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DENSE: Parts = (Identity(), AllReduceMean())
 
 
 class Routing:
-    """Chooses the parts of a method, or dense ones, for each segment, and counts bytes; equal on all ranks.
+    """Chooses the method's parts or the dense parts for each segment, and counts bytes. It is equal on all ranks.
 
-    Bytes are those that a rank sends, without counts and headers.
+    It counts the bytes that a rank sends, without counts and headers.
     """
 
     def __init__(self, method: Method, comm: Comm, layout: Layout) -> None:
@@ -27,15 +27,18 @@ class Routing:
         self._logged: set[float | None] = set()
 
     def parts(self, segment: Segment, density: float | None) -> Parts:
-        """Return the compressor and the aggregator of a segment at a density."""
+        """Return the compressor and the aggregator of a segment at the given density."""
         return (self._method.compressor, self._method.aggregator) if self._pays(segment, density) else DENSE
 
     def dense_segments(self, density: float | None) -> list[Segment]:
-        """Return the segments that go dense at a density, as the method would send no less."""
+        """Return the segments that fall back to dense at the given density."""
         return [segment for segment in self._segments if not self._pays(segment, density)]
 
     def log_dense(self, density: float | None) -> None:
-        """Log once for each density, on rank 0, which segments go dense; warn if all do, and not in a warm-up."""
+        """Log on rank 0, once for each density, how many segments fall back to dense.
+
+        It is a warning if all segments do so at the method's own density, not only during density warm-up.
+        """
         if self._comm.rank or density in self._logged or isinstance(self._method.compressor, Identity):
             return
         self._logged.add(density)
@@ -43,16 +46,16 @@ class Routing:
             at = "" if density is None else f" at density {density:g}"
             elements, of = (sum(s.numel for s in segments) for segments in (dense, self._segments))
             nothing = elements == of and density == self._method.density
-            instead = " So nothing is compressed: take a smaller density or strategy='ddp'." if nothing else ""
+            instead = " Nothing is compressed: lower the density, or use strategy='ddp'." if nothing else ""
             log.log(
                 logging.WARNING if nothing else logging.INFO,
-                f"{self._method.compressor!r}{at} would send no less than dense gradients do among "
-                f"{self._comm.size} ranks: {elements:,} of {of:,} elements go dense ({len(dense)} of "
+                f"{self._method.compressor!r}{at} would send at least as many bytes as dense gradients with "
+                f"{self._comm.size} ranks: {elements:,} of {of:,} elements fall back to dense ({len(dense)} of "
                 f"{len(self._segments)} segments).{instead}",
             )
 
     def nbytes(self, density: float | None) -> float:
-        """Return the bytes of a step at a density."""
+        """Return the bytes of a step at the given density."""
         total = 0.0
         for segment in self._segments:
             compressor, aggregator = self.parts(segment, density)
@@ -61,11 +64,11 @@ class Routing:
 
     @property
     def dense_nbytes(self) -> float:
-        """Bytes of a step of ring all-reduce in fp32; with two levels, a rank's share of its node's."""
+        """Bytes of a step with ring all-reduce in fp32; if hierarchical, a rank's share of its node's bytes."""
         return sum(map(self._dense_nbytes, self._segments))
 
     def _pays(self, segment: Segment, density: float | None) -> bool:
-        """Return whether the method's own parts are used: they send less, or their result is no mean."""
+        """Return whether to use the method's parts: they send fewer bytes, or their result is not a mean."""
         size, method = self._comm.size, self._method
         if size == 1 or segment.numel == 0 or not method.aggregator.averages:
             return True

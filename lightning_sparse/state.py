@@ -1,4 +1,4 @@
-"""The state of all segments: laid out once, saved parameter by parameter, and fitted to another number of ranks."""
+"""Allocates the state of all segments, saves it parameter by parameter, and resizes it for another number of ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from lightning_sparse.methods import Method
 
 log = logging.getLogger(__name__)
 VERSION = 2
-"""The format of `Reducer.state_dict`."""
+"""Version of the format of `Reducer.state_dict`."""
 
 
 class SegmentStates:
-    """What a method keeps on one rank, segment by segment.
+    """A method's state on one rank, for all segments.
 
     Attributes:
-        specs: name to declaration, of all parts of the method.
-        by_segment: the state of each segment, in the layout's order.
-        strides: of parameters whose elements come in the order of memory and not row by row, as those of channels_last
-            parameters in DDP's buckets. What is saved is in the parameter's own shape, whatever its strides.
+        specs: declaration by name, for all parts of the method.
+        by_segment: state of each segment in the layout's order.
+        strides: strides by parameter name, for parameters whose elements are in memory order instead of row-major
+            order, such as channels_last parameters in DDP's buckets. Saved tensors have the parameter's shape,
+            regardless of its strides.
     """
 
     def __init__(self, method: Method, exchanged: Exchanged) -> None:
@@ -37,22 +38,22 @@ class SegmentStates:
             parts.append(method.update_rule)
         declared = [(spec, type(part).__name__) for part in parts for spec in part.state]
         self.specs = {spec.name: spec for spec, _ in declared}
-        of = "" if exchanged == "gradient" else f" of {exchanged}s"  # which are of another size
+        of = "" if exchanged == "gradient" else f" of {exchanged}s"  # these have other units
         self._owners = {spec.name: f"{owner}{of}" for spec, owner in declared if spec.per != "scratch"}
         if len(self.specs) < len(declared):
             raise ValueError(f"{method!r}: two of its parts keep a state under the same name.")
         self.by_segment: list[State] = []
         self.strides: Mapping[str, tuple[int, ...]] = {}
         self._layout: Layout | None = None
-        self._loaded: Mapping[str, Any] | None = None  # before the parameters are known
+        self._loaded: Mapping[str, Any] | None = None  # state that was loaded before the parameters are known
 
     def allocate(self, layout: Layout, device: torch.device) -> None:
-        """Make the buffers, filled with zeros, or with what was loaded before."""
+        """Allocate the buffers and fill them with zeros, or with the state that was loaded before."""
         self._layout, self._device = layout, device
         self.by_segment = [{} for _ in layout.segments]
         for spec in self.specs.values():
             if spec.per != "segment":
-                # A buffer for each segment: cut out of one for all, it would not be aligned as wide loads need it.
+                # Each segment has a separate buffer. A slice of a common buffer might not be aligned for wide loads.
                 for segment, state in zip(layout.segments, self.by_segment, strict=True):
                     state[spec.name] = torch.zeros(segment.numel, dtype=torch.float32, device=device)
         if self._loaded is not None:
@@ -60,11 +61,11 @@ class SegmentStates:
             self._loaded = None
 
     def take_memory_order(self, params: Mapping[str, Tensor]) -> None:
-        """Set `strides`, for state whose elements come in the order in which these parameters lie in memory."""
+        """Set `strides` so that the state's elements are in the memory order of these parameters."""
         self.strides = {
             name: param.stride()
             for name, param in params.items()
-            # Strides that empty_like keeps are those of a tensor without gaps.
+            # If empty_like keeps the strides, the tensor has no gaps.
             if not param.is_contiguous() and torch.empty_like(param, device="meta").stride() == param.stride()
         }
 
@@ -79,10 +80,10 @@ class SegmentStates:
                     state[name].zero_()
 
     def mask_unused(self, segment: Segment, unused: Collection[str]) -> list[tuple[Tensor, Tensor]]:
-        """Set the state of unused parameters to zero; return views and the values to add to them after the step."""
+        """Set the state of unused parameters to zero; return its views and the values to restore after the step."""
         masked = []
         for spec in self.specs.values():
-            # State that is equal on all ranks must stay so, whichever rank used the parameter.
+            # State that is equal on all ranks must remain equal, whichever rank used the parameter.
             if spec.per == "element" and spec.resize == "sum":
                 views = segment.views(self.by_segment[segment.index][spec.name])
                 for name, view in zip(segment.names, views, strict=True):
@@ -92,7 +93,7 @@ class SegmentStates:
         return masked
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies on the host, see `Reducer.state_dict`."""
+        """Return copies on the host; see `Reducer.state_dict`."""
         if self._loaded is not None:
             return dict(self._loaded)
         elements: dict[str, Any] = {name: {} for name, spec in self.specs.items() if spec.per == "element"}
@@ -115,19 +116,19 @@ class SegmentStates:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over a `state_dict`; tensors of a part of another kind are dropped, with a warning on rank 0.
+        """Load a `state_dict`. State of a different component is dropped, with a warning on rank 0.
 
         Raises:
-            ValueError: it is of other parameters. Nothing has changed then.
+            ValueError: the saved parameters differ from the model's. In this case nothing has changed.
         """
         if (layout := self._layout) is None:
             self._loaded = saved
             return
-        # Up to now owners were named with their options, `Residual()`.
+        # Older files name owners with their options, such as `Residual()`.
         owners = {name: re.sub(r"\(.*\)", "", owner) for name, owner in saved["owners"].items()}
         fitting = {name for name, owner in owners.items() if self._owners.get(name) == owner}
         dropped = {name: owners[name] for name in sorted(owners.keys() - fitting)}
-        if dropped and saved["rank"] == 0:  # on all ranks it is the same
+        if dropped and saved["rank"] == 0:  # the same on all ranks
             log.warning(self._why_dropped(dropped))
         for name in fitting & saved["elements"].keys():
             per_param = saved["elements"][name]
@@ -140,7 +141,7 @@ class SegmentStates:
                         raise ValueError(
                             f"Reducer state of {param!r} has shape {tuple(per_param[param].shape)}, not {shape}."
                         )
-        # Everything fits: from here on nothing fails half-way.
+        # All checks have passed, so the following code cannot fail half-way.
         self.clear()
         for segment, state in zip(layout.segments, self.by_segment, strict=True):
             for name in fitting & saved["elements"].keys():
@@ -151,7 +152,7 @@ class SegmentStates:
                     state[name] = value.to(self._device, copy=True)
 
     def _why_dropped(self, dropped: Mapping[str, str]) -> str:
-        """Return why saved state is dropped, given as name to owner."""
+        """Return the warning about dropped state, given as owner by name."""
         before = "update" if any(owner.endswith(" of updates") for owner in dropped.values()) else "gradient"
         if before != self._exchanged:
             return (
@@ -160,35 +161,35 @@ class SegmentStates:
             )
         kept = ", ".join(f"{name} of {owner.removesuffix(' of updates')}" for name, owner in dropped.items())
         return (
-            f"The saved state holds {kept}, for which {self._method} has no use: what was kept there has no further "
+            f"The saved state contains {kept}, which {self._method} does not use: it is dropped and has no further "
             f"effect."
         )
 
     def _shaped(self, param: str, shape: tuple[int, ...], view: Tensor) -> Tensor:
-        """Return a view, 1-D, of a parameter's state as a view of the parameter's shape."""
+        """Return a 1-D view of a parameter's state as a view of the parameter's shape."""
         strides = self.strides.get(param)
         return view.view(shape) if strides is None else view.as_strided(shape, strides, view.storage_offset())
 
 
 def check_header(state: Mapping[str, Any], rank: int, size: int) -> None:
-    """Raise ValueError unless a `Reducer.state_dict` is in the present format and of this rank of so many."""
+    """Raise ValueError unless a `Reducer.state_dict` has the current version, this rank and this number of ranks."""
     for key, here in (("version", VERSION), ("rank", rank), ("size", size)):
         if state.get(key) != here:
-            raise ValueError(f"Reducer state is of {key} {state.get(key)!r}, here it is {here!r}: cannot load it.")
+            raise ValueError(f"Reducer state has {key} {state.get(key)!r}, but {here!r} is needed: cannot load it.")
 
 
 def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Return the state for one of `size` new ranks, from those of the old ranks.
+    """Return the state of one of `size` new ranks, computed from the states of the old ranks.
 
-    For a residual, the sum over all ranks divided by their number is preserved: new rank r takes (new / old) times the
-    sum of the old ranks that are r modulo the new number. State that is equal on all ranks is copied; the rest starts
-    anew. Of optimizers' states, where each rank has its own, a new rank takes the mean of the same old ranks, or else
-    old rank 0's; what a rank has no state of counts as zeros.
+    A residual keeps its mean over the ranks: new rank r takes (new / old) times a sum over old ranks, which are all
+    that equal r modulo the new number. State that is equal on all ranks is copied. All other state starts at zero. If
+    each rank has optimizer state, a new rank takes the mean over the same old ranks, or old rank 0's if there are none.
+    A parameter without state on a rank counts as zeros.
 
     Args:
-        states: `Reducer.state_dict` of old rank 0, and of those that are `rank` modulo `size`, in order. They are read
-            one after the other, so that few have to be in memory.
-        rank: of the new rank.
+        states: `Reducer.state_dict` of old rank 0, and of the old ranks that equal `rank` modulo `size`, in order. They
+            are read one after the other, so that few are in memory at a time.
+        rank: the new rank.
         size: the new number of ranks.
     """
     result: dict[str, Any] = {}
@@ -224,12 +225,12 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
 
 
 def _mean(states: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of optimizers' states, as `Optimizer.state_dict` returns them; counts are the first's.
+    """Return the mean of several results of `Optimizer.state_dict`. Step counts are those of the first.
 
-    A parameter that had no gradient on a rank has no state there: that counts as zeros, with which it would begin.
+    A parameter without a gradient on a rank has no state there. It counts as zeros, the initial state.
 
     Raises:
-        ValueError: they are of different optimizers.
+        ValueError: the states belong to different kinds of optimizers.
     """
     mean: dict[Any, dict[str, Any]] = {}
     for param in dict.fromkeys(param for state in states for param, own in state["state"].items() if own):

@@ -1,7 +1,7 @@
-"""`python -m reproductions NAME`: findings of papers, each tried anew in minutes, from a checkout of the repository.
+"""`python -m reproductions NAME` reproduces a finding of a paper in minutes, in a clone of the repository.
 
-A finding is a file of this package, `NAME` with _ for -, that holds a `Finding` by the name `FINDING`: its config, what
-its runs are, how one is done, the figure and the verdict. See `frame` for what they share.
+Each finding is a module of this package, with _ instead of - in its name. The module defines `FINDING`, a `Finding`
+with its config, its runs, a figure and a verdict. `frame` contains the common code.
 """
 
 FINDINGS = {
@@ -10,14 +10,14 @@ FINDINGS = {
     "gaussiank-selection": "a Gaussian's threshold chooses faster than a top-k by torch (the same paper)",
     "gaussiank-distributions": "gradient plus residual is bell-shaped in each layer (the same paper)",
     "sparse-accuracy": "TopK, GaussianK and gTopK train as dense gradients do (arXiv 1911.08772 and 1901.04359)",
-    "error-feedback": "error feedback mends sign and top-k (Karimireddy et al. 2019, arXiv 1901.09847)",
+    "error-feedback": "error feedback fixes sign and top-k (Karimireddy et al. 2019, arXiv 1901.09847)",
     "volume": "gTopK sends O(k log P) words, TopK O(kP) (Shi et al. 2019, arXiv 1901.04359)",
     "scaling-efficiency": "gTopK scales best at 1 Gbit/s, GaussianK beats dense at 10 (arXiv 1901.04359, 1911.08772)",
     "layer-wise": "layer by layer is as good as the whole model at once (Dutta et al. 2020, AAAI)",
     "terngrad-qsgd": "a few bits for each value suffice (arXiv 1610.02132, 1705.07878; 1-bit SGD: Seide et al. 2014)",
-    "signsgd": "a majority vote withstands attackers below one half (Bernstein et al. 2019, arXiv 1810.05291)",
+    "signsgd": "a majority vote tolerates attackers below one half (Bernstein et al. 2019, arXiv 1810.05291)",
 }
-"""Name to the sentence that is tried, and who published it."""
+"""Claim and publication of each finding, by name."""
 
 PACKAGES = ("matplotlib", "pandas", "sklearn")
-"""What findings need beside the package; the extra `examples` has them."""
+"""Additional packages that findings need; the extra `examples` installs them."""

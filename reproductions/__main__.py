@@ -2,5 +2,5 @@
 
 from reproductions.command import main
 
-if __name__ == "__main__":  # not in processes that a finding spawns
+if __name__ == "__main__":  # False in processes that a finding spawns
     main()

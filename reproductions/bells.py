@@ -1,15 +1,15 @@
-"""Is a distribution bell-shaped?
+"""Tests whether a distribution is bell-shaped.
 
-Theorem 1 of Shi et al. 2019, arXiv 1911.08772, needs one peak, at zero, and a fall on both sides: then the sorted
+Theorem 1 of Shi et al. 2019, arXiv 1911.08772, requires one peak at zero and a decrease on both sides. Then the sorted
 magnitudes form a convex curve. A layer of at least 1,000 entries has "one peak" if
 
-- at most 3 % of the entries would have to change their bin, of a quarter of a standard deviation, for the histogram to
-  rise to one peak and fall after it (chance moves up to 2 % of 1,000 normal numbers),
-- that peak lies within half a standard deviation of zero, and u leans to neither side much, |skewness| < 1.
+- the histogram would rise to one peak and then fall if at most 3 % of the entries changed their bin. A bin is a quarter
+  of a standard deviation. By chance, up to 2 % of 1,000 normal numbers need to change,
+- the peak is within half a standard deviation of zero, and u is nearly symmetric, |skewness| < 1.
 
-A spike in a wide desert passes too. So "bell-shaped" asks in addition for a Kolmogorov-Smirnov distance of at most 0.1
-to the normal distribution of the same mean and standard deviation (Laplace's has 0.06), and for an excess kurtosis
-above −1, which a uniform distribution does not have.
+A narrow spike with wide tails meets these criteria too. So "bell-shaped" has two more requirements. The
+Kolmogorov-Smirnov distance to the normal distribution of the same mean and standard deviation must be at most 0.1. (A
+Laplace distribution has 0.06.) The excess kurtosis must be above −1, which excludes a uniform distribution.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from benchmarks.harness.table import Row
 REACH, BINS = 10.0, 80
 MIDDLES = (np.arange(BINS) + 0.5) * 2 * REACH / BINS - REACH
 LEAST = 1000
-"""Entries that a layer needs for its shape to be judged."""
+"""Least number of entries of a layer whose shape is tested."""
 
 
 def summarize(x: Tensor) -> dict[str, float]:
-    """Return the statistics of a 1-D tensor, in fp64; all but "mean" and "std" are NaN if all elements are equal.
+    """Return statistics of a 1-D tensor in fp64.
 
-    "ks_distance" is the Kolmogorov-Smirnov distance to the normal distribution of this mean and standard deviation.
+    "ks_distance" is the Kolmogorov-Smirnov distance to the normal distribution of this mean and standard deviation. If
+    all elements are equal, all statistics except "mean" and "std" are NaN.
     """
     values = x.double().numpy()
     mean, std = float(values.mean()), float(values.std())
     if not math.isfinite(std):
-        raise RuntimeError("Numbers that are not finite were recorded.")
+        raise RuntimeError("The recorded numbers are not all finite.")
     shape = dict.fromkeys(("skewness", "excess_kurtosis", "ks_distance"), math.nan)
     if std > 0:
         distance = stats.ks_1samp((values - mean) / std, special.ndtr, method="asymp").statistic
@@ -50,10 +51,11 @@ def summarize(x: Tensor) -> dict[str, float]:
 
 
 def judge(x: Tensor, summary: Mapping[str, float]) -> Row:
-    """Return a histogram of a 1-D tensor that is not constant, as text, and whether it fulfils the criteria above.
+    """Return a histogram of a 1-D tensor that is not constant, as text, and whether it meets the criteria above.
 
-    "histogram" is the part of all entries in each bin, from −REACH to REACH standard deviations about the mean, "moved"
-    the part that would have to change its bin for one peak, and "peak" where that is then, in standard deviations.
+    "histogram" is the share of entries in each bin, from −REACH to REACH standard deviations around the mean. "moved"
+    is the share of entries that would have to change their bin for one peak. "peak" is the position of this peak, in
+    standard deviations.
     """
     mean, std = summary["mean"], summary["std"]
     share = torch.histc((x.double() - mean) / std, BINS, -REACH, REACH).numpy() / x.numel()
@@ -66,6 +68,6 @@ def judge(x: Tensor, summary: Mapping[str, float]) -> Row:
 
 
 def unimodal(share: NDArray[np.float64], peak: int) -> NDArray[np.float64]:
-    """Return the nearest shares, in squares, that rise before bin `peak`, not the first, and fall from there on."""
+    """Return the least-squares fit of the shares that rises up to bin `peak` (at least 1) and falls from there."""
     parts = [isotonic_regression(part, increasing=up) for part, up in ((share[:peak], True), (share[peak:], False))]
     return np.concatenate(parts)

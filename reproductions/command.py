@@ -1,12 +1,12 @@
-"""`python -m reproductions`: try anew what a paper has found, in minutes, on this machine.
+"""`python -m reproductions` reproduces a finding of a paper in minutes, on this machine.
 
     python -m reproductions --list
     python -m reproductions memsgd
-    python -m reproductions memsgd --figure   # only draw what was run
+    python -m reproductions memsgd --figure   # only draw the figure from existing runs
     python -m reproductions memsgd --help     # with the finding's own options
 
-Written to the folder `--out`: NAME.csv, a row for each run and what it was run with, and NAME.png. A run is written
-when it ends, so after Ctrl-C the same command goes on. At the end a sentence says whether the finding held.
+Output in the folder `--out`: NAME.csv, with a row for each run and its config, and NAME.png. A run is written when it
+ends, so after Ctrl-C the same command continues. At the end, a sentence says whether the finding held.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def finding(name: str) -> Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line, and list, run or draw."""
+    """Parse the command line, and list, run or draw findings."""
     parser = argparse.ArgumentParser(
         prog="python -m reproductions",
         description=__doc__,
@@ -48,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("name", nargs="?", help=f"one of {', '.join(FINDINGS)}")
     parser.add_argument("--list", action="store_true", help="print all findings")
-    parser.add_argument("--out", type=Path, default=Path("reproduced"), help="folder, default: reproduced")
-    parser.add_argument("--figure", action="store_true", help="run nothing, draw what was run")
-    parser.add_argument("-h", "--help", action="store_true", help="print this, with the options of NAME")
+    parser.add_argument(
+        "--out", type=Path, default=Path("reproduced"), help="folder of the results. Default: reproduced"
+    )
+    parser.add_argument("--figure", action="store_true", help="only draw the figure from existing runs")
+    parser.add_argument("-h", "--help", action="store_true", help="print this help, with the options of NAME")
     args, _ = parser.parse_known_args(argv)
     if args.list:
         width = max(map(len, FINDINGS))

@@ -1,4 +1,4 @@
-"""Small trainings on scikit-learn's handwritten digits by ranks that are threads, and how they are drawn."""
+"""Small trainings on scikit-learn's handwritten digits, with threads as ranks, and their figures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_sparse.reducer import Reducer
 
 
 class Trained(NamedTuple):
-    """What `train` returns.
+    """Result of `train`.
 
     Attributes:
-        accuracy: on the test digits, in per cent.
-        loss: on all training digits; infinite if a gradient was not finite, after which nothing is trained.
-        bytes: that a rank sent in a step, the mean over ranks and steps.
+        accuracy: accuracy on the test digits, in per cent.
+        loss: loss on all training digits; infinite if a gradient was not finite, which ends training.
+        bytes: bytes that a rank sent per step, as the mean over ranks and steps.
     """
 
     accuracy: float
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 
 
 def network(hidden: int, seed: int) -> nn.Sequential:
-    """Return a network of two hidden layers for the digits; the global generator is left as it was."""
+    """Return a network of two hidden layers for the digits. The state of the global generator does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -52,17 +52,18 @@ def train(
     hidden: int = 32,
     whole: bool = False,
 ) -> Trained:
-    """Train a network on the digits with SGD at a constant rate; each rank draws its own examples.
+    """Train a network on the digits with SGD at a constant learning rate. Each rank draws its own examples.
 
     Args:
-        method: how gradients are exchanged.
-        ranks: how many.
-        lr: the rate.
-        steps: how many.
-        seed: of the initial weights, of the examples and of the method.
-        batch: examples per rank and step.
-        hidden: width of the network.
-        whole: give the method all gradients as one vector; otherwise layer by layer, weight and bias apart.
+        method: method that exchanges gradients.
+        ranks: number of ranks.
+        lr: learning rate.
+        steps: number of steps.
+        seed: seed of the initial weights, the examples and the method.
+        batch: number of examples per rank and step.
+        hidden: width of the hidden layers.
+        whole: whether the method compresses all gradients as one vector; otherwise it compresses each weight and each
+            bias separately.
 
     Raises:
         RuntimeError: the ranks end with different weights.
@@ -82,7 +83,7 @@ def train(
             grads = {"all": nn.utils.parameters_to_vector(found)} if whole else dict(zip(names, found, strict=True))
             try:
                 reducer.reduce_(grads)
-            except NonFiniteGradient:  # on all ranks
+            except NonFiniteGradient:  # raised on all ranks
                 return nn.utils.parameters_to_vector(params), False
             with torch.no_grad():
                 nn.utils.vector_to_parameters(
@@ -99,7 +100,7 @@ def train(
 
     found = simulate(ranks, counted)
     if not all(torch.equal(weights.nan_to_num(), found[0][0].nan_to_num()) for weights, _ in found):
-        raise RuntimeError(f"{method}: ranks differ in their weights: nothing is written.")
+        raise RuntimeError(f"{method}: ranks differ in their weights, so nothing is written.")
     with torch.no_grad():
         right = nets[0](test_set.images).argmax(1) == test_set.labels
         loss = cross_entropy(nets[0](train_set.images), train_set.labels).item()
@@ -109,7 +110,7 @@ def train(
 
 
 def best_rates(table: pd.DataFrame, key: Sequence[str]) -> pd.DataFrame:
-    """Return the mean accuracy and loss over the seeds at the rate of the lowest mean loss, a row for each `key`."""
+    """Return, for each `key`, the mean accuracy and loss over the seeds, at the rate with the lowest mean loss."""
     means = table.groupby([*key, "lr"], sort=False)[["accuracy_percent", "loss"]].mean().reset_index()
     return means.loc[means.groupby(list(key), sort=False)["loss"].idxmin()].set_index(list(key))
 

@@ -1,14 +1,15 @@
-"""Sign and top-k with error feedback and without: two counter-examples, and a small network.
+"""Sign and top-k with and without error feedback, for two counter-examples and a small network.
 
-Karimireddy, Rebjock, Stich and Jaggi 2019, arXiv 1901.09847. Their counter-examples, from which signSGD does not find
-the minimum:
+Karimireddy, Rebjock, Stich and Jaggi 2019, arXiv 1901.09847. In their counter-examples, signSGD does not find the
+minimum:
 
 1. f(x) = x/4 on [−1, 1], whose stochastic gradient is 4 with probability 1/4 and −1 otherwise: most signs are wrong.
 2. f(x) = ε|x₁ + x₂| + |x₁ − x₂| from (1, 1), ε = 1/2: the sign of the gradient is ±(1, −1), so x₁ + x₂ never changes.
 
-Their rate falls linearly to 0: at a constant rate steps on the second, which has a kink, stay as long as they are.
-The network has two hidden layers and learns scikit-learn's digits, at the best of three rates each. Methods: "sign" is
-sign(g); "scaled sign" (‖u‖₁/d)·sign(u); "top" the k largest entries, of the examples one, of the network 1 %.
+For the counter-examples, the learning rate decreases linearly to 0. With a constant rate, steps for the second, which
+has a kink, would not become shorter. The network has two hidden layers and learns scikit-learn's digits. Each method
+uses the best of three rates. The method "sign" is sign(g), and "scaled sign" is (‖u‖₁/d)·sign(u). The method "top"
+selects the k largest entries: one entry in the counter-examples, and 1 % of the entries in the network.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ COLORS = {
 CURVES = ["SGD", "scaled sign", "sign", "scaled sign, feedback"]
 LABELS = {"SGD": "SGD", "sign": "sign", "scaled sign": "scaled sign", "scaled sign, feedback": "with feedback"}
 PROBLEMS = {"1": -0.25, "2": 0.0}
-"""Counter-examples to the smallest f."""
+"""Smallest f, by counter-example."""
 RATES, SIGN_RATES = (0.1, 0.3, 1.0), (0.001, 0.003, 0.01)
 POINTS = 50
 EPSILON = 0.5
@@ -97,7 +98,7 @@ def gradient(problem: str, x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def counter_example(problem: str, chosen: Method, lr: float, steps: int, seed: int) -> list[Row]:
-    """Minimise, and return f at some steps."""
+    """Minimise f, and return its value at some steps."""
 
     def rank(comm: Comm) -> list[Row]:
         generator = torch.Generator().manual_seed(seed)
@@ -123,7 +124,7 @@ def solved(table: pd.DataFrame) -> bool:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say what feedback changes."""
+    """Describe the effect of error feedback."""
     last = table[table["problem"] != "digits"].groupby(["problem", "method"], sort=False)["loss"].last()
     best = best_rates(table[table["problem"] == "digits"], ["method"])
     gain = {name: best.loss[name] / best.loss[f"{name}, feedback"] for name in ("scaled sign", "top")}
@@ -132,12 +133,13 @@ def verdict(table: pd.DataFrame) -> str:
     yes = solved(table) and stuck and min(gain.values()) > 1
     with_feedback = [last[problem, "scaled sign, feedback"] for problem in PROBLEMS]
     return (
-        f"{held(yes)}the counter-examples end at f = {last['1', 'sign']:.2f} and "
-        f"{last['2', 'sign']:.2f} with the sign, at {with_feedback[0]:.2f} and {with_feedback[1]:.2f} with the scaled "
-        f"sign and feedback (least: −0.25 and 0). On the digits the training loss without feedback is "
-        f"{gain['scaled sign']:.1f} times that with it for the scaled sign, and {gain['top']:.1f} times for top-k; "
-        f"test accuracy {accuracy['scaled sign']} → {accuracy['scaled sign, feedback']} % and {accuracy['top']} → "
-        f"{accuracy['top, feedback']} %, SGD {accuracy['SGD']} %."
+        f"{held(yes)}with the sign, the counter-examples end at f = {last['1', 'sign']:.2f} and "
+        f"{last['2', 'sign']:.2f}. With the scaled sign and feedback they end at {with_feedback[0]:.2f} and "
+        f"{with_feedback[1]:.2f}; the minima are −0.25 and 0. On the digits, the training loss without feedback is "
+        f"{gain['scaled sign']:.1f}× that with feedback for the scaled sign, and {gain['top']:.1f}× for top-k. With "
+        f"feedback, test accuracy changes from {accuracy['scaled sign']} to {accuracy['scaled sign, feedback']} % for "
+        f"the scaled sign, and from {accuracy['top']} to {accuracy['top, feedback']} % for top-k. SGD reaches "
+        f"{accuracy['SGD']} %."
     )
 
 

@@ -1,4 +1,4 @@
-"""What all findings share: config as options, runs that can be interrupted, a CSV file, a figure and a verdict."""
+"""Common code of all findings: config as options, interruptible runs, a CSV file, a figure and a verdict."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence of a paper, and how it is tried.
+    """A claim of a paper, and its reproduction.
 
     Attributes:
-        name: of the command, of the CSV file and of the figure.
-        config: what can be set, name to default, an `int`, a `float` or a `str`: an option of the command line and a
-            column of the CSV file. Numbers are above 0, a seed may be 0.
-        key: the columns that tell runs apart.
-        cases: config to the key columns of each run. A ValueError says what is wrong with the config.
-        run: key columns and config to what was found: further columns of one row, or of several.
-        draw: the table of all runs to a figure.
-        verdict: the same to a sentence that says whether the finding held.
-        digits: significant digits of floats in the CSV file.
+        name: name of the command, the CSV file and the figure.
+        config: default by name of each setting: an `int`, a `float` or a `str`. A setting is an option of the command
+            line and a column of the CSV file. Numbers must be above 0, except that a seed may be 0.
+        key: columns that identify a run.
+        cases: function from config to the key columns of each run. It raises ValueError if the config is invalid.
+        run: function from key columns and config to the results: further columns of one row or of several rows.
+        draw: function from the table of all runs to a figure.
+        verdict: function from this table to a sentence that says whether the finding held.
+        digits: number of significant digits of floats in the CSV file.
     """
 
     name: str
@@ -52,15 +52,15 @@ class Finding:
         return plots.Figure(self.name, lambda out: self.draw(table.load(self.path(out))), (self.name,))
 
     def path(self, out: Path) -> Path:
-        """Return the CSV file's path in the folder `out`; the figure's differs in the suffix."""
+        """Return the path of the CSV file in the folder `out`. The figure's path differs only in the suffix."""
         return out / f"{self.name}.csv"
 
 
 def reproduce(finding: Finding, config: Config, out: Path) -> None:
-    """Do the runs that the CSV file lacks, each written when it ends; then draw, and print the verdict.
+    """Do the runs that the CSV file lacks, and write each when it ends. Then draw the figure and print the verdict.
 
     Raises:
-        SystemExit: the config makes no sense or is not that of the file; Ctrl-C.
+        SystemExit: the config is invalid or differs from that of the file, or the user pressed Ctrl-C.
     """
     config = checked(config)
     path = finding.path(out)
@@ -69,12 +69,12 @@ def reproduce(finding: Finding, config: Config, out: Path) -> None:
         others = sorted(set(known[name]) - {table.text(value, finding.digits)}) if len(known) else []
         if others:
             raise SystemExit(
-                f"{path} was made with {name}={others[0]}, not {value}: give another folder, --out, or delete the file."
+                f"{path} was created with {name}={others[0]}, not {value}: give another folder, --out, or delete it."
             )
     cases = cases_of(finding, config)
     todo = missing(finding, cases, known)
     print(f"{finding.name}: {len(todo)} of {len(cases)} runs to do, {', '.join(f'{k}={v}' for k, v in config.items())}")
-    torch.set_num_threads(1)  # ranks are threads, or forked processes
+    torch.set_num_threads(1)  # ranks are threads or forked processes
     started = time.perf_counter()
     try:
         for number, case in enumerate(todo, 1):
@@ -90,16 +90,16 @@ def reproduce(finding: Finding, config: Config, out: Path) -> None:
             )
             print(f"[{number}/{len(todo)}] {said} ({seconds:.1f} s, about {left:.0f} s left)", flush=True)
     except KeyboardInterrupt:
-        kept = f"{path} has all runs that ended" if path.exists() else "No run has ended"
-        raise SystemExit(f"\nInterrupted. {kept}; the same command goes on from there.") from None
+        kept = f"{path} contains all completed runs" if path.exists() else "No run is complete"
+        raise SystemExit(f"\nInterrupted. {kept}; run the same command to continue.") from None
     redraw(finding, out)
 
 
 def redraw(finding: Finding, out: Path) -> None:
-    """Draw what the CSV file has, and print the verdict.
+    """Draw the figure from the CSV file, and print the verdict.
 
     Raises:
-        SystemExit: there is no such file, or runs are missing.
+        SystemExit: the file does not exist, or it lacks runs.
     """
     path = finding.path(out)
     texts = texts_of(finding, out)
@@ -116,24 +116,28 @@ def redraw(finding: Finding, out: Path) -> None:
 
 
 def texts_of(finding: Finding, out: Path) -> pd.DataFrame:
-    """Return the runs in a folder's CSV file as text, none if there is none; a file of another kind is a SystemExit."""
+    """Return the runs in a folder's CSV file as text; no runs if there is no file.
+
+    Raises:
+        SystemExit: the file does not belong to this finding.
+    """
     if out.exists() and not out.is_dir():
-        raise SystemExit(f"--out {out}: is a file; give a folder.")
+        raise SystemExit(f"--out {out}: this is a file; give a folder.")
     path = finding.path(out)
     try:
         texts = table.load_texts(path)
     except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
-        raise SystemExit(f"{path} is no table ({error}): give another folder, --out, or delete it.") from None
+        raise SystemExit(f"{path} is not a table ({error}): give another folder, --out, or delete it.") from None
     if len(texts) and (absent := {*finding.key, *finding.config} - {*texts}):
         raise SystemExit(
-            f"{path} is not of {finding.name!r}, as it has no column {', '.join(sorted(absent))}: give another folder, "
-            f"--out, or delete it."
+            f"{path} does not belong to {finding.name!r}, because it has no column {', '.join(sorted(absent))}: give "
+            f"another folder, --out, or delete it."
         )
     return texts
 
 
 def cases_of(finding: Finding, config: Config) -> list[Row]:
-    """Return the key columns of each run; a config that makes no sense is a SystemExit."""
+    """Return the key columns of each run; exit if the config is invalid."""
     try:
         return finding.cases(config)
     except ValueError as error:
@@ -141,23 +145,23 @@ def cases_of(finding: Finding, config: Config) -> list[Row]:
 
 
 def missing(finding: Finding, cases: Iterable[Row], known: pd.DataFrame) -> list[Row]:
-    """Return the cases that a table of texts has no row of."""
+    """Return the cases for which a table of texts has no row."""
     key = list(finding.key)
     done = set(known[key].itertuples(index=False, name=None)) if len(known) else set()
     return [case for case in cases if tuple(table.text(case[name], finding.digits) for name in key) not in done]
 
 
 def checked(config: Config) -> Config:
-    """Return a config whose numbers are in range."""
+    """Return the config; exit if a number is out of range."""
     for name, value in config.items():
         least = 0 if name == "seed" else None
         if not isinstance(value, str) and not (value > 0 or value == least):
             raise SystemExit(f"--{name} {value}: must be a number {'0 or more' if least == 0 else 'above 0'}.")
         if name == "density" and value > 1:
-            raise SystemExit(f"--density {value}: is a share of the entries, at most 1.")
+            raise SystemExit(f"--density {value}: must be a share of the entries, at most 1.")
     return config
 
 
 def held(yes: bool) -> str:
-    """Return how a verdict begins."""
+    """Return the first words of a verdict."""
     return "Held here: " if yes else "Did not hold here: "

@@ -1,8 +1,8 @@
-"""How much of a Gaussian vector do the k largest entries leave, and k random ones?
+"""Measures the part of a Gaussian vector that remains without its k largest entries, and without k random entries.
 
-Shi et al. 2019, arXiv 1911.08772: any k-contraction leaves at most (1 − k/d)‖u‖² of u, which is what RandK leaves on
-average, but for bell-shaped u TopK leaves less than (1 − k/d)²‖u‖², their Theorem 1. Here u are normal numbers, as in
-the paper; `gaussiank_distributions` has the same for u of real trainings.
+Shi et al. 2019, arXiv 1911.08772: with any k-contraction, at most (1 − k/d)‖u‖² of u remains. RandK reaches this bound
+on average. But for bell-shaped u, less than (1 − k/d)²‖u‖² remains with TopK (their Theorem 1). Here u consists of
+normal numbers, as in the paper. `gaussiank_distributions` does the same for u of real trainings.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from lightning_sparse.contrib.randk import RandK
 from reproductions.frame import Config, Finding, held
 
 SHARES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
-"""k/d."""
+"""Values of k/d."""
 COMPRESSORS: dict[str, Callable[[float], Sparsifier]] = {"topk": TopK, "randk": RandK}
 
 
 def contraction(u: Tensor, compressor: Sparsifier) -> tuple[int, float]:
-    """Return k, and ‖u − C(u)‖² / ‖u‖² of a 1-D tensor that is not all zero."""
+    """Return k and ‖u − C(u)‖² / ‖u‖² for a nonzero 1-D tensor."""
     chosen = compressor.select(u)
     rest = u.index_fill(0, chosen, 0.0)
     return len(chosen), float(rest.double().square().sum() / u.double().square().sum())
 
 
 def random_contractions(u: Tensor, density: float, draws: int, seed: int) -> list[float]:
-    """Return ‖u − RandK(u)‖² / ‖u‖² of each draw; u is 1-D and not all zero."""
+    """Return ‖u − RandK(u)‖² / ‖u‖² for each draw; u is a nonzero 1-D tensor."""
     compressor, squares = RandK(density), u.double().square()
     contexts = [Context.of(u.numel(), step=number, seed=seed) for number in range(draws)]
     chosen = (compressor.choose(u, compressor.count(u.numel()), ctx) for ctx in contexts)
@@ -44,13 +44,13 @@ def random_contractions(u: Tensor, density: float, draws: int, seed: int) -> lis
 
 
 def of_normal(density: float) -> float:
-    """Return the contraction of the top k of many normal numbers with mean 0."""
+    """Return the contraction of TopK for many normal numbers with mean 0."""
     z = float(special.ndtri(1 - density / 2))
     return 1 - density - 2 * z * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
 
 def cases(config: Config) -> list[Row]:
-    """Return a run for each compressor and k, once each."""
+    """Return one run for each compressor and k."""
     counts = dict.fromkeys(max(1, round(share * config["numel"])) for share in SHARES)
     return [{"method": name, "k": k} for name in COMPRESSORS for k in counts]
 
@@ -61,7 +61,7 @@ def run(case: Row, config: Config) -> Row:
     found = []
     for vector in range(config["vectors"]):
         generator = torch.Generator().manual_seed(config["seed"] + vector)
-        # RandK's choice is a function of the seed of its context, the same for all vectors, which are independent.
+        # RandK's choice depends on its context's seed, which is equal for all vectors. The vectors are independent.
         k, left = contraction(torch.randn(config["numel"], generator=generator), COMPRESSORS[case["method"]](density))
         assert k == case["k"]
         found.append(left)
@@ -76,7 +76,7 @@ def run(case: Row, config: Config) -> Row:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say whether TopK stays below the square, and RandK at the bound."""
+    """Say whether TopK stays below the squared bound, and RandK at the bound."""
     top, random = (table[table["method"] == name] for name in COMPRESSORS)
     below = (top["highest"] < top["bound_squared"]).sum()
     off = (random["contraction"] / random["bound"] - 1).abs()[random["bound"] >= 0.5].max()
@@ -84,9 +84,9 @@ def verdict(table: pd.DataFrame) -> str:
     small = top[top["k"] == top["k"].min()].iloc[0]
     yes = below == len(top) and off < 0.02
     return (
-        f"{held(yes)}TopK leaves less than (1 − k/d)² of every vector at {below} of {len(top)} values of k, from "
-        f"{share.min():.2g} to {share.max():.4g} times as much (k = {small['k']}: {small['contraction']:.4f} against "
-        f"{small['bound_squared']:.4f}); RandK is within {100 * off:.1f} % of 1 − k/d up to k = d/2."
+        f"{held(yes)}TopK leaves less than (1 − k/d)² of every vector at {below} of {len(top)} values of k. It leaves "
+        f"{share.min():.2g} to {share.max():.4g} of this bound (k = {small['k']}: {small['contraction']:.4f} against "
+        f"{small['bound_squared']:.4f}). RandK leaves 1 − k/d within {100 * off:.1f} %, up to k = d/2."
     )
 
 

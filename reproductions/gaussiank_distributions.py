@@ -1,11 +1,12 @@
-"""How is u = gradient + residual distributed in real trainings, and how much of it do the k largest entries leave?
+"""Measures the distribution of u = gradient + residual in real trainings, and its share without the largest entries.
 
 Shi et al. 2019, arXiv 1911.08772, observe that u is bell-shaped in every layer of an MLP, ResNet-20, VGG-16 and an
-LSTM, and wider than the gradient of dense training; and that the k largest of its d entries leave far less of ‖u‖² than
-1 − k/d, even less than (1 − k/d)². Random entries leave 1 − k/d on average. Here each network is trained with top-k at
-density 0.001 and dense, by ranks that are threads, with SGD, Nesterov momentum 0.9 and one cycle of the learning rate;
-both trainings have the same initial weights and examples. u is rank 0's, before any exchange; in dense training it is
-the gradient. `bells` says what is called bell-shaped.
+LSTM. It is wider than the gradient of dense training. Without the k largest of its d entries, far less than 1 − k/d of
+‖u‖² remains, even less than (1 − k/d)². Without k random entries, 1 − k/d remains on average.
+
+Here each network is trained with top-k at density 0.001, and with dense gradients, by threads as ranks. The optimizer
+is SGD with Nesterov momentum 0.9 and one cycle of the learning rate. Both trainings have the same initial weights and
+examples. u is rank 0's, before any exchange; in dense training it is the gradient. `bells` defines "bell-shaped".
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from reproductions.frame import Config, Finding, held
 from reproductions.gaussiank_contraction import contraction, random_contractions
 
 BATCH = 8
-"""Examples of a rank in a step."""
+"""Number of examples of a rank per step."""
 DENSITY = 0.001
 DENSITIES = (0.001, 0.01, 0.1)
 WHOLE = "whole model"
@@ -47,12 +48,12 @@ COLORS = ("#E69F00", "#009E73", "#332288")
 """Of the first step, one in the middle, and the last one."""
 
 Examples = tuple[Tensor, Tensor]
-"""Inputs and targets; the first dimension counts examples."""
+"""Inputs and targets; the first dimension is the number of examples."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: how to make the network from a seed, and its examples, and the top of the rate's cycle."""
+    """A training: functions that create the network from a seed and the examples, and the highest learning rate."""
 
     network: Callable[[int], nn.Module]
     examples: Callable[[], Examples]
@@ -66,7 +67,7 @@ def images(size: int) -> Examples:
 
 
 def text(length: int = 64) -> Examples:
-    """Return sequences of the standard library's source, and the bytes that follow each, int64 (n, length) both."""
+    """Return byte sequences of the standard library's source and their following bytes, both int64 (n, length)."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     count = (len(data) - 1) // length
@@ -82,7 +83,7 @@ WORKLOADS = {
 
 
 class Look(Observer):
-    """Copies u of the last step, and makes sure that it is the gradient plus the residual."""
+    """Copies u of the last step, and checks that it is the gradient plus the residual."""
 
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
         self.segment, self.u = ctx.segment, torch.cat(grads) + ctx.state.get("residual", 0.0)
@@ -94,7 +95,7 @@ class Look(Observer):
 
 @dataclass
 class Recorded:
-    """What rank 0 saw: u by step, where the layers are in it, and the loss of every step."""
+    """Observations of rank 0: u by step, the layers' positions in u, and the loss of every step."""
 
     layers: dict[str, tuple[int, int]] = field(default_factory=dict)
     u: dict[int, Tensor] = field(default_factory=dict)
@@ -102,15 +103,15 @@ class Recorded:
 
 
 def shown(steps: int) -> list[int]:
-    """Return the steps, counted from 1, whose u is looked at."""
+    """Return the steps, counted from 1, whose u is observed."""
     return sorted({step for step in (1, 3, 10, 30, 100) if step < steps} | {steps})
 
 
 def train(workload: Workload, chosen: Method, config: Config) -> Recorded:
-    """Train, and return what rank 0 saw.
+    """Train, and return rank 0's observations.
 
     Raises:
-        RuntimeError: u is not the gradient plus the residual, or the residual not u without its largest entries.
+        RuntimeError: u is not the gradient plus the residual, or the residual is not u without its largest entries.
     """
     inputs, targets = workload.examples()
     recorded, looks = Recorded(), shown(config["steps"])
@@ -126,7 +127,7 @@ def train(workload: Workload, chosen: Method, config: Config) -> Recorded:
         optimizer = torch.optim.SGD(net.parameters(), workload.lr, momentum=0.9, nesterov=True)
         steps = config["steps"]
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, workload.lr, max(2, steps), cycle_momentum=False)
-        # One segment: the k largest entries of the whole model.
+        # With one segment, TopK selects the k largest entries of the whole model.
         reducer = Reducer(chosen, comm, seed=config["seed"], granularity="model")
         generator = torch.Generator().manual_seed(1000 * config["seed"] + comm.rank)
         for step in range(1, steps + 1):
@@ -158,7 +159,7 @@ def keep(look: Look, state: Mapping[str, Tensor], step: int, recorded: Recorded)
 
 
 def parts(recorded: Recorded, step: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield u of the whole model and of each layer, in the order of the model."""
+    """Yield u of the whole model and of each layer, in the model's order."""
     u = recorded.u[step]
     yield WHOLE, u
     for name, (start, stop) in reversed(recorded.layers.items()):
@@ -166,10 +167,10 @@ def parts(recorded: Recorded, step: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def rows(sparse: Recorded, dense: Recorded, config: Config) -> Iterator[Row]:
-    """Yield how u is distributed and what its largest and random entries leave, a row per step and layer.
+    """Yield, for each step and layer, statistics of u and its remaining share without the largest or random entries.
 
     Raises:
-        RuntimeError: they leave more than 1 − k/d.
+        RuntimeError: more than 1 − k/d remains without the largest entries.
     """
     for step in sparse.u:
         for (name, u), (_, gradient) in zip(parts(sparse, step), parts(dense, step), strict=True):
@@ -195,7 +196,7 @@ def cases(config: Config) -> list[Row]:
 
 
 def run(case: Row, config: Config) -> list[Row]:
-    """Train with top-k and dense, and return a row per step and layer."""
+    """Train with top-k and with dense gradients, and return a row per step and layer."""
     workload = WORKLOADS[case["network"]]
     sparse, dense = (train(workload, chosen, config) for chosen in (method("topk", density=DENSITY), method("dense")))
     if not torch.equal(sparse.u[1], dense.u[1]):
@@ -215,8 +216,10 @@ def verdict(table: pd.DataFrame) -> str:
         mine, end = judged[judged["network"] == name], table[table["network"] == name]
         last = end[(end["layer"] == WHOLE) & (end["step"] == end["step"].max())].iloc[0]
         left = ", ".join(f"{last[f'left_{density:g}']:.3g}" for density in DENSITIES)
-        losses = f"loss {last['topk_loss']:.2f}, dense {last['dense_loss']:.2f}"
-        said.append(f"{name} {tally(true(mine['bell_shaped']))} (at the end the whole model leaves {left}; {losses})")
+        said.append(
+            f"The {name} has {tally(true(mine['bell_shaped']))}; at the end top-k leaves {left} of its u, and its "
+            f"loss is {last['topk_loss']:.2f} (dense: {last['dense_loss']:.2f})."
+        )
     below = [true(table[f"below_square_{density:g}"]) for density in DENSITIES]
     wider = later["times_dense_std"].dropna() > 1
     bells = true(judged["bell_shaped"])
@@ -225,21 +228,22 @@ def verdict(table: pd.DataFrame) -> str:
     on_bound = all(abs(left / (1 - density) - 1) < 0.02 for left, density in zip(random, DENSITIES, strict=True))
     yes = bool(bells.mean() >= 0.9 and all(part.all() for part in below) and wider.all() and on_bound)
     return (
-        f"{held(yes)}u is bell-shaped in {tally(bells)} layers × steps: {', '.join(said)}. It is wider than dense's "
-        f"gradient after the first step in {tally(wider)}. Top k leaves less than (1 − k/d)² in "
-        f"{', '.join(tally(part) for part in below)} at k/d = {', '.join(f'{density:g}' for density in DENSITIES)}. "
-        f"Of {LEAST:,} entries or more TopK leaves {', '.join(f'{left:.3f}' for left in top)} on average, and RandK "
+        f"{held(yes)}u is bell-shaped in {tally(bells)} layers × steps. {' '.join(said)} After the first step, u is "
+        f"wider than the gradient of dense training in {tally(wider)} cases. At k/d = "
+        f"{', '.join(f'{density:g}' for density in DENSITIES)} top-k leaves less than (1 − k/d)² in "
+        f"{', '.join(tally(part) for part in below)} cases. Of layers with at least {LEAST:,} entries, TopK leaves "
+        f"{', '.join(f'{left:.3f}' for left in top)} on average, and RandK "
         f"{', '.join(f'{left:.3f}' for left in random)}."
     )
 
 
 def true(column: pd.Series) -> pd.Series:
-    """Return which cells say True, of those that say anything."""
+    """Return which of the non-empty cells contain True."""
     return column[column != ""].astype(str) == "True"
 
 
 def tally(held: pd.Series) -> str:
-    """Return in how many cases something is true, of how many."""
+    """Return "n of m": the number of true cases and of all cases."""
     return f"{int(held.sum())} of {len(held)}"
 
 

@@ -1,9 +1,10 @@
-"""How long does it take to choose k of d entries: exactly by torch, by GaussianK's estimate, and here?
+"""Measures the time to select k of d entries: exactly with torch, with the published GaussianK, and with this package.
 
-Shi et al. 2019, arXiv 1911.08772: on a GPU torch's top-k is slow, and a threshold estimated from mean and standard
-deviation, refined a few times, chooses far faster, at all d from 20 to 400 million. Here a processor chooses, from
-normal numbers: "published" is the paper's algorithm, `gaussiank` starts at the same threshold and gets within a third
-of k by block maxima, `topk` is exact and uses the same maxima. `benchmarks.selection` has more contestants, and a GPU.
+Shi et al. 2019, arXiv 1911.08772: on a GPU torch's top-k is slow. Selection with an estimated threshold is far faster
+for all d from 20 to 400 million. The threshold comes from mean and standard deviation, and is refined a few times. Here
+a CPU selects from normal numbers. "published" is the paper's algorithm. `gaussiank` starts with the same threshold and
+uses block maxima to select k entries up to a third. `topk` is exact and uses the same maxima. `benchmarks.selection`
+compares more methods, also on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_sparse.compressors import GaussianK, TopK
 from reproductions.frame import Config, Finding, held
 
 SHARES = (0.005, 0.02, 0.05, 0.2, 0.5, 1.0)
-"""d, of the largest."""
+"""Values of d, as shares of the largest."""
 METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "torch.topk": lambda u, density: u.abs().topk(max(1, round(density * len(u)))).indices,
     "published": lambda u, density: GaussianK(density, refine="paper").select(u),
@@ -48,18 +49,18 @@ def cases(config: Config) -> list[Row]:
         ValueError: too few elements.
     """
     if config["largest"] < 10_000:
-        raise ValueError(f"--largest {config['largest']}: at least 10,000 elements, or nothing is to be measured.")
+        raise ValueError(f"--largest {config['largest']}: give at least 10,000 elements, or times are too short.")
     return [{"numel": round(share * config["largest"]), "method": name} for share in SHARES for name in METHODS]
 
 
 def run(case: Row, config: Config) -> Row:
-    """Return the median time to choose, once it is known that what is chosen is right."""
+    """Check the selected entries, and return the median time of a selection."""
     u, density, select = numbers(case["numel"], config["seed"]), config["density"], METHODS[case["method"]]
     k, chosen = max(1, round(density * len(u))), select(u, density)
     if case["method"] in ("torch.topk", "topk"):
         least = float(u.abs().kthvalue(len(u) - k + 1).values)
-        assert len(chosen) == k, f"{case} chooses {len(chosen)} of {k}"
-        assert float(u[chosen].abs().min()) >= least, f"{case} chooses others than the largest"
+        assert len(chosen) == k, f"{case} selects {len(chosen)} of {k} entries"
+        assert float(u[chosen].abs().min()) >= least, f"{case} does not select the largest entries"
     seconds = []
     for _ in range(config["turns"]):
         started = time.process_time()
@@ -69,7 +70,7 @@ def run(case: Row, config: Config) -> Row:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say whether the published algorithm is faster than torch's top-k at each d, and how fast ours are."""
+    """Say whether the published algorithm is faster than torch's top-k at each d, and how fast this package is."""
     ms = table.pivot(index="numel", columns="method", values="ms")
     large = ms.loc[ms.index >= ms.index.max() / 20]
     times = large["torch.topk"] / large["published"]
@@ -77,10 +78,11 @@ def verdict(table: pd.DataFrame) -> str:
     counts = table[table["method"] == "published"]
     shares = counts["chosen"] / counts["k"]
     return (
-        f"{held(bool((times > 1).all()))}the published algorithm chooses {times.min():.1f} to {times.max():.1f} times "
-        f"as fast as torch.topk, {shares.min():.2g} k to {shares.max():.2g} k entries; of {at / 1e6:,.0f} million "
-        f"torch.topk takes {last['torch.topk']:.0f} ms, the published algorithm {last['published']:.0f}, gaussiank "
-        f"{last['gaussiank']:.0f}, and the exact topk of this package {last['topk']:.0f}."
+        f"{held(bool((times > 1).all()))}the published algorithm is {times.min():.1f} to {times.max():.1f}× faster "
+        f"than torch.topk, and selects {shares.min():.2g} k to {shares.max():.2g} k entries. Of "
+        f"{at / 1e6:,.0f} million elements torch.topk selects in {last['torch.topk']:.0f} ms, the published "
+        f"algorithm in {last['published']:.0f} ms, gaussiank in {last['gaussiank']:.0f} ms, and "
+        f"the exact topk of this package in {last['topk']:.0f} ms."
     )
 
 

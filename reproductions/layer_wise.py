@@ -1,9 +1,9 @@
-"""Is compressing layer by layer as good as compressing the whole model at once?
+"""Compares compression layer by layer with compression of the whole model as one vector.
 
 Dutta et al. 2020, "On the Discrepancy between the Theoretical Analysis and Practical Implementations of Compressed
-Communication for Distributed Deep Learning", AAAI: often better, by six methods. Here a network of two hidden layers
-learns scikit-learn's digits; "layer" compresses each weight and each bias by itself, "model" all of them as one vector:
-k entries, one threshold, norm or scale for all.
+Communication for Distributed Deep Learning", AAAI: with six methods, layer-wise compression is often better. Here a
+network of two hidden layers learns scikit-learn's digits. "layer" compresses each weight and each bias separately.
+"model" compresses all of them as one vector, with k entries, one threshold, norm or scale in total.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RATES = (0.1, 0.3, 1.0)
 
 
 def make(name: str, density: float) -> Method:
-    """Return a method; QSGD with one norm for all that it is given."""
+    """Return a method by name. QSGD uses one norm for its whole input."""
     if name == "qsgd":
         weights = sum(param.numel() for param in network(32, 0).parameters())
         return Method(QSGD(15, bucket=weights), NoMemory(), Mean())
@@ -34,7 +34,7 @@ def make(name: str, density: float) -> Method:
 
 
 def cases(config: Config) -> list[Row]:
-    """Return a run for each method, kind of compression, rate and repetition."""
+    """Return a run for each method, kind of compression, learning rate and repetition."""
     return [
         {"method": name, "compressed": kind, "lr": lr, "repeat": repeat}
         for name in NAMES
@@ -58,7 +58,7 @@ def run(case: Row, config: Config) -> Row:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say which is better, method by method."""
+    """Say which kind of compression is better, by method."""
     best = best_rates(table, ["method", "compressed"])
     loss, accuracy = best["loss"], best["accuracy_percent"]
     better = [name for name in NAMES if loss[name, "layer"] <= loss[name, "model"]]
@@ -66,13 +66,13 @@ def verdict(table: pd.DataFrame) -> str:
     said = ", ".join(f"{name} {gap:+.1f}" for name, gap in gaps.items())
     yes = len(better) >= len(NAMES) / 2 and min(gaps.values()) > -2
     return (
-        f"{held(yes)}layer by layer the training loss is no higher for {len(better)} of {len(NAMES)} methods "
-        f"({', '.join(better)}); test accuracy differs by, in points: {said}."
+        f"{held(yes)}layer-wise compression has no higher training loss for {len(better)} of {len(NAMES)} methods "
+        f"({', '.join(better)}). Its test accuracy differs from that of the whole model by these points: {said}."
     )
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw loss and accuracy, layer beside model."""
+    """Draw loss and accuracy of both kinds of compression."""
     best = best_rates(table, ["method", "compressed"])
     figure, panels = plots.panels(1, 2, 4.6, sharey=True)
     for panel, column in zip(panels.flat, ("accuracy_percent", "loss"), strict=True):

@@ -1,4 +1,4 @@
-"""Logistic regression with L2, on dense and on sparse data: what the Mem-SGD paper trains."""
+"""Logistic regression with L2 regularisation on dense and sparse data, the task of the Mem-SGD paper."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_sparse.compressors.base import Entries, Update
 class Logistic:
     """f(x) = mean log(1 + exp(−y_i a_iᵀx)) + λ/2·‖x‖² with λ = 1/n over n examples.
 
-    Calling it with x and a generator returns the gradient of one example's loss, drawn at random, without the L2 term:
+    A call with x and a generator returns the gradient of a random example's loss, without the L2 term. The gradient is
     `Entries` if the data are sparse.
 
     Attributes:
-        rows: the a_i, (n, d), fp32, an array or a CSR matrix.
+        rows: the a_i, fp32 (n, d), an array or a CSR matrix.
         labels: the y_i, ±1.
         l2: λ.
     """
@@ -59,7 +59,7 @@ class Logistic:
 
     @cached_property
     def minimum(self) -> float:
-        """The smallest f(x), by L-BFGS."""
+        """The smallest f(x), found by L-BFGS."""
 
         def both(x: Any) -> tuple[float, Any]:
             slopes = -self.labels * special.expit(-self.labels * (self.rows @ x)) / self.examples
@@ -70,13 +70,13 @@ class Logistic:
 
 
 def slope(margin: float, sign: float) -> float:
-    """Return the derivative of log(1 + exp(−y·s)) by s at the margin y·s."""
-    # In either branch the exponent is negative, so nothing overflows.
+    """Return the derivative of log(1 + exp(−y·s)) with respect to s, at the margin y·s."""
+    # The exponent is negative in both branches, so no overflow is possible.
     return -sign / (1 + math.exp(margin)) if margin < 0 else -sign * math.exp(-margin) / (1 + math.exp(-margin))
 
 
 def unit(rows: Any) -> Any:
-    """Return the rows divided by their 2-norms, fp32."""
+    """Return the rows divided by their 2-norms, in fp32."""
     norms = np.sqrt(np.asarray((rows.multiply(rows) if sparse.issparse(rows) else rows**2).sum(1)).ravel())
     scales = 1 / np.where(norms > 0, norms, 1)
     scaled = sparse.diags(scales) @ rows if sparse.issparse(rows) else rows * scales[:, None]
@@ -84,7 +84,7 @@ def unit(rows: Any) -> Any:
 
 
 def dense_data(examples: int, numel: int, seed: int) -> Logistic:
-    """Return data of the shape of "epsilon", by scikit-learn's `make_classification`: standardised, rows of norm 1."""
+    """Return data like "epsilon" from scikit-learn's `make_classification`: standardised, with rows of norm 1."""
     informative = max(2, numel // 10)
     rows, labels = make_classification(
         examples, numel, n_informative=informative, n_redundant=0, flip_y=0.05, random_state=seed
@@ -93,10 +93,10 @@ def dense_data(examples: int, numel: int, seed: int) -> Logistic:
 
 
 def sparse_data(examples: int, numel: int, seed: int) -> Logistic:
-    """Return data of the shape of "rcv1": texts of about 70 of `numel` words, whose frequencies follow a power law.
+    """Return data like "rcv1": texts of about 70 out of `numel` words, whose frequencies follow a power law.
 
-    A word's weight is the logarithm of its rarity, as tf-idf has it; rows have norm 1. The label is that of a linear
-    model with a normal coefficient for each word, of which 5 % are turned.
+    A word's weight is the logarithm of its rarity, as in tf-idf. Rows have norm 1. The labels come from a linear model
+    with a normal coefficient for each word; 5 % of the labels are flipped.
     """
     random = np.random.default_rng(seed)
     shares = 1 / (np.arange(numel) + 10.0)
@@ -104,7 +104,7 @@ def sparse_data(examples: int, numel: int, seed: int) -> Logistic:
     lengths = np.clip(random.lognormal(math.log(60), 0.6, examples), 5, numel / 4).astype(int)
     rows = np.repeat(np.arange(examples), lengths)
     words = random.choice(numel, len(rows), p=shares)
-    counts = sparse.csr_matrix((np.ones(len(rows)), (rows, words)), (examples, numel))  # adds up what is twice
+    counts = sparse.csr_matrix((np.ones(len(rows)), (rows, words)), (examples, numel))  # sums duplicates
     counts.data = 1 + np.log(counts.data)
     matrix = sparse.csr_matrix(unit(counts @ sparse.diags(-np.log(shares))))
     margins = matrix @ random.standard_normal(numel)
@@ -113,10 +113,10 @@ def sparse_data(examples: int, numel: int, seed: int) -> Logistic:
 
 
 def data_from(path: Path) -> Logistic:
-    """Return the data of a file in svmlight format, rows divided by their norms.
+    """Return the data of a file in svmlight format, with rows divided by their norms.
 
     Raises:
-        ValueError: there is no such file, it is no svmlight file, or it has not two classes.
+        ValueError: the file does not exist, is not in svmlight format, or does not have two classes.
     """
     if not path.is_file():
         raise ValueError(f"--data {path}: there is no such file; give one in svmlight format, or leave --data out.")

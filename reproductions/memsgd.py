@@ -1,18 +1,19 @@
-"""Logistic regression by Mem-SGD: error against iterations and against bits, beside SGD and QSGD, and in parallel.
+"""Logistic regression with Mem-SGD: error against iterations and bits, compared with SGD and QSGD, and parallel runs.
 
-Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599. η_t = 2/(λ(a + t)) with λ = 1/n, and the average of the weights by
-(a + t)², as in the authors' code. There a is d, 10 d, or these divided by k, by data and method; here it is d for all:
-of 0.1 d, d and 10 d the best for SGD, top-k and random k alike, in runs of 10,000 steps. "no shift" has a = 1.
+Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599. As in the authors' code, η_t = 2/(λ(a + t)) with λ = 1/n, and
+weights are averaged with factors (a + t)². There a is d, 10 d, or one of these divided by k, depending on data and
+method. Here a is d for all methods. In runs of 10,000 steps it was the best of 0.1 d, d and 10 d for SGD, top-k and
+random k. "no shift" means a = 1.
 
-Data of the shapes of "epsilon" and "rcv1", smaller, or a file in svmlight format (`--data`). Bits of a step:
+The data are smaller versions of "epsilon" and "rcv1", or a file in svmlight format (`--data`). Bits of a step:
 
-- SGD: 32 d; on sparse data 32 + ⌈log₂ d⌉ for each nonzero of the example (everybody knows x, so the L2 term is free);
-- top-k: k(32 + ⌈log₂ d⌉); random k: 32 k, as the indices follow from a seed;
-- QSGD: the length of its Elias code, with one norm for the whole gradient, the mean of 20 steps.
+- SGD: 32 d; on sparse data 32 + ⌈log₂ d⌉ for each nonzero of the example (all workers know x, so the L2 term is free);
+- top-k: k(32 + ⌈log₂ d⌉); random k: 32 k, because the indices follow from a seed;
+- QSGD: the length of its Elias code with one norm for the whole gradient, as the mean of 20 steps.
 
-`error` is f(x̄) − min f of the average, `error_last` that of the last weights. Parallel runs share one vector among
-processes, without locks; they take as many steps together as one process takes alone. `seconds_training` leaves out
-their start.
+`error` is f(x̄) − min f for the average, `error_last` the same for the last weights. In parallel runs, processes share
+one vector without locks, and their total number of steps equals that of one process alone. `seconds_training` excludes
+the start of the processes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ COLORS = {"SGD": "#000000", "top": "#0072B2", "random": "#8C564B", "QSGD": "#CC7
 
 @lru_cache(maxsize=2)
 def problem(name: str, file: str, dense: int, sparse: int, seed: int) -> Logistic:
-    """Return the data of a run. The examples are 2 d dense ones, or 0.4 d sparse ones, in d dimensions."""
+    """Return the data of a run: in d dimensions, 2 d dense examples or 0.4 d sparse examples."""
     if name == "file":
         return data_from(Path(file))
     return dense_data(2 * dense, dense, seed) if name == "dense" else sparse_data(4 * sparse // 10, sparse, seed)
@@ -60,13 +61,13 @@ def problem_of(case: Row, config: Config) -> Logistic:
 
 
 def cases(config: Config) -> list[Row]:
-    """Return the runs on each data set; on a file's only those.
+    """Return the runs on both data sets, or on the data of a file.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or there are too few steps.
     """
     if config["steps"] < max(processes()):
-        raise ValueError(f"--steps {config['steps']}: {max(processes())} processes share them, so at least as many.")
+        raise ValueError(f"--steps {config['steps']}: give at least one step for each of {max(processes())} processes.")
     names = ["file"] if config["data"] else list(METHODS)
     runs: list[Row] = []
     for name in names:
@@ -87,19 +88,19 @@ def cases(config: Config) -> list[Row]:
 
 
 def processes() -> list[int]:
-    """Return how many processes the parallel runs have: 1, 2, 4 … up to the cores there are, and at least 2."""
+    """Return the numbers of processes of the parallel runs: 1, 2, 4 … up to the number of cores, and at least 2."""
     return [2**power for power in range(max(1, cores().bit_length() - 1) + 1)]
 
 
 def run(case: Row, config: Config) -> list[Row]:
-    """Train, and return a row for each point of the curve, at steps spaced evenly on a logarithmic scale."""
+    """Train, and return a row for each point of the curve. The points are evenly spaced on a logarithmic scale."""
     data = problem_of(case, config)
     shift = data.numel if case["shift"] == "yes" else 1.0
     return parallel(case, config, data, shift) if case["processes"] else sequential(case, config, data, shift)
 
 
 class Rate:
-    """η_t = γ / (λ(a + t)); an object, so that it can be given to a process."""
+    """η_t = γ / (λ(a + t)), as an object that can be pickled."""
 
     def __init__(self, l2: float, shift: float) -> None:
         self.l2, self.shift = l2, shift
@@ -161,21 +162,21 @@ def label(row: Any) -> str:
 
 
 def curves(table: pd.DataFrame, data: str) -> dict[str, pd.DataFrame]:
-    """Return the sequential runs on some data by their names."""
+    """Return the sequential runs on a data set, by name."""
     mine = table[(table["problem"] == data) & (table["processes"] == 0)]
     keys = ["method", "k", "memory", "shift"]
     return {label(rows.iloc[0]): rows.sort_values("step") for _, rows in mine.groupby(keys, sort=False)}
 
 
 def bits_to(curve: pd.DataFrame, target: float) -> float:
-    """Return the bits after which the average's error stays at the target or below, infinite if it does not."""
+    """Return the bits after which the average's error stays at or below the target; infinite if it never does."""
     above = curve[curve["error"] > target]
     below = curve if above.empty else curve[curve["step"] > above["step"].max()]
     return float(below["bits"].min()) if len(below) else math.inf
 
 
 def speed_up(table: pd.DataFrame, data: str) -> dict[str, float]:
-    """Return how many times as fast the most processes are as one, by method."""
+    """Return the speed-up of the largest number of processes over one process, by method."""
     mine = table[(table["problem"] == data) & (table["processes"] > 0)]
     found = {}
     for (method, k), rows in mine.groupby(["method", "k"], sort=False):
@@ -185,12 +186,14 @@ def speed_up(table: pd.DataFrame, data: str) -> dict[str, float]:
 
 
 def savings(table: pd.DataFrame, data: str, to: str = "SGD") -> dict[str, float]:
-    """Return how many times fewer bits each method needs than SGD to come within 10 % of an error, 0 if it does not.
+    """Return, by method, SGD's bits divided by the method's bits until both are within 10 % of an error.
+
+    The result is 0 if the method does not reach the error.
 
     Args:
-        table: of all runs.
+        table: table of all runs.
         data: the problem.
-        to: "SGD" for SGD's last error, "itself" for the method's own, or SGD's where that is larger.
+        to: "SGD" for SGD's final error; "itself" for the larger of the method's and SGD's final error.
     """
     found = curves(table, data)
     saved = {}
@@ -202,7 +205,7 @@ def savings(table: pd.DataFrame, data: str, to: str = "SGD") -> dict[str, float]
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say how many times fewer bits the best top-k needs, and what memory and processes do."""
+    """Say how many bits the best top-k saves, and describe the effects of memory and of processes."""
     parts, yes = [], True
     for data in table["problem"].unique():
         saved, found = savings(table, data), curves(table, data)
@@ -215,12 +218,12 @@ def verdict(table: pd.DataFrame) -> str:
         yes = yes and tops[best] > max(1, coded) and gaps[1] > 1.5
         own = savings(table, data, to="itself").get("top-1", 0)
         parts.append(
-            f"on {data} data {best} comes within 10 % of SGD's error with {tops[best]:,.0f} times fewer bits, QSGD "
-            f"with {coded:.1f} times fewer, top-1 within 10 % of its own last error with {own:,.0f} times fewer; "
-            f"{best} ends at {gaps[0]:.2f} times SGD's error, {without} at {gaps[1]:.1f} times; speed-up with "
-            f"{table['processes'].max()} processes: {times}"
+            f"On {data} data, SGD needs {tops[best]:,.0f}× the bits of {best} for the same error, within 10 %, and "
+            f"{coded:.1f}× those of QSGD. For the final error of top-1 it needs {own:,.0f}× the bits of top-1. "
+            f"The final error of {best} is {gaps[0]:.2f}× that of SGD; that of '{without}' is {gaps[1]:.1f}×. The "
+            f"speed-up with {table['processes'].max()} processes on {table['cores'].iloc[0]} cores is {times}."
         )
-    return held(yes) + "; ".join(parts) + f" ({table['cores'].iloc[0]} cores)."
+    return held(yes) + " ".join(parts)
 
 
 def draw(table: pd.DataFrame) -> Any:

@@ -1,15 +1,16 @@
-"""How much of a step is computation, with 32 workers at 1 Gbit/s and with 16 at 10 Gbit/s?
+"""Computes scaling efficiency with 32 workers at 1 Gbit/s, and with 16 workers at 10 Gbit/s.
 
-A step takes t + work + exchange seconds, one after the other, as in the papers; scaling efficiency is t over all of it.
+A step takes t + work + exchange seconds, without overlap, as in the papers. Scaling efficiency is t divided by this
+sum.
 
-- t: forward and backward, as published.
-- work: what a rank does to add to its residual, select, encode, decode and write back a gradient of the model's length.
-  It is run, by all ranks, as threads that take turns on one processor, where the system lets them; the median of their
-  processor seconds in the last step counts.
-- exchange: arithmetic. A message takes the link's latency, and its bytes over the bandwidth; bytes are counted as they
-  are sent, messages are the aggregator's.
+- t: published time of forward and backward.
+- work: time of a rank to add a gradient of the model's length to its residual, and to select, encode, decode and write
+  back entries. It is measured: all ranks run as threads that take turns on one core, if the system allows this. The
+  result is the median of their processor seconds in the last step.
+- exchange: computed time. A message takes the link's latency plus its bytes divided by the bandwidth. The bytes are
+  counted in the measured step. The number of messages comes from the aggregator.
 
-Dense gradients go by a ring all-reduce without any work, which favours them.
+Dense gradients use a ring all-reduce without any work, which favours them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Model(NamedTuple):
     """A model of the gTopK paper.
 
     Attributes:
-        elements: of its gradient.
-        seconds: of forward and backward, on the authors' GPU.
-        published: efficiency with 32 workers at 1 Gbit/s, per cent: dense, TopK, gTopK.
+        elements: number of elements of its gradient.
+        seconds: time of forward and backward on the authors' GPU.
+        published: efficiency of dense, TopK and gTopK with 32 workers at 1 Gbit/s, in per cent.
     """
 
     elements: int
@@ -47,7 +48,7 @@ class Model(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Workers, and the link of each: seconds per message, and bytes per second."""
+    """Number of workers, and latency (seconds) and bandwidth (bytes per second) of each worker's link."""
 
     workers: int
     latency: float
@@ -59,15 +60,15 @@ MODELS = {
     "VGG-16": Model(14_728_266, 0.140, (0.96, 4.78, 9.35)),
     "ResNet-50": Model(25_557_032, 4.88, (20.3, 57.8, 74.0)),
 }
-"""For the 32 ranks of one machine ResNet-50 takes more than 24 GB, VGG-16 13 GB: `--largest` says which models run."""
+"""With 32 ranks on one machine, ResNet-50 needs more than 24 GB and VGG-16 13 GB. `--largest` selects the models."""
 NETWORKS = {
-    "1 Gbit/s": Network(32, 0.436e-3, 1 / 9e-9),  # as the gTopK paper measured its own
-    "10 Gbit/s": Network(16, 5e-5, 1.25e9),  # as the GaussianK paper names it; the latency is an assumption
+    "1 Gbit/s": Network(32, 0.436e-3, 1 / 9e-9),  # as measured in the gTopK paper
+    "10 Gbit/s": Network(16, 5e-5, 1.25e9),  # rate of the GaussianK paper; the latency is an assumption
 }
 PUBLISHED = ("dense", "topk", "gtopk")
 METHODS = ("dense", "topk", "gaussiank", "gtopk")
 STEPS = 3
-"""The first of which thresholds start with, and memory is new."""
+"""Number of steps. The first step initialises thresholds and allocates memory."""
 
 
 def cases(config: Config) -> list[Row]:
@@ -79,7 +80,7 @@ def cases(config: Config) -> list[Row]:
 
 
 def run(case: Row, config: Config) -> Row:
-    """Let all ranks reduce gradients of a model's length, and add up what a step takes."""
+    """Let all ranks reduce gradients of a model's length, and compute the time of a step."""
     model, network = MODELS[case["model"]], NETWORKS[case["link"]]
     if case["method"] == "dense":
         nbytes = round(2 * 4 * model.elements * (network.workers - 1) / network.workers)
@@ -100,7 +101,7 @@ def run(case: Row, config: Config) -> Row:
 
 
 def reduced(name: str, numel: int, workers: int, density: float) -> tuple[float, int]:
-    """Return the processor seconds of the median rank and the bytes of the busiest, of the last of some steps."""
+    """Return the median of the ranks' processor seconds, and the largest number of bytes, in the last step."""
 
     def rank(comm: Comm) -> tuple[float, int, float]:
         reducer = Reducer(method(name, density=density), comm, granularity="model")
@@ -121,7 +122,7 @@ def reduced(name: str, numel: int, workers: int, density: float) -> tuple[float,
 
 @contextlib.contextmanager
 def one_processor() -> Iterator[None]:
-    """Keep this thread, and those it starts, on one processor: on several, threads of Python slow each other down."""
+    """Keep this thread and its child threads on one core, because on several cores Python threads slow each other."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -134,23 +135,23 @@ def one_processor() -> Iterator[None]:
 
 
 def speedups(table: pd.DataFrame, link: str, ours: str, other: str) -> tuple[float, float]:
-    """Return how many times as fast a method is as another over a link: the least and the most of all models."""
+    """Return the smallest and the largest speed-up over all models, of one method over another on a link."""
     steps = table[table["link"] == link].set_index(["method", "model"])["efficiency_percent"]
     times = steps[ours] / steps[other]
     return times.min(), times.max()
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say how many times as fast gTopK is as dense and TopK, and GaussianK as dense."""
+    """Give the speed-up of gTopK over dense and TopK, and of GaussianK over dense."""
     dense = speedups(table, "1 Gbit/s", "gtopk", "dense")
     top = speedups(table, "1 Gbit/s", "gtopk", "topk")
     fast = speedups(table, "10 Gbit/s", "gaussiank", "dense")
     said = ["{:.2f} to {:.2f}".format(*times) for times in (dense, top, fast)]
     return (
-        f"{held(min(*dense, *top) > 1)}with 32 workers at 1 Gbit/s gTopK trains {said[0]} times as fast as dense "
-        f"gradients by a ring (published: 2.7 to 12), and {said[1]} times as fast as TopK (1.1 to 1.7). "
-        f"{held(min(fast) > 1)}with 16 workers at 10 Gbit/s GaussianK, selecting on a processor, trains {said[2]} "
-        f"times as fast as dense (1.19 to 2.33, on GPUs)."
+        f"{held(min(*dense, *top) > 1)}with 32 workers at 1 Gbit/s, gTopK is {said[0]}× faster than dense gradients "
+        f"over a ring (published: 2.7 to 12×). It is {said[1]}× faster than TopK (published: 1.1 to 1.7×). "
+        f"{held(min(fast) > 1)}with 16 workers at 10 Gbit/s, GaussianK on a CPU is {said[2]}× faster than dense "
+        f"gradients (published, on GPUs: 1.19 to 2.33×)."
     )
 
 

@@ -1,12 +1,12 @@
-"""What does training reach while some of the ranks attack? Aggregators and election coding under three attacks.
+"""Measures the accuracy of aggregators and of election coding under three attacks by some of the ranks.
 
-Bernstein et al. 2019, arXiv 1810.05291, prove and show that the majority vote of signs converges while fewer than half
-of the workers are wrong; Sohn et al. 2020, arXiv 1910.06093, that election coding keeps the exact vote.
+Bernstein et al. 2019, arXiv 1810.05291, prove and show that the majority vote of signs converges if fewer than half of
+the workers are wrong. Sohn et al. 2020, arXiv 1910.06093, show that election coding preserves the exact vote.
 
-Scikit-learn's digits, a network of one hidden layer, nine ranks that are threads of this process. In each step there
-are nine parts of the data, the same for all contestants. The last ⌊9α⌋ ranks attack, see `Attacked`. Learning rates are
-the best of four in 200 steps without attackers: of 0.1 to 1 for the mean, and of 0.001 to 0.01 for the vote. A training
-that ends with a gradient that is not finite counts with the weights before; `steps` says when that was.
+A network of one hidden layer learns scikit-learn's digits, with nine threads as ranks. Each step uses nine parts of the
+data, which are equal for all methods. The last ⌊9α⌋ ranks attack (see `Attacked`). The learning rate is the best of
+four in 200 steps without attackers. They are 0.1 to 1 for the mean, and 0.001 to 0.01 for the vote. If a gradient is
+not finite, training ends with the weights before it, and `steps` is the number of completed steps.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ ALPHAS = (0.0, 0.15, 0.25, 0.35, 0.45)  # 0 to 4 of 9 ranks
 
 
 class Contestant(NamedTuple):
-    """A way to train: what ranks send, what is made of it, and which parts of the data each has.
+    """A method of training: compressor, aggregator, and allocation of the data's parts to ranks.
 
     Attributes:
-        allocation: None is one part for each rank, without a local vote.
+        allocation: bool matrix of parts; None means one part for each rank, without a local vote.
     """
 
     compressor: Compressor
@@ -80,7 +80,7 @@ def train(contestant: Contestant, attack: str, alpha: float, epochs: int, seed: 
     aggregator = Attacked(contestant.aggregator, attack, alpha) if attack else contestant.aggregator  # type: ignore[arg-type]
     nets = []
     with torch.random.fork_rng(devices=[]):
-        for _ in range(RANKS):  # here, as ranks share the global generator
+        for _ in range(RANKS):  # not in the threads, because they share the global generator
             torch.manual_seed(seed)
             nets.append(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
 
@@ -97,7 +97,7 @@ def train(contestant: Contestant, attack: str, alpha: float, epochs: int, seed: 
                 (next(losses) if contestant.allocation is None else local_vote(losses, net.parameters())).backward()
                 try:
                     reducer.reduce_({name: param.grad for name, param in net.named_parameters()})  # type: ignore[misc]
-                except NonFiniteGradient:  # on all ranks
+                except NonFiniteGradient:  # raised on all ranks
                     break
                 optimizer.step()
         with torch.no_grad():
@@ -106,12 +106,12 @@ def train(contestant: Contestant, attack: str, alpha: float, epochs: int, seed: 
 
     found = simulate(RANKS, rank)
     if len(set(found)) > 1:
-        raise RuntimeError(f"{aggregator}: ranks differ in what they have reached, {found}: nothing is written.")
+        raise RuntimeError(f"{aggregator}: ranks differ in their results, {found}, so nothing is written.")
     return found[0]
 
 
 def cases(config: Config) -> list[Row]:
-    """Return a run for each contestant without attack, and under each attack by each number of ranks."""
+    """Return a run for each method without attack, and under each attack by each number of ranks."""
     attacks = [("", 0.0), *((attack, alpha) for attack in ATTACKS for alpha in ALPHAS[1:])]
     return [{"contestant": name, "attack": attack, "alpha": alpha} for attack, alpha in attacks for name in CONTESTANTS]
 
@@ -124,7 +124,7 @@ def run(case: Row, config: Config) -> Row:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say what the vote, the coded vote and the mean reach under the worst attack at each α."""
+    """Give the accuracy of the vote, the coded vote and the mean under the worst attack at each α."""
     found = table.set_index(["contestant", "attack", "alpha"])["accuracy_percent"]
 
     def worst(name: str, alpha: float) -> float:
@@ -136,14 +136,14 @@ def verdict(table: pd.DataFrame) -> str:
     exact = len({found["election, b = 2", "", 0.0], *coded}) == 1
     yes = vote[1] > clean - 3 and vote[1] > worst("mean", 0.25) + 10 and exact
     return (
-        f"{held(yes)}without attackers the vote reaches {clean:.0f} %, under the worst of three attacks {drops}, "
-        f"and the mean {worst('mean', 0.15):.0f} % at α = 0.15. Election coding with b = 2 "
+        f"{held(yes)}without attackers the vote reaches {clean:.0f} %. Under the worst of three attacks it reaches "
+        f"{drops}. The mean reaches {worst('mean', 0.15):.0f} % at α = 0.15. Election coding with b = 2 "
         f"{'changes nothing' if exact else 'is not exact'} with one or two attackers."
     )
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw accuracy against the number of attackers, a panel for each attack."""
+    """Draw accuracy against the number of attackers, with one panel per attack."""
     table = table.sort_values("attackers")
     figure, (panels,) = plots.panels(1, len(ATTACKS), 4.1, sharey=True)
     for panel, (attack, title) in zip(panels, ATTACKS.items(), strict=True):

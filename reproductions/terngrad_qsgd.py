@@ -1,8 +1,9 @@
-"""How many bits does a value need? QSGD, TernGrad and 1-bit SGD, this with error feedback and without.
+"""Measures how many bits a value needs with QSGD, TernGrad, and 1-bit SGD with and without error feedback.
 
 Alistarh et al. 2017, arXiv 1610.02132 (QSGD); Wen et al. 2017, arXiv 1705.07878 (TernGrad); Seide et al. 2014,
 Interspeech (1-bit SGD, which "only works" with error feedback). A network of two hidden layers learns scikit-learn's
-digits, each method at the best of three rates. Bits are those of a rank's payload per value, scales included.
+digits. Each method uses the best of three learning rates. Bits are bits per value of a rank's payload, including
+scales.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RATES = (0.1, 0.3, 1.0)
 
 
 def cases(config: Config) -> list[Row]:
-    """Return a run for each method, rate and repetition."""
+    """Return a run for each method, learning rate and repetition."""
     return [
         {"method": name, "lr": lr, "repeat": repeat}
         for name in METHODS
@@ -47,7 +48,7 @@ def cases(config: Config) -> list[Row]:
 
 
 def bits(chosen: Method) -> float:
-    """Return the bits of a payload per value."""
+    """Return the bits per value of a payload."""
     shapes = {name: tuple(param.shape) for name, param in network(32, 0).named_parameters()}
     segments = Layout.of(shapes, "layer", 25).segments
     payload = sum(chosen.compressor.nbytes(segment, None) for segment in segments)
@@ -68,7 +69,7 @@ def run(case: Row, config: Config) -> Row:
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say what each method loses against SGD."""
+    """Give the loss of accuracy of each method against SGD."""
     best, sent = best_rates(table, ["method"]), table.groupby("method")["bits"].first()
     accuracy = best["accuracy_percent"]
     gaps = {name: accuracy["SGD"] - accuracy[name] for name in METHODS if name != "SGD"}
@@ -76,8 +77,8 @@ def verdict(table: pd.DataFrame) -> str:
     worse = best["loss"]["1-bit"] / best["loss"]["1-bit, feedback"]
     yes = max(gaps["QSGD, s = 15"], gaps["TernGrad"], gaps["1-bit, feedback"]) < 2 and worse > 1
     return (
-        f"{held(yes)}points of test accuracy against SGD's {accuracy['SGD']:.1f} %: {said}. Without error "
-        f"feedback the training loss of 1-bit SGD is {worse:.1f} times that with it."
+        f"{held(yes)}the test accuracy of SGD is {accuracy['SGD']:.1f} %. The difference in points is {said}. Without "
+        f"error feedback, the training loss of 1-bit SGD is {worse:.1f}× that with it."
     )
 
 

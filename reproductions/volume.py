@@ -1,17 +1,17 @@
-"""How many bytes does a worker send in a step, from 2 to 64 workers?
+"""Counts the bytes that a worker sends in a step, with 2 to 64 workers.
 
-Ranks are threads here, and `Comm` counts the bytes that each puts on the wire, headers included; nothing is timed.
-Before a number is written, the averages of all ranks are compared with each other, and their sum, with all residuals,
-with the gradients.
+Ranks are threads, and `Comm` counts the bytes that each rank sends, including headers. Nothing is timed. Before a
+result is written, two checks are made. The averages must be equal on all ranks, and averages and residuals must add up
+to the gradients.
 
-Columns beside the bytes of the busiest and of the average rank:
+Columns besides the bytes of the busiest and of the average rank:
 
-- `announced_bytes`: bytes by the method's own formula, on average, with our encodings, without headers
+- `announced_bytes`: mean bytes by the method's own formula, with this package's encodings, without headers
   (`Routing.nbytes`);
-- `published_words`: the papers' formula for it, in words of 4 bytes. `index_format` "int32" with fp32 values is the
-  encoding that they count with.
+- `published_words`: the papers' formula, in words of 4 bytes. The papers assume the encoding `index_format` "int32"
+  with fp32 values.
 
-The step is the first, the most expensive: OkTopK agrees on its regions in one of 64.
+The step is the first one, which sends the most bytes: OkTopK agrees on its regions in one of 64 steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FORMATS = ("int32", "compact")
 
 
 class Published(NamedTuple):
-    """Words of 4 bytes that a rank sends according to a paper: as text, and as a function of d, k and P."""
+    """Number of 4-byte words that a rank sends according to a paper, as text and as a function of d, k and P."""
 
     formula: str
     words: Callable[[float, float, float], float]
@@ -68,12 +68,12 @@ def make(name: str, density: float, index_format: str) -> Method:
 
 
 def has_indices(name: str) -> bool:
-    """Return whether the index format makes a difference: ScaleCom always sends int32."""
+    """Return whether the index format has an effect. ScaleCom always sends int32."""
     return name not in ("dense", "randk", "scalecom")
 
 
 def measure(name: str, ranks: int, numel: int, density: float, index_format: str) -> Row:
-    """Let ranks take a step, check their averages and residuals, and return a row."""
+    """Run one step on all ranks, check averages and residuals, and return a row."""
 
     def gradient(rank: int) -> Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
@@ -94,9 +94,9 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
         given = gradient(rank)
         lost += given if kept is None else given - kept
         largest = max(largest, given.abs().max().item())
-    # Values up to `largest` are divided, added up P times and subtracted again: each rounds by 2⁻²⁴ of it at most.
+    # Values up to `largest` are divided, added P times and subtracted. Each rounding error is at most 2⁻²⁴ · `largest`.
     if lost.abs().max() > (ranks + 2) * ranks * largest * 2**-24:
-        raise RuntimeError(f"{name}: {lost.abs().max():g} of an entry is lost among {ranks} ranks.")
+        raise RuntimeError(f"{name}: {lost.abs().max():g} of an entry is lost with {ranks} ranks.")
     sent = [result[2] for result in answers]
     k = round(density * numel)
     return {
@@ -121,31 +121,31 @@ def cases(config: Config) -> list[Row]:
 
 
 def run(case: Row, config: Config) -> Row:
-    """Let the ranks of a case take a step."""
+    """Run one step for a case."""
     form = case["index_format"] or FORMATS[0]
     return measure(case["method"], case["ranks"], config["elements"], config["density"], form)
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say how gTopK and TopK grow with the number of ranks, and from which on gTopK sends less than TopK."""
+    """Give the growth of gTopK's and TopK's bytes with the number of ranks, and when gTopK sends less than TopK."""
     int32 = table[table["index_format"].isin(["", "int32"])].set_index(["method", "ranks"])["busiest_bytes"]
     top, tree, dense = int32["topk"], int32["gtopk"], int32["dense"]
     ranks = table["ranks"].unique()
     first, last = ranks.min(), ranks.max()
     cheaper = [count for count in ranks if tree[count] < top[count]]
-    # From power of two to power of two, where the swaps need no rounds more.
+    # Compare powers of two, for which the swaps need no additional rounds.
     yes = bool(cheaper) and tree[last] / tree[first] < 2 * math.log2(last) < top[last] / top[first]
     return (
-        f"{held(yes)}from {first} to {last} ranks what TopK sends grows {top[last] / top[first]:.0f} times, and what "
-        f"gTopK sends {tree[last] / tree[first]:.1f} times; gTopK sends less than TopK with "
-        f"{', '.join(map(str, cheaper))} ranks, {top[last] / tree[last]:.1f} times less with {last}, where dense "
-        f"gradients are {dense[last] / tree[last]:,.0f} times as large."
+        f"{held(yes)}from {first} to {last} ranks, the bytes of TopK grow {top[last] / top[first]:.0f}×, and those of "
+        f"gTopK {tree[last] / tree[first]:.1f}×. With {', '.join(map(str, cheaper))} ranks, gTopK sends less than "
+        f"TopK. With {last} ranks, TopK sends {top[last] / tree[last]:.1f}× the bytes of gTopK, and dense training "
+        f"{dense[last] / tree[last]:,.0f}×."
     )
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw bytes against the number of ranks, in the papers' encoding and in ours."""
-    table = table.query("published_words > 0")  # within one node nothing leaves it
+    """Draw bytes against the number of ranks, in the papers' encoding and in this package's."""
+    table = table.query("published_words > 0")  # a single node sends nothing
     numel, k = table["elements"].iloc[0], table["k"].iloc[0]
     figure, (panels,) = plots.panels(1, 2, 4.6, sharey=True)
     for panel, form in zip(panels, FORMATS, strict=True):

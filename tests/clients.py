@@ -1,12 +1,13 @@
-"""Small trainings with code of other people, with two processes, beside stock `ddp`: a standing check.
+"""Small trainings with other packages, with two processes, compared with stock `ddp`.
 
-    make clients                             # all of them, in an environment of its own; downloads 1.5 GB
-    .venv-clients/bin/python -m tests.clients timm-vit accelerate    # some of them
+    make clients                             # all clients, in a separate environment; downloads 1.5 GB
+    .venv-clients/bin/python -m tests.clients timm-vit accelerate    # only some clients
 
 Each client is a model, an optimizer or a trainer of another package. Both strategies start from the same weights and
-see the same batches. Written to `benchmarks/results/clients.csv`, after each client: the training loss at the start and
-at the end as the mean of the last steps and both ranks; whether weights are equal on both ranks; and whether a training
-that was saved and resumed halfway ends with the same weights, bit for bit, with our strategy and with `ddp`.
+use the same batches. The output is `benchmarks/results/clients.csv`, written after each client. It contains the
+training loss at the start and at the end, as the mean of the last steps and both ranks. It says whether weights are
+equal on both ranks. It also says whether a training that was saved and resumed halfway ends with the same weights, bit
+by bit, with this package's strategy and with `ddp`.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ from tests.integration.trainers import Batches  # noqa: E402
 from tests.processes import run_ranks  # noqa: E402
 
 STEPS = 200
-"""Of most trainings, in two epochs."""
+"""Number of steps of most trainings, in two epochs."""
 LAST = 20
-"""Steps at the end whose losses are averaged."""
+"""Number of final steps whose losses are averaged."""
 LONG, SEEDS = 300, (0, 1, 2)
-"""Steps and seeds of clients with a trainer of their own, where loss is compared more closely."""
+"""Steps and seeds of clients with their own trainer. Their losses are compared more closely."""
 
 
 class Client(NamedTuple):
@@ -182,7 +183,7 @@ def student_and_teacher(heads: Mapping[str, Callable[[], nn.Module]]) -> nn.Modu
 
 
 def follow(*names: str) -> Callable[[nn.ModuleDict], None]:
-    """Return what lightly's examples do in each training step: the teacher goes a little towards the student."""
+    """Return a function like in lightly's examples: in each step, the teacher moves a little towards the student."""
 
     def after(net: nn.ModuleDict) -> None:
         update_momentum = importlib.import_module("lightly.models.utils").update_momentum
@@ -376,7 +377,7 @@ def weights_of(module: nn.Module) -> Tensor:
 
 
 def fit(name: str, strategy: str, rank: int, epochs: int, path: str = "", resume: str = "") -> dict[str, Any]:
-    """Train a client in Lightning; save a checkpoint to `path`, or go on from one."""
+    """Train a client in Lightning; save a checkpoint to `path`, or resume from `resume`."""
     client = CLIENTS[name]
     namespace = importlib.import_module(client.namespace)
     importlib.import_module("lightning_sparse")
@@ -400,7 +401,7 @@ def fit(name: str, strategy: str, rank: int, epochs: int, path: str = "", resume
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    # Checkpoints of pytorch-forecasting hold classes of its own, which Lightning 2.6 reads if it is told to.
+    # Checkpoints of pytorch-forecasting contain its own classes, which Lightning 2.6 reads only with this option.
     trusting = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     trainer.fit(module, Batches(client.batches(rank)), ckpt_path=resume or None, **trusting)
     if path:
@@ -439,7 +440,7 @@ def quietly() -> None:
 
 
 def checked(found: list[Any]) -> list[dict[str, Any]]:
-    """Return what ranks returned; raise what one of them raised."""
+    """Return the ranks' results, or raise the error of a rank."""
     for each in found:
         if isinstance(each, BaseException):
             raise each
@@ -457,7 +458,7 @@ def of_client(name: str) -> dict[str, Any]:
     return {"seeds": 1, "steps": STEPS, **row, "equal": equal, **resumed}
 
 
-# Clients with a trainer of their own.
+# Clients with their own trainer.
 
 
 def with_accelerate(rank: int, seed: int, ours: bool) -> dict[str, Any]:
@@ -557,7 +558,7 @@ def of_trainer_rank(rank: int, name: str, seed: int, ours: bool) -> dict[str, An
 
 
 def of_trainer(name: str) -> dict[str, Any]:
-    """Return the row of a client with a trainer of its own."""
+    """Return the row of a client with its own trainer."""
     start, ends, equal = [], {False: [], True: []}, []
     for seed in SEEDS:
         for ours in (False, True):

@@ -1,8 +1,8 @@
-"""Compiles every Triton kernel for a GPU that need not be there, and prints what the assembler says, as JSON.
+"""Compiles every Triton kernel for a GPU, without using one, and prints the assembler's output as JSON.
 
     python -m tests.compile_kernels 90    # compute capability 9.0
 
-Run as a script by tests/test_kernels.py, because Triton decides on import whether it compiles or interprets.
+tests/test_kernels.py runs this as a script, because Triton decides at import time whether it compiles or interprets.
 """
 
 import inspect

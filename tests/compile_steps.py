@@ -1,9 +1,10 @@
-"""Compiles what whole steps launch, for a GPU that need not be there: with the arguments that they really have.
+"""Compiles the kernels of whole steps for a GPU, without using one, with their real arguments.
 
     python -m tests.compile_steps 90    # compute capability 9.0
 
-Triton looks at each argument, whether a number is 1 or a multiple of 16 and where memory starts, before it compiles.
-Nothing is run. Run as a script by tests/test_kernels.py, because Triton decides on import whether it compiles.
+Before it compiles, Triton inspects each argument: whether a number is 1 or a multiple of 16, and the alignment of
+pointers. No kernel runs. tests/test_kernels.py runs this as a script, because Triton decides at import time whether it
+compiles.
 """
 
 import json

@@ -1,19 +1,19 @@
-"""Tests, checks and benchmarks that need a GPU, in parts with a time limit each, and the promises that hold.
+"""Tests, checks and benchmarks that need a GPU. Each part has a time limit.
 
     python3 -m tests.gpu quick                               # the first run of two, 345 seconds
     python3 -m tests.gpu quick second                        # the second, 415 seconds
-    python3 -m tests.gpu quick kernels gpt --out ~/results   # parts by name, such as those that failed
-    python3 -m tests.gpu quick --rehearse                    # on a CPU, with stand-ins, to see that all of it runs
-    python3 -m tests.gpu full                                # everything, without haste: `make gpu`
+    python3 -m tests.gpu quick kernels gpt --out ~/results   # parts by name, such as failed parts
+    python3 -m tests.gpu quick --rehearse                    # on a CPU with mocks, as a test of these parts
+    python3 -m tests.gpu full                                # all parts without time limits of a short run: `make gpu`
 
-Parts that check results run side by side; parts that measure times run alone. A part that reaches its limit is killed
-with all processes that it has started, and the others go on. BUDGET in the environment is the limit of the whole run in
-seconds. Runs from the root of the repository with any Python that has torch and the packages of the extra `dev`; it
-needs no network and installs nothing.
+Parts that check results run in parallel. Parts that measure times run alone. A part that reaches its limit is killed
+with all its child processes, and the other parts continue. The environment variable BUDGET is the limit of the whole
+run in seconds. Run the command in the root of the repository, with any Python that has torch and the packages of the
+extra `dev`. It needs no network and installs nothing.
 
-Written to `--out`, or to the folder that OUT names: `gpu.csv` with a row for each promise, after each part; `log.txt`
-with the output of all parts; and the CSV files of the benchmarks. A part that runs again replaces its rows. The exit
-status is 0 if all promises hold, 1 if one does not or was not shown, 130 after Ctrl-C.
+The output is in `--out`, or in the folder given by OUT: `gpu.csv` with a row for each promise, written after each part;
+`log.txt` with the output of all parts; and the CSV files of the benchmarks. A part that runs again replaces its rows.
+The exit status is 0 if all promises hold, 1 if a promise does not hold or was not tested, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from tests.triton_cache import CACHE, TRITON, unpack
 ROOT = Path(__file__).parents[1]
 HOLDS, BROKEN, OPEN = "holds", "does not hold", "not shown"
 LEAST = 10.0
-"""Seconds that a part must have left, or it is not begun."""
+"""A part starts only if at least this number of seconds is left."""
 RESERVE = 5.0
-"""Seconds of the budget that are kept for the summary."""
+"""Seconds of the budget for the summary."""
 GRACE = 2.0
-"""Seconds from SIGTERM, at which pytest and compute-sanitizer write what they know, to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL. After SIGTERM, pytest and compute-sanitizer write their results."""
 SHOWN = {HOLDS: 300, BROKEN: 1200, OPEN: 700}
-"""Characters of a part's output that are printed, by verdict; `log.txt` has all of it."""
+"""Number of characters of a part's output to print, by verdict; `log.txt` contains the whole output."""
 PRINTED = 8000
-"""Most characters of all parts' output together that are printed."""
+"""Largest total number of characters of all parts' output to print."""
 REHEARSED = 400.0
-"""Limit of a part in a rehearsal, in seconds: a CPU is slower than a GPU."""
+"""Limit of a part in a rehearsal, in seconds, because a CPU is slower than a GPU."""
 LOG_BYTES = 1 << 20
-"""Of each part's output in `log.txt`: the end."""
+"""Size of the end of each part's output in `log.txt`."""
 Rows = list[dict[str, str]]
 Judge = Callable[[Rows], str]
 
@@ -73,18 +73,18 @@ def within(rows: Iterable[Mapping[str, str]]) -> str:
 
 
 def topk_steps(rows: Rows) -> Rows:
-    """Return the rows of whole steps with TopK at the smallest density, by a CUDA graph: what the device takes."""
+    """Return the rows of whole steps with TopK at the smallest density in a CUDA graph, which is device time only."""
     rows = [row for row in rows if (row["part"], row["contestant"]) == ("step", "TopK, CUDA graph")]
     least = min((float(row["density"]) for row in rows), default=0.0)
     return [row for row in rows if float(row["density"]) == least]
 
 
 TIMES_FASTER = {25_000_000: 3, 100_000_000: 4, 400_000_000: 4}
-"""Elements to how many times as fast as with torch.topk a step with TopK is."""
+"""Required speed-up of a step with TopK over a step with torch.topk, by number of elements."""
 
 
 def for_all_lengths(judge: Judge) -> Judge:
-    """Return a judge that only says of all lengths of `TIMES_FASTER` together that a promise holds."""
+    """Return a judge for which a promise holds only if it holds for all lengths of `TIMES_FASTER`."""
 
     def judged(rows: Rows) -> str:
         rows = topk_steps(rows)
@@ -96,7 +96,7 @@ def for_all_lengths(judge: Judge) -> Judge:
 
 
 def faster(rows: Rows) -> str:
-    """Say whether all steps are as many times as fast as with torch.topk as `TIMES_FASTER` says."""
+    """Say whether all steps reach the speed-ups over torch.topk in `TIMES_FASTER`."""
     shares = {int(row["numel"]): float(row["times_torch.topk"]) for row in rows}
     enough = [shares[numel] <= 1 / times for numel, times in TIMES_FASTER.items() if numel in shares]
     return OPEN if not enough else HOLDS if all(enough) else BROKEN
@@ -309,7 +309,7 @@ class Ended(NamedTuple):
 
 
 class Running:
-    """A part under way, in a process group of its own."""
+    """A running part, in a separate process group."""
 
     def __init__(self, command: str, seconds: float, environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed by `end`
@@ -379,9 +379,9 @@ def missing(part: Part, rehearse: bool) -> str:
 
 
 def verdicts(part: Part, ended: Ended, out: Path, began: float) -> dict[str, str]:
-    """Return what became of a part's promises."""
+    """Return the verdicts on a part's promises."""
     file = out / part.file
-    # Not the rows of an earlier run.
+    # Ignore the rows of an earlier run.
     rows = read(file) if part.file and file.exists() and file.stat().st_mtime >= began else []
     unless = {None: OPEN, True: HOLDS, False: BROKEN}[ended.succeeded]
     if part.file:
@@ -555,7 +555,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if given.rehearse and given.out is None and not os.environ.get("OUT"):
         parser.error("--rehearse needs --out: a rehearsal must not replace results of a GPU")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what has been measured is kept
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that measured results are kept
     for line in described(given.rehearse):
         print(line, flush=True)
     if not given.rehearse and (unpacked := unpack()):

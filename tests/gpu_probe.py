@@ -1,7 +1,7 @@
-"""A first look at a GPU: versions, the rate of copies, whether Triton compiles, and whether a carried cache is hit.
+"""A first test of a GPU: versions, copy rate, whether Triton compiles, and whether it uses the prepared cache.
 
 python -m tests.gpu_probe
-python -m tests.gpu_probe --rehearse   # on a CPU, by Triton's interpreter
+python -m tests.gpu_probe --rehearse   # on a CPU with Triton's interpreter
 """
 
 import contextlib

@@ -1,10 +1,10 @@
-"""Runs the quick tests with other versions of torch, Lightning and Python, and writes what came out as a table.
+"""Runs the quick tests with other versions of torch, Lightning and Python, and writes the results as a table.
 
     python -m tests.matrix            # every row, one after the other
-    python -m tests.matrix oldest     # this row; the others of the table stay
+    python -m tests.matrix oldest     # only this row; the other rows of the table are kept
 
-Each row gets a fresh environment, in a folder for temporary files, which is deleted again. Needs nothing but Python.
-A row whose Python is not there uses the one that runs this; the table says which it was.
+Each row uses a fresh environment in a temporary folder. Only Python is required. If a row's Python version is missing,
+the row uses the current Python, and the table shows its version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = {
 }
 TESTS = (
     ["tests", "-m", "not full and not exhaustive", "-n", "2", "--dist", "loadgroup"],
-    # What compilers of other versions make of the kernels.
+    # Compile the kernels with the compilers of other versions.
     [
         "tests/test_kernels.py::test_whole_steps_compile_for_gpus",
         "tests/test_kernels.py::test_kernels_compile_for_gpus",
@@ -83,7 +83,7 @@ def tested(row: str) -> dict[str, object]:
         subprocess.run([*pip, "--editable", ".[dev]"], cwd=ROOT, check=True)
         said = subprocess.run([python, "-c", VERSIONS], cwd=folder, check=True, capture_output=True, text=True).stdout
         torch, lightning, own, triton = said.strip().split(",")
-        # Other packages that are that old use what their dependencies have deprecated since.
+        # Old versions of other packages use features that their dependencies have deprecated since.
         tolerated = ["-W", "default::DeprecationWarning"] if constraints is None else []
         outcomes: list[tuple[str, str, str]] = []
         for number, tests in enumerate(TESTS):

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes, forked unless something else is asked for, over gloo."""
+"""Real ranks for tests: processes over gloo, forked by default."""
 
 import faulthandler
 import gc
@@ -32,9 +32,9 @@ def free_port() -> int:
 
 
 def start_all(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
-    """Start processes, in which garbage of this one is never collected.
+    """Start processes that never collect garbage of this process.
 
-    A process group's destructor waits for threads that only its own process has, and a collection may happen in a
+    A process group's destructor waits for threads that exist only in its own process. A garbage collection may run in a
     forked process before its first line.
     """
     gc.freeze()
@@ -61,11 +61,11 @@ def run_ranks(
         fn: called in each process, with torch.distributed initialised.
         patience: seconds after which the test fails, because a rank hangs.
         timeout: the group's, in seconds.
-        start: "fork", or "spawn" where forked processes cannot work, as on CUDA; then `fn` belongs to a module.
-        backend: of the group; None leaves it to `fn`.
+        start: "fork"; or "spawn" if forked processes cannot work, as on CUDA. With "spawn", `fn` must be in a module.
+        backend: backend of the group; None: `fn` creates the group.
 
     Returns:
-        For each rank what `fn` returned, or the exception that it raised; None for a process that died.
+        For each rank, the result of `fn` or its exception; None for a process that died.
     """
     context = multiprocessing.get_context(start)
     holder = reserve_port()
@@ -116,7 +116,7 @@ def _rank(
     for other, (_, writing) in enumerate(inherited):
         if other != rank:
             writing.close()  # or the end of a rank that dies would go unnoticed
-    faulthandler.dump_traceback_later(0.95 * patience, file=sys.__stderr__)  # where a rank hangs
+    faulthandler.dump_traceback_later(0.95 * patience, file=sys.__stderr__)  # shows the place at which a rank hangs
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     try:
         if backend is not None:

@@ -1,9 +1,9 @@
-"""Runs every Triton kernel on small inputs and checks what comes out: for compute-sanitizer, which takes its time.
+"""Runs every Triton kernel on small inputs and checks the results, for use with compute-sanitizer, which is slow.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.run_kernels
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.run_kernels --small
 
-Without torch's cache each tensor is an allocation of its own, so that nobody reads past its end unseen.
+Without torch's cache each tensor is a separate allocation, so reads past its end are detected.
 """
 
 import os

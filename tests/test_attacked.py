@@ -1,4 +1,4 @@
-"""Attacks by some of the ranks: what they send, by hand, and that honest ranks and memories are left alone."""
+"""Simulated attacks: the payloads of attackers by hand, and no effect on honest ranks and memories."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.order_statistics import CoordinateMedian
 from lightning_sparse.contrib.robust import Attacked
 from lightning_sparse.contrib.sign import Sign
-from lightning_sparse.kernels.uniform import Uniform
+from lightning_sparse.kernels.uniform import add_uniform_
 from lightning_sparse.memory import Momentum, NoMemory, Residual
 from tests.support.representatives import DISTINCT
 from tests.support.tiers import tiers
@@ -22,7 +22,7 @@ from tests.support.training import flat, gradients, make
 
 
 def run(size, made, steps=1, value=lambda rank: torch.full((1000,), rank + 1.0), seed=0):
-    """Return the results of some steps with the same gradients, and what each rank keeps."""
+    """Return the results of some steps with equal gradients, and each rank's state."""
 
     def rank(comm):
         reducer, results = Reducer(made, comm, granularity="model", seed=seed), []
@@ -115,14 +115,14 @@ def test_any_method_can_be_attacked_and_a_share_of_none_changes_nothing(name, at
     attacked = simulate(3, lambda comm: rank(comm, 0.4))
     assert all(torch.equal(result, attacked[0]) for result in attacked)
     assert attacked[0].isfinite().all()
-    # By 0.3, still nobody of three attacks.
+    # With a share of 0.3, none of three ranks attacks.
     assert torch.equal(simulate(3, lambda comm: rank(comm, 0.3))[0], honest[0])
-    # One of three in the middle changes no sign and no median where the others agree, but somewhere they do not.
+    # One of three changes no sign and no median if the others agree, but for some elements they disagree.
     assert (attack == "scale" and isinstance(chosen.compressor, Sign)) or not torch.equal(attacked[0], honest[0])
 
 
 def test_an_attacker_keeps_what_an_honest_rank_would():
-    """The residual is of its own u, and the momentum that of its own gradients."""
+    """Its residual and its momentum belong to its original u and gradients."""
     value = lambda rank: torch.tensor([5.0, -1.0, 2.0, -4.0])  # noqa: E731
     for attack in ("flip", "negate"):
         attacked = run(2, Method(TopK(0.25), Residual(), Attacked(Mean(), attack, 0.49)), 3, value)[1]
@@ -148,7 +148,7 @@ def test_random_numbers_are_not_those_of_the_compressor():
     ctx = Context.of(1000, rank=2)
     u = torch.ones(1000)
     numbers = Attacked(Mean(), "flip", 0.4).factor(u, ctx)
-    own = Uniform(ctx.key(shared=False), 1000, u.device).add_(torch.zeros(1000), 0).sub_(0.5).sign()
+    own = add_uniform_(torch.zeros(1000), ctx.key(shared=False)).sub_(0.5).sign()
     assert abs((numbers * own).mean()) < 5 / 1000**0.5
 
 
@@ -171,7 +171,7 @@ def test_bad_input():
 
 
 def test_what_an_attacker_has_sent_whole_leaves_no_residual():
-    """Though all-reduce writes the mean over what it was given."""
+    """This holds even though all-reduce overwrites its input with the mean."""
     found, expected = (
         run(3, Method(Identity(), Residual(), Attacked(a, "negate", 0.4)), 3) for a in (AllReduceMean(), Mean())
     )

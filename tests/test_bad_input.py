@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of an exchange, and input at its limits: right results, or an error on every rank."""
+"""Errors during an exchange, and extreme input: correct results, or an error on every rank."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ NUMEL, K = 400, 20
 
 
 def within(seconds: float, fn):
-    """Return what `fn` returns, or fail: a test that hangs says nothing."""
+    """Return the result of `fn`, or fail after a time limit, because a test that hangs gives no information."""
     future = Future()
 
     def call():
@@ -197,7 +197,7 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
                 like = torch.empty(1).int(), torch.empty(K // 4), torch.empty(K // 4).int()
                 count, _, indices = unframe(parts[-1].view(-1, parts[-1].shape[-1])[-1], like)
             elif len(parts) == 1 or (len(parts) == 3 and parts[0].shape[-1] > 1):
-                indices = parts[-1]  # padded, without a count: ScaleCom's, and what the ranks of a host tell each other
+                indices = parts[-1]  # padded, without a count: messages of ScaleCom, and within a host
                 count = (indices < NUMEL).sum()
             else:
                 *_, count, _, indices = parts
@@ -223,7 +223,7 @@ def test_a_corrupt_payload_in_every_round(damage, name, monkeypatch):
             assert all(isinstance(result, Exception) for result in ranks), (at, ranks)
             assert any("corrupt" in str(result) for result in ranks), (at, ranks)
             found += 1
-        else:  # nothing to damage there, or room that nobody looks at
+        else:  # there is nothing to damage, or only unused padding
             assert all(map(torch.equal, ranks, right)), at
     assert found
 
@@ -312,7 +312,7 @@ def test_every_corrupt_message_is_an_error_on_all_ranks(corruption, name):
             def call(x, *args, inner=inner):
                 if x.dtype != torch.uint8 or (inner.__name__ == "_broadcast" and args[0] != comm.rank):
                     return inner(x, *args)
-                # A chunk to another rank, where there is one; the others as they are.
+                # Damage a chunk for another rank, if there is one.
                 sizes = args[0] if inner.__name__ == "_all_to_all_v" else [x.numel()]
                 chunks = list(x.split(list(sizes)))
                 place = next((r for r, size in enumerate(sizes) if size and r != comm.rank), 0)

@@ -1,4 +1,4 @@
-"""The CSV files of the benchmarks: which rows are replaced, and that the others stay as they were."""
+"""CSV files of the benchmarks: which rows are replaced, and that other rows do not change."""
 
 import pytest
 

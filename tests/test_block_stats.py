@@ -1,4 +1,4 @@
-"""What the pass that makes u finds out is what a pass over u finds out."""
+"""Block statistics from the pass that computes u equal those of a separate pass over u."""
 
 from itertools import accumulate
 

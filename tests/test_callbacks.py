@@ -1,4 +1,4 @@
-"""What the callbacks say is what is there, against scipy, theory and numbers worked out by hand."""
+"""The callbacks' values against scipy, theory, and results by hand."""
 
 import itertools
 import logging.handlers
@@ -85,9 +85,9 @@ def test_histogram_keeps_every_element_and_the_shape():
     assert found.counts.sum() == pytest.approx(len(sample))
     assert found.edges[[0, -1]] == pytest.approx([found.mean - REACH * found.std, found.mean + REACH * found.std])
     within = np.histogram(sample.numpy(), found.edges)[0]
-    # Where an edge cuts through a finer bin, its values count as spread evenly.
+    # If an edge divides a finer bin, its values count as evenly spread.
     assert found.counts[1:-1] == pytest.approx(within[1:-1], rel=0.02, abs=30)
-    assert found.counts[0] == pytest.approx(int((sample < found.edges[1]).sum()), rel=0.1)  # with all that lies beyond
+    assert found.counts[0] == pytest.approx(int((sample < found.edges[1]).sum()), rel=0.1)  # includes all values beyond
     standard = found.standardised()
     assert standard.edges[[0, -1]] == pytest.approx([-REACH, REACH])
     assert standard.counts is found.counts
@@ -131,7 +131,7 @@ class Halves(Compressor):
 
 
 def observe(callback, of, grads, *, steps=1, **options):
-    """Return what each of some steps with the same gradients showed, on one rank, and the reducer."""
+    """Return the observers of some steps with equal gradients on one rank, and the reducer."""
 
     def rank(comm):
         reducer = Reducer(of, comm, **options)
@@ -268,7 +268,7 @@ def test_a_large_residual_that_shrinks_is_not_told():
 
 
 def fit(folder, callbacks, *, size=1, net=None, strategy=None, loggers=("tensorboard", "csv"), batches=8, **options):
-    """Fit in forked ranks; return rank 0's weights, what our callbacks and the strategy said, and observers by step."""
+    """Fit in forked ranks; return rank 0's weights, the messages of callbacks and strategy, and observers by step."""
 
     def rank(rank):
         made = {
@@ -277,7 +277,7 @@ def fit(folder, callbacks, *, size=1, net=None, strategy=None, loggers=("tensorb
         }
         model = net() if net else Counted()
         lines = logging.handlers.BufferingHandler(1000)
-        for name in ("pytorch_lightning", "lightning_sparse"):  # the second where pytest has set up logging
+        for name in ("pytorch_lightning", "lightning_sparse"):  # the second logger works if pytest has set up logging
             logging.getLogger(name).addHandler(lines)
             logging.getLogger(name).setLevel(logging.INFO)
         with warnings.catch_warnings(record=True) as caught:
@@ -507,7 +507,8 @@ def test_the_first_line_says_how_many_elements_go_dense(density, dense):
         reducer.setup({"weight": torch.zeros(1000), "scale": torch.zeros(1), "bias": torch.zeros(1)})
         return run_summary(reducer, SimpleNamespace(loggers=[]))
 
-    assert f"; 1,002 parameters in 3 segments; {dense:,} of them go dense, as TopK would" in simulate(2, rank)[0]
+    expected = f"; 1,002 parameters in 3 segments; {dense:,} of them fall back to dense, because TopK would"
+    assert expected in simulate(2, rank)[0]
 
 
 def test_the_first_line_of_a_dense_method_and_of_one_rank_says_nothing_of_dense_elements():
@@ -516,7 +517,7 @@ def test_the_first_line_of_a_dense_method_and_of_one_rank_says_nothing_of_dense_
         reducer.setup({"bias": torch.zeros(2)})
         return run_summary(reducer, SimpleNamespace(loggers=[]))
 
-    assert all("go dense" not in simulate(size, rank)[0] for size in (1, 2))
+    assert all("fall back to dense" not in simulate(size, rank)[0] for size in (1, 2))
 
 
 @pytest.mark.parametrize("name", tiers(METHODS, ["dense", "topk", "signsgd"]))
@@ -546,7 +547,7 @@ def test_no_logger(tmp_path):
 def test_a_logger_without_histograms(tmp_path):
     (result,) = fit(tmp_path, [callback() for callback in ALL], loggers=("csv",))
     (warned,) = [line for line in result["said"] if line.startswith("GradientDistribution")]
-    assert "CSVLogger takes no histograms" in warned
+    assert "CSVLogger does not support histograms" in warned
     assert "TensorBoardLogger" in warned
     assert "distribution/u_std" in (tmp_path / "csv" / "metrics.csv").read_text()
     assert not any("TensorBoard:" in line for line in result["said"])
@@ -570,7 +571,7 @@ def test_fast_dev_run(tmp_path):
 
 @pytest.mark.parametrize("callback", ALL)
 def test_another_strategy_is_refused(callback, tmp_path):
-    with pytest.raises(TypeError, match=rf"{callback.__name__} looks at .* strategy is DDPStrategy\. Use .*'topk_ddp'"):
+    with pytest.raises(TypeError, match=rf"{callback.__name__} observes .* strategy is DDPStrategy\. Use .*'topk_ddp'"):
         fit(tmp_path, [callback()], strategy=lambda: "ddp", net=Net)
 
 
@@ -602,7 +603,7 @@ def test_both_namespaces_take_them(namespace):
 
 
 def test_drift_by_hand():
-    """Rank 0 changes 3 where the mean is 2, and nothing elsewhere: off by 1, relative to 2."""
+    """Rank 0 changes one entry by 3, and the mean is 2: it is off by 1, relative to 2."""
 
     def rank(comm):
         seen = _Norms(drifts=True)

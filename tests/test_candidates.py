@@ -1,4 +1,4 @@
-"""What a threshold leaves: by plain torch, and by Triton, which selects the largest first."""
+"""Candidates above a threshold: plain torch, and Triton, which selects the largest first."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Sidecar files without Lightning: written, read, damaged, removed."""
+"""Sidecar files without Lightning: writing, reading, damage, removal."""
 
 import errno
 import io
@@ -194,7 +194,7 @@ def test_a_malicious_sidecar_file_is_refused_and_runs_nothing(where, tmp_path):
     content = {"version": 1, "tag": TAG, "state": state(0), "checksum": 0}
     content["state" if where == "state" else "extra"] = Touch(canary)
     torch.save(content, path, _use_new_zipfile_serialization=where != "legacy")
-    with pytest.raises(ValueError, match="is damaged, or not one of ours: UnpicklingError"):
+    with pytest.raises(ValueError, match="is damaged, or not a sidecar file: UnpicklingError"):
         sidecars.read(tmp_path / "a.ckpt", info(), 0, 2)
     assert not canary.exists()
     torch.load(path, weights_only=False)  # the control
@@ -205,13 +205,13 @@ def test_a_malicious_sidecar_file_is_refused_and_runs_nothing(where, tmp_path):
     ("changes", "message"),
     [
         ({"version": 99}, "of version 99, this is 1"),
-        ({"size": 10**15}, "makes no sense"),
-        ({"size": 0}, "makes no sense"),
-        ({"step": "3"}, "makes no sense"),
-        ({"skipped": -1}, "makes no sense"),
-        ({"tag": "../../etc/passwd"}, "makes no sense"),
-        ({"tag": None}, "makes no sense"),
-        ({"tag": "a" * 10**6}, "makes no sense"),
+        ({"size": 10**15}, "about sidecar files is invalid"),
+        ({"size": 0}, "about sidecar files is invalid"),
+        ({"step": "3"}, "about sidecar files is invalid"),
+        ({"skipped": -1}, "about sidecar files is invalid"),
+        ({"tag": "../../etc/passwd"}, "about sidecar files is invalid"),
+        ({"tag": None}, "about sidecar files is invalid"),
+        ({"tag": "a" * 10**6}, "about sidecar files is invalid"),
         ({"version": "9" * 10**6}, "of version '999"),
     ],
 )
@@ -276,7 +276,7 @@ def test_links_and_moved_folders_are_followed(tmp_path):
     written(tmp_path / "a.ckpt")
     os.symlink("a.ckpt", tmp_path / "last.ckpt")
     assert same(sidecars.read(tmp_path / "last.ckpt", info(), 1, 2)[0], state(1))
-    sidecars.prune(tmp_path / "last.ckpt")  # the link has none of its own
+    sidecars.prune(tmp_path / "last.ckpt")  # the link has no sidecar files
     os.mkdir(tmp_path / "elsewhere")
     for name in ("a.ckpt", "a.ckpt.residuals"):
         os.rename(tmp_path / name, tmp_path / "elsewhere" / name)

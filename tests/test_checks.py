@@ -1,4 +1,4 @@
-"""Checksums, received messages and sent entries that are not finite: by Triton's interpreter as by plain torch."""
+"""Checksums, received messages, and sent entries that are not finite: Triton's interpreter against plain torch."""
 
 import importlib.util
 

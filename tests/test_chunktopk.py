@@ -1,4 +1,4 @@
-"""ChunkTopK: the largest of each 4,096, places in 12 bits, and what its aggregators make of it."""
+"""ChunkTopK: the largest entries of each 4,096, 12-bit indices, and the results of its aggregators."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The command line: what it knows, what it says about mistakes, and that it starts processes."""
+"""The command line: registered names, error messages, and that it starts processes."""
 
 import inspect
 import os
@@ -188,7 +188,7 @@ def test_subcommands_that_are_not_lightnings_are_named(arguments, capsys):
         main(arguments)
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "Beside these there is `advise`" in said
+    assert "A further command is `advise`" in said
     assert "`python -m reproductions`" in said
 
 
@@ -250,8 +250,8 @@ OWN_PARTS = "method: {compressor: {class_path: TopK, init_args: {density: 0.02}}
 
 def test_own_parts_after_a_file_that_gives_a_density(tmp_path, capsys):
     message = error_of(capsys, "--config", written(tmp_path, STRATEGY % OWN_PARTS))
-    assert message.startswith("density: 0.01 stands beside own parts of a method")
-    assert "Put `density: null` beside `method:`." in message
+    assert message.startswith("density: 0.01 is set together with custom parts of a method")
+    assert "Add `density: null` next to `method:`." in message
     printed = config_of(capsys, "--config", written(tmp_path, STRATEGY % f"density: null, {OWN_PARTS}"))
     assert printed["trainer"]["strategy"]["init_args"]["method"]["compressor"]["init_args"]["density"] == 0.02
 

@@ -1,4 +1,4 @@
-"""Every collective, with threads and with processes: same results, same bytes."""
+"""Every collective with threads and with processes: the same results and the same bytes."""
 
 import signal
 import threading
@@ -238,7 +238,7 @@ def test_a_peer_that_vanishes_is_an_error_that_says_so():
 
 
 def test_a_rank_that_does_not_answer_may_not_have_begun():
-    """Rank 1 runs, but there is nobody to answer before its first backward pass: the text must not call it dead."""
+    """Rank 1 runs, but no thread replies before its first backward pass. The message must not call it dead."""
 
     def rank(rank: int) -> str:
         comm = ProcessGroupComm()

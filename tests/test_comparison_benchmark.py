@@ -1,4 +1,4 @@
-"""The comparison of all methods: the trainings it asks for, what they come to, and a few steps by each contestant."""
+"""The comparison of all methods: its trainings, its summary, and a few steps with each method."""
 
 import math
 
@@ -15,7 +15,7 @@ from tests.support.tiers import tiers
 
 
 def ended(*runs):
-    """Return a table of trainings: contestant, rate, seed, last loss."""
+    """Return a table of trainings: method, learning rate, seed, final loss."""
     rows = [
         {"contestant": name, "lr": lr, "seed": seed, "step": step, "val_loss": loss, "accuracy": 50.0, "sent_bytes": 8}
         for name, lr, seed, loss in runs

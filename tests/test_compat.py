@@ -1,4 +1,4 @@
-"""What `_compat` promises about torch and Lightning holds for the versions installed; `make matrix` has others."""
+"""The promises of `_compat` hold for the installed torch and Lightning; `make matrix` tests other versions."""
 
 import ast
 import contextlib
@@ -38,9 +38,9 @@ FOREACH = {
     *("_foreach_add_", "_foreach_copy_", "_foreach_mul", "_foreach_mul_", "_foreach_norm", "_foreach_sub"),
     *("_foreach_sub_", "_foreach_zero_"),
 }
-"""Of torch's: private by name, but what torch.optim is made of, and each is tested below."""
+"""Names of torch that are private, but used throughout torch.optim. Each is tested below."""
 INHERITED = {"_actions", "_get", "_timeout"}
-"""What a class of ours has from a parser, a command line or a strategy of others."""
+"""Names that this package's classes inherit from a parser, a command line or a strategy."""
 
 
 def test_step_hooks():
@@ -476,7 +476,7 @@ def test_sigterm():
 
 
 def imported_beside(folder: Path, **versions: str) -> subprocess.CompletedProcess[str]:
-    """Import this package where other versions of Lightning are installed."""
+    """Import this package in an environment with the given versions of Lightning."""
     for package, number in versions.items():
         info = folder / f"{package}-{number}.dist-info"
         info.mkdir()

@@ -1,4 +1,4 @@
-"""Every file in configs/ is loaded and trains two steps on two ranks."""
+"""Every file in configs/ can be loaded and trains two steps on two ranks."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ FILES = sorted(f"{file.parent.name}/{file.stem}" for file in CONFIGS.glob("*/*.y
 EXPERIMENTS = ("cifar10_resnet20", "cifar10_vgg16", "digits", "gpt", "lstm")
 METHODS = ("dense", "gaussiank", "randk", "topk")
 SUBCOMMANDS = [("digits", "validate"), ("gpt", "validate"), ("cifar10_resnet20", "test")]
-# Less data and smaller batches: what is in question is that the files fit the code.
+# Use little data and small batches, because only the files are tested.
 SMALL = {
     "digits": [],
     "gpt": ["--data.max_bytes=100000"],
@@ -40,7 +40,7 @@ def command(name: str, folder: Path) -> list[str]:
 
 
 def run_all(rank: int, experiment: str, folder: Path) -> dict[str, Any]:
-    """Run an experiment in one process per rank, as torchrun would have started it; return what came out."""
+    """Run an experiment in one process per rank, as if started by torchrun; return the results."""
     os.environ.update(LOCAL_RANK=str(rank), GROUP_RANK="0", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="test")
     # Lightning 2.6 calls `instantiate_classes`, which jsonargparse 4.53 has renamed.
     os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"

@@ -1,4 +1,4 @@
-"""The cost model against steps worked out by hand, and the command that prints it."""
+"""The cost model against steps computed by hand, and the command `advise`."""
 
 import math
 import os
@@ -41,12 +41,12 @@ def test_dense_by_hand():
 def test_sparse_by_hand():
     work = Workload((1000,), (1.0,), forward=1.0, backward=2.0)
     topk = Method(TopK(density=0.01, index_format="int32"))
-    # 10 entries of 8 bytes to each of 3 others at 100 bytes/s, in 3 messages; selecting takes 0.5 s, adding up the
-    # entries of 3 others 0.3 s.
+    # A rank sends 10 entries of 8 bytes to each of 3 others at 100 bytes/s, in 3 messages. Selecting takes 0.5 s, and
+    # summing the entries of 3 others takes 0.3 s.
     costs = Costs(element=0.5e-3, entry=0.01, shared=True)
     found = step(topk, work, 4, Link(100, latency=0.1), costs)
     assert (found.seconds, found.sent_bytes) == pytest.approx((3 + 0.5 + 2.4 + 0.3 + 0.3, 240))
-    # With a second segment, selecting the first holds up backward where they share a device, and not elsewhere.
+    # With a second segment, selecting in the first delays backward if they share a device, and not otherwise.
     work = Workload((1000, 1000), (0.5, 1.0), forward=1.0, backward=2.0)
     shared = step(topk, work, 4, Link(1e9, latency=0), costs).seconds
     beside = step(topk, work, 4, Link(1e9, latency=0), Costs(element=0.5e-3, entry=0.01, shared=False)).seconds
@@ -69,9 +69,9 @@ def test_bytes_are_those_of_a_reducer(name, size):
     said = step(DENSE if name == "dense" else chosen, work, size, Link(1e9), Costs()).sent_bytes
     said *= chosen.update_rule.local_steps if chosen.update_rule else 1
     sent = simulate(size, rank)
-    # In gTopK not all ranks send as often as the busiest; in ScaleCom each leads in turn, and sends more then.
+    # In gTopK some ranks send fewer messages than others. In ScaleCom each rank leads in turn, and then sends more.
     assert said <= max(sent) * 1.001
-    # Headers, counts, words rounded up to 8 bytes.
+    # The difference is headers, counts, and rounding up to words of 8 bytes.
     assert sum(sent) / size <= said + 150 * size
 
 
@@ -155,7 +155,7 @@ def test_break_even_bandwidth():
 
     assert ratio(point * 1.01) < 1 < ratio(point * 0.99)
     assert break_even_bandwidth(method("gtopk"), work, 16, Link(1e9), Costs(element=1.0), [4]) < 1e3 * 125
-    # Without any cost of its own less is never slower, but on an endless link not faster either.
+    # Without compute costs, sending less is never slower. With infinite bandwidth it is not faster either.
     assert break_even_bandwidth(method("gtopk"), work, 16, Link(1e9, latency=0), Costs(), [4]) > 1e10
 
 
@@ -193,7 +193,9 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys):
     assert "x ddp" in slow
     assert re.search(r"^topk takes \d+% of the time of ddp, 16-bit hook", slow, re.MULTILINE)
     fast = table(capsys, "--bandwidth", "400Gbit", "--backward", "0.5")
-    assert re.search(r"Of the methods that trained as well with 8 workers, ddp(, 16-bit hook)? is the fastest", fast)
+    assert re.search(
+        r"Of the methods that trained as well as dense with 8 workers, ddp(, 16-bit hook)? is the fastest", fast
+    )
     assert "Stay with it." in fast
 
 
@@ -236,12 +238,14 @@ def test_advise_recommends_nothing_that_was_not_seen_to_train_as_dense(capsys, m
     assert "with 8 workers, ddp, 16-bit hook is the fastest." in of_eight
     assert "Stay with it." not in of_eight
     assert re.search(
-        r"^int4 would take \d+% of its time, but trained as well with up to 4 workers", of_eight, re.MULTILINE
+        r"^int4 would take \d+% of its time, but it trained as well as dense only with up to 4 workers",
+        of_eight,
+        re.MULTILINE,
     )
 
 
 def test_advise_says_that_the_machine_is_busy(capsys, monkeypatch):
-    """Its times are those of this machine with all that runs on it."""
+    """Its times include the effect of all programs on this machine."""
     for slow, spread in ((1.0, 1.0), (1.0, 2.5), (2.5, 1.0)):
         monkeypatch.setattr(advise, "slowdown", lambda slow=slow: slow)
         monkeypatch.setattr(advise, "measure", lambda *_, spread=spread, **__: (Costs(element=1e-9), spread))
@@ -271,7 +275,7 @@ def test_a_method_that_is_slow_here_is_timed_for_two_steps(monkeypatch):
 
 
 def level(table, least, **where):
-    """Whether a contestant's best mean loss at the last step is at most 2 % above dense training's."""
+    """Return whether a method's best mean loss at the last step is at most 2 % above that of dense training."""
     for column, value in where.items():
         table = table[table[column] == value]
     table = table[table.step == table.step.max()]

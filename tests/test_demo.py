@@ -1,4 +1,4 @@
-"""What the demo says about its two runs, and how it shows them."""
+"""The demo's result sentence and its chart."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The documentation says what the package does: numbers from CSV files, errors that exist, links that lead on."""
+"""The documentation matches the package: numbers from CSV files, existing error messages, working links."""
 
 import ast
 import importlib.util
@@ -54,7 +54,7 @@ def words(text):
 
 @cache
 def messages():
-    """What the package can say, as words; what is filled in is left out."""
+    """Return all texts of the package as words, without the formatted values."""
     texts = []
     for path in (ROOT / "lightning_sparse").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -136,7 +136,7 @@ def test_yaml_examples_are_understood_by_the_command_line(example, tmp_path, mon
     from lightning_sparse.cli import main
 
     monkeypatch.setattr(sys, "argv", ["lightning_sparse"])
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what 4.53 has renamed
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls a renamed function
     file = tmp_path / "example.yaml"
     file.write_text(example)
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""What training launches is launched before it, and streams wait for each other; without a GPU, by stand-ins."""
+"""Kernels are warmed up before training, and streams synchronise; tested without a GPU, with mocks."""
 
 import contextlib
 from datetime import timedelta
@@ -20,7 +20,7 @@ PARAMS = {"w": torch.zeros(50, 40), "b": torch.zeros(7)}
 
 
 class Log(list):
-    """What happened to a stream, or to several, in order."""
+    """The calls on one or several streams, in order."""
 
     def stream(self, name: str) -> Any:
         class Stream:

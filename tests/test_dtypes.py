@@ -1,4 +1,4 @@
-"""No tensor is made in the default dtype, whichever that is."""
+"""No tensor depends on the default dtype."""
 
 import pytest
 import torch

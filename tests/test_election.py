@@ -1,4 +1,4 @@
-"""Election coding: exhaustively for few workers, and that training goes as if nobody were wrong."""
+"""Election coding: exhaustive for few workers, and training as if no worker were wrong."""
 
 import itertools
 import math
@@ -52,7 +52,7 @@ def test_redundancy_is_that_of_the_construction():
     means = {(n, b): deterministic_allocation(n, b).sum(1).double().mean().item() for n, b in CASES}
     expected = {(5, 1): 4.2, (7, 1): 5.571, (7, 2): 6.143, (9, 1): 6.556, (9, 2): 7.222, (9, 3): 8.111}
     assert {case: round(means[case], 3) for case in expected} == expected
-    # 2b + 1 = 3 parts, 2 apart, from the one behind those that are alone.
+    # Worker 0 has one part alone. Worker 1 has 2b + 1 = 3 parts from the next part.
     assert [row.nonzero().view(-1).tolist() for row in deterministic_allocation(7, 1)[:2]] == [[0], [1, 2, 3]]
 
 
@@ -61,7 +61,7 @@ def test_parts_drawn_at_random():
     assert abs(drawn.double().mean() - 0.3) < 5 * (0.3 * 0.7 / drawn.numel()) ** 0.5
     assert torch.equal(bernoulli_allocation(21, 0.3, 4), drawn[4])
     sparse = bernoulli_allocation(9, 1e-9)
-    assert torch.equal(sparse, torch.eye(9, dtype=torch.bool))  # nobody without a part, no part without a worker
+    assert torch.equal(sparse, torch.eye(9, dtype=torch.bool))  # no worker without a part, no part without a worker
     assert bernoulli_allocation(9, 1.0).all()
 
 
@@ -198,7 +198,7 @@ def test_training_goes_bit_for_bit_as_if_nobody_attacked(n, b, share):
         (lambda: deterministic_allocation(6, 1), r"deterministic_allocation\(workers=6\): workers must be odd"),
         (lambda: deterministic_allocation(0, 0), "workers must be odd"),
         (lambda: deterministic_allocation(5.0, 1), r"workers=5.0\): workers must be odd"),
-        (lambda: deterministic_allocation(5, 3), r"workers=5, byzantine=3\): no vote withstands so many; at most 2"),
+        (lambda: deterministic_allocation(5, 3), r"workers=5, byzantine=3\): no vote tolerates so many; at most 2"),
         (lambda: deterministic_allocation(5, -1), r"byzantine=-1\): byzantine must be a whole number of workers"),
         (lambda: deterministic_allocation(5, True), r"byzantine=True\)"),
         (lambda: bernoulli_allocation(4, 0.5), r"bernoulli_allocation\(workers=4\): workers must be odd"),

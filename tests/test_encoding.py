@@ -1,4 +1,4 @@
-"""How entries travel: exact indices in few bits, and values whose rounding is not lost."""
+"""Encoding of entries: exact indices in few bits, and values whose rounding errors are kept."""
 
 import math
 

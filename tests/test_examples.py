@@ -1,4 +1,4 @@
-"""The examples: what the model and the data look like, and a short training in one process."""
+"""The examples: models, data, and a short training in one process."""
 
 import pickle
 import sysconfig
@@ -274,7 +274,7 @@ def test_broken_files_of_cifar10_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"data_batch_3\.bin has .* cut off"):
         CIFAR10(str(tmp_path / "binary")).setup()
     file.write_bytes(b"\x0b" * 3073)  # a label of 11
-    with pytest.raises(ValueError, match=r"data_batch_3\.bin is no file of CIFAR-10"):
+    with pytest.raises(ValueError, match=r"data_batch_3\.bin is not a file of CIFAR-10"):
         CIFAR10(str(tmp_path / "binary")).setup()
 
 
@@ -297,6 +297,6 @@ def test_a_pickle_of_a_stranger_runs_no_code(content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_cifar10(tmp_path, "python")
     (tmp_path / "python/cifar-10-batches-py/data_batch_2").write_bytes(content)
-    with pytest.raises(pickle.UnpicklingError, match="which CIFAR-10's do not: it was not read"):
+    with pytest.raises(pickle.UnpicklingError, match="which files of CIFAR-10 do not: it was not read"):
         CIFAR10("python").setup()
     assert not Path("ran_code_of_a_stranger").exists()

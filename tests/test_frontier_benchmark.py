@@ -1,4 +1,4 @@
-"""The benchmark of the frontier: its compressors, and every idea for some steps."""
+"""The frontier benchmark: its compressors, and every idea for some steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The runner of what only a GPU can show, by commands that stand in for those that need one."""
+"""The runner of the GPU tests, with mock commands."""
 
 import contextlib
 import importlib.util
@@ -207,7 +207,7 @@ def test_how_many_times_faster_a_step_must_be():
     assert judge(steps(n1000000=1.0)) == gpu.OPEN
     for other in ("GaussianK", "TopK"):  # without a graph it is the host that is timed
         assert judge([{**row, "contestant": other} for row in steps(**fast)]) == gpu.OPEN
-    # Cut off after 100 M elements: what was seen does not show that it holds, but may show that it does not.
+    # If the run ends after 100 M elements, it cannot show that the promise holds, but it may show the opposite.
     assert judge(steps(n25000000=0.3, n100000000=0.25)) == gpu.OPEN
     assert judge(steps(n25000000=0.34)) == gpu.BROKEN
     assert gpu.for_all_lengths(gpu.within)(steps(n25000000=0.3)) == gpu.OPEN
@@ -326,7 +326,7 @@ def test_another_machine_than_expected_is_described(name, capability, triton, sa
     assert all(line.startswith(said) for line in others)
 
 
-# What the parts run.
+# The commands of the parts.
 
 
 @pytest.mark.parametrize("name", ["lightning", pytest.param("nowait", marks=full), pytest.param("kernels", marks=full)])

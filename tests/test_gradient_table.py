@@ -1,4 +1,4 @@
-"""Where gradients lie, in a table that is made once."""
+"""The table of gradients' addresses, which is created once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Global top-k: merged pair by pair."""
+"""Global top-k: merging pair by pair."""
 
 import pytest
 import torch

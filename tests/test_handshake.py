@@ -1,4 +1,4 @@
-"""The comparison of settings, among ranks that are threads, and what it costs the store."""
+"""The comparison of settings, with threads as ranks, and its number of store calls."""
 
 import json
 import threading

@@ -1,7 +1,7 @@
-"""On CUDA no step of ours makes the host wait: seen without a GPU, with tensors that only say they are there.
+"""On CUDA no step makes the host wait; tested without a GPU, with fake tensors.
 
-torch's fake tensors know device and shape but no values, so whatever has to look at one raises; and what copies between
-host and device is seen by a dispatch mode.
+torch's fake tensors have a device and a shape, but no values, so any code that reads a value raises an error. A
+dispatch mode detects copies between host and device.
 """
 
 import contextlib

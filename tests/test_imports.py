@@ -1,4 +1,4 @@
-"""Dependencies point one way, and importing costs nothing that is not needed."""
+"""Dependencies point in one direction, and importing loads nothing unnecessary."""
 
 import ast
 import re

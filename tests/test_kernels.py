@@ -1,6 +1,6 @@
-"""Kernels against plain torch: those in C, and Triton's, on a GPU or else by its interpreter on the CPU.
+"""Kernels in C and in Triton against plain torch. Triton's kernels run on a GPU, or with the interpreter on the CPU.
 
-That they also compile for GPUs is tested without one. What remains for a GPU is skipped with a reason.
+Compilation for GPUs is tested without a GPU. Tests that need a GPU are skipped with a reason.
 """
 
 import contextlib
@@ -30,12 +30,13 @@ from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.low_rank import LowRank
-from lightning_sparse.compressors.rows import row_count, rows_of
 from lightning_sparse.context import Context
-from lightning_sparse.contrib import majority_vote, qsgd, shared_scale
-from lightning_sparse.contrib.kernels import row_numbers
+from lightning_sparse.contrib.kernels import levels, row_numbers
+from lightning_sparse.contrib.kernels.signs import count_votes
+from lightning_sparse.contrib.kernels.ternary import sum_of_ternary
 from lightning_sparse.contrib.onebit import OneBit
 from lightning_sparse.contrib.qsgd import QSGD
+from lightning_sparse.contrib.rows import row_count, rows_of
 from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.contrib.scaled_sign import ScaledSign
 from lightning_sparse.contrib.sign import Sign
@@ -43,9 +44,10 @@ from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.kernels import block_stats, codes, launch, native, select, select_triton, two_bits
 from lightning_sparse.kernels.basis import bases
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
+from lightning_sparse.kernels.dispatch import backend_of
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
-from lightning_sparse.kernels.uniform import Uniform
+from lightning_sparse.kernels.uniform import add_uniform_
 from lightning_sparse.kernels.write_back import add_entries_, write_dense_, write_entries_
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
@@ -428,7 +430,7 @@ def test_signs_and_what_they_stand_for_are_those_of_plain_torch(compressor, shap
         return
     check_means(numbers, u, rows_of(ctx.segment, whole=compressor.whole), compressor.numbers)
     # Each element has the value that its sign stands for.
-    upper, lower = (part.view(-1) for part in compressor.pair(numbers.view(compressor.numbers, -1)))
+    upper, lower = (part.view(-1) for part in compressor.levels(numbers.view(compressor.numbers, -1)))
     below_zero = ~(u >= 0)
     for rows in rows_of(ctx.segment, whole=compressor.whole):
         negative, own = (part[rows.start : rows.stop].view(-1, rows.length) for part in (below_zero, update.cpu()))
@@ -492,7 +494,7 @@ def test_ternary_values_are_those_of_plain_torch(clip, shapes, name, kernels, us
             # On a GPU the product is not rounded before the noise is added: three roundings of 2⁻²⁴ differ at most.
             limits, shared = (torch.cat([part.expand(n) for part, n in sizes(each, ctx)]) for each in (own, scales))
             at = (u.double() / limits).clamp(-1, 1) * (limits / shared)
-            at += Uniform(ctx.key(shared=False), len(u), u.device).add_(torch.zeros(len(u)), 0)
+            at += add_uniform_(torch.zeros(len(u)), ctx.key(shared=False))
             assert bool(((at[unlike].abs() - 0.5).abs() <= 3 * 2**-24).all())
         elif finite.all():
             assert torch.equal(found.cpu(), packed)
@@ -503,7 +505,7 @@ def test_ternary_values_are_those_of_plain_torch(clip, shapes, name, kernels, us
 def test_random_numbers_are_those_of_plain_torch(kernels, use):
     """To the last bit: 1/2 less the number of an element is rounded down, and what is 2⁻¹⁶ above that is rounded up."""
     ctx, one = Context.of(3001, step=3), torch.ones(1, device=device_of(kernels))
-    noise = Uniform(ctx.key(shared=False), 3001, torch.device("cpu")).add_(torch.zeros(3001), 0)
+    noise = add_uniform_(torch.zeros(3001), ctx.key(shared=False))
     use(kernels)
     for above, expected in ((0, 0), (2**-16, 1)):
         _, update = TernGrad().quantize((0.5 - noise + above).to(one.device), one, one, ctx)
@@ -539,9 +541,9 @@ def test_levels_are_those_of_plain_torch(compressor, name, kernels, use, monkeyp
         (norms, packed), update = compressor.compress(x, ctx)
         check_norms(norms.cpu(), u, compressor.bucket)
         use("torch")
-        left = iter(norms.cpu().view(-1, 1))
+        left = iter(norms.tolist())
         with monkeypatch.context() as patched:
-            patched.setattr(qsgd, "_norms", lambda rows, _, left=left: torch.stack([next(left) for _ in rows]))
+            patched.setattr(levels, "_norms", lambda rows, left=left: torch.tensor([next(left) for _ in rows]))
             (_, theirs), expected = compressor.compress(u, ctx)
         use(kernels)
         again, update = compressor.decode((shifted(norms), shifted(packed)), ctx).cpu(), update.cpu()
@@ -572,7 +574,7 @@ def test_sums_of_ternary_codes_are_exact(size, kernels, use):
     outcomes = []
     for choice, device in (("torch", "cpu"), (kernels, device_of(kernels))):
         use(choice)
-        total = shared_scale._sum_of_codes(packed.to(device), width)
+        total = sum_of_ternary(packed.to(device), width)
         assert torch.equal(total.cpu(), drawn.sum(0, dtype=torch.int16))
         given = total[: ctx.segment.numel]
         given = given.to(torch.uint8) if size < 100 else given
@@ -593,7 +595,7 @@ def test_votes_are_counted_as_by_plain_torch(shapes, size, use):
         for kernels, device in (("torch", "cpu"), ("triton", DEVICE)):
             use(kernels)
             theirs = votes.to(device)[:, 16 : 16 + width // 8]
-            won.append(majority_vote._won(theirs, used.to(device), segment, rank * width, (rank + 1) % size).cpu())
+            won.append(count_votes(theirs, used.to(device), rows_of(segment), rank * width, (rank + 1) % size).cpu())
         assert torch.equal(*won)
 
 
@@ -1093,12 +1095,12 @@ def test_what_the_loops_in_c_do_not_take_is_refused(compressor, use):
 @needs_native
 def test_the_cpu_takes_the_compiled_loops_where_nothing_is_forced(use):
     x = torch.zeros(1)
-    for kernels, chosen in (("native", (True, True)), ("torch", (False, False)), ("triton", (False, True))):
+    for kernels, chosen in (("native", "native"), ("torch", None), ("triton", "triton")):
         use(kernels)
-        assert (native.uses_native(x), native.uses_kernels(x)) == chosen
+        assert backend_of(x) == chosen
     use("native")
     with torch._subclasses.FakeTensorMode():
-        assert not native.uses_kernels(torch.zeros(1)), "it has no memory"
+        assert backend_of(torch.zeros(1)) is None, "it has no memory"
     assert not native.uses_native(torch.zeros(1, device="meta"))
 
 
@@ -1138,7 +1140,7 @@ def test_without_the_compiled_loops_the_cpu_takes_torch(damaged, use, monkeypatc
     with caplog.at_level(logging.INFO):
         for kernels in ("native", "torch"):
             use(kernels)
-            assert not native.uses_kernels(u)
+            assert backend_of(u) is None
             for compressor in (Blocks(8), OneBit(), QSGD(), ScaledSign(), Sign(), TernGrad()):
                 payload, update = compressor.compress(u, ctx)
                 outcomes.append(torch.cat([update, compressor.decode(payload, ctx)]))
@@ -1272,13 +1274,13 @@ def test_the_benchmark_checks_and_times_every_contestant():
 
 def test_the_benchmark_refuses_wrong_results():
     u = torch.randn(1000)
-    with pytest.raises(SystemExit, match="selects wrongly"):
+    with pytest.raises(SystemExit, match="selects wrong entries"):
         selection.check("TopK", u, u.abs().topk(10, largest=False).indices, 0.01)
     step = selection.Step(u, 0.01, lambda u, density: topk_indices(u, 10))
     step.residual = torch.ones(500).repeat_interleave(2)
     step.check("TopK")
     step.select = lambda u, density: torch.arange(10)
-    with pytest.raises(SystemExit, match="selects wrongly"):
+    with pytest.raises(SystemExit, match="selects wrong entries"):
         step.check("TopK")
 
 

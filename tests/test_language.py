@@ -1,4 +1,4 @@
-"""The language model benchmark: its pure parts, and all contestants for some steps."""
+"""The language model benchmark: its pure functions, and all methods for some steps."""
 
 import math
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_every_contestant_is_compared_at_full_length_and_only_what_is_missing_is
 
 
 def train_each(rank: int) -> list[tuple[str, float, float, int]]:
-    """Train with every contestant on one sequence; return its losses before and after, and the bytes sent."""
+    """Train with every method on one sequence; return its losses before and after, and the bytes sent."""
     sequence = torch.arange(LENGTH + 1) % 7
     batch, held_out = ((sequence[None, :-1].expand(n, -1), sequence[None, 1:].expand(n, -1)) for n in (1, 2))
     data = Data(lambda numbers: batch, 1000, held_out)
@@ -87,8 +87,8 @@ def test_every_contestant_trains_and_counts_its_bytes(monkeypatch: pytest.Monkey
     assert answers == others
     shapes = [tuple(parameter.shape) for parameter in GPT(context=LENGTH).parameters()]
     dense = 4 * sum(math.prod(shape) for shape in shapes)
-    # A rank's share of a ring all-reduce between two is as long as the vector. All matrices here are large enough to be
-    # factored, and torch's hook begins to after two dense steps.
+    # With two ranks, a rank sends the length of the vector in a ring all-reduce. All matrices here are large enough to
+    # be factored. Torch's hook factors them after two dense steps.
     factors = 4 * sum(RANK * sum(shape) if len(shape) == 2 else math.prod(shape) for shape in shapes)
     expected = {
         "ddp": STEPS_TRAINED * dense,

@@ -1,4 +1,4 @@
-"""How many launches a segment takes on a GPU: held, so that nobody adds one unseen. Each takes microseconds."""
+"""The number of launches of a segment on a GPU must not increase unnoticed. Each takes microseconds."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Imitated links: rates, and that nothing of them stays behind."""
+"""Emulated links: their rates, and that they leave nothing behind."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ needs_links = pytest.mark.skipif(REASON is not None, reason=f"no imitated links 
 
 
 STUBBORN = ["sh", "-c", "trap '' TERM HUP INT; setsid sleep 100 & readlink /proc/self/ns/net; wait"]
-"""A program that ignores signals and starts another in a session of its own. It prints its namespace."""
+"""A program that ignores signals and starts another program in a new session. It prints its namespace."""
 
 
 def inhabitants(namespace: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""Memory that a step needs beside gradients and state: a chunk in cache, d/64 block maxima and O(kP).
+"""Memory of a step in addition to gradients and state: a chunk in cache, d/64 block maxima, and O(kP).
 
-With updates also the weights before the step, and of a segment what momentum owes.
+With updates it also includes the weights before the step, and a segment's unspent momentum.
 """
 
 import gc

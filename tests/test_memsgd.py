@@ -1,4 +1,4 @@
-"""Mem-SGD in one process and in several: by hand, what is conserved, its rate and its average, bad input."""
+"""Mem-SGD in one process and in several: results by hand, conservation, learning rate, average, and bad input."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""What every method in the table must do. A new row joins by itself."""
+"""Requirements for every method in the table. A new row is tested automatically."""
 
 import inspect
 import math
@@ -57,7 +57,7 @@ def test_equal_on_all_ranks_and_nothing_lost(name, size, granularity, kinds):
         given = sum(rank[0] for rank in ranks)
         found = size * ranks[0][1] + sum(rank[2] for rank in ranks)
         if not make(name).memory.error_feedback and kind in ("bf16", "mixed"):
-            # Nothing remembers what rounding to bf16 takes: half a unit in the last of 8 bits, each step.
+            # No memory keeps the rounding errors of bf16: half a unit in the last of 8 bits in each step.
             tolerance = 4 * 2**-9 * 8 * given.abs().max()
         else:
             # A few fp32 roundings for every rank and step, relative to the largest value that ever stood there.
@@ -114,7 +114,7 @@ def test_finite_sums_that_overflow_are_no_error(name):
 
 @conserves
 def test_results_too_large_for_fp16_wait_in_the_residual(name):
-    """Two steps of 60000: what does not fit into fp16, 65504 at most, must be neither infinite nor lost."""
+    """In two steps of 60000, the excess over fp16's maximum, 65504, must be neither infinite nor lost."""
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         reducer = Reducer(make(name, 0.02), comm, granularity="model")
@@ -227,7 +227,7 @@ def test_every_option_of_every_part_is_reached_by_its_name(name):
     assert set(spec.options) - {"density"} <= set(values)
     assert method(name, **values) == made
     assert len(spec.options) == len(set(spec.options)), "no two parts share a name"
-    # Beside a method's options a strategy takes these; those that are named last mean the same in both.
+    # A strategy has these options besides a method's. The options named last mean the same in both.
     others = {*inspect.signature(SparseDDPStrategy.__init__).parameters}
     others |= {*inspect.signature(DDPStrategy.__init__).parameters}
     others |= {*inspect.signature(DistributedDataParallel.__init__).parameters}
@@ -284,7 +284,14 @@ def test_what_is_said_about_updates_holds():
     assert resolve_updates("gaussiank", None, None, value_format="int8")[0].compressor.value_format == "int8"
     own = method("topk")
     assert resolve_updates(own, None, None) == (own, (), None)
-    for name in ("sparseloco", "memsgd", "dgc", "int4", "powersgd", "dense"):  # a rule of its own, or no density
+    for name in (
+        "sparseloco",
+        "memsgd",
+        "dgc",
+        "int4",
+        "powersgd",
+        "dense",
+    ):  # they have a rule, or no density
         assert resolve_updates(name, None, None) == (method(name), (), None)
 
 
@@ -301,7 +308,7 @@ def test_every_sparse_method_has_a_default_for_updates(name):
 
 
 def test_randk_is_worse_than_topk():
-    """At equal density random entries carry less of the gradient: what stays behind is larger."""
+    """At equal density, random entries contain less of the gradient, so the residual is larger."""
     left = {}
     for name in ("topk", "randk"):
         ranks = simulate(2, lambda comm, name=name: train(comm, name, "heavy", "model"))

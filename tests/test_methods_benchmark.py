@@ -1,4 +1,4 @@
-"""What `benchmarks/methods.py` measures, and that it refuses to time what is wrong."""
+"""The measurements of `benchmarks/methods.py`, and that it does not time wrong results."""
 
 import csv
 import sys
@@ -46,5 +46,5 @@ def test_refuses_what_is_wrong(monkeypatch):
     monkeypatch.setattr(QSGD, "decode", lambda self, payload, ctx: torch.zeros(ctx.segment.numel))
     compress = QSGD.compress
     monkeypatch.setattr(QSGD, "compress", lambda self, u, ctx: (compress(self, u, ctx)[0], u))
-    with pytest.raises(SystemExit, match=r"QSGD.*: other ranks decode something else than the update"):
+    with pytest.raises(SystemExit, match=r"QSGD.*: other ranks decode a different update"):
         methods.works(method("qsgd"), 1)

@@ -1,4 +1,4 @@
-"""OkTopK: owners of regions add up what the others send them."""
+"""OkTopK: owners of regions sum the entries of all ranks."""
 
 from itertools import pairwise
 

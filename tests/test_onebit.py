@@ -1,4 +1,4 @@
-"""1-bit SGD: columns' means by hand and of random input, error feedback on both sides, and its limits."""
+"""1-bit SGD: means of columns by hand and for random input, error feedback on both sides, and limits."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The benchmark of optimizers: its pure parts, and each optimizer for some steps."""
+"""The benchmark of optimizers: its pure functions, and each optimizer for some steps."""
 
 import pandas as pd
 import pytest

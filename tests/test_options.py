@@ -1,4 +1,4 @@
-"""Options that make no sense are refused where they are given, in one sentence that names option and value."""
+"""Invalid options raise an error at once, in one sentence that names option and value."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Coordinate median and trimmed mean: by hand, and against torch's own sort, with wrong values on some ranks."""
+"""Coordinate median and trimmed mean: by hand, and against torch's sort, with wrong values on some ranks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Indices as bits, by plain torch and by Triton; what is padded stands for nothing."""
+"""Indices as bits, with plain torch and with Triton; padding has no effect."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What optimizers have changed, and u with what momentum would still change: by torch, by kernels, and by hand."""
+"""Optimizer changes, and u with momentum payout: torch against kernels and results by hand."""
 
 import math
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""PowerSGD: by hand, what comes back exactly, what it keeps, and its limits."""
+"""PowerSGD: results by hand, exact cases, its state, and its limits."""
 
 import math
 

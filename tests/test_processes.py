@@ -1,4 +1,4 @@
-"""What ranks of tests inherit."""
+"""Settings that test ranks inherit."""
 
 import gc
 from multiprocessing.util import register_after_fork

@@ -1,4 +1,4 @@
-"""QSGD: by hand, in expectation, to the bit, and at its limits."""
+"""QSGD: by hand, in expectation, bit by bit, and at its limits."""
 
 import math
 

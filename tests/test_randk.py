@@ -1,4 +1,4 @@
-"""RandK: a uniform choice, the same on all ranks, whose values travel alone."""
+"""RandK: a uniform choice, equal on all ranks, which sends values without indices."""
 
 import math
 

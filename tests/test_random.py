@@ -1,6 +1,6 @@
-"""Random parameter sets, values and histories, for every method, by hypothesis.
+"""Random options, values and histories for every method, with hypothesis.
 
-200 examples, the same in every run. 2,000 others, new ones in every run, take some minutes:
+There are 200 examples, the same in every run. To test 2,000 new examples, which takes some minutes:
 
     HYPOTHESIS_PROFILE=long pytest tests/test_random.py
 """

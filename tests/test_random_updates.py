@@ -1,4 +1,4 @@
-"""Random models and histories whose updates are exchanged, by hypothesis: all ranks equal, and nothing lost."""
+"""Random models and histories with exchanged updates, with hypothesis: equal ranks and no loss."""
 
 from dataclasses import dataclass
 
@@ -108,7 +108,7 @@ def test_equal_on_all_ranks_and_nothing_lost(case):
             granularity=case.granularity,
             dtype=dtype,
             net=RandomNet(case),
-            delayed=case.delayed and make(case.method).aggregator.takes_all,
+            delayed=case.delayed and make(case.method).aggregator.applies_all_sent,
         )[0]
 
     first, *others = simulate(case.size, rank)

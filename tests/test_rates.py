@@ -1,4 +1,4 @@
-"""Whether learning rates are equal on all ranks; in a training: tests/integration/test_gradients.py."""
+"""The check that learning rates are equal on all ranks. tests/integration/test_gradients.py tests it in a training."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""`python -m reproductions`: its frame, and every finding at a tiny size."""
+"""`python -m reproductions`: its common code, and every finding at a tiny size."""
 
 import re
 import runpy
@@ -89,10 +89,10 @@ def test_selection_is_timed_where_what_is_chosen_is_right(tmp_path, monkeypatch)
     row = gaussiank_selection.run({"numel": 5000, "method": "topk"}, {"density": 0.01, "seed": 0, "turns": 1})
     assert (row["k"], row["chosen"]) == (50, 50)
     monkeypatch.setitem(gaussiank_selection.METHODS, "topk", lambda u, density: torch.arange(50))
-    with pytest.raises(AssertionError, match="chooses others than the largest"):
+    with pytest.raises(AssertionError, match="does not select the largest entries"):
         gaussiank_selection.run({"numel": 5000, "method": "topk"}, {"density": 0.01, "seed": 0, "turns": 1})
     config = {"largest": 100, "density": 0.01, "turns": 1, "seed": 0}
-    with pytest.raises(SystemExit, match="--largest 100: at least 10,000"):
+    with pytest.raises(SystemExit, match="--largest 100: give at least 10,000"):
         frame.reproduce(gaussiank_selection.FINDING, config, tmp_path)
     with pytest.raises(SystemExit, match=r"--density 2\.0: is a share"):
         frame.reproduce(gaussiank_selection.FINDING, {**config, "largest": 10_000, "density": 2.0}, tmp_path)
@@ -126,7 +126,7 @@ def test_ctrl_c_keeps_what_has_ended_and_the_next_run_goes_on(tmp_path, capsys):
         return {"y": 10 * case["x"]}
 
     toy = finding(interrupted)
-    with pytest.raises(SystemExit, match=r"Interrupted. .*toy.csv has all runs that ended"):
+    with pytest.raises(SystemExit, match=r"Interrupted. .*toy.csv contains all completed runs"):
         frame.reproduce(toy, toy.config, tmp_path)
     assert table.load_texts(tmp_path / "toy.csv")["x"].tolist() == ["0"]
     assert [path.name for path in tmp_path.iterdir()] == ["toy.csv"]
@@ -165,7 +165,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
 def test_other_settings_than_those_of_the_file_are_refused(tmp_path):
     toy = finding(lambda case, config: {"y": 0})
     frame.reproduce(toy, toy.config, tmp_path)
-    with pytest.raises(SystemExit, match=r"toy.csv was made with size=3, not 2: give another folder, --out"):
+    with pytest.raises(SystemExit, match=r"toy.csv was created with size=3, not 2: give another folder, --out"):
         frame.reproduce(toy, {**toy.config, "size": 2}, tmp_path)
 
 
@@ -179,8 +179,8 @@ def test_config_and_key_are_different_columns():
     [
         (["memsgd", "--figure"], "memsgd.csv: there is nothing to draw yet; run: python -m reproductions"),
         (["memsgd", "--steps", "0"], "--steps 0: must be a number above 0"),
-        (["memsgd", "--steps", "1"], "--steps 1: . processes share them, so at least as many"),
-        (["layer-wise", "--density", "2"], "--density 2.0: is a share of the entries, at most 1"),
+        (["memsgd", "--steps", "1"], "--steps 1: give at least one step for each of . processes"),
+        (["layer-wise", "--density", "2"], "--density 2.0: must be a share of the entries, at most 1"),
         (["memsgd", "--seed", "-1"], "--seed -1: must be a number 0 or more"),
         (["memsgd", "--data", "nowhere.svm"], "memsgd: --data nowhere.svm: there is no such file"),
     ],
@@ -194,15 +194,15 @@ def test_bad_input_is_one_sentence(given, says, tmp_path):
 def test_a_file_of_another_kind_is_named(tmp_path):
     toy = finding(lambda case, config: {"y": 0})
     for content, says in (
-        ("", r"toy.csv is no table \(No columns to parse from file\): give another folder"),
-        ("a,b\n1,2\n", "toy.csv is not of 'toy', as it has no column seed, size, x: give another folder"),
+        ("", r"toy.csv is not a table \(No columns to parse from file\): give another folder"),
+        ("a,b\n1,2\n", "toy.csv does not belong to 'toy', because it has no column seed, size, x: give another folder"),
     ):
         (tmp_path / "toy.csv").write_text(content)
         for work in (lambda: frame.reproduce(toy, toy.config, tmp_path), lambda: frame.redraw(toy, tmp_path)):
             with pytest.raises(SystemExit, match=says):
                 work()
         assert (tmp_path / "toy.csv").read_text() == content
-    with pytest.raises(SystemExit, match=r"toy\.csv: is a file; give a folder"):
+    with pytest.raises(SystemExit, match=r"toy\.csv: this is a file; give a folder"):
         frame.reproduce(toy, toy.config, tmp_path / "toy.csv")
 
 
@@ -216,7 +216,7 @@ def test_ctrl_c_before_the_first_run_has_ended_says_so(tmp_path):
     def interrupted(case, config):
         raise KeyboardInterrupt
 
-    with pytest.raises(SystemExit, match="No run has ended; the same command goes on from there"):
+    with pytest.raises(SystemExit, match="No run is complete; run the same command to continue"):
         frame.reproduce(finding(interrupted), {"size": 3, "seed": 0}, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The pure parts of the finding on u's distribution, and its own checks."""
+"""The finding on the distribution of u: its pure functions and its checks."""
 
 import math
 
@@ -111,8 +111,9 @@ def test_rows_and_verdict():
     assert all(width == pytest.approx(4, rel=0.2) for width in widths)
     table = pd.DataFrame([{"network": "toy", "topk_loss": 1.0, "dense_loss": 0.5} | row for row in found])
     said = verdict(table)
-    assert said.startswith("Held here: u is bell-shaped in 12 of 12 layers × steps: toy 12 of 12 (")
-    assert "gradient after the first step in 10 of 10. Top k leaves less than (1 − k/d)² in 18 of 18, 18 of 18" in said
+    assert said.startswith("Held here: u is bell-shaped in 12 of 12 layers × steps. The toy has 12 of 12; ")
+    assert "u is wider than the gradient of dense training in 10 of 10 cases. " in said
+    assert "top-k leaves less than (1 − k/d)² in 18 of 18, 18 of 18" in said
     randoms = [float(left) for left in said.rpartition("RandK ")[2].rstrip(".").split(", ")]
     assert randoms == pytest.approx([0.999, 0.99, 0.9], abs=0.01)
     table.loc[table["layer"] == "a", "times_dense_std"] = 0.5

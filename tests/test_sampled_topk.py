@@ -1,4 +1,4 @@
-"""SampledTopK, DGC's selection: what a threshold of a sample does, by hand and in general."""
+"""SampledTopK, DGC's selection: the threshold of a sample, by hand and in general."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""ScaleCom: the ranks lead in turn."""
+"""ScaleCom: ranks lead in turn."""
 
 import pytest
 import torch

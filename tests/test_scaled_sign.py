@@ -1,4 +1,4 @@
-"""EF-signSGD: by hand, as near as one bit and a scale can be, and where signSGD fails."""
+"""EF-signSGD: by hand, as the best approximation with one bit and a scale, and on cases in which signSGD fails."""
 
 import math
 

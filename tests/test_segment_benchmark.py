@@ -1,4 +1,4 @@
-"""The benchmark of one segment, with a small one on the CPU."""
+"""The benchmark of one segment, with a small segment on the CPU."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_wrong_results_get_no_times(monkeypatch):
     monkeypatch.setattr(
         segment, "residuals", lambda reducer: {key: torch.zeros(shape) for key, shape in SHAPES.items()}
     )
-    with pytest.raises(SystemExit, match="topk, P = 2, loses something of"):
+    with pytest.raises(SystemExit, match="topk, P = 2, loses a part of"):
         made.check()
     updates = segment.case("topk updates", 2, SHAPES, "cpu")
     updates.before()

@@ -1,4 +1,4 @@
-"""Exact selection against a naive oracle, on random and hostile inputs."""
+"""Exact selection against a naive oracle, for random and hostile inputs."""
 
 import pytest
 import torch
@@ -33,7 +33,6 @@ def test_every_branch_is_reached():
     numel = max(LENGTHS)
     sizes = {select.block_size(numel, round(numel * density)) for density in (0.001, 0.01, 0.02, 0.5)}
     assert sizes == {64, 32, 16, 1}
-    assert numel > select.DIRECT  # the histogram
     assert numel > 2 * select.chunk_size(numel)  # several chunks
 
 
@@ -74,7 +73,6 @@ def test_at_the_edges_of_the_histogram():
     bits[5::10] = 0x3F81_0000
     bits[7::20] = 0x3F80_0000
     u = bits.view(torch.float32)
-    assert len(u) > select.DIRECT
     for k in (9_999, 10_000, 10_001, 94_999, 95_000, 95_001):
         assert torch.equal(topk_indices(u, k), oracle(u, k))
 

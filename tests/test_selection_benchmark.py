@@ -1,4 +1,4 @@
-"""The benchmark of selection on CUDA: what it compares, and what it draws."""
+"""The selection benchmark on CUDA: its comparison and its figure."""
 
 import csv
 
@@ -49,7 +49,7 @@ def test_chunks_are_checked_all_at_once(monkeypatch):
     selection.check("ChunkTopK", u, chosen, 0.001)
     assert len(calls) == 2  # and one for the last, which is shorter
     for wrong in (chosen[1:], chosen[:-1], chosen + 1, chosen[:0]):
-        with pytest.raises(SystemExit, match="TopK selects wrongly"):
+        with pytest.raises(SystemExit, match="TopK selects wrong entries"):
             selection.check("ChunkTopK", u, wrong, 0.001)
 
 
@@ -70,7 +70,7 @@ def test_a_step_that_keeps_the_wrong_rest_gets_no_times():
             payload, _ = super().compress(u, ctx)
             return payload, u
 
-    with pytest.raises(SystemExit, match="keeps the wrong rest"):
+    with pytest.raises(SystemExit, match="keeps a wrong residual"):
         selection.Step(torch.randn(1000), 0.01, Forgetful(0.01)).check("TopK")
 
 

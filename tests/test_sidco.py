@@ -1,4 +1,4 @@
-"""SIDCo: thresholds by hand and from the distributions, and stages that adapt."""
+"""SIDCo: thresholds by hand and from distributions, and adaptive stages."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Ranks that are told to end do so after the same batch, wherever each of them is."""
+"""Ranks that are asked to end do so after the same batch, wherever each of them is."""
 
 import random
 import threading
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_sparse.comm import POLL, Termination, termination
-from lightning_sparse.comm.store import StoreSilent
+from lightning_sparse.comm.store import StoreTimeout
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def test_by_hand(pair):
     first, second = pair
     assert [first.begin() for _ in range(3)] == [False] * 3
     assert [second.begin() for _ in range(2)] == [False] * 2
-    second.tell()  # in its second batch, while the first rank is in its third
-    assert (first.told, first.reason) == (False, "")
+    second.request()  # in its second batch, while the first rank is in its third
+    assert (first.requested, first.reason) == (False, "")
     first._watch()
-    assert (first.told, first.reason) == (False, "Rank 11 was told to end (SIGTERM).")
+    assert (first.requested, first.reason) == (False, "Rank 11 was told to end (SIGTERM).")
     assert first.begin()  # the fourth
     assert not second.begin()  # the third
     assert second.begin()
-    assert second.told
+    assert second.requested
 
 
 def test_batches_of_validation_lie_between_those_of_training(pair):
@@ -40,8 +40,8 @@ def test_batches_of_validation_lie_between_those_of_training(pair):
     for rank, validations in ((first, 3), (second, 1)):
         assert not rank.begin()
         assert not any(rank.begin(validation=True) for _ in range(validations))
-    first.tell()
-    second.tell()
+    first.request()
+    second.request()
     assert first.begin(validation=True)  # the fourth
     assert [second.begin(validation=True) for _ in range(3)] == [False, False, True]
 
@@ -51,8 +51,8 @@ def test_one_with_fewer_batches_of_validation_ends_in_training(pair):
     for rank in pair:
         assert not rank.begin()
     assert not any(first.begin(validation=True) for _ in range(2))
-    first.tell()
-    second.tell()
+    first.request()
+    second.request()
     assert not second.begin(validation=True)
     assert second.begin()
 
@@ -60,7 +60,7 @@ def test_one_with_fewer_batches_of_validation_ends_in_training(pair):
 def test_a_rank_that_does_not_say_where_it_is_is_not_waited_for(pair):
     first, _ = pair
     assert not first.begin()
-    first.tell()
+    first.request()
     start = time.monotonic()
     assert first.begin()
     assert 0.2 <= time.monotonic() - start < 5
@@ -70,7 +70,7 @@ def test_a_signal_may_interrupt_a_rank_anywhere(pair):
     """As its handler runs in the same thread, the lock may be held."""
     first, second = pair
     with first._lock:
-        first.tell()
+        first.request()
     second._watch()
     assert first.begin()
     assert second.begin()
@@ -84,17 +84,17 @@ def finish(ranks):
 def test_told_in_the_last_batch_all_hear_of_it_when_they_finish(pair):
     assert finish(pair) == [False, False]  # as a learning rate finder does
     assert not pair[0].begin()
-    pair[1].tell()
+    pair[1].request()
     assert finish(pair) == [True, True]
     assert pair[0].reason == "Rank 11 was told to end (SIGTERM)."
 
 
 def test_who_does_not_finish_is_not_waited_for(pair, monkeypatch):
-    """Such as a rank with more batches, which waits for this one, and is told by its end that there are no more."""
+    """An example is a rank with more batches. It waits for this rank, whose end shows that there are none."""
     monkeypatch.setattr(termination, "FINISH_SECONDS", 0.2)
     first, _ = pair
     assert not first.finish()
-    first.tell()
+    first.request()
     assert first.finish()
 
 
@@ -109,20 +109,20 @@ def test_the_rank_that_hosts_the_store_leaves_last(of_rank_0_and_1):
     host, other = of_rank_0_and_1
     finish(of_rank_0_and_1)
     with futures.ThreadPoolExecutor() as pool:
-        left = pool.submit(host.leave)
+        left = pool.submit(host.wait_for_peers)
         assert not futures.wait([left], 0.3).done
-        other.leave()
+        other.wait_for_peers()
         left.result(60)
 
 
 def test_it_does_not_wait_after_a_failure_nor_for_a_rank_that_does_not_leave(of_rank_0_and_1, monkeypatch):
     monkeypatch.setattr(termination, "FINISH_SECONDS", 60)
     started = time.monotonic()
-    of_rank_0_and_1[0].leave()
+    of_rank_0_and_1[0].wait_for_peers()
     assert time.monotonic() - started < 30
     monkeypatch.setattr(termination, "FINISH_SECONDS", 0.2)
     finish(of_rank_0_and_1)
-    of_rank_0_and_1[0].leave()
+    of_rank_0_and_1[0].wait_for_peers()
 
 
 def without_answers(rank, error, monkeypatch, names=("check", "get", "set", "compare_set")):
@@ -134,13 +134,13 @@ def without_answers(rank, error, monkeypatch, names=("check", "get", "set", "com
 
 
 def test_without_a_store_a_rank_that_is_told_ends(pair, monkeypatch):
-    """Those that are not go on until they miss the process that hosted it."""
+    """The other ranks continue until they notice that the store's host has ended."""
     first, second = pair
     for rank in pair:
         without_answers(rank, dist.DistNetworkError, monkeypatch)
     second._watch()
-    first.tell()
-    second.tell()  # which knows already that there is none
+    first.request()
+    second.request()  # which knows already that there is none
     assert first.begin()
     assert second.begin()
 
@@ -149,8 +149,8 @@ def test_without_a_store_a_rank_that_is_told_ends(pair, monkeypatch):
 def test_with_a_store_that_does_not_answer_for_a_while_it_is_said_later(pair, names, monkeypatch):
     first, second = pair
     with monkeypatch.context() as patched:
-        without_answers(second, StoreSilent, patched, names)
-        second.tell()
+        without_answers(second, StoreTimeout, patched, names)
+        second.request()
         second._watch()
         first._watch()
     second._watch()
@@ -168,7 +168,7 @@ def test_nothing_ends_the_thread_that_looks_into_the_store(pair, monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("every", [1, 3])
 def test_all_ranks_end_after_the_same_batch(size, every, monkeypatch):
-    """Threads as ranks, that meet after every few batches, and of which some are told at places of their own."""
+    """Ranks are threads that synchronise after every few batches. Some are asked to end at different places."""
     monkeypatch.setattr("lightning_sparse.comm.peers.POLL", 0.02 * POLL)
     chance = random.Random(size * every)
     for _ in range(5):
@@ -185,7 +185,7 @@ def test_all_ranks_end_after_the_same_batch(size, every, monkeypatch):
                 if batch % every == 0:
                     meeting.wait(60)
                 if told.get(rank) == batch:
-                    part.tell()
+                    part.request()
                 if last:
                     ended[rank] = batch
                     break

@@ -1,4 +1,4 @@
-"""TernGrad: by hand, in expectation, and with a scale that all ranks share."""
+"""TernGrad: by hand, in expectation, and with a scale shared by all ranks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""TopK: what it sends, by hand and in general."""
+"""TopK: its payload by hand and in general."""
 
 import pytest
 import torch

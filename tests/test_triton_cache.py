@@ -1,4 +1,4 @@
-"""The cache of Triton's that is made here for a GPU elsewhere. Making it downloads 400 MB, so it is made by hand."""
+"""Triton's cache for a GPU on another machine. Creating it downloads 400 MB, so the test creates it by hand."""
 
 import subprocess
 import sys

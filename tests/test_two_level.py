@@ -1,4 +1,4 @@
-"""TwoLevel: nothing is lost, every rank has the same, and only parts of a segment leave a host."""
+"""TwoLevel: no loss, equal results on all ranks, and only parts of a segment leave a host."""
 
 import dataclasses
 

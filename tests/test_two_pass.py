@@ -1,4 +1,4 @@
-"""TwoPass: nothing is lost, every rank has the same, and bytes do not grow with the number of ranks."""
+"""TwoPass: no loss, equal results on all ranks, and bytes independent of the number of ranks."""
 
 from dataclasses import dataclass
 

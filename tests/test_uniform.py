@@ -1,4 +1,4 @@
-"""Random numbers by position: functions of key and position alone, uniform, and independent."""
+"""Random numbers by position: they depend only on key and position, and are uniform and independent."""
 
 import math
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from lightning_sparse.context import Context
-from lightning_sparse.kernels.uniform import FACTORS, GOLDEN, Uniform
+from lightning_sparse.kernels.uniform import FACTORS, GOLDEN, add_uniform_
 
 KEYS = [0, 1, 2**32, 2**64 - 1, *(Context.of(9, step=step, rank=step % 3).key(shared=False) for step in range(4))]
 
 
 def uniform(key: int, numel: int, start: int = 0) -> torch.Tensor:
-    return Uniform(key, numel, torch.device("cpu")).add_(torch.zeros(numel), start)
+    return add_uniform_(torch.zeros(numel), key, start)
 
 
 def test_by_hand():
@@ -27,16 +27,15 @@ def test_by_hand():
         lane = x >> 16 * (position % 2) & 0xFFFF
         expected.append((lane - 0x10000 * (lane >> 15) | 1) / 65536)
     assert uniform(key, 5).tolist() == expected
-    found = Uniform(key, 9, torch.device("cpu")).add_(torch.tensor([1.0, -1.0]), 3)
+    found = add_uniform_(torch.tensor([1.0, -1.0]), key, 3)
     assert torch.equal(found, uniform(key, 2, 3) + torch.tensor([1.0, -1.0]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 24, 1000])
 def test_pieces_are_the_numbers_of_the_whole(size):
     whole, parts = uniform(KEYS[-1], 5000), torch.zeros(5000)
-    numbers = Uniform(KEYS[-1], size, parts.device)
     for start in range(0, 5000, size):
-        numbers.add_(parts[start : start + size], start)
+        add_uniform_(parts[start : start + size], KEYS[-1], start)
     assert torch.equal(parts, whole)
     assert uniform(1, 0).numel() == 0
 

@@ -1,4 +1,4 @@
-"""Local steps, the outer optimizer, momentum factor masking and a residual that decays."""
+"""Local steps, the outer optimizer, momentum factor masking, and residual decay."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Updates instead of gradients: equal weights, nothing lost, and what dense training does where everything is sent."""
+"""Updates instead of gradients: equal weights, no loss, and equality with dense training if all entries are sent."""
 
 import gc
 import itertools

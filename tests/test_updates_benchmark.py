@@ -1,4 +1,4 @@
-"""The benchmark of the exchange of updates: its pure parts, and every variant for some steps."""
+"""The benchmark of the exchange of updates: its pure functions, and every variant for some steps."""
 
 import pandas as pd
 import pytest

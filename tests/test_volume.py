@@ -1,4 +1,4 @@
-"""What the finding "volume" counts, and that it refuses to count what is wrong."""
+"""The counts of the finding "volume", and that it does not count wrong results."""
 
 import pytest
 

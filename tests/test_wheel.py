@@ -1,4 +1,4 @@
-"""The wheel says what it needs: a processor and a glibc if the loops in C are in it, and nothing otherwise."""
+"""The wheel declares its requirements: a processor and a glibc if it contains the C kernels, nothing otherwise."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The check of collectives in a group of one rank, over gloo: it is made for NCCL."""
+"""The check of collectives in a group of one rank, over gloo. It is made for NCCL."""
 
 from collections import Counter
 

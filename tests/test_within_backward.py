@@ -1,4 +1,4 @@
-"""Segments stepped within backward: what an exchange after backward makes, bit for bit."""
+"""Segments stepped within backward: equal to an exchange after backward, bit by bit."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""On CUDA without Triton methods do what they do on the CPU: seen without a GPU."""
+"""On CUDA without Triton, methods give the same results as on the CPU; tested without a GPU."""
 
 import math
 

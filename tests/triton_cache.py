@@ -1,15 +1,16 @@
-"""A cache of Triton's for a GPU that is not here, made on a CPU, so that no time on the GPU goes into compiling.
+"""Creates Triton's cache for a GPU on another machine, so that no GPU time is spent on compiling.
 
-    python -m tests.triton_cache           # makes .gpu/cache.tgz, some 3 minutes, 400 MB of downloads the first time
-    python -m tests.triton_cache --check   # says how many kernels and launchers of it would be found
+    python -m tests.triton_cache           # creates .gpu/cache.tgz in about 3 minutes, downloads 400 MB the first time
+    python -m tests.triton_cache --check   # prints how many kernels and launchers would be found
 
-It holds the kernels that the tests and benchmarks of `tests.gpu quick` launch most, for compute capability 9.0, and the
-small C extension that Triton builds for each signature to launch a kernel. `tests.gpu` unpacks it.
+The cache contains the kernels that the tests and benchmarks of `tests.gpu quick` launch most, for compute capability
+9.0. It also contains the small C extension that Triton builds to launch a kernel, one for each signature. `tests.gpu`
+unpacks it.
 
-Triton finds a kernel again by its source, arguments and options, and by the files of Triton itself, the compiled
-library of the wheel for the GPU machine's Python included; and only under the same absolute path of the cache. So this
-needs Triton's wheel for Python 3.12 beside the one that compiles, and the headers of Python 3.12. Kernels that are not
-found on the GPU machine are compiled there: nothing can go wrong but time.
+Triton finds a kernel by its source, arguments and options, and by the files of Triton itself. These include the
+compiled library in the wheel for the GPU machine's Python. The cache must have the same absolute path. So this script
+needs Triton's wheel for Python 3.12 in addition to the wheel that compiles, and the headers of Python 3.12. If kernels
+are not found on the GPU machine, they are compiled there, which only costs time.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".gpu"
 CACHE = Path("/tmp/lightning_sparse_triton")
-"""Where the cache is, here and on the GPU machine."""
+"""Path of the cache, here and on the GPU machine."""
 ARCHIVE = FOLDER / "cache.tgz"
 TRITON, PYTHON, CAPABILITY = "3.6.0", "3.12", 90
 """Versions on the GPU machine, and its compute capability."""
 SUFFIX = ".cpython-312-x86_64-linux-gnu.so"
-"""Of extensions there."""
+"""Suffix of extensions on the GPU machine."""
 WITHIN = "LIGHTNING_SPARSE_TRITON_CACHE"
 """Environment variable by which this program knows that it runs with the right Triton: "compile" or "check"."""
 
 
 def unpack() -> str:
-    """Unpack the archive if there is one and no cache yet; return what was done in words, empty if nothing was."""
+    """Unpack the archive if it exists and the cache does not. Return a description; empty if nothing was unpacked."""
     if not ARCHIVE.exists() or CACHE.exists():
         return ""
     with tarfile.open(ARCHIVE) as archive:
@@ -55,7 +56,7 @@ def unpack() -> str:
 
 @contextlib.contextmanager
 def hits() -> Iterator[Counter[str]]:
-    """Yield a counter of the kernels that Triton finds in its cache within the block, and those that it compiles."""
+    """Yield a counter of the kernels that Triton finds in its cache, and of the kernels that it compiles."""
     from triton import knobs
 
     found: Counter[str] = Counter()
@@ -117,13 +118,13 @@ def prepare() -> dict[str, str]:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compile nothing, say what would be found")
+    parser.add_argument("--check", action="store_true", help="compile nothing, print how much would be found")
     given = parser.parse_args()
     headers()
     if given.check and not ARCHIVE.exists():
         sys.exit(f"There is no {ARCHIVE.relative_to(ROOT)} yet: python -m tests.triton_cache makes it.")
     if given.check:
-        shutil.rmtree(CACHE, ignore_errors=True)  # what is asked for is what the archive holds
+        shutil.rmtree(CACHE, ignore_errors=True)  # so that only the archive's content counts
         unpack()
     variables = prepare() | {WITHIN: "check" if given.check else "compile"}
     done = subprocess.run([sys.executable, "-m", "tests.triton_cache"], cwd=ROOT, env=variables, check=False)
@@ -153,7 +154,7 @@ def use_library_of_312() -> None:
 
 
 def compile_steps() -> dict[str, Any]:
-    """Compile what steps of training launch; return the compiled kernels by hash."""
+    """Compile the kernels of training steps; return the compiled kernels by hash."""
     import torch
 
     from benchmarks.launches import SHAPES
@@ -227,7 +228,7 @@ def build(source: str, folder: Path, include: list[Path], stub: Path) -> bytes:
 
 
 def work(check: bool) -> None:
-    """Compile kernels and launchers into the cache; or count what it holds of them."""
+    """Compile kernels and launchers into the cache, or count its kernels and launchers."""
     from triton.backends.nvidia import driver
     from triton.runtime.cache import get_cache_manager
 

@@ -1,12 +1,12 @@
-"""One rank whose collectives really go through its process group, as those of several ranks do.
+"""One rank whose collectives use its process group, as with several ranks.
 
-    python -m tests.wired                # every way to aggregate: over NCCL where there is a GPU, else over gloo
-    python -m tests.wired topk int8      # some of them
+    python -m tests.wired                # every aggregator: over NCCL if there is a GPU, otherwise over gloo
+    python -m tests.wired topk int8      # only some methods
 
-NCCL refuses two ranks on one GPU, and `Comm` leaves out the collectives of a rank that is alone. Here it calls them.
-Each case trains twice, without and with collectives, and must end with the same weights, bit for bit. On a GPU it is an
-error, from the third step on, if the host waits for the device: in the second step DDP itself waits, as it rebuilds its
-buckets. `gtopk` is not among the cases: one rank has nobody to exchange with in any of its rounds.
+NCCL does not allow two ranks on one GPU, and `Comm` skips the collectives of a single rank. Here `Comm` calls them.
+Each case trains twice, without and with collectives, and must end with the same weights, bit by bit. On a GPU, an error
+is raised if the host waits for the device after the second step. In the second step DDP itself waits, because it
+rebuilds its buckets. `gtopk` is not among the cases, because a single rank has no peer in any of its rounds.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def train(case: str, device: str) -> Tensor:
     inputs = [torch.randn(8, 1024, generator=generator).to(device) for _ in range(STEPS)]
     optimizer: torch.optim.Optimizer
     if case in UPDATES:
-        # With `capturable` Adam's steps are tensors of the device, and no step of its own waits.
+        # With `capturable` Adam's step counts are tensors on the device, so Adam itself does not wait.
         optimizer = torch.optim.AdamW(net.parameters(), 0.01, capturable=device == "cuda")
         attach_updates(net, optimizer, **{"method": "topk", **UPDATES[case]})
         model = net
@@ -129,7 +129,7 @@ def train(case: str, device: str) -> Tensor:
 
 
 def compare(case: str, device: str, comm: type[ProcessGroupComm] = Wired) -> str:
-    """Train without and with collectives; return what differs, or an empty text."""
+    """Train without and with collectives; return a description of the differences, or an empty text."""
     alone = train(case, device)
     CALLED.clear()
     with mock.patch("lightning_sparse.hooks.session.ProcessGroupComm", comm):

@@ -1,6 +1,6 @@
-"""Ways to average gradients: stock DDP, its hooks, the usual top-k, seldom averaging, and our methods.
+"""Ways to average gradients: stock DDP, its hooks, naive top-k, local SGD, and this package's methods.
 
-`CONTESTANTS["topk"].wrap(model, Options(), optimizer)` makes a model ready for one of them, on every rank of a gloo
+`CONTESTANTS["topk"].wrap(model, Options(), optimizer)` prepares a model for one of them on every rank of a gloo
 process group.
 """
 
@@ -36,13 +36,13 @@ from lightning_sparse.updates.exchange import DeltaExchange
 
 RANK = 4  # rank of the factors that PowerSGD sends
 DDP_OPTIONS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
-"""Options of DDP, the same for all contestants: our buckets, and no copy of gradients."""
+"""Options of DDP, equal for all methods: this package's bucket size, and no copy of gradients."""
 
 Bucket = dist.GradBucket  # type: ignore[attr-defined]
 
 
 class Options(NamedTuple):
-    """Density of sparse contestants, ranks that share a link, and steps before each exchange of updates."""
+    """Density of sparse methods, number of ranks that share a link, and steps between exchanges of updates."""
 
     density: float = 0.001
     ranks_per_host: int = 1
@@ -51,30 +51,30 @@ class Options(NamedTuple):
 
 @dataclass
 class Wrapped:
-    """A model made ready for one contestant's kind of communication."""
+    """A model that is prepared for one method's communication."""
 
-    module: nn.Module  # to call in the training loop
-    residuals: Callable[[], dict[str, Tensor]] = dict  # this rank's, by parameter name; none without error feedback
-    reducer: Reducer | None = None  # of our methods
-    all_reduced: Callable[[int, int], int] | None = None  # dense: bytes all-reduced, by number of parameters and steps
-    every: int = 1  # steps from one exchange to the next
-    settle: Callable[[], None] = lambda: None  # ends an exchange that goes on, so that weights are equal on all ranks
-    wait: Callable[[], None] = lambda: None  # until the exchange that goes on has sent; it goes on
+    module: nn.Module  # module to call in the training loop
+    residuals: Callable[[], dict[str, Tensor]] = dict  # this rank's residuals by name; empty without error feedback
+    reducer: Reducer | None = None  # reducer of this package's methods
+    all_reduced: Callable[[int, int], int] | None = None  # if dense: (parameters, steps) to bytes all-reduced
+    every: int = 1  # steps between exchanges
+    settle: Callable[[], None] = lambda: None  # completes a pending exchange, so that weights are equal on all ranks
+    wait: Callable[[], None] = lambda: None  # waits until a pending exchange has sent its bytes
 
     @property
     def counted_bytes(self) -> int:
-        """Bytes that our reducer has put on the wire so far; 0 for others."""
+        """Bytes that the reducer has sent so far; 0 without a reducer."""
         return self.reducer.comm.sent_bytes if self.reducer else 0
 
     def sent_bytes(self, steps: int) -> int:
-        """Return the bytes that this rank has put on the wire in its first steps, by ring all-reduce if dense."""
+        """Return the bytes that this rank sent in its first `steps` steps; dense methods use ring all-reduce."""
         if not self.all_reduced:
             return self.counted_bytes
         nbytes = self.all_reduced(sum(param.numel() for param in self.module.parameters()), steps)
         return 2 * (dist.get_world_size() - 1) * nbytes // dist.get_world_size()
 
     def seconds(self) -> dict[str, float]:
-        """Return the time that our reducer has spent in each phase; "wire" is part of "aggregate"."""
+        """Return the reducer's seconds in each phase; "aggregate" includes "wire"."""
         return {**self.reducer.seconds, "wire": self.reducer.comm.seconds} if self.reducer else {}
 
 
@@ -82,18 +82,18 @@ Wrap = Callable[[nn.Module, Options, Optimizer], Wrapped]
 
 
 class Contestant(NamedTuple):
-    """A way to communicate: how a model is made ready for it, and what is checked."""
+    """A way to communicate: the function that prepares a model, and the properties that are checked."""
 
     wrap: Wrap
-    tolerance: float = 1e-4  # share of the gradients that rounding may take
-    check_steps: int = 1  # over which gradients must balance; they are the warm-up too
-    sparse: bool = False  # whether few entries are handed out: at most P·⌈4k/3⌉
-    alone: bool = False  # ranks do not communicate at all
-    updates: bool = False  # whether it exchanges what optimizers change, not gradients
+    tolerance: float = 1e-4  # largest share of the gradients that rounding may remove
+    check_steps: int = 1  # number of steps over which gradients must balance; they also are the warm-up
+    sparse: bool = False  # whether the result has few entries: at most P·⌈4k/3⌉
+    alone: bool = False  # whether ranks do not communicate at all
+    updates: bool = False  # whether it exchanges optimizer updates instead of gradients
 
 
 def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **options: Any) -> DistributedDataParallel:
-    """Return DDP, with a hook, around a model that is equal on all ranks, so that nothing has to be sent for that."""
+    """Wrap a model in DDP with a hook. The model is equal on all ranks, so DDP need not broadcast it."""
     ddp = DistributedDataParallel(model, init_sync=False, **options)
     if hook is not None:
         ddp.register_comm_hook(state, hook)
@@ -101,15 +101,15 @@ def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **optio
 
 
 def _dense(nbytes: int, hook: Any = None, **options: Any) -> Wrap:
-    """All-reduce so many bytes of each parameter."""
+    """Return a method that all-reduces `nbytes` bytes of each parameter."""
     return lambda model, *_: Wrapped(
         data_parallel(model, hook, **options), all_reduced=lambda numel, steps: nbytes * numel * steps
     )
 
 
 def _powersgd(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
-    # One bucket: with several, the hook's callbacks wait for each other on gloo's threads and never end. The hook asks
-    # for two dense steps at first.
+    # Use one bucket: with several, the hook's callbacks wait for each other on gloo's threads and never end. The hook
+    # requires two dense steps at the start.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
     order: list[Tensor] = []
 
@@ -121,7 +121,7 @@ def _powersgd(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapp
         parts = dict(zip(order, state.error_dict[0].split([param.numel() for param in order]), strict=True))
         return {name: parts[param] for name, param in model.named_parameters()}
 
-    # The hook counts elements, and only after its dense steps.
+    # The hook counts elements, not bytes, and only after its dense steps.
     return Wrapped(
         data_parallel(model, hook, state, bucket_cap_mb=100_000),
         residuals,
@@ -130,7 +130,7 @@ def _powersgd(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapp
 
 
 def _naive_topk(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
-    """Top-k as it is usually written: torch.topk over each bucket, and two all-gathers within the hook."""
+    """Top-k in its usual implementation: torch.topk over each bucket, and two all-gathers within the hook."""
     kept = {param: torch.zeros_like(param) for param in model.parameters()}
 
     def hook(state: None, bucket: Bucket) -> torch.futures.Future[Tensor]:  # type: ignore[valid-type]
@@ -153,7 +153,7 @@ def _naive_topk(model: nn.Module, options: Options, optimizer: Optimizer) -> Wra
 
 
 def ours(chosen: Method, model: nn.Module, optimizer: Optimizer, *, granularity: Granularity = "bucket") -> Wrapped:
-    """Make a model ready for a method of ours, which exchanges updates if it has a rule for that."""
+    """Prepare a model for a method of this package, which exchanges updates if it has an update rule."""
     if chosen.update_rule is not None:
         made = Wrapped(model, reducer=attach_updates(model, optimizer, chosen), every=chosen.local_steps)
         exchange = exchange_of(optimizer)
@@ -166,7 +166,7 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer, *, granularity:
 
 
 def _by_default(name: str, model: nn.Module, _: Options, optimizer: Optimizer) -> Wrapped:
-    """Exchange updates as a user does who says nothing else."""
+    """Exchange updates with default options."""
     return Wrapped(model, reducer=attach_updates(model, optimizer, name))
 
 
@@ -217,7 +217,7 @@ def _ours(
 
 
 def steps_for_equal_bytes(model: nn.Module, density: float) -> int:
-    """Return after how many steps dense exchanges send as many bytes as top-k does in as many steps."""
+    """Return the number of steps in which top-k sends the bytes of one dense exchange."""
     reducer = Reducer(method("topk", density=density), ProcessGroupComm())
     reducer.setup(dict(model.named_parameters()))
     return round(reducer.routing.dense_nbytes / reducer.routing.nbytes(None))
@@ -228,7 +228,7 @@ CONTESTANTS = {
     "idle_hook": Contestant(_dense(0, debugging_hooks.noop_hook, **DDP_OPTIONS), alone=True),
     "ddp": Contestant(_dense(4)),
     "fp16": Contestant(_dense(2, default_hooks.fp16_compress_hook), tolerance=1e-2),
-    # By another name: DDP refuses torch's bf16_compress_hook without NCCL, although gloo can add up bf16.
+    # The lambda hides the hook's name. Without NCCL, DDP rejects torch's bf16_compress_hook, but gloo can sum bf16.
     "bf16": Contestant(
         _dense(2, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)), tolerance=5e-2
     ),
@@ -250,7 +250,7 @@ CONTESTANTS = {
     "topk updates within backward": Contestant(
         functools.partial(_within_backward, "float32"), check_steps=2, sparse=True, updates=True
     ),
-    # As by default after the warm-up of the density, if that is the default's.
+    # Equal to the default after density warm-up, if the density is the default.
     "topk updates, int2": _ours("topk", updates=True, value_format="int2"),
     "topk updates, int2, delayed": _ours("topk", updates=True, overlap="next_step", value_format="int2"),
     "topk updates, int2, within backward": Contestant(
@@ -263,5 +263,5 @@ CONTESTANTS = {
 
 
 def along(direction: list[Tensor], tensors: Iterable[Tensor]) -> float:
-    """Return the scalar product of two lists of tensors, in double precision."""
+    """Return the scalar product of two lists of tensors in double precision."""
     return sum(float(a.double().flatten().dot(b.double().flatten())) for a, b in zip(direction, tensors, strict=True))

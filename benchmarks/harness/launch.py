@@ -1,6 +1,6 @@
-"""A process for each rank, on hosts behind shaped links or on loopback, and what these processes do together.
+"""Starts one process per rank, on hosts behind shaped links or on loopback, and provides functions for these processes.
 
-`run_ranks` starts them as `python -m benchmarks.harness.launch JOB`; rank 0 writes records, which it returns.
+`run_ranks` starts them as `python -m benchmarks.harness.launch JOB`, and returns the records that rank 0 writes.
 """
 
 import contextlib
@@ -24,32 +24,32 @@ from torch import nn
 from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, round_trip
 from benchmarks.harness.timing import elapsed_ms, spent
 
-# One thread each, as with more ranks than processors any other number is worse. And memory that is freed stays with the
-# process: by default glibc hands large blocks back to the kernel or not depending on what ran before, and the page
-# faults that follow make the same step 60 to 90 ms long on one core.
+# Each rank uses one thread, because more threads are slower if there are more ranks than cores. Freed memory stays with
+# the process. By default, glibc returns large blocks to the kernel or keeps them, depending on earlier allocations. The
+# resulting page faults make the same step 60 to 90 ms long on one core.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 ROOT = Path(__file__).parents[2]
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 TRIES, TOLERANCE = 3, 0.10
-"""Calibrations before links count as wrong, as whatever else runs for a moment makes them slower; and how far off."""
+"""Number of calibrations before links are rejected, and their largest relative error. A short load slows links down."""
 
 Record = dict[str, Any]
 
 
 class Hosts(NamedTuple):
-    """Where ranks run."""
+    """The hosts of the ranks."""
 
     popen: Callable[..., subprocess.Popen[str]]  # starts a process of a rank, with options of `subprocess.Popen`
-    env: dict[str, str]  # by which the ranks find each other
-    calibration: list[Record]  # a row per measurement of the links; empty on loopback
-    links: str  # their description, for a table
+    env: dict[str, str]  # environment with which the ranks find each other
+    calibration: list[Record]  # one row per measurement of the links; empty on loopback
+    links: str  # description of the links for a table
 
 
 @contextlib.contextmanager
 def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, calibrate: bool = True) -> Iterator[Hosts]:
-    """Make hosts for a number of ranks, of which some may share one.
+    """Create hosts for a number of ranks; several ranks may share a host.
 
-    The rate of the links is as tc writes it, or "loopback": one host, unshaped.
+    The rate of the links is in tc's notation, or "loopback" for one host without shaping.
     """
     if rate == "loopback":
         with socket.socket() as free:
@@ -68,7 +68,7 @@ def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, calibrate: bool =
 
 
 def calibrated(links: ShapedLinks) -> list[Record]:
-    """Measure links; print each try, and return what was found in the first in which all are close to their rate."""
+    """Measure links, print each try, and return the results of the first try in which all are close to their rate."""
     for _ in range(TRIES):
         rows = [{"rate": links.rate, "burst": links.burst, **row} for row in links.calibrate()]
         for row in rows:
@@ -76,20 +76,20 @@ def calibrated(links: ShapedLinks) -> list[Record]:
         if all(abs(row["ratio_to_expected"] - 1) <= TOLERANCE for row in rows):
             return rows
     raise SystemExit(
-        f"The {links.rate} links are more than {TOLERANCE:.0%} off in {TRIES} tries, so nothing is measured. Is there "
-        f"another load on the machine, or is the rate beyond what its processors move?"
+        f"The {links.rate} links are more than {TOLERANCE:.0%} off in {TRIES} tries, so nothing is measured. Either "
+        f"other programs load the machine, or the rate is too high for its processors."
     )
 
 
 class RanksFailed(SystemExit):
-    """Ranks ended early, or hang: the program ends, unless it goes on without them."""
+    """Ranks ended early or hang. The program exits unless it handles this error."""
 
 
 def launch(module: str, job: Record, where: Hosts, workers: int, patience: float = 3600) -> Iterator[Record]:
-    """Run `python -m module <job as JSON>` on every rank; yield what rank 0 writes to the file `job["out"]`.
+    """Run `python -m module <job as JSON>` on every rank; yield the records that rank 0 writes to `job["out"]`.
 
     Raises:
-        RanksFailed: a rank fails, or there was no new record for `patience` seconds.
+        RanksFailed: a rank failed, or there was no new record for `patience` seconds.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         out, logs = Path(folder, "records"), [Path(folder, f"rank{rank}") for rank in range(workers)]
@@ -111,7 +111,8 @@ def launch(module: str, job: Record, where: Hosts, workers: int, patience: float
                 yield json.loads(line)
                 count, news = count + 1, time.monotonic()
             if any(states):
-                # One rank knows the reason and the others only miss it, in whatever order they end: show all.
+                # One rank knows the reason, the others only lost their connection to it. Ranks end in any order, so
+                # show the messages of all.
                 time.sleep(2)
                 ends = [(log.read_text().strip().splitlines() or ["no message"])[-1] for log in logs]
                 states = [process.poll() for process in processes]
@@ -122,18 +123,18 @@ def launch(module: str, job: Record, where: Hosts, workers: int, patience: float
 
 
 def run_ranks(module: str, job: Record, workers: int, rate: str = "loopback") -> tuple[list[Record], list[Record]]:
-    """Run `work(job)` of a module on every rank; return the records, and what was found of the links."""
+    """Run `work(job)` of a module on every rank; return the records and the calibration of the links."""
     with hosts(workers, rate) as where:
         records = list(launch("benchmarks.harness.launch", {**job, "module": module}, where, workers))
     return records, where.calibration
 
 
 class WrongResult(RuntimeError):
-    """A contestant computes something else than it should, so its time means nothing."""
+    """A method computes a wrong result, so its time is meaningless."""
 
 
 def write(out: str, **record: Any) -> None:
-    """Append a record to the results of the job; rank 0 only."""
+    """Append a record to the job's results, on rank 0 only."""
     if dist.get_rank() == 0:
         with Path(out).open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -147,7 +148,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def timed(step: Callable[[], object], count: int) -> dict[str, Any]:
-    """Take steps on all ranks together; return milliseconds, and per step bytes and processor time."""
+    """Run `count` steps on all ranks; return milliseconds of each, and mean bytes and processor time per step."""
     dist.barrier()
     before = spent()
     times = [elapsed_ms(step) for _ in range(count)]
@@ -155,17 +156,17 @@ def timed(step: Callable[[], object], count: int) -> dict[str, Any]:
     seconds, own, machine, transmitted = (spent() - before).tolist()
     all_times, all_own, all_transmitted = zip(*gather((times, own, transmitted)), strict=True)
     return {
-        # A step is over when its slowest rank is.
+        # A step ends when its slowest rank ends.
         "ms": [max(column) for column in zip(*all_times, strict=True)],
         "tx_bytes": max(all_transmitted) / count,
         "cpu_ms": 1e3 * sum(all_own) / len(all_own) / count,
-        # The share of the processors that other programs used.
+        # Share of the processors that other programs used.
         "foreign_load": max(0.0, machine - sum(all_own)) / (seconds * (os.cpu_count() or 1)),
     }
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raise unless all ranks have the same weights, bit by bit."""
+    """Raise WrongResult unless all ranks have identical weights, bit by bit."""
     checksum = 0
     for param in model.parameters():
         checksum = zlib.crc32(param.detach().numpy().data, checksum)

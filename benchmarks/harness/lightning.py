@@ -1,4 +1,4 @@
-"""Lightning's Trainer in the ranks that `run_ranks` starts, each on a host of its own."""
+"""Lightning's Trainer for the ranks that `run_ranks` starts, each on a separate host."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from examples.train import quiet
 
 
 def as_if_by_torchrun() -> int:
-    """Let Lightning take this process for one that torchrun has started, and say little; return its rank."""
+    """Make Lightning treat this process as started by torchrun, and log less; return its rank."""
     quiet()
     warnings.simplefilter("ignore")  # Lightning's advice on a toy run
     rank = dist.get_rank()
@@ -21,7 +21,7 @@ def as_if_by_torchrun() -> int:
 
 
 def bare_trainer(strategy: pl.strategies.DDPStrategy, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
-    """Return a Trainer of one epoch on the CPU that does nothing but train."""
+    """Return a Trainer for one epoch on the CPU that only trains."""
     return pl.Trainer(
         accelerator="cpu",
         devices=1,

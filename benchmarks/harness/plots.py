@@ -266,7 +266,7 @@ class Figure(NamedTuple):
 
 
 def write(figure: Any, path: Path, **options: Any) -> None:
-    """Write a figure to a PNG file, all or nothing; `options` are those of `savefig`."""
+    """Write a figure to a PNG file atomically; `options` are passed to `savefig`."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", **options)
     plt.close(figure)

@@ -1,9 +1,9 @@
-"""Stand-ins for CUDA's clocks, streams and graphs, to rehearse a benchmark of a GPU on a CPU.
+"""Mocks of CUDA's clocks, streams and graphs, to rehearse a GPU benchmark on a CPU.
 
     with rehearsal():
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-The code of the benchmark then is the code that runs on a GPU, but for the tensors' device. Times are those of the CPU.
+The benchmark then runs the same code as on a GPU, except for the tensors' device. Times are CPU times.
 """
 
 import contextlib
@@ -16,43 +16,43 @@ import torch
 
 
 class Event:
-    """A time of the host."""
+    """Mock of an event that holds a time of the host."""
 
     def __init__(self, **_: Any) -> None:
         self.seconds = 0.0
 
     def record(self, *_: Any) -> None:
-        """Note the time."""
+        """Store the current time."""
         self.seconds = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing is launched that could be late."""
+        """Return at once, because no work is pending."""
 
     def query(self) -> bool:
-        """Return whether the device has come this far. Here it never sleeps, so it is told to be late."""
+        """Return False: the mocked device does not sleep, so pretend that its work is pending."""
         return False
 
     def elapsed_time(self, other: "Event") -> float:
-        """Return the milliseconds until another event."""
+        """Return the milliseconds from this event to another."""
         return 1e3 * (other.seconds - self.seconds)
 
 
 class Stream:
-    """A stream that is always done."""
+    """Mock of a stream without pending work."""
 
     cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, other: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class Graph:
-    """Keeps nothing: `torch.cuda.graph` runs its block."""
+    """Mock of a graph. It records nothing, because the mocked `torch.cuda.graph` only runs its block."""
 
     def replay(self) -> None:
-        """There is nothing to run again."""
+        """Do nothing."""
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -82,10 +82,10 @@ def rehearsal() -> Iterator[None]:
 
 
 def device_of_run(rehearse: bool) -> tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Return the device that a benchmark of CUDA runs on, and the context in which it runs; exit without a GPU.
+    """Return the device and the context manager for a CUDA benchmark; exit without a GPU.
 
     Args:
-        rehearse: whether the CPU shall stand in for a GPU.
+        rehearse: whether to use the CPU instead of a GPU.
     """
     if rehearse:
         return "cpu", rehearsal

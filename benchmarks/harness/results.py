@@ -1,4 +1,4 @@
-"""CSV files of results, as `table` writes them, and the command line of a benchmark."""
+"""CSV files of results in the format of `table`, and the command line of a benchmark."""
 
 import argparse
 import time
@@ -17,22 +17,22 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def command_line(doc: str | None, figure: bool = True) -> argparse.ArgumentParser:
-    """Return a parser that prints a script's docstring as help; with `--out`, and `--figure` if the script draws."""
+    """Return a parser with a script's docstring as help, with `--out`, and with `--figure` if the script draws one."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder, default: benchmarks/results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results. Default: benchmarks/results")
     if figure:
-        parser.add_argument("--figure", action="store_true", help="measure nothing, draw what was measured")
+        parser.add_argument("--figure", action="store_true", help="only draw the figure from existing results")
     return parser
 
 
 def missing(table: pd.DataFrame, runs: Sequence[Any]) -> list[Any]:
-    """Return the runs, named tuples, of whose fields a table has no row."""
+    """Return the runs (named tuples) for which a table has no row with equal fields."""
     done = set(table.reindex(columns=runs[0]._fields).itertuples(index=False, name=None))
     return [run for run in runs if run not in done]
 
 
 def save_each(path: Path, runs: Sequence[Any], do: Callable[[Any], list[Row]], digits: int | None = None) -> None:
-    """Do some runs, named tuples, and write the rows of each when it ends, in place of those with the same fields."""
+    """Do the runs (named tuples). After each run write its rows, which replace rows with equal fields."""
     for run in runs:
         print(run, end=": ", flush=True)
         started = time.time()
@@ -42,7 +42,7 @@ def save_each(path: Path, runs: Sequence[Any], do: Callable[[Any], list[Row]], d
 
 
 def device() -> Row:
-    """Return the columns that say where figures of a GPU come from."""
+    """Return the columns that describe the GPU and its software."""
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else "CPU",

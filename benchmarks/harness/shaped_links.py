@@ -1,22 +1,23 @@
-"""Several hosts with slow links on one machine, out of Linux network namespaces.
+"""Creates several hosts with slow links on one machine, from Linux network namespaces.
 
     with ShapedLinks(hosts=4, rate="1gbit") as links:
         print(links.calibrate())
         worker = links.popen(0, [sys.executable, "train.py"])
 
-Every host is a namespace with one interface, `eth0`; the other end of its veth pair is a port of a bridge in a
-namespace of its own: no way out to any other network. A token bucket (`tc … tbf`) shapes both ends of each pair, since
-one end alone would leave the sum of what several hosts send to one of them unlimited.
+Each host is a namespace with one interface, `eth0`. The other end of its veth pair is a port of a bridge in a separate
+namespace, without access to any other network. A token bucket (`tc … tbf`) shapes both ends of each pair. Shaping one
+end would not limit the total traffic from several hosts to one host.
 
-With a round trip in the rate, "100mbit 50ms", the interfaces are tun devices, and a program carries packets from one to
-another, each after its time: so it works without `netem`, which not every kernel has.
+If the rate includes a round trip, such as "100mbit 50ms", the interfaces are tun devices. A program carries packets
+between them and delays each packet. So this works without `netem`, which not every kernel has.
 
-The namespaces have no names. A host's hold a `cat`, the first process of its own process namespace; it ends when this
-program closes its input or is gone, SIGKILL included. Then the kernel ends every process on the host, and the links.
+The namespaces have no names. Each host's namespaces hold a `cat`, the first process of its process namespace. The `cat`
+ends when this program closes its input or ends, even by SIGKILL. The kernel then ends every process on the host, and
+removes the links.
 
-Needs root, `ip` and `tc`, and util-linux. This module imports nothing but the standard library, because it is also the
-program that calibration runs on the hosts, `python shaped_links.py receive …` and `python shaped_links.py send …`, and
-the one that carries packets, `python shaped_links.py carry …`.
+Requires root, `ip`, `tc` and util-linux. This module imports only the standard library, because it is also a program:
+calibration runs `python shaped_links.py receive …` and `python shaped_links.py send …` on the hosts, and `python
+shaped_links.py carry …` carries packets.
 """
 
 import contextlib
@@ -39,20 +40,20 @@ from collections.abc import Sequence
 from typing import Any, final
 
 INTERFACE = "eth0"
-# Of the 1514 bytes of a full frame, as the shaper counts it, TCP with time stamps leaves 1448 to the application.
+# The shaper counts 1514 bytes for a full frame, of which TCP with time stamps leaves 1448 to the application.
 PAYLOAD_SHARE = 1448 / 1514
 _PORT = 29400
 QUEUE = 0.1
-"""Seconds that a packet may wait for a link; others are dropped."""
+"""Longest time in seconds that a packet waits for a link before it is dropped."""
 
 
 def bits_per_second(rate: str) -> float:
-    """Read a rate as `tc` writes it: a number followed by kbit, mbit or gbit."""
+    """Parse a rate in `tc`'s notation: a number followed by kbit, mbit or gbit."""
     return _read(rate)[0]
 
 
 def round_trip(rate: str) -> float:
-    """Return the seconds of a round trip that are given behind a rate, "100mbit 50ms"; 0 without any."""
+    """Return the round-trip time in seconds from a rate such as "100mbit 50ms"; 0 if the rate has none."""
     return _read(rate)[1]
 
 
@@ -64,21 +65,21 @@ def _read(rate: str) -> tuple[float, float]:
 
 
 def burst(rate: str) -> str:
-    """Choose the token bucket's size: what passes at full speed after a pause."""
-    # Large enough for the timer to keep up with the rate, and small against one step's traffic: with 512 KB at 1 Gbit/s
-    # a whole sparse step of 0.6 MB would pass nearly unshaped.
+    """Choose the token bucket's size: the amount of data that passes at full speed after a pause."""
+    # It must be large enough for the timer to sustain the rate, and small compared with one step's traffic. With 512 KB
+    # at 1 Gbit/s, a whole sparse step of 0.6 MB would pass nearly unshaped.
     limits = ((100e6, "16kb"), (500e6, "32kb"), (1e9, "64kb"))
     return next((size for limit, size in limits if bits_per_second(rate) <= limit), "512kb")
 
 
 def missing() -> str | None:
-    """Say what this machine lacks for namespaces, or None."""
+    """Return which requirement for namespaces this machine lacks; None if it has all."""
     absent = [tool for tool in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
     if absent:
         return f"{' and '.join(absent)} not found (Linux, packages iproute2 and util-linux)"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    try:  # root inside a container often may not; the only way to know is to try
+    try:  # root in a container often lacks the permission; the only way to find out is to try
         _run("unshare --net --pid --fork true")
     except RuntimeError as error:
         return str(error)
@@ -88,8 +89,9 @@ def missing() -> str | None:
 def probe(name: str, rate: str, payload_bytes: int, seconds: float) -> dict[str, Any]:
     """Return the columns of a calibration measurement.
 
-    "ratio_to_expected" is payload per second over that of full frames at the nominal rate, 95.6 % of it: 1 is ideal.
-    Seconds are those from the first byte's departure to the arrival of the receiver's one-byte answer.
+    "ratio_to_expected" is the payload per second divided by that of full frames at the nominal rate, which is 95.6 % of
+    the rate. The ideal ratio is 1. The time starts with the first byte and ends when the receiver's one-byte answer
+    arrives.
     """
     goodput = 8 * payload_bytes / seconds
     return {
@@ -103,9 +105,10 @@ def probe(name: str, rate: str, payload_bytes: int, seconds: float) -> dict[str,
 
 @final
 class ShapedLinks:
-    """A context manager that makes hosts with links of a rate in each direction, and ends all processes on them.
+    """A context manager that creates hosts with links of a given rate in each direction.
 
-    Behind the rate may be the milliseconds of a round trip: "100mbit 50ms".
+    At the end of its block all processes on the hosts end. The rate may include the milliseconds of a round trip:
+    "100mbit 50ms".
     """
 
     def __init__(self, hosts: int, rate: str) -> None:
@@ -144,9 +147,9 @@ class ShapedLinks:
             return program.communicate()[0].strip()
 
     def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a process on a host, with options of `subprocess.Popen`. Terminating that kills the program."""
-        # `nsenter` waits for the program, which setpriv has the kernel kill with it. A session of its own keeps the
-        # terminal's Ctrl-C for us alone.
+        """Start a process on a host, with options of `subprocess.Popen`. Terminating it kills the program."""
+        # `nsenter` waits for the program, and setpriv makes the kernel kill the program when `nsenter` ends. In a new
+        # session the program does not receive the terminal's Ctrl-C.
         namespaces = f"/proc/{self._holders[host - self.hosts].pid}/ns"
         enter = ["nsenter", f"--net={namespaces}/net", f"--pid={namespaces}/pid_for_children"]
         command = [*enter, "setpriv", "--pdeathsig", "KILL", *argv]
@@ -155,12 +158,13 @@ class ShapedLinks:
         return process
 
     def calibrate(self) -> list[dict[str, Any]]:
-        """Measure 600 KB (the median of nine), 20 MB, a stream of 50 KB messages, and 20 MB from all hosts to one.
+        """Measure 600 KB (the median of nine), 20 MB, a stream of 50 KB messages, and 20 MB from all hosts to host 0.
 
-        A message is written only when the socket has taken the one before; to host 0 all others send equal parts.
-        With a round trip that is what is measured, by one byte: TCP takes several to find out a link's rate.
+        A message is written when the socket has accepted the previous message. In the last measurement all other hosts
+        send equal parts. If the rate includes a round trip, only the round trip is measured, with one byte. TCP would
+        need several round trips to reach a link's rate.
         """
-        # A stream long enough that the part sent at full speed, one burst, does not matter.
+        # The stream is so long that the burst, which is sent at full speed, does not matter.
         stream = max(40, round(bits_per_second(self.rate) / 8 * 0.1 / 50_000))
         receiver = self._end("receive", 0)
         receiver.stdout.readline()  # type: ignore[union-attr]
@@ -176,7 +180,7 @@ class ShapedLinks:
             ("50 KB messages", 50_000, stream, 1, 1),
             ("all to one, 20 MB", 20_000_000 // (self.hosts - 1), 1, 1, self.hosts - 1),
         ):
-            start = math.ceil(time.monotonic() + 0.5)  # all at once
+            start = math.ceil(time.monotonic() + 0.5)  # all hosts start at the same time
             ends = [self._end("send", host, size, count, repeat, start) for host in range(1, 1 + senders)]
             slowest = max(statistics.median(_seconds(end)) for end in ends)
             probes.append(probe(name, self.rate, size * count * senders, slowest))
@@ -189,7 +193,7 @@ class ShapedLinks:
         return self.popen(host, script, stdout=subprocess.PIPE)
 
     def _hold(self) -> int:
-        """Make namespaces for network and processes; return the process that holds them."""
+        """Create namespaces for network and processes; return the id of the process that holds them."""
         command = ["unshare", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", "echo made; exec cat"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         holder = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
@@ -223,7 +227,7 @@ def _address(host: int) -> str:
 
 
 def _bring_up(number: int, on_host: str) -> None:
-    """Give a host's interface its address, by commands that `on_host` runs there."""
+    """Set the address of a host's interface and bring it up. The prefix `on_host` runs a command on the host."""
     _run(f"{on_host} ip addr add {_address(number)}/24 dev {INTERFACE}")
     _run(f"{on_host} ip link set {INTERFACE} up")
     _run(f"{on_host} ip link set lo up")
@@ -243,7 +247,7 @@ def _seconds(sender: subprocess.Popen[str]) -> list[float]:
 
 
 def _tun(number: int, pid: str) -> int:
-    """Return a tun device that is a host's interface."""
+    """Create a tun device as a host's interface, and return its file descriptor."""
     device, name = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK), f"tun{os.getpid()}_{number}"
     fcntl.ioctl(device, 0x400454CA, struct.pack("16sH14x", name.encode(), 0x1001))  # TUNSETIFF: IFF_TUN, IFF_NO_PI
     on_host = f"nsenter --net=/proc/{pid}/ns/net"
@@ -254,20 +258,20 @@ def _tun(number: int, pid: str) -> int:
 
 
 def _carry(rate: str, *pids: str) -> None:
-    """Carry packets between hosts, each over the sender's link, half a round trip, and the receiver's link."""
+    """Carry packets between hosts. Each passes the sender's link, half a round trip, and the receiver's link."""
     devices = [_tun(number, pid) for number, pid in enumerate(pids)]
     poll = select.epoll()
     for device in devices:
         poll.register(device, select.EPOLLIN)
     print("ready", flush=True)
     second_per_byte, delay = 8 / bits_per_second(rate), round_trip(rate) / 2
-    free = {(device, way): 0.0 for device in devices for way in ("up", "down")}  # when each link is
-    under_way: list[tuple[float, int, int, bytes]] = []  # the time of arrival, a number, the device, and the packet
+    free = {(device, way): 0.0 for device in devices for way in ("up", "down")}  # time at which each link is free
+    under_way: list[tuple[float, int, int, bytes]] = []  # time of arrival, number, device, and packet
     for number in range(sys.maxsize):
         now = time.monotonic()
         while under_way and under_way[0][0] <= now:
             *_, device, packet = heapq.heappop(under_way)
-            with contextlib.suppress(OSError):  # as a network loses packets
+            with contextlib.suppress(OSError):  # drop the packet, as networks do
                 os.write(device, packet)
         for device, _ in poll.poll(max(0, under_way[0][0] - now) if under_way else None):
             packet = os.read(device, 1 << 16)
@@ -284,7 +288,7 @@ def _carry(rate: str, *pids: str) -> None:
 
 
 class _Receiver(socketserver.BaseRequestHandler):
-    """Reads as many bytes as announced in eight, and answers with one, until the connection ends."""
+    """Until the connection ends: reads a length in eight bytes, reads that many bytes, and answers with one byte."""
 
     def handle(self) -> None:
         buffer = bytearray(1 << 20)
@@ -296,7 +300,7 @@ class _Receiver(socketserver.BaseRequestHandler):
 
 
 def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:
-    """Send `count` messages of `size` bytes, `repeat` times, and print the seconds that each time took."""
+    """Send `count` messages of `size` bytes, `repeat` times, and print the seconds of each repetition."""
     message = bytes(size)
     seconds = []
     with socket.create_connection((address, _PORT)) as connection:
@@ -309,7 +313,7 @@ def _send(address: str, size: int, count: int, repeat: int, start: int) -> None:
                 connection.sendall(message)
             connection.recv(1)
             seconds.append(time.monotonic() - before)
-            # Steps come with pauses, in which the token bucket fills up again.
+            # Training steps have pauses between them, in which the token bucket fills up again.
             time.sleep(0.05 if repeat > 1 else 0)
     print(json.dumps(seconds))
 

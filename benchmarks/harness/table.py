@@ -1,4 +1,4 @@
-"""CSV files of results: read, replace rows by key, write with library versions and hardware."""
+"""Reads and writes CSV files of results, replaces rows by key, and adds library versions and hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def load(path: Path) -> pd.DataFrame:
-    """Read a CSV file; an empty table if there is none. Empty cells of text columns are ""."""
+    """Read a CSV file; return an empty table if it does not exist. Empty cells of text columns are ""."""
     if not path.exists():
         return pd.DataFrame()
     table = pd.read_csv(path)
@@ -26,25 +26,25 @@ def load(path: Path) -> pd.DataFrame:
 
 
 def load_texts(path: Path) -> pd.DataFrame:
-    """Read a CSV file as text, cell by cell; an empty table if there is none."""
+    """Read all cells of a CSV file as text; return an empty table if the file does not exist."""
     return pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame()
 
 
 def save(
     path: Path, rows: Iterable[Mapping[str, Any]], key: Sequence[str] | None = None, digits: int | None = None
 ) -> pd.DataFrame:
-    """Write rows to a CSV file; whoever reads it, and an interrupted program leaves, the file before or the file after.
+    """Write rows to a CSV file atomically: a reader, or an interruption, never sees a partial file.
 
     Args:
-        path: of the file. Its folder is made if it is missing.
-        rows: one mapping per row, column to value; missing values are written as empty cells. Without rows the file is
-            left as it is.
-        key: rows of the file that agree with a new row in these columns are replaced, the others stay, text for text.
-            None replaces the whole file.
-        digits: significant digits of floats; None writes them in full.
+        path: path of the file. A missing folder is created.
+        rows: one mapping per row, from column to value. Missing values become empty cells. Without rows, the file does
+            not change.
+        key: columns that identify a row. A new row replaces old rows with equal values in these columns. All other rows
+            are kept unchanged. None replaces the whole file.
+        digits: number of significant digits of floats; None writes all digits.
 
     Returns:
-        The table written, as text.
+        The written table, as text.
     """
     new = pd.DataFrame([{column: text(value, digits) for column, value in row.items()} for row in rows]).fillna("")
     if new.empty:
@@ -61,7 +61,7 @@ def save(
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a temporary file beside `path`, which takes its place if the block ends without an error."""
+    """Yield the path of a temporary file that replaces `path` if the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -79,7 +79,7 @@ def text(value: Any, digits: int | None = None) -> str:
 
 
 def origin(*packages: str) -> Row:
-    """Return the columns that say where figures come from: versions, processor, date."""
+    """Return the columns that describe the origin of results: versions, processor, date."""
     return {
         **{name.replace("-", "_"): installed(name) for name in ("lightning_sparse", "torch", *packages)},
         "python": platform.python_version(),
@@ -90,7 +90,7 @@ def origin(*packages: str) -> Row:
 
 
 def installed(package: str) -> str:
-    """Return the version of a package, "" if it is not installed."""
+    """Return the version of a package; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

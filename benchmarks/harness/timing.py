@@ -1,4 +1,4 @@
-"""Clocks, quantiles, and the load that other programs put on the machine."""
+"""Clocks, quantiles, and the load of other programs on the machine."""
 
 import collections
 import ctypes
@@ -13,23 +13,23 @@ import numpy as np
 import torch
 
 T = TypeVar("T")
-EVICTION = {"cpu": 32_000_000, "cuda": 64_000_000}  # elements of 4 bytes: more than the caches of a device hold
-FOREIGN_LOAD = 0.05  # share of the processors that other programs may use during a measurement
+EVICTION = {"cpu": 32_000_000, "cuda": 64_000_000}  # number of 4-byte elements that exceeds a device's caches
+FOREIGN_LOAD = 0.05  # largest share of the processors that other programs may use during a measurement
 
 
 def spread(ms: Sequence[float], name: str = "ms") -> dict[str, float]:
-    """Return median and 20th and 80th percentiles as columns of a table."""
+    """Return the median and the 20th and 80th percentiles as columns of a table."""
     return dict(zip((name, f"{name}_p20", f"{name}_p80"), np.percentile(ms, [50, 20, 80]).tolist(), strict=True))
 
 
 def step_columns(ms: Sequence[float], divisor: float = 1) -> dict[str, float]:
-    """Return number and quantiles of steps as columns of a table, rounded, each time divided."""
+    """Return the number of steps, and rounded quantiles of their times divided by `divisor`, as columns of a table."""
     median, p20, p80 = (round(value / divisor, 1) for value in spread(ms).values())
     return {"steps": len(ms), "median_ms": median, "p20_ms": p20, "p80_ms": p80}
 
 
 def elapsed_ms(run: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = time.perf_counter) -> float:
-    """Run once; return milliseconds, on CUDA between two events. The clock `time.process_time` is of this program."""
+    """Run once and return milliseconds; on CUDA, between two events. `time.process_time` counts this program only."""
     if device == "cpu":
         started = clock()
         run()
@@ -45,9 +45,9 @@ def elapsed_ms(run: Callable[[], object], device: str = "cpu", clock: Callable[[
 def in_turns(
     contestants: Mapping[str, Callable[[], object]], repetitions: int, device: str = "cpu", **options: Any
 ) -> dict[tuple[str, str], list[float]]:
-    """Time all contestants in turn, each twice: "cold", after the caches were filled, and "warm", again.
+    """Time all methods in turn, each twice: "cold", after other data filled the caches, and then "warm".
 
-    Returns the milliseconds of all repetitions by contestant and cache; options are those of `elapsed_ms`.
+    Returns the milliseconds of all repetitions by method and cache. Options are passed to `elapsed_ms`.
     """
     other, times = torch.ones(EVICTION[device], device=device), collections.defaultdict(list)
     for _ in range(1 + repetitions):
@@ -59,10 +59,11 @@ def in_turns(
 
 
 def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Capture `run` in a CUDA graph. Return the graph, and the result that each replay writes anew.
+    """Capture `run` in a CUDA graph. Return the graph, and the result that each replay overwrites.
 
-    The capture has a stream of its own, in which `run` runs once before: so the constant tensors that it keeps for this
-    stream exist, and no replay copies them to the device. Before torch 2.10 such a copy within a capture is an error.
+    The capture uses a separate stream, on which `run` runs once before the capture. This creates the constant tensors
+    that `run` caches for the stream, so no replay copies them to the device. Before torch 2.10 such a copy within a
+    capture raises an error.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -76,8 +77,8 @@ def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
 
 
 def spent() -> Any:
-    """Return what was spent so far: seconds, processor seconds of this rank and of the machine, transmitted bytes."""
-    stat = Path("/proc/stat")  # user, nice, system, and what other machines stole; 0 if the system does not count
+    """Return totals so far: seconds, processor seconds of this rank and of the machine, and transmitted bytes."""
+    stat = Path("/proc/stat")  # user, nice, system and steal time; 0 if the system does not count
     machine = sum(int(stat.read_text().split()[column]) for column in (1, 2, 3, 8)) if stat.exists() else 0
     seconds = machine / os.sysconf("SC_CLK_TCK")
     return np.array([time.perf_counter(), time.process_time(), seconds, interface_bytes()])
@@ -88,19 +89,19 @@ def interface_bytes() -> int:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if name.startswith("lo"):
         return 0
-    # Not in /sys, which shows the interfaces of the namespace in which it was mounted.
+    # /sys is unsuitable: it shows the interfaces of the namespace in which it was mounted.
     lines = (line.replace(":", " ").split() for line in Path("/proc/net/dev").read_text().splitlines())
     return next(int(line[9]) for line in lines if line[0] == name)
 
 
 def reset_peak() -> None:
-    """Count the peak of this process's memory anew, after what was freed has gone back to the system; Linux only."""
+    """Return freed memory to the system, and restart the count of this process's peak memory. Linux only."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has had since `reset_peak`."""
+    """Return this process's peak memory in bytes since `reset_peak`."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(status["VmHWM"].split()[0])

@@ -1,7 +1,7 @@
-"""Trainings to compare: with one seed all start from the same weights and see the same batches in the same order.
+"""Training loops for comparisons: with equal seeds, trainings use equal weights and equal batches in the same order.
 
-A rank is a process, or a thread of this process: `train_threads`. Step times are those of several contestants that take
-turns on the same ranks: a benchmark's `work` calls `take_turns` on every rank, which `save_times` starts.
+A rank is a process, or a thread of this process (`train_threads`). To time steps, several methods take turns on the
+same ranks: `save_times` starts the ranks, and a benchmark's `work` calls `take_turns` on each of them.
 """
 
 import itertools
@@ -28,11 +28,11 @@ from lightning_sparse import Comm, Method, NonFiniteGradient, Reducer, simulate
 from lightning_sparse.updates.exchange import DeltaExchange
 
 ROUNDS, TIMED_STEPS = 5, 8
-"""Turns of each contestant, and the steps timed in one. Updates are exchanged after 1 or after `TIMED_STEPS` here."""
+"""Number of turns of each method, and of timed steps per turn. Updates are exchanged every 1 or `TIMED_STEPS`."""
 
 
 class Data(NamedTuple):
-    """Batches by their examples' numbers, the number of examples, and the held-out ones: inputs and targets."""
+    """Batches by example numbers, the number of examples, and the held-out examples as inputs and targets."""
 
     batch: Callable[[list[int]], tuple[Tensor, Tensor]]
     size: int
@@ -40,7 +40,7 @@ class Data(NamedTuple):
 
 
 def text(length: int, held_out: int) -> Data:
-    """Return sequences of bytes of Python's standard library, and so many held-out ones, evenly spaced."""
+    """Return byte sequences of Python's standard library, and `held_out` evenly spaced held-out sequences."""
     library = StandardLibrary(length)
     library.setup()
     train, val = library.train_set, library.val_set
@@ -49,15 +49,15 @@ def text(length: int, held_out: int) -> Data:
 
 
 def factor(step: int, steps: int) -> float:
-    """Return the factor on the learning rate: linear warm-up over a tenth, then half a cosine to zero."""
+    """Return the factor on the learning rate: linear warm-up over a tenth of the steps, then half a cosine to zero."""
     warmup = max(1, steps // 10)
     return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 class Trainee:
-    """A model in training on one rank; `wrapped` is the model made ready for communication with those of `comm`.
+    """A model in training on one rank. `wrapped` is the model prepared for communication with the ranks of `comm`.
 
-    Options: the `seed` of the order of the data, the `batch_size` of a rank, and the `steps` of the whole schedule.
+    The options are the `seed` of the data's order, the `batch_size` of a rank, and the `steps` of the whole schedule.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Trainee:
         self.batch_size, self.steps, self.done = options["batch_size"], options["steps"], 0
         self.order = torch.randperm(data.size, generator=torch.Generator().manual_seed(options["seed"]))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, self.steps))
-        self.ranks = comm.size  # that share a batch
-        self.evaluated = slice(comm.rank, None, comm.size)  # of the held-out examples
+        self.ranks = comm.size  # number of ranks that share a batch
+        self.evaluated = slice(comm.rank, None, comm.size)  # this rank's held-out examples
         self.not_counted = wrapped.counted_bytes
 
     def step(self) -> None:
@@ -83,18 +83,18 @@ class Trainee:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that this rank has put on the wire so far."""
+        """The bytes that this rank has sent so far."""
         return self.wrapped.sent_bytes(self.done) - self.not_counted
 
     @property
     def settled_bytes(self) -> int:
-        """The same, when the exchange that goes on, if one does, has sent all: a thread counts its bytes."""
+        """The same after waiting for a pending exchange, whose bytes a thread counts."""
         self.wrapped.wait()
         return self.sent_bytes
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """Return mean loss and share of right answers over the held-out examples, the same on all ranks."""
+        """Return mean loss and accuracy over the held-out examples, equal on all ranks."""
         self.wrapped.settle()
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
@@ -110,9 +110,10 @@ class Trainee:
         return loss, right
 
     def curve(self, steps: int, every: int) -> Iterator[Row]:
-        """Train; yield loss, accuracy and the bytes sent so far, at the start and after each `every` steps.
+        """Train; yield loss, accuracy and bytes sent so far, at the start and after every `every` steps.
 
-        Above ten times the loss of the start, or with a gradient not finite, a training ends: its loss is infinite.
+        If the loss exceeds ten times its initial value, or a gradient is not finite, training ends and the loss is
+        infinite.
         """
         limit = math.inf
         while True:
@@ -125,7 +126,7 @@ class Trainee:
                 return
             try:
                 self.step()
-            except NonFiniteGradient:  # on all ranks
+            except NonFiniteGradient:  # raised on all ranks
                 yield {"step": self.done, "val_loss": math.inf, "accuracy": 0.0, "sent_bytes": self.sent_bytes}
                 return
 
@@ -140,7 +141,7 @@ def attach_thread(
     kind: type[Reducer] = Reducer,
     **options: Any,
 ) -> Wrapped:
-    """Exchange gradients, or updates, in optimizers' steps: `attach` and `attach_updates` for ranks as threads."""
+    """Exchange gradients or updates in the optimizers' steps: `attach` and `attach_updates` for ranks as threads."""
     reducer = kind(method, comm, exchanged="update" if method.update_rule else "gradient", **options)
     if method.update_rule is None:
         optimizers[0].register_step_pre_hook(
@@ -172,9 +173,10 @@ def _exchange_steps(exchanged: DeltaExchange, optimizer: Optimizer, local_steps:
 def train_threads(
     build: Callable[[], nn.Module], make: Callable[..., Trainee], ranks: int, seed: int, steps: int, every: int
 ) -> list[Row]:
-    """Return the curve of a training with ranks as threads, each of which makes a trainee of its model and comm.
+    """Return the curve of a training with ranks as threads. Each rank creates a trainee from its model and comm.
 
-    It is a SystemExit if they end with different weights.
+    Raises:
+        SystemExit: the ranks end with different weights.
     """
     models = []
     for _ in range(ranks):
@@ -188,30 +190,35 @@ def train_threads(
 
 
 def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> None:
-    """Time steps of each contestant in turn, several rounds: its columns, steps before an exchange, and trainee."""
-    for _, _, trainee in contestants:  # DDP forms its buckets anew in the second step
+    """Time steps of each method in turn, in several rounds.
+
+    Args:
+        contestants: columns of the table, steps between exchanges, and trainee of each method.
+        out: file of the job's results.
+    """
+    for _, _, trainee in contestants:  # DDP rebuilds its buckets in the second step
         for _ in range(3):
             trainee.step()
     for number, (columns, every, trainee) in list(enumerate(contestants)) * ROUNDS:
-        trainee.step()  # brings the model back into the caches
+        trainee.step()  # loads the model into the caches
         sent_before = trainee.settled_bytes
         found = timed(trainee.step, TIMED_STEPS)
         sent = max(gather(trainee.settled_bytes - sent_before)) / TIMED_STEPS
         write(out, number=number, columns=columns, every=every, sent_bytes=sent, **found)
-    for _, _, trainee in contestants:  # the last step of 3 + ROUNDS · (1 + TIMED_STEPS) has exchanged
+    for _, _, trainee in contestants:  # the last of the 3 + ROUNDS · (1 + TIMED_STEPS) steps ends with an exchange
         trainee.wrapped.settle()
         check_weights(trainee.model)
 
 
 def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> None:
-    """Time steps of what a module's `work` gives to `take_turns`, and write a row for each contestant of a case."""
+    """Time the steps of the methods that a module's `work` passes to `take_turns`, and write one row for each."""
     records, calibration = run_ranks(module, job, workers, case["rate"])
     off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
     rows: list[Row] = []
     for _, turns in pd.DataFrame(records).groupby("number"):
         every, means = turns["every"].iloc[0], turns[["sent_bytes", "tx_bytes", "foreign_load"]].mean()
         ms, share = np.sort(np.stack(turns["ms"])), min(every, TIMED_STEPS) / every
-        if share < 1:  # of the exchanges timed, one in a turn, which is its longest step, a training has this share
+        if share < 1:  # each turn has one exchange, in its longest step; a training has only this share of exchanges
             rest = ms[:, :-1].mean(1)
             ms = rest + (ms[:, -1] - rest) * share / TIMED_STEPS
         row = case | turns["columns"].iloc[0] | step_columns(ms.ravel())
@@ -221,5 +228,5 @@ def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> 
         rows.append(row | {"threads_per_rank": 1} | results.origin())
     print(pd.DataFrame(rows).loc[:, :"foreign_load"].to_string(index=False), flush=True)
     if max(row["foreign_load"] for row in rows) > FOREIGN_LOAD:
-        print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat it.")
+        print(f"Other programs used more than {FOREIGN_LOAD:.0%} of the processors; repeat the measurement.")
     results.save(path, rows, list(case))

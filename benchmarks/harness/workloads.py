@@ -1,6 +1,6 @@
-"""Models and data of the benchmarks over links: a large one to time, small ones to train, and paced ones.
+"""Models and data of the network benchmarks: a large model to time, small models to train, and paced models.
 
-Of paced models, those of the gTopK paper (arXiv 1901.04359) and others, only the parameters' shapes are known.
+A paced model only has the parameter shapes of a real model, such as those of the gTopK paper (arXiv 1901.04359).
 """
 
 import itertools
@@ -17,22 +17,22 @@ from examples.models import ResNet20, convnet
 from examples.models.gpt import GPT
 
 TRAININGS = {"real": "convolutional network, 2.1 M", "real_resnet20": "ResNet-20, 0.27 M"}
-"""Workloads that train on the digits."""
-TARGET_LOSS = 0.2  # test loss at which such a training ends
+"""Workloads that train on the digits, and their descriptions."""
+TARGET_LOSS = 0.2  # test loss at which training on the digits ends
 BATCH = 16  # examples per rank and step
 COMPUTE_SECONDS = {
     "resnet20": 0.146,
     "vgg16": 0.140,
     "alexnet": 0.257,
     "resnet50": 4.88,
-    # Not published. What makes dense training on 4 workers as efficient as the paper has it, 3.2 %, over its link.
+    # Not published. With this value, dense training on 4 workers has the paper's efficiency, 3.2 %, over its link.
     "lstm_ptb": 0.118,
-    # Not in the paper; an assumption, about 8 × 1024 tokens on one data-centre GPU.
+    # Not in the paper. This is an assumption: about 8 × 1024 tokens on one data-centre GPU.
     "gpt2": 0.25,
-    # The timing model of `benchmarks.network`: what a step without communication takes there, four ranks on two cores.
+    # The timing model of `benchmarks.network`: duration of a step without communication, with four ranks on two cores.
     "mlp_paced": 0.146,
 }
-"""Seconds of forward and backward of paced models for one step, from the authors' scripts unless said otherwise."""
+"""Seconds of forward and backward of paced models for one step, from the authors' scripts unless noted otherwise."""
 
 
 def mlp() -> nn.Sequential:
@@ -42,7 +42,7 @@ def mlp() -> nn.Sequential:
 
 
 def resnet(stem: int, stages: Iterable[tuple[int, int]], classes: int, bottleneck: bool = False) -> Iterator[nn.Module]:
-    """Yield layers by the size of the first convolution, and width and blocks of each stage, with projections."""
+    """Yield the layers of a ResNet: the first convolution has size `stem`, stages are given by width and blocks."""
 
     def convolution(before: int, width: int, size: int) -> list[nn.Module]:
         return [nn.Conv2d(before, width, size, bias=False), nn.BatchNorm2d(width)]
@@ -63,14 +63,14 @@ def resnet(stem: int, stages: Iterable[tuple[int, int]], classes: int, bottlenec
 
 
 def vgg16() -> Iterator[nn.Module]:
-    """For CIFAR-10: one linear layer behind the convolutions, which have biases beside their normalisation."""
+    """Yield the layers of VGG-16 for CIFAR-10: convolutions with biases and normalisation, and one linear layer."""
     for before, width in itertools.pairwise([3, 64, 64, 128, 128, 256, 256, 256, *[512] * 6]):
         yield from [nn.Conv2d(before, width, 3), nn.BatchNorm2d(width)]
     yield nn.Linear(512, 10)
 
 
 def alexnet() -> Iterator[nn.Module]:
-    """For ImageNet."""
+    """Yield the layers of AlexNet for ImageNet."""
     for size in ((3, 64, 11), (64, 192, 5), (192, 384, 3), (384, 256, 3), (256, 256, 3)):
         yield nn.Conv2d(*size)
     yield from [nn.Linear(9216, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000)]
@@ -94,7 +94,7 @@ def shapes(name: str) -> list[tuple[int, ...]]:
 
 
 def build(workload: str, compute: float, rank: int) -> nn.Module:
-    """Return the model of a workload: "mlp", "mlp_adamw", one of `TRAININGS`, or a paced one."""
+    """Return the model of a workload: "mlp", "mlp_adamw", one of `TRAININGS`, or a paced model."""
     torch.manual_seed(0)
     if workload in MODELS:
         return Paced(shapes(workload), compute, real_gradients(rank))
@@ -102,11 +102,11 @@ def build(workload: str, compute: float, rank: int) -> nn.Module:
 
 
 class Paced(nn.Module):
-    """Gradients of given shapes, after a given time: a model as communication sees it, with idle processors.
+    """Produces gradients of given shapes after a given time. It imitates a model's communication with idle processors.
 
-    Forward sleeps for a third of the time, and backward for the rest, the same share for each matrix. The values are
-    gradients of a small convolutional network on the digits, put end to end; in every other step those of another
-    batch. So large ones are in the same places on all ranks and in all steps, as in a real model.
+    Forward sleeps for a third of the time, and backward for the rest, an equal share for each matrix. The values are
+    concatenated gradients of a small convolutional network on the digits. Every other step uses gradients of another
+    batch. So large values have the same indices on all ranks and in all steps, as in a real model.
     """
 
     def __init__(self, shapes: list[tuple[int, ...]], compute: float, values: list[Tensor]) -> None:
@@ -115,18 +115,18 @@ class Paced(nn.Module):
         self.forward_seconds = compute / 3
         matrices = sum(len(shape) > 1 for shape in shapes)
         self.seconds = [2 / 3 * compute / matrices if len(shape) > 1 else 0.0 for shape in shapes]
-        # Long enough for the largest parameter, from wherever it starts.
+        # Repeat the values, so that they suffice for the largest parameter from any start.
         longest, period = max(param.numel() for param in self.params), values[0].numel()
         sources = [batch.repeat(2 + longest // period) for batch in values]
         starts = torch.randint(period, (len(shapes),), generator=torch.Generator().manual_seed(0)).tolist()
 
-        def gradient(step: int, number: int, shape: torch.Size) -> Tensor:  # a function, so that copies share sources
+        def gradient(step: int, number: int, shape: torch.Size) -> Tensor:  # copies of the model share `sources`
             return sources[step % 2][starts[number] :][: shape.numel()].view(shape)
 
         self.gradient = gradient
 
     def forward(self, step: Tensor) -> Tensor:
-        """Return a loss, 0. `step` chooses the gradients, 0 to 7."""
+        """Return a loss of 0. `step`, 0 to 7, selects the gradients."""
         time.sleep(self.forward_seconds)
         x = torch.zeros((), requires_grad=True)
         for number, (param, seconds) in enumerate(zip(self.params, self.seconds, strict=True)):
@@ -135,7 +135,7 @@ class Paced(nn.Module):
 
 
 class _Pace(torch.autograd.Function):
-    """Passes a prepared gradient to a parameter, after some seconds."""
+    """Returns a prepared gradient for a parameter after a given time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, param: Tensor, gradient: Tensor, seconds: float) -> Tensor:
@@ -149,7 +149,7 @@ class _Pace(torch.autograd.Function):
 
 
 def real_gradients(rank: int) -> list[Tensor]:
-    """Return two of the convolutional network's gradients on this rank's digits, after some steps that all share."""
+    """Return two gradients of the convolutional network on this rank's digits, after steps equal on all ranks."""
     images, labels = (torch.cat(parts) for parts in zip(*digits(seed=None), strict=True))
     torch.manual_seed(0)
     model = convnet()

@@ -1,4 +1,4 @@
-"""CIFAR-10 (Krizhevsky 2009) from a local folder, in either layout in which it is published."""
+"""CIFAR-10 (Krizhevsky 2009) from a local folder, in either of its published layouts."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-# Folder, files of the training part, file of the test part.
+# Folder, files of the training set, file of the test set.
 LAYOUTS = (
     ("cifar-10-batches-py", [f"data_batch_{i}" for i in range(1, 6)], "test_batch"),
     ("cifar-10-batches-bin", [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"),
 )
 PIXELS = 3 * 32 * 32
-# Of the training images, per channel, in [0, 1].
+# Statistics of the training images per channel, in [0, 1].
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PADDING = 4
 
 
 class CIFAR10(pl.LightningDataModule):
-    """The 60,000 colour images of CIFAR-10 in ten classes; the last tenth of the training part is for validation.
+    """The 60,000 colour images of CIFAR-10 in ten classes. The last tenth of the training set is for validation.
 
-    Training images are cropped at random out of 4 pixels of padding and flipped at random, on the device.
+    Training images are padded by 4 pixels, cropped at random, and flipped at random, on the device.
 
     Args:
-        path: folder that holds `cifar-10-batches-py` (the Python version) or `cifar-10-batches-bin` (the binary one),
-            or one of these itself.
-        batch_size: images per worker and step.
+        path: folder that contains `cifar-10-batches-py` (the Python version) or `cifar-10-batches-bin` (the binary
+            version), or one of these folders.
+        batch_size: number of images per worker and step.
         augment: whether training images are cropped and flipped.
 
     Raises:
-        FileNotFoundError: the images are not there.
+        FileNotFoundError: the images do not exist.
     """
 
     def __init__(self, path: str = "data", batch_size: int = 64, augment: bool = True) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.augment = augment
-        # Here and not in `setup`: then a mistake shows before processes are started.
+        # Find the files here, not in `setup`, so that a wrong path is reported before processes start.
         self.train_files, self.test_file = find(Path(path))
 
     def setup(self, stage: str | None = None) -> None:
@@ -71,7 +71,7 @@ class CIFAR10(pl.LightningDataModule):
         return DataLoader(self.test_set, 250)
 
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Return fp32 images of about N(0, 1), and the labels."""
+        """Return fp32 images with values of about N(0, 1), and the labels."""
         images, labels = batch
         images = images / 255
         images = (images - images.new_tensor(MEAN).view(3, 1, 1)) / images.new_tensor(STD).view(3, 1, 1)
@@ -81,7 +81,7 @@ class CIFAR10(pl.LightningDataModule):
 
 
 def crop_and_flip(images: Tensor) -> Tensor:
-    """Return each image, (batch, channels, h, w), moved by up to 4 pixels, zeros coming in, and mirrored or not."""
+    """Shift each image, (batch, channels, h, w), by up to 4 pixels with zero padding, and mirror it at random."""
     count, _, height, width = images.shape
     padded = functional.pad(images, (PADDING,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (batch, channels, 9, 9, h, w), a view
@@ -110,18 +110,19 @@ def read(file: Path) -> tuple[Tensor, Tensor]:
     images, labels = _read_binary(file) if file.suffix == ".bin" else _read_pickle(file)
     if len(images) == 0 or len(images) != len(labels) or images.shape[1:] != (PIXELS,) or labels.max() > 9:
         raise ValueError(
-            f"{file} is no file of CIFAR-10: it has images of shape {images.shape} and {len(labels)} labels. Get it "
+            f"{file} is not a file of CIFAR-10: it has images of shape {images.shape} and {len(labels)} labels. Get it "
             f"again from {SOURCE}."
         )
     return torch.from_numpy(images).view(-1, 3, 32, 32), torch.from_numpy(labels)
 
 
 def _read_binary(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A record is a byte for the label and 3,072 for the pixels: red, green, blue, each row by row."""
+    """Read a binary file. A record has one byte for the label and 3,072 bytes for the pixels: red, green, blue."""
     data = np.fromfile(file, dtype=np.uint8)
     if data.size % (1 + PIXELS):
         raise ValueError(
-            f"{file} has {data.size} bytes, no multiple of {1 + PIXELS}: it is cut off. Get it again from {SOURCE}."
+            f"{file} has {data.size} bytes, not a multiple of {1 + PIXELS}: it is incomplete. Get it again from "
+            f"{SOURCE}."
         )
     records = data.reshape(-1, 1 + PIXELS)
     return records[:, 1:].copy(), records[:, 0].astype(np.int64)
@@ -134,13 +135,13 @@ def _read_pickle(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _uint8(code: bytes | str, align: bool = False, copy: bool = False) -> np.dtype[Any]:
-    # Not numpy's own: it warns about the way in which Python 2 wrote the flags, and takes other types too.
+    # NumPy's own function accepts other types too, and warns about flags that Python 2 wrote.
     if code not in (b"u1", "u1"):
         raise pickle.UnpicklingError(f"an array of {code!r} instead of bytes")
     return np.dtype(np.uint8)
 
 
-# All that the published files name.
+# All names in the published files.
 NEEDED = {
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
     ("numpy", "ndarray"): np.ndarray,
@@ -149,12 +150,12 @@ NEEDED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes arrays of bytes and nothing else: a pickle can name any function, and these come from strangers."""
+    """Loads only arrays of bytes. A pickle can name any function, and these files come from an untrusted source."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in NEEDED:
             raise pickle.UnpicklingError(
-                f"The file asks for {module}.{name}, which CIFAR-10's do not: it was not read. Get it again from "
-                f"{SOURCE}."
+                f"The file contains {module}.{name}, which files of CIFAR-10 do not: it was not read. Get it again "
+                f"from {SOURCE}."
             )
         return NEEDED[module, name]

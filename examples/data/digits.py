@@ -15,14 +15,14 @@ FOLDS = 5
 
 
 class Split(NamedTuple):
-    """Images, fp32 (n, 1, 8, 8) from 0 to 1, and labels, int64 (n)."""
+    """Images, fp32 (n, 1, 8, 8) with values from 0 to 1, and labels, int64 (n)."""
 
     images: Tensor
     labels: Tensor
 
 
 def digits(seed: int | None = 0) -> tuple[Split, Split]:
-    """Return scikit-learn's handwritten digits, 1,500 to train and 297 to test, shuffled unless the seed is None."""
+    """Return 1,500 handwritten digits for training and 297 for testing, shuffled unless the seed is None."""
     data = load_digits()
     images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
     if seed is not None:
@@ -32,14 +32,14 @@ def digits(seed: int | None = 0) -> tuple[Split, Split]:
 
 
 class Digits(pl.LightningDataModule):
-    """The 1,797 digits of `sklearn.datasets.load_digits`, of which one fold of five is held out.
+    """The 1,797 digits of `sklearn.datasets.load_digits`. One of five folds is held out.
 
-    The split is stratified and always the same. Fold 0 holds 360 digits, which two, three, four or five workers share
-    without a remainder, so that no digit counts twice in the accuracy. Lightning adds the distributed sampler.
+    The split is stratified and always the same. Fold 0 has 360 digits, which two, three, four or five workers share
+    without a remainder. So no digit counts twice in the accuracy. Lightning adds the distributed sampler.
 
     Args:
-        batch_size: images per worker and step.
-        fold: which fold, 0 to 4, is held out for validation.
+        batch_size: number of images per worker and step.
+        fold: number of the fold for validation, 0 to 4.
     """
 
     def __init__(self, batch_size: int = 32, fold: int = 0) -> None:
@@ -50,7 +50,7 @@ class Digits(pl.LightningDataModule):
         self.fold = fold
 
     def setup(self, stage: str | None = None) -> None:
-        """Split the digits and standardise both parts by the mean and standard deviation of the training part."""
+        """Split the digits, and standardise both parts with the training part's mean and standard deviation."""
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)
         labels = torch.tensor(digits.target)
@@ -62,7 +62,7 @@ class Digits(pl.LightningDataModule):
         self.val_set = TensorDataset(images[self.val_indices], labels[self.val_indices])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return shuffled batches, without a smaller last one: one image alone has no batch statistics."""
+        """Return shuffled batches, without a smaller last one, because one image has no batch statistics."""
         return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:

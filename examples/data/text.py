@@ -1,4 +1,4 @@
-"""Text as bytes: the standard library's own source, or a folder of the user's."""
+"""Text as bytes: the source of the standard library, or the user's text files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-# Other people's packages, and tests.
+# Third-party packages and tests.
 EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive sequences of a text, without overlap, each with the bytes that follow its own.
+    """Consecutive sequences of a text without overlap, each with its following bytes.
 
     Args:
         text: 1-D uint8.
-        length: bytes per sequence.
+        length: number of bytes per sequence.
     """
 
     def __init__(self, text: Tensor, length: int) -> None:
@@ -29,24 +29,24 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
         self.length = length
 
     def __len__(self) -> int:
-        # The last byte of all is only ever a following one.
+        # The last byte of the text is only a target.
         return max(0, self.text.numel() - 1) // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the sequence and its following bytes, int64 (length,) both."""
+        """Return the sequence and its following bytes, both int64 (length,)."""
         start = index * self.length
         part = self.text[start : start + self.length + 1].long()
         return part[:-1], part[1:]
 
 
 class Text(pl.LightningDataModule, abc.ABC):
-    """The bytes of some files, one after the other; the last of them are held out for validation.
+    """The concatenated bytes of several files. The end of the text is held out for validation.
 
     Args:
-        length: bytes per sequence.
-        batch_size: sequences per worker and step.
-        val_fraction: how much of the text is held out at its end, in (0, 1).
-        max_bytes: stop reading after so many; None reads everything.
+        length: number of bytes per sequence.
+        batch_size: number of sequences per worker and step.
+        val_fraction: fraction of the text for validation, in (0, 1).
+        max_bytes: number of bytes after which reading stops; None reads all files.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Text(pl.LightningDataModule, abc.ABC):
 
     @abc.abstractmethod
     def files(self) -> list[Path]:
-        """Return the files to read, in an order that is the same on all ranks."""
+        """Return the files to read, in the same order on all ranks."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files and cut the text in two."""
+        """Read the files and split the text."""
         text = bytearray()
         for file in self.files():
             text += file.read_bytes()
@@ -83,7 +83,7 @@ class Text(pl.LightningDataModule, abc.ABC):
             )
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Return shuffled batches of sequences and following bytes, int64 (batch, length) both."""
+        """Return shuffled batches of sequences and following bytes, both int64 (batch, length)."""
         return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
@@ -94,13 +94,13 @@ class Text(pl.LightningDataModule, abc.ABC):
 class StandardLibrary(Text):
     """The Python source of the running interpreter's standard library, without its tests: about 12 million bytes.
 
-    Ranks on several machines need the same Python on each, or they train on different text.
+    All machines need the same Python version, or their ranks train on different texts.
 
     Args:
-        length: bytes per sequence.
-        batch_size: sequences per worker and step.
-        val_fraction: how much of the text is held out at its end, in (0, 1).
-        max_bytes: stop reading after so many; None reads everything.
+        length: number of bytes per sequence.
+        batch_size: number of sequences per worker and step.
+        val_fraction: fraction of the text for validation, in (0, 1).
+        max_bytes: number of bytes after which reading stops; None reads all files.
     """
 
     def files(self) -> list[Path]:
@@ -108,21 +108,21 @@ class StandardLibrary(Text):
         library = Path(sysconfig.get_paths()["stdlib"])
         files: list[Path] = []
         for folder, subfolders, names in os.walk(library):
-            subfolders[:] = set(subfolders) - EXCLUDED  # not walked into: other people's packages are many
+            subfolders[:] = set(subfolders) - EXCLUDED  # skip these subfolders, which hold many files
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         return sorted(files, key=lambda file: file.relative_to(library).as_posix())
 
 
 class TextFolder(Text):
-    """The text files of a folder and of the folders within, sorted by path.
+    """The text files of a folder and its subfolders, sorted by path.
 
     Args:
         path: the folder.
-        pattern: which files to read, as for `Path.rglob`.
-        length: bytes per sequence.
-        batch_size: sequences per worker and step.
-        val_fraction: how much of the text is held out at its end, in (0, 1).
-        max_bytes: stop reading after so many; None reads everything.
+        pattern: pattern of the files to read, as for `Path.rglob`.
+        length: number of bytes per sequence.
+        batch_size: number of sequences per worker and step.
+        val_fraction: fraction of the text for validation, in (0, 1).
+        max_bytes: number of bytes after which reading stops; None reads all files.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class TextFolder(Text):
         super().__init__(length, batch_size, val_fraction, max_bytes)
         self.path = Path(path)
         self.pattern = pattern
-        # Here and not in `setup`: then a mistake shows before processes are started.
+        # Find the files here, not in `setup`, so that a wrong path is reported before processes start.
         if not self.files():
             raise FileNotFoundError(
                 f"TextFolder({path!r}): {self.path.absolute()} has no files {pattern!r}. Put text files there, or give "

@@ -1,10 +1,10 @@
-"""Networks, and how Lightning trains them.
+"""Networks, and LightningModules that train them.
 
-    Classifier(ResNet20(in_channels=1))      # images; VGG16 and convnet are others
-    LanguageModel(GPT(context=128))          # bytes of text; LSTM is the other one
+    Classifier(ResNet20(in_channels=1))      # images; VGG16 and convnet also work
+    LanguageModel(GPT(context=128))          # bytes of text; LSTM also works
 
-The two modules leave the optimizer to the command line's `optimizer:` and `lr_scheduler:`; `OneCycleClassifier` brings
-its own.
+These two modules have no optimizer: set it on the command line with `optimizer:` and `lr_scheduler:`.
+`OneCycleClassifier` has its own.
 """
 
 from examples.models.classifier import Classifier, OneCycleClassifier

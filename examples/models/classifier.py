@@ -1,4 +1,4 @@
-"""How a network for images is trained."""
+"""LightningModules that train networks for images."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class Classifier(pl.LightningModule):
-    """Trains a network for classification by its cross-entropy; logs loss and accuracy.
+    """Trains a classification network with cross-entropy, and logs loss and accuracy.
 
-    The optimizer comes from the command line, or from a subclass.
+    Set the optimizer on the command line or in a subclass.
 
     Args:
-        network: maps images, (batch, channels, h, w), to logits, (batch, num_classes).
+        network: network that maps images, (batch, channels, h, w), to logits, (batch, num_classes).
         num_classes: number of logits.
     """
 
@@ -44,7 +44,7 @@ class Classifier(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Count right answers; the metric adds up over all workers before it is logged."""
+        """Compute loss and accuracy. The metrics are combined over all workers before they are logged."""
         images, labels = batch
         logits = self(images)
         self.val_accuracy(logits, labels)
@@ -52,21 +52,21 @@ class Classifier(pl.LightningModule):
         self.log("val/accuracy", self.val_accuracy, on_epoch=True, prog_bar=True)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Count right answers on the test images."""
+        """Compute the accuracy on the test images."""
         images, labels = batch
         self.test_accuracy(self(images), labels)
         self.log("test/accuracy", self.test_accuracy, on_epoch=True)
 
 
 class OneCycleClassifier(Classifier):
-    """A classifier with SGD, Nesterov momentum and one cycle of the learning rate, stepped with the optimizer.
+    """A classifier with SGD, Nesterov momentum and one cycle of the learning rate, which changes in each step.
 
     Args:
-        network: maps images to logits.
+        network: network that maps images to logits.
         num_classes: number of logits.
-        max_lr: top of the cycle, for the mean gradient of all workers.
-        momentum: of the optimizer.
-        weight_decay: of the optimizer, on every parameter.
+        max_lr: highest learning rate of the cycle, for the mean gradient of all workers.
+        momentum: momentum of the optimizer.
+        weight_decay: weight decay of the optimizer, for all parameters.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class OneCycleClassifier(Classifier):
         self.weight_decay = weight_decay
 
     def configure_optimizers(self) -> Any:
-        """Return SGD and a schedule of one cycle over the whole training."""
+        """Return SGD and a schedule with one cycle over the whole training."""
         optimizer = torch.optim.SGD(
             self.parameters(),
             self.max_lr,
@@ -92,6 +92,6 @@ class OneCycleClassifier(Classifier):
             weight_decay=self.weight_decay,
         )
         steps = int(self.trainer.estimated_stepping_batches)
-        # The momentum stays where it is: cycling it would change what a delayed gradient is worth.
+        # The momentum is constant, because a changing momentum would change the weight of a delayed gradient.
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.max_lr, steps, cycle_momentum=False)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

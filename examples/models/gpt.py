@@ -1,4 +1,4 @@
-"""A small decoder for bytes."""
+"""A small Transformer decoder for bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class Layer(nn.Module):
-    """Causal self-attention and a two-layer perceptron, each normalised before and added to its input."""
+    """Causal self-attention and a two-layer perceptron, each with pre-normalisation and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT (Radford et al. 2019, the layout of GPT-2) over bytes; embedding and output share their weights.
+    """A GPT for bytes with the architecture of GPT-2 (Radford et al. 2019). Embedding and output share their weights.
 
     GPT-2 small is `GPT(context=1024, width=768, layers=12, heads=12, vocabulary=50257)`.
 
@@ -38,11 +38,11 @@ class GPT(nn.Module):
     842496
 
     Args:
-        context: the longest sequence that it takes, in tokens.
-        width: of the residual stream.
+        context: length of the longest sequence in tokens.
+        width: width of the residual stream.
         layers: number of layers.
-        heads: of the attention in each layer; they divide the width.
-        vocabulary: number of different tokens, where they are not bytes.
+        heads: number of attention heads per layer; it must divide the width.
+        vocabulary: number of different tokens; 256 for bytes.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What is added to the residual stream is smaller, so that its sum over the layers is not.
+                # Initialise additions to the residual stream with smaller weights, because they are summed over layers.
                 added = name.endswith(("merge.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if added else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next token; int64 (batch, length) becomes (batch, length, vocabulary)."""
+        """Return the logits of each next token: int64 (batch, length) becomes (batch, length, vocabulary)."""
         length = tokens.shape[1]
         if length > self.context:
             raise ValueError(f"GPT(context={self.context}) got sequences of {length} tokens; give it a longer context.")

@@ -1,4 +1,4 @@
-"""How a network for text is trained."""
+"""A LightningModule that trains networks for text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class LanguageModel(pl.LightningModule):
-    """Trains a network to predict each next byte; logs the loss (nats), bits per byte and accuracy.
+    """Trains a network to predict the next byte, and logs loss (in nats), bits per byte and accuracy.
 
-    The optimizer comes from the command line, or from a subclass.
+    Set the optimizer on the command line or in a subclass.
 
     Args:
-        network: maps bytes, int64 (batch, length), to logits of the next ones, (batch, length, 256).
+        network: network that maps bytes, int64 (batch, length), to logits of the next bytes, (batch, length, 256).
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -40,7 +40,7 @@ class LanguageModel(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Measure this worker's part; the metrics add up over all workers before they are logged."""
+        """Compute the metrics. They are combined over all workers before they are logged."""
         tokens, following = batch
         logits, following = self(tokens).flatten(0, 1), following.flatten()
         loss = functional.cross_entropy(logits, following)

@@ -1,4 +1,4 @@
-"""The networks that papers on compression train: ResNet-20 and VGG-16 for small images, an LSTM for text."""
+"""Networks of papers on compression: ResNet-20 and VGG-16 for small images, and an LSTM for text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
-"""Of VGG-16: channels and number of the convolutions of a stage, behind which a pooling halves the image."""
+"""Stages of VGG-16: channels and number of convolutions. After each stage, a pooling layer halves the image."""
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut without parameters."""
+    """Two 3x3 convolutions with a shortcut that has no parameters."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -22,19 +22,19 @@ class Block(nn.Module):
         self.extra_channels = channels - in_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output; (batch, in_channels, h, w) becomes (batch, channels, h / stride, w / stride)."""
+        """Return the block's output: (batch, in_channels, h, w) becomes (batch, channels, h / stride, w / stride)."""
         out = functional.relu(self.norm1(self.conv1(x)))
         out = self.norm2(self.conv2(out))
-        # He et al.'s option A: where the shape changes, drop every other pixel and add channels of zeros.
+        # Option A of He et al.: if the shape changes, drop every other pixel and add channels of zeros.
         shortcut = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra_channels))
         return functional.relu(out + shortcut)
 
 
 class ResNet20(nn.Module):
-    """The ResNet-20 for small images of He et al. (2015, arXiv 1512.03385, section 4.2): 0.27 M parameters.
+    """ResNet-20 for small images (He et al. 2015, arXiv 1512.03385, section 4.2) with 0.27 M parameters.
 
-    Three stages of three blocks; the second and the third halve the image and double the channels. A global average
-    at the end makes it fit images of any size from 4x4 on.
+    It has three stages of three blocks. The second and the third stage halve the image and double the channels. A
+    global average at the end allows images of any size from 4x4.
 
     >>> sum(p.numel() for p in ResNet20(in_channels=3).parameters())
     269722
@@ -60,17 +60,17 @@ class ResNet20(nn.Module):
                 nn.init.kaiming_normal_(module.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits; (batch, in_channels, h, w) becomes (batch, num_classes)."""
+        """Return the logits: (batch, in_channels, h, w) becomes (batch, num_classes)."""
         features = self.blocks(self.stem(x)).mean(dim=(2, 3))
         logits: Tensor = self.head(features)
         return logits
 
 
 class VGG16(nn.Module):
-    """The VGG-16 of Simonyan and Zisserman (2014, arXiv 1409.1556) as CIFAR-10 has it: 14.7 M parameters.
+    """VGG-16 (Simonyan and Zisserman 2014, arXiv 1409.1556) in its form for CIFAR-10, with 14.7 M parameters.
 
-    Thirteen convolutions, each with batch normalisation, which the original lacks; one linear layer instead of three,
-    since five poolings leave one pixel.
+    It has thirteen convolutions with batch normalisation, which the original lacks. It has one linear layer instead of
+    three, because five pooling layers leave one pixel.
 
     >>> sum(p.numel() for p in VGG16().parameters())
     14724042
@@ -88,7 +88,7 @@ class VGG16(nn.Module):
         for stage, count in VGG_STAGES:
             for _ in range(count):
                 wide = stage * width // 64
-                # Without bias: the normalisation takes the mean out.
+                # A bias is unnecessary, because the normalisation subtracts the mean.
                 conv = nn.Conv2d(channels, wide, 3, padding=1, bias=False)
                 nn.init.kaiming_normal_(conv.weight)
                 layers += [conv, nn.BatchNorm2d(wide), nn.ReLU()]
@@ -98,7 +98,7 @@ class VGG16(nn.Module):
         self.head = nn.Linear(channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits; (batch, in_channels, 32, 32) becomes (batch, num_classes)."""
+        """Return the logits: (batch, in_channels, 32, 32) becomes (batch, num_classes)."""
         logits: Tensor = self.head(self.features(x).flatten(1))
         return logits
 
@@ -111,7 +111,7 @@ class LSTM(nn.Module):
 
     Args:
         embedding: width of the byte embedding.
-        width: of each LSTM layer.
+        width: width of each LSTM layer.
         layers: number of LSTM layers.
     """
 
@@ -122,7 +122,7 @@ class LSTM(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next byte; int64 (batch, length) becomes (batch, length, 256)."""
+        """Return the logits of each next byte: int64 (batch, length) becomes (batch, length, 256)."""
         hidden, _ = self.lstm(self.tokens(tokens))
         logits: Tensor = self.head(hidden)
         return logits

@@ -1,4 +1,4 @@
-"""Aggregators: every rank's `u` to one update, bit-identical on all ranks, and the part of `u` that went into it.
+"""Aggregators: combine the `u` of all ranks into one update, bit-identical on all ranks.
 
 update, applied = aggregator(u, compressor, exchange, ctx)   # the memory keeps u - applied
 """
@@ -20,55 +20,58 @@ C = TypeVar("C", bound=Compressor)
 
 
 class Aggregator(abc.ABC, Generic[C]):
-    """Turns the `u` of all ranks into their mean, or into another result that all ranks agree on."""
+    """Combines the `u` of all ranks into their mean, or into another result that all ranks agree on."""
 
     state: tuple[StateSpec, ...] = ()
-    """What it keeps in the segment's state."""
+    """Tensors that it keeps in the segment's state."""
 
     averages: bool = True
-    """Whether the result approximates the mean, so that a dense mean may replace the method where it sends less."""
+    """Whether the result approximates the mean. If so, a dense mean may replace the method if it sends fewer bytes."""
 
-    takes_all: bool = False
-    """Whether all that a rank compresses at first goes into the result, so that it is known before others answer."""
+    applies_all_sent: bool = False
+    """Whether the result contains all entries that a rank sends. If so, it is known before the exchange."""
 
-    divides: bool = False
-    """Whether ranks divide a segment among them, so that statistics of all of `u` are of no use to the compressor."""
+    shards_segment: bool = False
+    """Whether ranks divide a segment among them. If so, the compressor cannot use statistics of the whole `u`."""
 
     ranks_per_link: int = 1
-    """How many ranks share a network card, and divide a segment among them."""
+    """Number of ranks that share a network card and divide a segment among them."""
 
     @abc.abstractmethod
     def __call__(self, u: Tensor, compressor: C, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
-        """Aggregate.
+        """Compress, exchange and combine.
 
         Args:
-            u: this rank's compensated gradient, 1-D fp32. May be overwritten if `compressor` sends it as it is.
+            u: this rank's compensated gradient, 1-D fp32. It may be overwritten if `compressor` sends it unchanged.
+            compressor: the compressor of the method.
+            exchange: the exchange of this segment.
+            ctx: the segment, its state, and the settings of this step.
 
         Returns:
-            The update, equal to the last bit on all ranks, and the part of this rank's `u` that went into it.
+            The update, bit-identical on all ranks, and the part of this rank's `u` that went into it.
         """
 
     @abc.abstractmethod
     def nbytes(self, compressor: C, segment: Segment, density: float | None, size: int) -> float:
-        """Return how many bytes a rank sends for a segment among `size` ranks, without counts and headers."""
+        """Return the number of bytes that a rank sends for a segment with `size` ranks, without counts and headers."""
 
     @abc.abstractmethod
     def messages(self, size: int) -> int:
-        """Return how many messages of a segment's exchange follow one another, among `size` ranks."""
+        """Return the number of consecutive messages in a segment's exchange with `size` ranks."""
 
     def capacity(self, compressor: C, numel: int, density: float | None, size: int) -> int:
-        """Return how many entries the result of `numel` elements has at most among `size` ranks, if it is entries."""
+        """Return the largest number of entries in the result of `numel` elements with `size` ranks, if it is sparse."""
         assert isinstance(compressor, Sparsifier)
         return size * compressor.capacity(numel, density)
 
     def supports(self, compressor: Compressor) -> bool:
-        """Return whether the payloads of `compressor` can be aggregated this way."""
+        """Return whether this aggregator supports the payloads of `compressor`."""
         return True
 
     def check_size(self, size: int) -> None:
-        """Raise ValueError unless it works among `size` ranks."""
+        """Raise ValueError unless the aggregator supports `size` ranks."""
 
 
 def sends_entries(compressor: Compressor) -> TypeGuard[Sparsifier]:
-    """Return whether each rank sends entries of its own choice, indices and values."""
+    """Return whether each rank selects its entries independently and sends indices and values."""
     return isinstance(compressor, Sparsifier) and not compressor.summable

@@ -20,25 +20,25 @@ from lightning_sparse.layout import Segment
 class GlobalTopK(Aggregator[Sparsifier]):
     """Merges the ranks' selections pair by pair, and keeps the k largest each time (Shi et al. 2019, arXiv 1901.04359).
 
-    With Q the largest power of two that is no larger than P:
+    Let Q be the largest power of two that is at most P:
 
-    1. Rank Q + i sends its entries to rank i, which merges them into its own: adds up, keeps the k largest.
-    2. In round j of log₂ Q, ranks i and i xor 2ʲ swap what they have, and both merge it, to the same result.
+    1. Rank Q + i sends its entries to rank i, which merges them with its own: it sums them and keeps the k largest.
+    2. In round j of log₂ Q, ranks i and i xor 2ʲ swap their entries, and both merge them to the same result.
     3. Rank i sends the result to rank Q + i.
 
-    An entry of this rank that is not in the result stays in its residual. Where a merge drops a sum whose index is in
-    the result nevertheless, because other ranks' part of it came through, the lowest rank of those that merged takes
-    the dropped value back: so nothing is lost, which the published scheme does not ensure.
+    An entry of this rank that is not in the result stays in its residual. A merge may drop a sum whose index is in the
+    result nevertheless, because other ranks' part of the sum was kept. Then the lowest rank of the merge takes the
+    dropped value back. So nothing is lost, which the published scheme does not guarantee.
     """
 
     def __call__(self, u: Tensor, compressor: Sparsifier, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         rank, size, numel = exchange.rank, exchange.size, ctx.segment.numel
         half = 1 << size.bit_length() - 1
         k, capacity = compressor.count(numel, ctx.density), compressor.capacity(numel, ctx.density)
-        encoding = compressor.encoding  # of any entries: sums are not what a compressor chooses
+        encoding = compressor.encoding  # encodes any entries, because sums are not a compressor's selection
         _, own = exchange.compress(u, compressor)
         assert isinstance(own, Entries)
-        # Divided before they are added, so that sums stay in range.
+        # Divide before adding, so that sums stay in range.
         result, returned = Entries(own.indices, own.values / size), []
 
         def swap(peer: int, owner: bool) -> Entries:
@@ -62,7 +62,7 @@ class GlobalTopK(Aggregator[Sparsifier]):
             if rank < partner:
                 result = merge(result, theirs)
         for bit in (1 << j for j in range(half.bit_length() - 1)):
-            # Ranks with equal high bits hold identical results; the lowest one keeps the dropped entries.
+            # Ranks with equal high bits have identical results. The lowest of them keeps the dropped entries.
             theirs = swap(rank ^ bit if rank < half else rank, rank < half and not rank & bit - 1)
             if rank < half:
                 result = merge(theirs, result) if rank & bit else merge(result, theirs)

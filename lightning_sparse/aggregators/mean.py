@@ -1,4 +1,4 @@
-"""The mean: by all-gather of payloads, or by all-reduce where values can be summed on the way."""
+"""The mean, by all-gather of payloads, or by all-reduce if values can be summed in transit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class Mean(Aggregator[Compressor]):
-    """Mean by all-gather: every rank receives all payloads and adds them up in rank order."""
+    """Mean by all-gather: every rank receives all payloads and sums them in rank order."""
 
-    takes_all = True
+    applies_all_sent = True
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         payload, applied = exchange.compress(u, compressor)
@@ -32,17 +32,17 @@ class Mean(Aggregator[Compressor]):
 
 @dataclass(frozen=True)
 class AllReduceMean(Aggregator[Compressor]):
-    """Mean by all-reduce of the values, for compressors whose ranks all send the same indices, or everything."""
+    """Mean by all-reduce of the values, if all ranks send the same indices, or all entries."""
 
-    takes_all = True
+    applies_all_sent = True
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         _, applied = exchange.compress(u, compressor)
         exchange.agree()
         values = applied.values if isinstance(applied, Entries) else applied
-        # In place where the values are u itself: a dense segment must not cost a second buffer.
+        # Work in place if the values are u itself, so that a dense segment needs no second buffer.
         total = values if values is u else values.clone()
-        # Divided before the sum, as DDP does: equal to the last bit at two ranks, and sums stay in range.
+        # Divide before the sum, like DDP: sums stay in range, and with two ranks the result is bit-identical to DDP's.
         exchange.all_reduce(total.div_(exchange.size))
         return Entries(applied.indices, total) if isinstance(applied, Entries) else total, applied
 

@@ -1,4 +1,4 @@
-"""OkTopK: regions of the gradient are summed by their owners, in volume that does not grow with P."""
+"""OkTopK: owners sum regions of the gradient; the volume does not grow with P."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator, sends_entries
 from lightning_sparse.compressors.base import Compressor, Entries, Update
-from lightning_sparse.compressors.encoding import check_indices
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.exchange import Exchange
+from lightning_sparse.kernels.pack import check_indices
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
 from lightning_sparse.layout import Segment
@@ -23,18 +23,18 @@ from lightning_sparse.layout import Segment
 class OkTopK(Aggregator[Sparsifier]):
     """Near-optimal sparse all-reduce (Li & Hoefler 2022, arXiv 2201.07598): about 6k(P - 1)/P words.
 
-    1. Once in `refresh` steps the ranks agree on P regions with about equally many entries: the boundaries are the mean
-       of the quantiles of all ranks' indices.
-    2. Each rank sends its entries to the owners of their regions, ⌈2k/P⌉ to each at most, the largest.
-    3. The owner adds up, and keeps the ⌈k/P⌉ largest sums.
-    4. All gather what the owners kept.
+    1. Once in `refresh` steps the ranks agree on P regions with about equal numbers of entries. The boundaries are the
+       mean of the quantiles of all ranks' indices.
+    2. Each rank sends its entries to the owners of their regions: to each owner the ⌈2k/P⌉ largest at most.
+    3. The owner sums the entries and keeps the ⌈k/P⌉ largest sums.
+    4. All ranks gather the owners' sums.
 
-    Entries that exceed the capacity in 2, and those that owners drop in 3, stay in the residuals of the ranks that sent
-    them. The paper reuses thresholds from step to step because exact selection is slow there; here it is not, so k/P
-    entries are selected exactly in each region, and nothing has to be balanced afterwards.
+    Entries that exceed the capacity in 2, and entries that owners drop in 3, stay in the residuals of their senders.
+    The paper reuses thresholds in several steps, because its exact selection is slow. Here exact selection is fast. So
+    each region selects exactly k/P entries, and no balancing is needed afterwards.
 
     Attributes:
-        refresh: number of steps in which the regions are drawn anew once.
+        refresh: number of steps between updates of the regions.
     """
 
     refresh: int = 64
@@ -53,9 +53,9 @@ class OkTopK(Aggregator[Sparsifier]):
         boundaries = self._boundaries(own, exchange, ctx)
         exchange.pin(boundaries)
         rows, row_of = _by_region(own, boundaries, send_capacity, numel)
-        # Divided before they are added, so that sums stay in range.
+        # Divide before adding, so that sums stay in range.
         chunks, rounded = encoding.encode(Entries(rows.indices, rows.values / size), numel, send_capacity)
-        # Values after encoding; 0 for entries that exceeded the capacity.
+        # Values after encoding; 0 for entries that exceed the capacity.
         sent_values = torch.nn.functional.pad(rounded.values.reshape(-1), (0, own.indices.numel()))[row_of]
 
         received = encoding.decode(exchange.all_to_all(chunks), numel, send_capacity)
@@ -66,19 +66,19 @@ class OkTopK(Aggregator[Sparsifier]):
         payload, rounded = encoding.encode(kept, numel, keep_capacity)
         regions = encoding.decode(exchange.all_gather(payload), numel, keep_capacity)
         indices, values = drop_empty((regions.indices.reshape(-1), regions.values.reshape(-1)), numel)
-        update = Entries(check_indices(indices, numel), values)  # one region after the other, so they ascend
+        update = Entries(check_indices(indices, numel), values)  # ascending, because regions follow each other
         applied = lookup(update.indices, (own.indices, sent_values))
-        # The rounding errors of the sums stay with their owner.
+        # The owner keeps the rounding errors of its sums.
         applied -= lookup(update.indices, (kept.indices, kept.values - rounded.values))
         return update, Entries(*drop_empty((update.indices, applied * size), numel))
 
     def _boundaries(self, own: Entries, exchange: Exchange, ctx: Context) -> Tensor:
-        """Return the first indices of regions 1 to P - 1, int64; the ranks agree on them once in `refresh` steps."""
+        """Return the first indices of regions 1 to P - 1, int64. The ranks agree on them once in `refresh` steps."""
         numel, size, device = ctx.segment.numel, exchange.size, own.indices.device
         kept = ctx.state.get("boundaries")
         digest = 0
         if not exchange.in_sync:
-            # They may come from a checkpoint. A rank may have none, or other ones, if its sidecar file was missing.
+            # Boundaries may come from a checkpoint. If its sidecar file was missing, a rank has none, or others.
             valid = kept is not None and kept.numel() == size - 1
             digest = (
                 zlib.crc32(repr(exchange.comm.to_host_async(kept)()).encode()) if kept is not None and valid else -1
@@ -91,8 +91,8 @@ class OkTopK(Aggregator[Sparsifier]):
             count = (own.indices < numel).sum()
             quantiles = torch.arange(1, size, device=device) * count // size
             starts = torch.nn.functional.pad(own.indices, (0, 1), value=numel)[quantiles]
-            # All ranks make this call in an exchange that is not in sync: within TwoLevel other groups of ranks, whose
-            # boundaries are valid, have to make the same calls.
+            # In an exchange that is not in sync, all ranks make this call. Within TwoLevel, other groups of ranks may
+            # have valid boundaries, but they must make the same calls.
             exchange.all_reduce(starts)
             if refresh:
                 ctx.state["boundaries"] = starts // size
@@ -110,23 +110,23 @@ class OkTopK(Aggregator[Sparsifier]):
 
 
 def _capacities(k: int, size: int) -> tuple[int, int]:
-    """Return how many entries a rank may send to an owner, and how many an owner keeps."""
+    """Return the largest numbers of entries that a rank sends to an owner, and that an owner keeps."""
     return -(-2 * k // size), -(-k // size)
 
 
 def _by_region(entries: Entries, boundaries: Tensor, capacity: int, numel: int) -> tuple[Entries, Tensor]:
-    """Return the largest entries of each region, at most `capacity`, padded.
+    """Return the largest entries of each region, at most `capacity`, with padding.
 
     Returns:
-        Entries of shape (regions, capacity), and for each given entry its position in them, flattened; past their end
-        for an entry that exceeds the capacity, and for padding.
+        Entries of shape (regions, capacity), and the flat position of each given entry in them. The position is past
+        their end for padding and for an entry that exceeds the capacity.
     """
     indices, values = entries
     regions, count = boundaries.numel() + 1, indices.numel()
     region = torch.searchsorted(boundaries, indices, right=True).masked_fill_(indices >= numel, regions)
     start = torch.searchsorted(region, torch.arange(regions + 1, device=indices.device))[region]
     positions = torch.arange(count, device=indices.device)
-    # Region by region, the largest first, of equal ones the first.
+    # Sort by region, then by magnitude, and then by index.
     order = values.abs().argsort(descending=True, stable=True)
     order = order[region[order].argsort(stable=True)]
     chosen = torch.empty_like(region).index_copy_(0, order, positions - start) < capacity

@@ -1,4 +1,4 @@
-"""PowerSGD: the factors of matrices of low rank, summed by all-reduce."""
+"""PowerSGD: sums the factors of low-rank matrices by all-reduce."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class PowerSGD(Aggregator[LowRank]):
-    """P̂ P̂ᵀ M̄ with M̄ the mean of the ranks' matrices (Vogels et al. 2019, arXiv 1905.13727).
+    """Computes P̂ P̂ᵀ M̄ with the mean M̄ of the ranks' matrices (Vogels et al. 2019, arXiv 1905.13727).
 
-    With M this rank's matrix and Q₀ as in `LowRank`:
+    M is this rank's matrix, and Q₀ is defined in `LowRank`:
 
-    1. All-reduce P = mean of M Q₀, and beside it the mean of what travels exactly.
-    2. Every rank makes the same basis P̂ of P, matrix by matrix.
-    3. All-reduce Q = mean of Mᵀ P̂. The result is P̂ Qᵀ; Q is kept for the next step.
+    1. All-reduce P = mean of M Q₀, together with the mean of the elements that are sent exactly.
+    2. Every rank computes the same basis P̂ of P, matrix by matrix.
+    3. All-reduce Q = mean of Mᵀ P̂. The result is P̂ Qᵀ, and Q is kept for the next step.
 
-    Applied is P̂ P̂ᵀ M, this rank's own share of the result, so Σ u = P · result + Σ residuals. To take out the result
-    instead, as the authors' code does, conserves as well and gives the same results. But then the differences between
-    ranks never leave the residuals: they grow and cost digits, and no longer cancel if a rank misses a step.
+    The applied part is P̂ P̂ᵀ M, this rank's share of the result, so Σ u = P · result + Σ residuals. The authors' code
+    subtracts the result instead, which also conserves the sum and gives the same results. But then the differences
+    between ranks never leave the residuals. They grow and cost precision, and they no longer cancel if a rank misses a
+    step.
 
-    Results are equal to the last bit on all ranks: on CPUs of any kind, and on GPUs of one kind, where bases are
-    cuSOLVER's and products cuBLAS's.
+    Results are bit-identical on all ranks if ranks use CPUs of any type, or GPUs of one type. GPUs compute bases with
+    cuSOLVER and products with cuBLAS.
     """
 
     def __call__(self, u: Tensor, compressor: LowRank, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         products, exact = compressor.left_products(u, ctx)
         exchange.check_finite(u, products, exact)
         exchange.agree()
-        # Divided before the sums, so that they stay in range.
+        # Divide before the sums, so that they stay in range.
         means = exchange.all_reduce(torch.cat([products, exact]).div_(exchange.size))
         product, mean = means.split([products.numel(), exact.numel()])
         left = compressor.orthonormal(product, ctx)

@@ -1,4 +1,4 @@
-"""TwoLevel: dense inside a node, compressed between nodes."""
+"""TwoLevel: dense exchange within a node, compressed exchange between nodes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.aggregators.mean import Mean
 from lightning_sparse.compressors.base import Compressor, Entries, Update, add_
-from lightning_sparse.compressors.encoding import check_indices
 from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels.pack import gather
+from lightning_sparse.kernels.pack import check_indices, gather
 from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
 from lightning_sparse.layout import Segment, cut
 
 
 @dataclass(frozen=True)
 class TwoLevel(Aggregator[Compressor]):
-    """For several ranks behind one network card (Shi et al. 2021, arXiv 2010.10458, "HiTopKComm").
+    """Hierarchical exchange for ranks that share a network card (Shi et al. 2021, arXiv 2010.10458, "HiTopKComm").
 
-    1. The ranks of a node average densely, each one part of the segment (reduce-scatter).
-    2. Ranks with the same part, one on each node, exchange it compressed, by the aggregator `inter_node`, to which a
-       node is one worker: it has one vote, and one Byzantine rank makes it Byzantine.
+    1. The ranks of a node average densely; each rank averages one part of the segment (reduce-scatter).
+    2. Ranks with the same part, one on each node, exchange it in compressed form with the aggregator `inter_node`. For
+       this aggregator a node is one worker: it has one vote, and one Byzantine rank makes the whole node Byzantine.
     3. The ranks of a node gather the results of all parts.
 
-    So a node sends one payload, not one for each of its ranks. Residuals stay with each rank: where an entry is in the
-    result, each rank subtracts its own value; what `inter_node` left out of the node's sum stays with the rank whose
-    part of the segment it was.
+    So a node sends one payload instead of one for each of its ranks. Each rank has its own residual. If an entry is in
+    the result, each rank subtracts its own value. If `inter_node` omits a part of the node's sum, it stays in the
+    residual of the rank that owns this part of the segment.
 
     Attributes:
         inter_node: the aggregator between nodes.
@@ -41,7 +40,7 @@ class TwoLevel(Aggregator[Compressor]):
     inter_node: Aggregator[Any] = Mean()  # noqa: RUF009
     ranks_per_node: int = 1
 
-    divides = True
+    shards_segment = True
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
@@ -51,22 +50,22 @@ class TwoLevel(Aggregator[Compressor]):
 
     @property
     def state(self) -> tuple[StateSpec, ...]:  # type: ignore[override]
-        """What `inter_node` keeps."""
+        """State of `inter_node`."""
         return self.inter_node.state
 
     @property
     def averages(self) -> bool:  # type: ignore[override]
-        """As `inter_node`."""
+        """Value of `inter_node`."""
         return self.inter_node.averages
 
     @property
     def ranks_per_link(self) -> int:  # type: ignore[override]
-        """The ranks of a node."""
+        """Number of ranks of a node."""
         return self.ranks_per_node
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         segment, count = ctx.segment, self.ranks_per_node
-        exchange.check_finite(u)  # before the sums, so that the error names the rank
+        exchange.check_finite(u)  # check before summing, so that the error names the rank
         exchange.agree()
         first = exchange.rank // count * count
         intra = exchange.sub(range(first, first + count), counted=False)
@@ -80,15 +79,15 @@ class TwoLevel(Aggregator[Compressor]):
         update, applied = self.inter_node(mean, compressor, inter, inner)
         if isinstance(update, Tensor):
             return _dense(u, mean, update, applied, intra, segment)
-        assert isinstance(applied, Entries)  # as those of the result are
+        assert isinstance(applied, Entries)  # like the result
         update = Entries(*coalesce(update.lists, part.numel))
 
-        # No update has more entries than there are elements; the first parts are the longest.
+        # An update has at most one entry per element, and the first parts are the longest.
         longest = parts[0].numel
         capacity = min(longest, self.inter_node.capacity(compressor, longest, ctx.density, inter.size))
 
         def to_segment_indices(indices: Tensor) -> Tensor:
-            """Return int32 indices of the segment for those of the part, padded to the capacity."""
+            """Convert indices of the part to int32 indices of the segment, padded to the capacity."""
             moved = torch.where(indices < part.numel, indices + (part.start - segment.start), segment.numel)
             return _resized(moved.int(), capacity, segment.numel)
 
@@ -97,9 +96,9 @@ class TwoLevel(Aggregator[Compressor]):
         indices, values, taken = (row.reshape(-1) for row in rows)
         indices, values = drop_empty((indices, values), segment.numel)
         taken, _ = drop_empty((taken, taken != segment.numel), segment.numel)
-        # One part after the other, so they ascend.
+        # Indices are ascending, because parts follow each other.
         indices, taken = check_indices(indices, segment.numel), check_indices(taken, segment.numel)
-        # The part of the node's sum that was rounded or not applied.
+        # Rounding errors of the node's sum, and the part that was not applied.
         rest = (applied.values - gather(mean, applied.indices)) * count
         return Entries(indices, values), Entries(
             taken, gather(u, taken) + lookup(taken, (own.long(), _resized(rest, capacity, 0)))
@@ -110,10 +109,10 @@ class TwoLevel(Aggregator[Compressor]):
         return self.inter_node.nbytes(compressor, part, density, size // self.ranks_per_node)
 
     def messages(self, size: int) -> int:
-        return self.inter_node.messages(size // self.ranks_per_node)  # those inside a node take no time beside them
+        return self.inter_node.messages(size // self.ranks_per_node)  # messages within a node take negligible time
 
     def supports(self, compressor: Compressor) -> bool:
-        # A part of a segment cuts matrices.
+        # LowRank needs whole matrices, but a part of a segment may cut them.
         return self.inter_node.supports(compressor) and not isinstance(compressor, LowRank)
 
     def check_size(self, size: int) -> None:
@@ -127,15 +126,15 @@ class TwoLevel(Aggregator[Compressor]):
 def _dense(
     u: Tensor, mean: Tensor, update: Tensor, applied: Update, intra: Exchange, segment: Segment
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and what is applied of `u`, from those of this rank's part of the segment.
+    """Return the result and the applied part of `u` for the segment, from those of this rank's part.
 
     Args:
-        u: this rank's, of the segment.
-        mean: of the node's ranks, of this rank's part.
-        update: the result, of the part.
-        applied: the part of `mean` that went into it.
-        intra: between the ranks of the node.
-        segment: all of it.
+        u: this rank's `u` of the segment.
+        mean: mean over the node's ranks for this rank's part.
+        update: result for the part.
+        applied: the part of `mean` that went into the result.
+        intra: exchange between the ranks of the node.
+        segment: the whole segment.
     """
     parts = cut(segment, intra.size)
     part = parts[intra.rank]
@@ -147,5 +146,5 @@ def _dense(
 
 
 def _resized(x: Tensor, size: int, value: float) -> Tensor:
-    """Return `x` (1-D) with `size` elements: cut, or padded with a value."""
+    """Cut `x` (1-D) to `size` elements, or pad it with a value."""
     return torch.nn.functional.pad(x, (0, size - x.numel()), value=value)

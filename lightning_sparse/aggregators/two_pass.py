@@ -1,4 +1,4 @@
-"""TwoPass: regions of the gradient are summed by their owners, who compress the mean once more."""
+"""TwoPass: owners sum regions of the gradient, and compress the mean a second time."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from lightning_sparse.options import check
 
 @dataclass(frozen=True)
 class TwoPass(Aggregator[Compressor]):
-    """Compressed reduce-scatter and compressed all-gather, in bytes that do not grow with P, for any compressor.
+    """Compressed reduce-scatter and compressed all-gather for any compressor. The bytes do not grow with P.
 
-    Two passes of compression with error feedback in both: Tang et al. 2019, arXiv 1905.05957, "DoubleSqueeze". Here
+    It compresses in two passes with error feedback in both (Tang et al. 2019, arXiv 1905.05957, "DoubleSqueeze"). Here
     each rank is the server of one of P regions of equal length.
 
-    1. Each rank compresses its u in every region of another rank, and sends it to the region's owner.
-    2. The owner adds what it decodes to its own u of the region, which is not compressed, and divides by P: the mean M.
-    3. It compresses M; all gather the payloads, and decode the result, C(M).
+    1. Each rank compresses its u in every region of another rank, and sends the payload to the region's owner.
+    2. The owner decodes the payloads, adds them to its own uncompressed u of the region, and divides by P: the mean M.
+    3. The owner compresses M. All ranks gather the payloads and decode the result, C(M).
 
-    The part of the sum that the second compression leaves out, P·(M − C(M)), is the owner's: in its region, applied =
-    u − P·(M − C(M)), which makes that part its residual. So Σ u = P·result + Σ residuals, without any state of the
-    aggregator's own, and another number of ranks finds everything in the residuals, whose mean a resume keeps.
+    The owner keeps the part of the sum that the second compression omits, P·(M − C(M)). In its region, applied =
+    u − P·(M − C(M)), so this part becomes its residual. So Σ u = P·result + Σ residuals, and the aggregator needs no
+    state. After a resume with another number of ranks, the residuals contain everything, because their mean is kept.
 
     Attributes:
-        second: density of the second pass over that of the first; only for compressors with a density. The mean of P
-            ranks has up to P times as many entries as each of them has sent: of eight ranks 3 is better than 1 with as
-            many bytes, see docs/optimizers.md. The paper has 1.
+        second: density of the second pass divided by that of the first; only for compressors with a density. The mean
+            of P ranks has up to P times the entries of each rank. With eight ranks, 3 is better than 1 at equal bytes,
+            see docs/optimizers.md. The paper uses 1.
     """
 
     second: float = 1.0
 
-    divides = True
+    shards_segment = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "second", check("second", self.second, "TwoPass"))
@@ -55,7 +55,7 @@ class TwoPass(Aggregator[Compressor]):
         regions = [replace(ctx, segment=region, stats=None) for region in cut(ctx.segment, size)]
         own, parts = regions[rank], u.split([region.segment.numel for region in regions])
         likes = [_payload_like(compressor, region.segment, ctx.density, u.device) for region in regions]
-        # Regions hold other parameters, so their payloads may differ in length; messages are of equal length.
+        # Regions contain different parameters, so their payloads may differ in length. Messages have equal lengths.
         nbytes = max(map(joined_bytes, likes))
 
         before, after = (_at_once(compressor, each) for each in (regions[:rank], regions[rank + 1 :]))
@@ -74,7 +74,7 @@ class TwoPass(Aggregator[Compressor]):
         entries: list[tuple[Tensor, Tensor]] = []
         rows = [*received[:rank], *received[rank + 1 :]]
         for update in _decode(compressor, rows, [likes[rank]] * len(rows), [own] * len(rows)):
-            # Divided before it is added, so that sums stay in range.
+            # Divide before adding, so that sums stay in range.
             add_(mean, update, 1 / size)
             entries += update.lists if isinstance(update, Entries) else []
 
@@ -98,34 +98,34 @@ class TwoPass(Aggregator[Compressor]):
     def capacity(self, compressor: Compressor, numel: int, density: float | None, size: int) -> int:
         assert isinstance(compressor, Sparsifier)
         longest = -(-numel // size)
-        # Of other regions what was sent, of the own one what was received; and C(M), of all or of the own one.
+        # Sent entries for other regions, received entries for the own region; and C(M) for all or for the own region.
         first, second = (compressor.capacity(longest, each) for each in (density, self._second(density)))
         return size * (2 * first + second)
 
     def supports(self, compressor: Compressor) -> bool:
-        # Signs do not approximate u, so there is no sum to compress; and regions cut matrices. Owners keep residuals.
+        # Signs do not approximate u, so they have no sum to compress. Regions cut matrices. Owners keep residuals.
         fits = compressor.contracts and compressor.approximates and not isinstance(compressor, LowRank)
         return fits and (self.second == 1 or hasattr(compressor, "density"))
 
     def _second(self, density: float | None) -> float | None:
-        """Return the density of the second pass, None where the compressor has none."""
+        """Return the density of the second pass; None if the compressor has none."""
         return None if density is None else min(1.0, density * self.second)
 
 
 def _at_once(compressor: Compressor, regions: Sequence[Context]) -> list[tuple[Context, int]]:
-    """Return the contexts of regions that are compressed together, and how many they are: all, or each alone."""
+    """Return contexts of regions, and the number of regions in each: all regions together, or each alone."""
     if not compressor.by_parameter or not regions:
         return [(region, 1) for region in regions]
     return [(_together(regions), len(regions))]
 
 
 def _together(regions: Sequence[Context]) -> Context:
-    """Return the context of several regions as of one segment."""
+    """Return the context of several regions as one segment."""
     return replace(regions[0], segment=joined(tuple(region.segment for region in regions)))
 
 
 def _split(payload: Payload, likes: Sequence[Payload]) -> list[Payload]:
-    """Return the payloads of regions that were compressed together, given some of the same shapes."""
+    """Split the payload of regions that were compressed together into payloads with the shapes of `likes`."""
     parts = (part.split([like[i].numel() for like in likes]) for i, part in enumerate(payload))
     return list(zip(*parts, strict=True))
 
@@ -133,7 +133,7 @@ def _split(payload: Payload, likes: Sequence[Payload]) -> list[Payload]:
 def _decode(
     compressor: Compressor, rows: Sequence[Tensor], likes: Sequence[Payload], regions: Sequence[Context]
 ) -> list[Update]:
-    """Return what each of some joined payloads stands for, given their shapes and their regions."""
+    """Decode joined payloads, given their shapes and their regions."""
     payloads = [unframe(row, like) for row, like in zip(rows, likes, strict=True)]
     if not compressor.by_parameter or len(regions) < 2:
         return [compressor.decode(payload, region) for payload, region in zip(payloads, regions, strict=True)]
@@ -152,7 +152,7 @@ def _part_shapes(
 
 
 def _payload_like(compressor: Compressor, segment: Segment, density: float | None, device: torch.device) -> Payload:
-    """Return tensors without values, of the shapes and dtypes of a payload for a segment."""
+    """Return meta tensors with the shapes and dtypes of a segment's payload."""
     shapes = _part_shapes(compressor, segment, density, device)
     return tuple(torch.empty(numel, dtype=dtype, device="meta") for numel, dtype in shapes)
 
@@ -163,9 +163,9 @@ def _most_bytes(compressor: Compressor, segment: Segment, density: float | None,
 
 
 def _applied(u: Tensor, mean: Tensor, received: Sequence[tuple[Tensor, Tensor]], result: Update, size: int) -> Update:
-    """Return the part of the owner's u (1-D, of its region) that is applied: u − P·(M − C(M)).
+    """Return the applied part of the owner's u (1-D, for its region): u − P·(M − C(M)).
 
-    Where no other rank has sent an entry, and C(M) has none, it is 0, as M is u / P there.
+    If no other rank has sent an entry, and C(M) does not contain it, the applied part is 0, because M is u / P.
     """
     if isinstance(result, Tensor):
         return u - (mean - result).mul_(size)
@@ -175,7 +175,7 @@ def _applied(u: Tensor, mean: Tensor, received: Sequence[tuple[Tensor, Tensor]],
 
 
 def _of_segment(updates: Sequence[Update], regions: Sequence[Context], segment: Segment) -> Update:
-    """Return the updates of all regions as one of the segment."""
+    """Join the updates of all regions to one update of the segment."""
     if isinstance(updates[0], Tensor):
         return torch.cat([update for update in updates if isinstance(update, Tensor)])
     indices, values = [], []
@@ -186,5 +186,5 @@ def _of_segment(updates: Sequence[Update], regions: Sequence[Context], segment: 
             torch.where(update.indices < part.numel, update.indices + (part.start - segment.start), segment.numel)
         )
         values.append(update.values)
-    # One region after the other, so they ascend.
+    # Indices are ascending, because regions follow each other.
     return Entries(*drop_empty((torch.cat(indices), torch.cat(values)), segment.numel))

@@ -1,4 +1,4 @@
-"""Callbacks that show what compression does, for both of Lightning's names.
+"""Callbacks that log the effects of compression. They work with both Lightning namespaces.
 
 Trainer(strategy="gaussiank_ddp", callbacks=[GradientDistribution(), ContractionRatio(), CommunicationMonitor()])
 """

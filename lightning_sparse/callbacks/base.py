@@ -1,9 +1,9 @@
-"""The callbacks' base class: observes rank 0's reductions on the steps that log, and logs what observing costs.
+"""Base class of the callbacks: observes rank 0's reductions on logging steps, and logs the cost of observing.
 
-A callback adds an observer to the reducer before the backward pass of a step that logs, and removes it after the step,
-so all other steps cost one comparison. If ranks take several steps before an exchange, the next exchange is observed.
-Everything logged is rank 0's own: its gradient, its residual, its payload. That needs no collective; all ranks see data
-of the same distribution.
+On a logging step, a callback adds an observer to the reducer before the backward pass and removes it after the step.
+All other steps cost one comparison. If ranks take several steps between exchanges, the callback observes the next
+exchange. All logged values describe rank 0: its gradient, its residual, its payload. So logging needs no collective.
+Rank 0 represents the others, because the data of all ranks have the same distribution.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback
     from torch.utils.tensorboard import SummaryWriter
 else:
-    # A trainer takes the callbacks of its own namespace only, so ours derive from both.
+    # A Trainer accepts only callbacks of its own namespace, so this package's callbacks derive from both.
     _bases = tuple(import_module(name).Callback for name in INSTALLED)
     Callback = type("Callback", _bases, {"__doc__": "A callback for every Lightning that is installed."})
 
 Trainer = Any
-"""The Trainer of either namespace; several of the attributes read here are not declared there."""
+"""The Trainer of either namespace. It does not declare several of the attributes that this module reads."""
 
 Charts = dict[str, list[str]]
-"""Title of a custom-scalars chart to the tags that it shows together."""
+"""Maps the title of a custom-scalars chart to the tags in that chart."""
 
 
 class StepCallback(Callback, abc.ABC):
-    """Observes the reductions of the steps that log, and logs scalars and histograms about them."""
+    """Observes the reductions of logging steps, and logs scalars and histograms about them."""
 
     needs_logger = True
-    """Whether the callback does nothing without a logger."""
+    """Whether the callback has no effect without a logger."""
 
     category = "lightning_sparse"
-    """The heading of its charts under TensorBoard's custom scalars."""
+    """Heading of its charts under TensorBoard's custom scalars."""
 
     has_bar = True
-    """Whether `pl_module.log` may be called, as it may not when training has ended."""
+    """Whether `pl_module.log` may be called. After training has ended, it may not."""
 
     _timed_observer: _TimedObserver | None = None
 
@@ -67,24 +67,24 @@ class StepCallback(Callback, abc.ABC):
     def report(
         self, seen: Any, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
     ) -> dict[str, float]:
-        """Return the scalars to log, and write histograms to TensorBoard.
+        """Write histograms to TensorBoard, and return the scalars to log.
 
         Args:
-            seen: the observer of the step's last reduction.
-            writers: the writers of all TensorBoard loggers.
-            step: the step number that Lightning logs under.
+            seen: observer of the step's last reduction.
+            writers: writers of all TensorBoard loggers.
+            step: step number under which Lightning logs.
         """
 
     def charts(self, reducer: Reducer) -> Charts:
-        """Return the charts that TensorBoard is to show under "Custom scalars"."""
+        """Return the charts for TensorBoard's "Custom scalars"."""
         return {}
 
     def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, SparseDDP):
             raise TypeError(
-                f"{type(self).__name__} looks at gradients on their way through lightning_sparse, but the Trainer's "
-                f"strategy is {type(trainer.strategy).__name__}. Use one of lightning_sparse, such as 'topk_ddp', or "
-                f"'dense_ddp' for gradients that are not compressed; or leave the callback out."
+                f"{type(self).__name__} observes the reductions of lightning_sparse, but the Trainer's strategy is "
+                f"{type(trainer.strategy).__name__}. Use a strategy of lightning_sparse, such as 'topk_ddp', or "
+                f"'dense_ddp' for uncompressed gradients; or remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
@@ -95,7 +95,7 @@ class StepCallback(Callback, abc.ABC):
             warnings.warn(f"{type(self).__name__}: {message}", stacklevel=2)
         mine = [callback for callback in trainer.callbacks if isinstance(callback, StepCallback)]
         if mine[:1] == [self]:
-            # TensorBoard keeps one layout of custom scalars per run, so the first callback writes it for all.
+            # TensorBoard keeps one layout of custom scalars per run, so the first callback writes it for all callbacks.
             layout: dict[str, dict[str, list[Any]]] = {}
             for callback in mine:
                 for title, tags in callback.charts(trainer.strategy.reducer).items():
@@ -107,7 +107,7 @@ class StepCallback(Callback, abc.ABC):
     def _why_nothing_logs(self, trainer: Trainer) -> str | None:
         every, done = trainer.log_every_n_steps, steps_taken(trainer)
         if not trainer.loggers and self.needs_logger:
-            return "the Trainer has no logger, so it does nothing. Give it one: Trainer(logger=TensorBoardLogger(...))."
+            return "the Trainer has no logger, so it does nothing. Set one: Trainer(logger=TensorBoardLogger(...))."
         last = trainer.max_steps if trainer.max_steps >= 0 else math.inf
         if trainer.max_epochs is not None and trainer.max_epochs >= 0 and trainer.num_training_batches != math.inf:
             per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
@@ -124,10 +124,10 @@ class StepCallback(Callback, abc.ABC):
             return
         if self._timed_observer is not None:
             if trainer.strategy.reducer.method.local_steps > 1:
-                self._report_observed(trainer, pl_module)  # validation or a checkpoint has asked for the exchange
+                self._report_observed(trainer, pl_module)  # validation or a checkpoint caused the exchange
             else:
                 self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
-        # Lightning's own condition for logging, known before the batch runs.
+        # This is Lightning's own condition for logging; it is known before the batch runs.
         if not (logs_next_step(trainer) or trainer.fast_dev_run):
             return
         if accumulates(trainer) or not trainer.is_global_zero:
@@ -146,12 +146,12 @@ class StepCallback(Callback, abc.ABC):
     def on_train_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         self.has_bar = False
         if self._timed_observer is not None:
-            self._report_observed(trainer, pl_module)  # the last exchange, after the last batch
+            self._report_observed(trainer, pl_module)  # the last exchange comes after the last batch
 
     def _report_observed(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         watch, started = self._timed_observer, time.perf_counter()
         assert watch is not None
-        trainer.strategy.wait_for_exchange()  # in whose thread observers are called
+        trainer.strategy.wait_for_exchange()  # the exchange calls the observers in its thread
         self._detach(trainer.strategy.reducer)
         if watch.observer is None:
             return  # no backward pass, or a skipped step
@@ -164,7 +164,10 @@ class StepCallback(Callback, abc.ABC):
             logger.log_metrics(finite, step)
 
     def _waits_for_an_exchange(self, trainer: Trainer) -> bool:
-        """Return whether a step that logs had no exchange, as there are several to each: the next one is reported."""
+        """Return whether a logging step had no exchange because ranks take several steps between exchanges.
+
+        The callback then reports the next exchange.
+        """
         watch = self._timed_observer
         return watch is not None and watch.observer is None and trainer.strategy.reducer.method.local_steps > 1
 
@@ -175,7 +178,7 @@ class StepCallback(Callback, abc.ABC):
 
 
 class _TimedObserver(Observer):
-    """Times an observer, and makes a new one for each reduction of a batch, so that the last reduction is reported."""
+    """Times an observer. It creates a new one for each reduction of a batch, so that the last reduction is reported."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -204,9 +207,9 @@ class _TimedObserver(Observer):
 
 
 def chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield pieces of 1-D tensors that fit a CPU's cache or occupy a GPU; short tensors are concatenated.
+    """Yield pieces of 1-D tensors that fit a CPU's cache or fill a GPU.
 
-    Every piece costs some kernel launches, and a model has many short parameters.
+    Short tensors are concatenated, because every piece costs kernel launches and a model has many short parameters.
     """
     size = 1 << 24 if parts[0].is_cuda else 1 << 17
     short: list[Tensor] = []
@@ -226,7 +229,7 @@ def chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
-    """Return Σx² over 1-D tensors as an fp64 scalar, without a temporary of their length."""
+    """Return Σx² over 1-D tensors as an fp64 scalar, without a temporary tensor of their length."""
     total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     for chunk in chunks(parts):
         wide = chunk.double()

@@ -1,4 +1,4 @@
-"""Bytes, density and seconds of communication, and whether the residual stays in bounds."""
+"""Logs bytes, density and seconds of communication, and checks that the residual stays within its bound."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 GROWING = 5
-"""Consecutive logging steps on which the residual must grow before a warning."""
+"""Number of consecutive logging steps on which the residual must grow before a warning."""
 
 BAR = {"density": "communication/density", "x_fewer_bytes": "communication/times_fewer_than_fp32"}
-"""Name in the progress bar to the tag under which the value is logged."""
+"""Maps a name in the progress bar to the tag of the logged value."""
 
 PHASES = ("compensate", "select", "exchange", "decode")
 
 
 class CommunicationMonitor(StepCallback):
-    """Logs bytes, density, the size of the residual and where the time goes, and puts density and saving into the bar.
+    """Logs bytes, density, residual norm and seconds per phase; shows density and savings in the progress bar.
 
-    All are rank 0's own. On the steps that log:
+    All values describe rank 0. On each logging step, the callback logs:
 
-    - `communication/bytes_per_step`, the mean over the steps since the last log, exact, and `bytes_total`, since
-      training began, over resumes;
-    - `communication/times_fewer_than_fp32` and `_bf16`: what a ring all-reduce of dense gradients would send with P
-      ranks, 2(P − 1)/P times their size, by what was sent;
-    - `communication/density`: entries sent by entries there are, for methods that choose entries;
-    - `residual/norm`, `residual/gradient_norm` and their ratio. A residual that grows beyond what error feedback
-      allows is warned of, once (see below);
-    - `communication/drift`, where ranks take several steps before an exchange: by how much rank 0's weights differed
-      from what all ranks went on with, relative to the size of their common update;
-    - `seconds/compensate`, `select` (with packing and adding up), `exchange` (waiting for slower ranks included) and
-      `decode` (writing results back, keeping the rest), per step, and `seconds/hidden_share`: the part of it that
-      went on behind backward. These are means over the steps since the last log, without those that log, where there
-      are others.
+    - `communication/bytes_per_step`: exact mean over the steps since the last log; and `bytes_total`: sum since
+      training began, including the runs before a resume;
+    - `communication/times_fewer_than_fp32` and `_bf16`: the bytes of a ring all-reduce of dense gradients, divided by
+      the bytes sent. With P ranks the all-reduce sends 2(P − 1)/P times the gradients' size;
+    - `communication/density`: entries sent divided by all entries, for methods that choose entries;
+    - `residual/norm`, `residual/gradient_norm` and their ratio. A warning is given once if the residual grows beyond
+      the bound of error feedback (see below);
+    - `communication/drift`, if ranks take several steps between exchanges: the distance of rank 0's weights from the
+      agreed weights. It is relative to the norm of the agreed update;
+    - `seconds/compensate`, `select`, `exchange` and `decode`: seconds of each phase per step. Selection includes
+      packing and summing, exchange includes waiting for slower ranks, and decoding includes the update of the residual.
+      These are means over the steps since the last log. Logging steps are excluded if there are other steps;
+    - `seconds/hidden_share`: the fraction of this time that overlaps with backward.
 
-    Where C leaves at most 1 − δ of ‖u‖² behind, and here δ = k/d, ‖e‖ ≤ 2√(1 − δ)/δ · max ‖g‖ (Karimireddy et al.
-    2019, arXiv 1901.09847, lemma 3). The warning comes when ‖e‖ exceeds that bound, with the largest ‖g‖ of all
-    logging steps, and has grown on each of the last five.
+    If C leaves at most 1 − δ of ‖u‖² in the residual, ‖e‖ ≤ 2√(1 − δ)/δ · max ‖g‖ (Karimireddy et al. 2019, arXiv
+    1901.09847, lemma 3). Here δ = k/d. The bound uses the largest ‖g‖ of all logging steps. The warning appears if ‖e‖
+    exceeds the bound and has grown on each of the last five logging steps.
 
-    A step that logs costs a pass over gradient and residual, logged as `monitoring_cost/CommunicationMonitor_ms`; steps
-    that do not log cost nothing.
+    A logging step costs one pass over gradient and residual, logged as `monitoring_cost/CommunicationMonitor_ms`. Other
+    steps cost nothing.
     """
 
     needs_logger = False
     category = "Communication"
 
     def __init__(self) -> None:
-        self._sent_before = 0  # in earlier fits, and in the runs that this one resumes
+        self._sent_before = 0  # bytes of earlier fits, and of the runs that this one resumes
         self._first: _Totals | None = None
         self._last: _Totals | None = None
         self._step_began: _Totals | None = None
@@ -89,7 +89,7 @@ class CommunicationMonitor(StepCallback):
         return {"sent_total": self._total()}
 
     def _total(self) -> int:
-        """Return the bytes sent since training began, over resumes."""
+        """Return the bytes sent since training began, including the runs before a resume."""
         sent: int = self._sent_before
         if self._first is not None:
             sent += self._comm.sent_bytes - self._first.sent
@@ -108,7 +108,7 @@ class CommunicationMonitor(StepCallback):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         reducer: Reducer = trainer.strategy.reducer
         if self._first is None:
-            # Not in on_train_start: the strategy's on_train_start runs later and resets the counts.
+            # on_train_start is too early: the strategy's on_train_start runs later and resets the counts.
             self._first, self._comm = _Totals.of(trainer), reducer.comm
             self._last = self._first
         if self._timed_observer is not None:
@@ -143,7 +143,7 @@ class CommunicationMonitor(StepCallback):
             if seen.gradient > 0:
                 scalars["residual/times_gradient"] = norm / math.sqrt(seen.gradient)
             self._check(norm, math.sqrt(seen.gradient), seen.sent / seen.numel, step)
-        # Observing slows down the steps that log, so they are left out of the means if there are others.
+        # Observing slows down logging steps, so the means exclude them if there are other steps.
         scalars |= began.seconds_since(last) if began.steps > last.steps else now.seconds_since(last)
         for name, tag in BAR.items():
             if self.has_bar and math.isfinite(value := scalars.get(tag, math.nan)):
@@ -160,16 +160,16 @@ class CommunicationMonitor(StepCallback):
             self._warned = True
             warnings.warn(
                 f"CommunicationMonitor: at step {step} the residual's norm is {norm:.3g}, still growing, and beyond "
-                f"{bound:.3g}, what error feedback allows at density {delta:.3g} with gradients of norm up to "
-                f"{self._largest:.3g}. Some entries are never sent, or what is sent is not taken out. Train with "
-                f"strategy='topk_ddp', or raise the density; if the method is your own, check what it selects.",
+                f"{bound:.3g}, the bound of error feedback at density {delta:.3g} with gradients of norm up to "
+                f"{self._largest:.3g}. Some entries are never sent, or sent entries stay in the residual. Train with "
+                f"strategy='topk_ddp', or raise the density; if the method is custom, check its selection.",
                 stacklevel=2,
             )
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """The reducer's counts at one moment."""
+    """Snapshot of the reducer's counts."""
 
     steps: int
     sent: int
@@ -178,14 +178,14 @@ class _Totals:
     @staticmethod
     def of(trainer: Trainer) -> _Totals:
         reducer: Reducer = trainer.strategy.reducer
-        # An exchange may come before `local_steps` steps are complete: validation or a checkpoint asks for it.
+        # Validation or a checkpoint may cause an exchange before `local_steps` steps are complete.
         steps = trainer.global_step if reducer.method.local_steps > 1 else reducer.step
         return _Totals(steps, reducer.comm.sent_bytes, {**reducer.seconds, "exchange": reducer.comm.seconds})
 
     def seconds_since(self, before: _Totals) -> dict[str, float]:
         steps = self.steps - before.steps
         spent = {phase: (self.seconds[phase] - before.seconds[phase]) / steps for phase in self.seconds}
-        # Selection is aggregation without the exchange; clock resolution may make the difference negative.
+        # Selection is aggregation minus the exchange. Clock resolution may make the difference negative.
         phases = (
             spent["compensate"],
             max(0.0, spent["aggregate"] - spent["exchange"]),
@@ -206,7 +206,7 @@ class _Norms(Observer):
         residual: Σe²; None without a residual.
         sent: number of entries sent; NaN for methods that do not send entries.
         numel: number of elements.
-        difference, mean: Σ(g − m)² and Σm² of the result m; 0 unless ranks drift apart before they exchange.
+        difference, mean: Σ(g − m)² and Σm² for the result m; 0 unless ranks take several steps between exchanges.
     """
 
     def __init__(self, drifts: bool) -> None:

@@ -1,4 +1,4 @@
-"""How much of u a step leaves in the residual, beside the theoretical bounds."""
+"""Logs the share of u that a step leaves in the residual, next to its theoretical bounds."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ SERIES = ("measured", "bound_any_u", "bound_bell_shaped_u")
 
 
 class ContractionRatio(StepCallback):
-    """Logs ‖u − C(u)‖² / ‖u‖², the part of u = g + e that a step leaves behind, on the steps that log.
+    """Logs ‖u − C(u)‖² / ‖u‖² on logging steps: the share of u = g + e that a step leaves in the residual.
 
-    C(u) is what of rank 0's own u went into the result. Beside it stand, for the k of d entries that were really sent,
+    C(u) is the part of rank 0's u that went into the result. For the k of d entries actually sent, the callback also
+    logs two bounds:
 
-    - `bound_any_u`, 1 − k/d: what the k largest entries of any u leave at most, and k random ones on average;
-    - `bound_bell_shaped_u`, (1 − k/d)²: what the k largest leave at most where the sorted magnitudes of u fall off in
-      a convex curve, as those of a bell shape do (Shi et al. 2019, arXiv 1911.08772, theorem 1).
+    - `bound_any_u`, 1 − k/d: the largest possible share if the k largest entries are sent, and the mean share if k
+      random entries are sent;
+    - `bound_bell_shaped_u`, (1 − k/d)²: the largest possible share for a bell-shaped u if the k largest entries are
+      sent. It holds if the sorted magnitudes of u form a convex curve (Shi et al. 2019, arXiv 1911.08772, theorem 1).
 
-    A chart under TensorBoard's "Custom scalars" shows the three together. A method that does not choose entries has
-    the first only. A step that logs costs a pass over the parameters, logged as `monitoring_cost/ContractionRatio_ms`;
-    steps that do not log cost nothing.
+    A chart under TensorBoard's "Custom scalars" shows the three series together. A method that does not choose entries
+    has only the measured share. A logging step costs one pass over the parameters, logged as
+    `monitoring_cost/ContractionRatio_ms`. Other steps cost nothing.
 
     Args:
-        per_layer: also log the three for each parameter.
+        per_layer: whether to log the three series for each parameter too.
     """
 
     category = "What a step leaves behind: ‖u − C(u)‖² / ‖u‖²"
@@ -69,7 +71,7 @@ class ContractionRatio(StepCallback):
         for name, (lost, total, sent, numel) in seen.sums.items():
             tags = _tags("contraction" if name is None else f"layers/{name}/contraction")
             kept = 1 - sent / max(numel, 1)
-            # A difference of sums: rounding may make it slightly negative.
+            # `lost` is a difference of sums, which rounding may make slightly negative.
             ratio = max(0.0, lost) / total if total > 0 else math.nan
             scalars |= dict(zip(tags, (ratio, kept, kept**2), strict=True))
         return scalars
@@ -83,8 +85,8 @@ class _Losses(Observer):
     """Observes one reduction.
 
     Attributes:
-        sums: parameter name, or None for the model, to (Σ(u − C(u))², Σu², number of entries sent, number of elements);
-            the number of entries is NaN for methods that do not send entries.
+        sums: (Σ(u − C(u))², Σu², number of entries sent, number of elements) by parameter name, or by None for the
+            model. The number of entries is NaN for methods that do not send entries.
     """
 
     def __init__(self, per_layer: bool) -> None:
@@ -93,7 +95,7 @@ class _Losses(Observer):
         self._squares: list[Tensor] = []
 
     def compensated(self, u: Tensor, ctx: Context) -> None:
-        # Here, because the exchange may overwrite u.
+        # Compute the squares now, because the exchange may overwrite u.
         self._squares = [sum_of_squares([part]) for part in self._parts(ctx.segment, u)]
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:

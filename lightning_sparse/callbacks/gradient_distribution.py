@@ -1,4 +1,4 @@
-"""Histograms and moments of the gradient g, the residual e and u = g + e."""
+"""Logs histograms and moments of the gradient g, the residual e and u = g + e."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 QUANTITIES = {"g": "gradient g", "e": "residual e", "u": "u = g + e"}
-"""Letter in the papers to the name in TensorBoard."""
+"""Maps the letter used in the papers to the name in TensorBoard."""
 
 
 class GradientDistribution(StepCallback):
-    """Logs how the gradient g, the residual e and their sum u = g + e are distributed, on the steps that log.
+    """Logs the distributions of the gradient g, the residual e and their sum u = g + e on logging steps.
 
-    g counts as it enters u: without a loss scale, and after the strategy's own clipping; where updates are exchanged it
-    is the update. All are rank 0's own, before any exchange, and with several backward passes in a batch those of the
-    last one.
+    g is taken as it is added to u: without a loss scale, and after the strategy's own clipping. If updates are
+    exchanged, g is the update. All values describe rank 0 before an exchange. If a batch has several backward passes,
+    they describe the last one.
 
-    A histogram reaches over four standard deviations to either side of the mean, or as far as there are values; its
-    outermost bins hold what lies beyond, since a gradient's tails would leave one bar in the middle. The whole model's
-    are also written in standard deviations from the mean: TensorBoard gives all steps one axis, on which gradients that
-    shrink end as a needle. TensorBoard's loggers get the histograms, all loggers get the scalars:
+    A histogram covers four standard deviations on either side of the mean, or less if all values lie closer. Its
+    outermost bins count the values beyond; otherwise a gradient's long tails would squeeze the rest into one bar. The
+    histograms of the whole model are also written in standard deviations from the mean. TensorBoard uses one axis for
+    all steps, on which shrinking gradients become a needle. TensorBoard's loggers receive the histograms, and all
+    loggers receive the scalars:
 
-    - mean, standard deviation, skewness and excess kurtosis, of all elements, in fp64;
-    - the Kolmogorov-Smirnov distance to the normal distribution of that mean and standard deviation, 0 to 1, of all
-      elements, known to the edges of bins with a relative width of 1/128: within 0.003 of the exact distance;
-    - `threshold_sent`, the smallest |u| that was sent, and `threshold_if_normal`, what would cut off as many entries
-      if u were normal: |mean| + z · std with z = Φ⁻¹(1 − k/2d) for k of d entries sent.
+    - mean, standard deviation, skewness and excess kurtosis of all elements, in fp64;
+    - the Kolmogorov-Smirnov distance, 0 to 1, of all elements to the normal distribution of equal mean and standard
+      deviation. It is computed at the edges of bins with a relative width of 1/128, so it is within 0.003 of the exact
+      distance;
+    - `threshold_sent`: the smallest |u| that was sent;
+    - `threshold_if_normal`: the threshold that would select the same number of entries from a normal u. It is
+      |mean| + z · std with z = Φ⁻¹(1 − k/2d) for k of d entries sent.
 
-    A step that logs costs three passes over the parameters and no temporary of their size; what it took is logged as
-    `monitoring_cost/GradientDistribution_ms`. Steps that do not log cost nothing.
+    A logging step costs three passes over the parameters and no temporary tensor of their size. Its time is logged as
+    `monitoring_cost/GradientDistribution_ms`. Other steps cost nothing.
 
     Args:
-        per_layer: also log each parameter's histograms, and the scalars of its u.
+        per_layer: whether to log each parameter's histograms and the scalars of its u too.
     """
 
     category = "Distribution of u = g + e"
@@ -58,7 +61,7 @@ class GradientDistribution(StepCallback):
 
     def charts(self, reducer: Reducer) -> Charts:
         return {
-            "Threshold: smallest |u| sent, and where as much of a normal u is cut off": [
+            "Threshold: smallest |u| sent, and the threshold of a normal u at equal density": [
                 "distribution/threshold_sent",
                 "distribution/threshold_if_normal",
             ],
@@ -75,8 +78,8 @@ class GradientDistribution(StepCallback):
         if trainer.is_global_zero and trainer.loggers and not (summary_writers(trainer) or trainer.fast_dev_run):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             warnings.warn(
-                f"GradientDistribution: {names} takes no histograms, so there will be scalars only. Add a "
-                f"TensorBoardLogger to Trainer(logger=[...]) to see them.",
+                f"GradientDistribution: {names} does not support histograms, so only scalars are logged. Add a "
+                f"TensorBoardLogger to Trainer(logger=[...]) to see histograms.",
                 stacklevel=2,
             )
 
@@ -118,9 +121,9 @@ class _Distributions(Observer):
     """Observes one reduction.
 
     Attributes:
-        wholes: letter to the distribution over all parameters.
-        layers: parameter name and letter to summary.
-        thresholds: parameter name, or None for the model, to (smallest |u| sent, number of entries sent).
+        wholes: distribution over all parameters, by letter.
+        layers: summary by parameter name and letter.
+        thresholds: (smallest |u| sent, number of entries sent) by parameter name, or by None for the model.
     """
 
     def __init__(self, per_layer: bool, exchanged: str) -> None:
@@ -159,7 +162,7 @@ class _Distributions(Observer):
             whole.add(parts, scale)
             return
         for name, part in zip(segment.names, parts, strict=True):
-            # Summarised at once, because the counts need more memory than a small layer.
+            # Summarise at once, because the counts need more memory than a small layer.
             layer = Distribution()
             layer.add([part], scale)
             self.layers[name, letter] = layer.summary()

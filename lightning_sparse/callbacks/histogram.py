@@ -1,4 +1,4 @@
-"""Histograms and moments of many numbers in one pass, without knowing their range beforehand."""
+"""Computes histograms and moments of many numbers in one pass, without prior knowledge of their range."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class Summary:
     """Moments and a histogram of many numbers.
 
     Attributes:
-        numel: how many numbers.
-        sums: the sums of their first and second powers.
+        numel: count of the numbers.
+        sums: sums of their first and second powers.
         mean: arithmetic mean.
-        std: standard deviation, of the numbers themselves (divided by their count).
-        skewness: third standardised moment; NaN where all are equal.
-        excess_kurtosis: fourth standardised moment, less 3; NaN where all are equal.
-        ks_distance: to the normal distribution of this mean and standard deviation; NaN where all are equal.
-        edges: edges of the histogram's bins, ascending.
-        counts: numbers in each bin; fractional where an edge cuts through a bin of `Distribution`.
+        std: population standard deviation (the divisor is the count).
+        skewness: third standardised moment; NaN if all numbers are equal.
+        excess_kurtosis: fourth standardised moment minus 3; NaN if all numbers are equal.
+        ks_distance: Kolmogorov-Smirnov distance to the normal distribution of this mean and standard deviation; NaN if
+            all numbers are equal.
+        edges: ascending edges of the histogram's bins.
+        counts: count in each bin; fractional if an edge divides a bin of `Distribution`.
     """
 
     numel: int
@@ -77,10 +78,10 @@ class Summary:
 
 
 class Distribution:
-    """Counts of a fine histogram and sums of powers; those of several tensors can be added.
+    """Counts of a fine histogram and sums of powers. Distributions can be merged.
 
-    A bin is the upper 16 bits of an fp32 number: sign, exponent and seven bits of the mantissa. So no range has to be
-    known beforehand, and from 9e-41 to 3e38 all bins have a relative width of 1/128 or less.
+    A number's bin is the upper 16 bits of its fp32 representation: sign, exponent and seven bits of the mantissa. So
+    the range need not be known in advance. From 9e-41 to 3e38 all bins have a relative width of 1/128 or less.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class Distribution:
         self.sums: Tensor | None = None
 
     def add(self, parts: Sequence[Tensor], scale: float = 1.0) -> None:
-        """Count `scale` times the elements of 1-D tensors of any floating dtype."""
+        """Add the elements of 1-D tensors of any floating dtype, multiplied by `scale`."""
         if self.counts is None or self.sums is None:
             self.counts = torch.zeros(1 << 16, dtype=torch.int64, device=parts[0].device)
             self.sums = torch.zeros(4, dtype=torch.float64, device=parts[0].device)
@@ -112,7 +113,7 @@ class Distribution:
         self.numel += other.numel
 
     def summary(self) -> Summary | None:
-        """Return the summary; None if there are no numbers, or some are not finite."""
+        """Return the summary; None if there are no numbers or if any number is not finite."""
         if self.counts is None or self.sums is None or self.numel == 0:
             return None
         sums = self.sums.tolist()
@@ -123,7 +124,7 @@ class Distribution:
         # A variance below the rounding error of fp64 means that all numbers are equal.
         std = math.sqrt(variance) if variance > 1e-14 * second else 0.0
         counts = self.counts.cpu().numpy()
-        # To ascending order: negative numbers first, the one of largest magnitude at the start.
+        # Sort the bins in ascending order: the negative number of largest magnitude comes first.
         counts = np.concatenate([counts[: 1 << 15][::-1], counts[1 << 15 :]])
         filled = counts.nonzero()[0]
         lefts, rights = _EDGES[filled], _EDGES[filled + 1]
@@ -134,12 +135,12 @@ class Distribution:
             skewness = (third - 3 * mean * second + 2 * mean**3) / std**3
             excess_kurtosis = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / std**4 - 3
             left, right = special.ndtr((lefts - mean) / std), special.ndtr((rights - mean) / std)
-            # The distribution functions differ most at an edge of a non-empty bin.
+            # The largest difference between the distribution functions is at an edge of a non-empty bin.
             distance = float(max(np.abs(left - below[:-1]).max(), np.abs(right - below[1:]).max()))
         else:
             low, high = lefts[0], rights[-1]
         edges = np.linspace(low, high, BINS + 1)
-        # Values are taken as uniform within a fine bin.
+        # Assume that values are uniform within a fine bin.
         places = np.stack([lefts, rights], 1).reshape(-1)
         reached = np.interp(edges, places, np.stack([below[:-1], below[1:]], 1).reshape(-1))
         reached[0], reached[-1] = 0, 1
@@ -157,11 +158,11 @@ class Distribution:
 
 
 def _edges() -> NDArray[np.float64]:
-    infinity = 0x7F80  # upper half of its bits; above it are NaN, whose bins stay empty
+    infinity = 0x7F80  # the upper half of its bits; NaN have larger ones, and their bins stay empty
     finite = (np.arange(infinity, dtype=np.int32) << 16).view(np.float32).astype(np.float64)
     magnitudes = np.append(finite, np.full((1 << 15) + 1 - infinity, 2.0**128))
     return np.concatenate([-magnitudes[:0:-1], magnitudes])
 
 
 _EDGES = _edges()
-"""Edges of the fine bins, ascending: 65,537 of them."""
+"""The 65,537 edges of the fine bins, ascending."""

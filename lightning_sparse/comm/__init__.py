@@ -1,4 +1,4 @@
-"""Communication between ranks: `ProcessGroupComm` over torch.distributed, `simulate` over threads."""
+"""Communication between ranks: `ProcessGroupComm` uses torch.distributed, `simulate` uses threads."""
 
 from lightning_sparse.comm.base import POLL, Comm, RankFailure
 from lightning_sparse.comm.process_group import ProcessGroupComm

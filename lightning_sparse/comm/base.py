@@ -1,4 +1,4 @@
-"""One rank's wire: the only place where collectives are called, bytes are counted and time on the wire is measured."""
+"""One rank's connection to its peers. All collectives are called, counted in bytes, and timed here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 T = TypeVar("T")
 Op = Literal["sum", "max"]
 POLL = timedelta(seconds=0.5)
-"""Time between two checks, while a rank waits, whether one of its peers has failed."""
+"""Interval at which a waiting rank checks whether a peer has failed."""
 
 
 class RankFailure(RuntimeError):
-    """Another rank cannot go on, so this one cannot either."""
+    """Another rank has failed, so this rank cannot continue."""
 
 
 class Comm(abc.ABC):
@@ -27,13 +27,14 @@ class Comm(abc.ABC):
     Attributes:
         rank: this rank, 0 ≤ rank < size.
         size: number of ranks.
-        ranks: global rank numbers, for error messages; a sub-communicator uses its parent's.
-        sent_bytes: bytes that this rank has put on the wire so far, protocol overhead not counted. All-gather counts
-            (P − 1) times its input, all-reduce 2(P − 1)/P times, as the ring algorithms do; broadcast (source only)
-            and sendrecv their input, all-to-all the chunks for others. Weights before the first step are not counted.
-        seconds: time spent inside collectives so far, waiting for slower ranks included. Over NCCL only what the host
-            takes to start them: it does not wait for the device.
-        statuses: kept by `Exchange`, for `ranks`.
+        ranks: global rank numbers for error messages; a sub-communicator uses its parent's.
+        sent_bytes: bytes that this rank has sent so far, without protocol overhead. All-gather counts (P − 1) times its
+            input and all-reduce 2(P − 1)/P times its input, as in the ring algorithms. Broadcast counts its input on
+            the source, sendrecv its input, and all-to-all the chunks for other ranks. The broadcast of weights before
+            the first step is not counted.
+        seconds: time spent inside collectives so far, including the wait for slower ranks. With NCCL it is the host's
+            time to launch them, because the host does not wait for the device.
+        statuses: status tensors by device; `Exchange` keeps them here for these `ranks`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -43,12 +44,12 @@ class Comm(abc.ABC):
         self.sent_bytes = 0
         self.seconds = 0.0
         self.statuses: dict[torch.device, Tensor] = {}
-        self._begun = self._calls = 0  # collectives begun, and those that the host has completed
+        self._begun = self._calls = 0  # collectives that the host has started and completed
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
-        """Replace `x` by the sum or the maximum over all ranks, in place, and return it.
+        """Replace `x` with the sum or the maximum over all ranks, in place, and return it.
 
-        For the maximum NaN counts as infinity: gloo itself keeps or drops a NaN, depending on the rank.
+        The maximum treats NaN as infinity. Gloo itself keeps or drops a NaN, depending on the rank.
         """
         if op == "max" and x.is_floating_point():
             x.masked_fill_(x.isnan(), torch.inf)
@@ -57,20 +58,20 @@ class Comm(abc.ABC):
         return x
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's `x`, in rank order. Shape and dtype must agree on all ranks."""
+        """Return every rank's `x` in rank order. Shape and dtype must be equal on all ranks."""
         return list(self._gathered(x))
 
     def all_gather_rows(self, x: Tensor) -> Tensor:
-        """Return every rank's `x`, in rank order, as rows of one tensor, see `all_gather`."""
+        """Return every rank's `x` in rank order, as rows of one tensor; see `all_gather`."""
         rows = self._gathered(x)
         return rows if isinstance(rows, Tensor) else torch.stack(rows)
 
     def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """Send chunk i to rank i and return what each rank sent here, in rank order. All shapes must agree."""
+        """Send chunk i to rank i and return the received chunks in rank order. All shapes must be equal."""
         return list(self.all_to_all_rows(torch.stack(list(chunks)) if chunks else torch.empty(0, device="cpu")))
 
     def all_to_all_rows(self, rows: Tensor) -> Tensor:
-        """Send row i to rank i and return what each rank sent here as rows, in rank order, see `all_to_all`."""
+        """Send row i to rank i and return the received rows in rank order; see `all_to_all`."""
         if len(rows) != self.size:
             raise ValueError(f"all_to_all got {len(rows)} chunks for {self.size} ranks; give one for each rank.")
         if self.size == 1:
@@ -79,9 +80,9 @@ class Comm(abc.ABC):
         return self._timed_all_to_all_v(rows.reshape(-1), sizes, sizes).view(rows.shape)
 
     def reduce_scatter_mean(self, x: Tensor) -> Tensor:
-        """Return the mean over all ranks of this rank's part of `x` (1-D), which is `x.tensor_split(size)[rank]`.
+        """Return the mean over all ranks of this rank's part of `x` (1-D), `x.tensor_split(size)[rank]`.
 
-        The parts are added in rank order. Takes a buffer of about the size of `x`.
+        The parts are added in rank order. The receive buffer is about as large as `x`.
         """
         if self.size == 1:
             return x.clone()
@@ -90,19 +91,19 @@ class Comm(abc.ABC):
         first, *others = torch.split(self._timed_all_to_all_v(x.contiguous(), send, receive), receive)
         first.div_(self.size)
         for part in others:
-            first.add_(part, alpha=1 / self.size)  # divided before the sum, which stays in range
+            first.add_(part, alpha=1 / self.size)  # dividing before adding keeps the sum in range
         return first
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """Replace `x` by rank `src`'s, in place, and return it."""
+        """Replace `x` with rank `src`'s, in place, and return it."""
         if self.size > 1:
             self._timed(_nbytes(x) if self.rank == src else 0, self._broadcast, x, src)
         return x
 
     def sendrecv(self, x: Tensor, peer: int) -> Tensor:
-        """Send `x` to rank `peer`, and return that rank's `x`; `peer` must name this rank as its peer.
+        """Send `x` to rank `peer` and return that rank's `x`; `peer` must name this rank as its peer.
 
-        All ranks call it, as any collective; a rank without a peer names itself.
+        All ranks must call it, like any collective. A rank without a peer names itself.
         """
         if self.size == 1:
             return x.clone()
@@ -110,19 +111,19 @@ class Comm(abc.ABC):
         return self._timed_all_to_all_v(x.reshape(-1), sizes, sizes).view(x.shape)
 
     def sub(self, ranks: Sequence[int], *, counted: bool = True) -> Comm:
-        """Return a `Comm` for some of the ranks, this one among them.
+        """Return a `Comm` for a group of ranks that includes this rank.
 
-        All ranks make one, in groups that do not overlap and have equal sizes, and all make the same calls in the same
-        order: each call is a collective of all ranks.
+        All ranks create one, in groups of equal size that do not overlap. All ranks make the same calls in the same
+        order, because each call is a collective of all ranks.
 
         Args:
-            ranks: the group; its members are counted in ascending order.
-            counted: whether `sent_bytes` here includes its bytes; False for ranks of one host.
+            ranks: ranks of the group; they are numbered in ascending order.
+            counted: whether this object's `sent_bytes` includes the group's bytes; False for ranks of one host.
         """
         return _SubComm(self, sorted(ranks), counted)
 
     def to_host_async(self, x: Tensor) -> Callable[[], list[Any]]:
-        """Start to copy a tensor to the host; return a function that waits for the copy and returns it as a list."""
+        """Start copying a tensor to the host; return a function that waits for the copy and returns it as a list."""
         if not x.is_cuda:
             values = x.tolist()
             return lambda: values
@@ -142,10 +143,10 @@ class Comm(abc.ABC):
         return wait
 
     def mark_failed(self, reason: str) -> None:  # noqa: B027
-        """Record that this rank cannot go on, so that its peers fail instead of waiting."""
+        """Record that this rank has failed, so that its peers raise an error instead of waiting."""
 
     def poll(self) -> None:  # noqa: B027
-        """Raise RankFailure if another rank has failed. Called while this rank waits."""
+        """Raise RankFailure if another rank has failed. It is called while this rank waits."""
 
     def _gathered(self, x: Tensor) -> Tensor | list[Tensor]:
         if self.size == 1:
@@ -166,13 +167,13 @@ class Comm(abc.ABC):
         return result
 
     def _direct_all_gather(self, x: Tensor) -> Tensor:
-        """Return every rank's `x` as rows, sent from each rank to each other: one round trip, a ring's bytes."""
+        """Return every rank's `x` as rows; each rank sends to each other. One round trip, a ring's bytes."""
         sizes = [x.numel()] * self.size
         received = self._all_to_all_v(x.reshape(-1).repeat(self.size), sizes, sizes)
         return received.view(self.size, *x.shape)
 
     def _direct_all_reduce(self, x: Tensor, op: Op) -> None:
-        """Reduce `x` in place: each rank a part, which it sends to each other. Two round trips."""
+        """Reduce `x` in place: each rank reduces one part and sends it to all others. Two round trips."""
         flat = x.reshape(-1)
         parts = flat.new_zeros(self.size * -(-flat.numel() // self.size))
         parts[: flat.numel()] = flat
@@ -186,21 +187,21 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def _all_gather(self, x: Tensor) -> Tensor | list[Tensor]:
-        """Return every rank's `x`, in rank order, as a list or as rows of one tensor."""
+        """Return every rank's `x` in rank order, as a list or as rows of one tensor."""
 
     @abc.abstractmethod
     def _broadcast(self, x: Tensor, src: int) -> None: ...
 
     @abc.abstractmethod
     def _all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send `send[r]` elements of `x` (1-D) to rank r, one part after the other; receive `receive[r]` from it."""
+        """Send consecutive parts of `x` (1-D) to the ranks: `send[r]` elements to rank r, `receive[r]` from it."""
 
 
 class _SubComm(Comm):
-    """Some ranks of another `Comm`.
+    """A group of ranks of another `Comm`.
 
-    Implemented as an all-to-all of the parent in which non-members exchange empty chunks. So it needs no process group
-    of its own, and the failure of any rank ends it.
+    Each call is an all-to-all of the parent in which non-members exchange empty chunks. So the group needs no separate
+    process group, and the failure of any rank ends the call.
     """
 
     def __init__(self, parent: Comm, ranks: Sequence[int], counted: bool) -> None:

@@ -1,15 +1,15 @@
-"""Comparison of all ranks' settings through the process group's store, before the first collective.
+"""Compares all ranks' settings through the process group's store, before the first collective.
 
-Ranks with different settings would call collectives that do not match, so collectives cannot be used to find out. The
-first rank of the group leads:
+Ranks with different settings would call collectives that do not match, so a collective cannot compare them. The first
+rank of the group is the leader:
 
-1. The leader writes its settings, then a call: a new nonce, a digest of the settings, and how often it has failed.
-2. Every other rank answers the call with a nonce of its own, under a key that contains the leader's. Only if its digest
-   differs does it read the leader's settings and object, naming the setting.
+1. The leader writes its settings and then a call: a new nonce, a digest of the settings, and its number of failures.
+2. Every other rank answers the call with its nonce, under a key that contains the leader's nonce. If its digest
+   differs, the rank reads the leader's settings and writes an objection that names the setting.
 3. The leader writes a verdict: the nonces of all answers, and the first objection.
 
-Processes that torchrun restarts may find the store as their predecessors left it. An answer to a nonce that the leader
-has just drawn cannot be stale, and neither can a verdict that repeats a rank's own nonce.
+When torchrun restarts processes, the store may still hold entries of their predecessors. An answer to the leader's new
+nonce cannot be stale, and neither can a verdict that contains the rank's nonce.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.base import POLL, RankFailure
 from lightning_sparse.comm.peers import lost_store, rank_list, silent_store
-from lightning_sparse.comm.store import BoundedStore, StoreSilent
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 log = logging.getLogger(__name__)
 WARN_AFTER_SECONDS = 5.0
-"""Seconds after which a rank that has not attached is named in a warning. DDP's constructor has just synchronised."""
+"""Seconds after which a warning names a rank that has not attached. DDP's constructor has just synchronised all."""
 STALE_AFTER_SECONDS = 2.0
-"""Seconds an error entry must remain unchanged before it is trusted: a previous attempt's is overwritten sooner."""
+"""Seconds that an error entry must remain unchanged before it is trusted. A stale entry is overwritten sooner."""
 SLOWEST_SECONDS = 60.0
-"""The same for the entry of an attempt that this rank, too, has failed: on a busy machine the next one comes late."""
+"""The same for the entry of an attempt that failed on this rank too. On a busy machine the next entry comes late."""
 
 
 class Handshake:
-    """One rank's part in the comparison.
+    """One rank's side of the comparison.
 
     Args:
-        store: the process group's store; a clone, whose waits block nobody else.
-        group: the process group's name, equal on all its ranks.
+        store: a clone of the process group's store, so that its waits block no other client.
+        group: name of the process group, equal on all its ranks.
         rank: this rank.
-        ranks: all ranks of the group; the first one leads.
+        ranks: all ranks of the group; the first is the leader.
         timeout: time to wait for the slowest rank.
-        has_ended: tells whether a rank's connections are closed; None if that cannot be seen.
+        has_ended: returns whether a rank's connections are closed, or None if this is unknown.
     """
 
     def __init__(
@@ -66,30 +66,33 @@ class Handshake:
         self._others = [other for other in ranks if other != rank]
         self._timeout, self._has_ended = timeout.total_seconds(), has_ended
         self._store = BoundedStore(store, max(self._timeout, STALE_AFTER_SECONDS))
-        self._reason = ""  # the last one that is known
+        self._reason = ""  # the latest known reason for a failure
         self._prefix = f"lightning_sparse/{group}/handshake"
         self._nonce = secrets.token_hex(8)
         self._method = ""
-        self._refusal = "", 0.0  # the last entry that was seen, and since when
+        self._refusal = "", 0.0  # the latest refusal, and the time at which this rank first read it
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot attach."""
+        """Report to the other ranks that this rank cannot attach."""
         reason = f"Rank {self._rank} cannot attach: {type(error).__name__}: {error}"
         self._set("refused", json.dumps([self._rank, self._failures, self._nonce, reason]))
         session, _, failures = (self._get("call") or "  ").split(" ")
-        # If the leader has failed as well and tries again already, that call is not for this attempt.
+        # If the leader has failed too and is already trying again, its call belongs to the next attempt.
         if self._rank != self._leader and failures == str(self._failures):
             self._object(session, reason)
         self._count_failure()
 
     def agree(self, settings: Mapping[str, Any]) -> str:
-        """Compare settings (name to value, or to a list of which an error shows what differs) with all ranks.
+        """Compare settings with all ranks.
+
+        Args:
+            settings: values by name; of two lists, the error message shows only the first difference.
 
         Returns:
-            A name for what the ranks begin together, equal on all of them and new each time.
+            A name for this session, equal on all ranks and new for each call.
 
         Raises:
-            RankFailure: the settings differ, or a rank cannot attach, has ended, or does not come.
+            RankFailure: settings differ, or a rank cannot attach, has ended, or does not attach in time.
         """
         try:
             try:
@@ -99,17 +102,17 @@ class Handshake:
                 raise
         except dist.DistError as error:
             raise RankFailure(self._reason or lost_store(self._rank, error)) from error
-        except StoreSilent as error:
+        except StoreTimeout as error:
             raise RankFailure(self._reason or silent_store(self._rank)) from error
 
     def refusal(self) -> str:
-        """Return why another rank cannot attach, "" if none has said so."""
+        """Return why another rank cannot attach; "" if no rank has reported a reason."""
         rank, *_, reason = json.loads(self._get("refused") or "[null, null]")
         return reason or "" if rank != self._rank else ""
 
     @property
     def _failures(self) -> int:
-        """How many attempts of this rank have failed; after a failure of all, equal on all ranks."""
+        """Number of failed attempts of this rank. After all ranks have failed, it is equal on all of them."""
         return int(self._get(f"failures/{self._rank}") or 0)
 
     def _count_failure(self) -> None:
@@ -139,7 +142,7 @@ class Handshake:
         return session
 
     def _await_answers(self, session: str) -> None:
-        """Wait until all ranks have answered, or one of them objects."""
+        """Wait until all ranks have answered, or one has objected."""
         start, warned = time.monotonic(), False
         for i, other in enumerate(self._others):
             while not self._wait(f"{session}/{other}"):
@@ -170,7 +173,7 @@ class Handshake:
             if self._wait(f"{session}/verdict" if session else "call") and session:
                 verdict = json.loads(self._get(f"{session}/verdict"))
                 if self._nonce in verdict["nonces"] or (
-                    # The leader need not have waited for this rank's answer before it failed.
+                    # The leader may have failed before it read this rank's answer.
                     verdict["error"] and time.monotonic() > start + STALE_AFTER_SECONDS
                 ):
                     if verdict["error"]:
@@ -181,7 +184,7 @@ class Handshake:
             self._raise_if_refused()
             self._raise_if_ended([self._leader], waited)
             missing = json.loads((session and self._get(f"{session}/missing")) or "[]")
-            # The leader warns of other ranks itself, a moment earlier.
+            # The leader warns about other ranks itself, slightly earlier.
             if not missing and waited > WARN_AFTER_SECONDS + 2 * POLL.total_seconds() and not warned:
                 warned = True
                 log.warning(self._still_missing([self._leader], waited))
@@ -189,7 +192,7 @@ class Handshake:
                 raise RankFailure(self._still_missing(missing or [self._leader], waited))
 
     def _compare(self, session: str, settings: Mapping[str, Any]) -> None:
-        """Object, naming the first setting in which this rank and the leader differ."""
+        """Write an objection that names the first setting in which this rank differs from the leader."""
         theirs = json.loads(self._get(f"{session}/settings"))
         for name in [*theirs, *(name for name in settings if name not in theirs)]:
             here, there = settings.get(name), theirs.get(name)
@@ -223,7 +226,7 @@ class Handshake:
 
     def _raise_if_ended(self, missing: Sequence[int], waited: float) -> None:
         if waited > 0.9 * self._timeout:
-            return  # by now a collective of stock DDP's has timed out as well, and that closes connections too
+            return  # by now a collective of stock DDP has timed out too, which also closes connections
         for rank in missing:
             if self._has_ended(rank):
                 entry = self._get("refused")
@@ -248,7 +251,7 @@ class Handshake:
         )
 
     def _get(self, key: str) -> str:
-        """Return the value of a key, "" if there is none."""
+        """Return the value of a key; "" if it is not set."""
         key = f"{self._prefix}/{key}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
@@ -256,8 +259,8 @@ class Handshake:
         self._store.set(f"{self._prefix}/{key}", _encodable(value))
 
     def _wait(self, key: str) -> bool:
-        """Wait for a key, POLL at most, and return whether it is set."""
-        # Not by `store.wait`: when its time is up, torch prints a warning.
+        """Wait for a key, at most for POLL, and return whether it is set."""
+        # `store.wait` is not used because torch prints a warning when it times out.
         deadline, pause = time.monotonic() + POLL.total_seconds(), 0.002
         while not self._store.check([f"{self._prefix}/{key}"]):
             if time.monotonic() > deadline:
@@ -268,7 +271,7 @@ class Handshake:
 
 
 def _first_difference(there: Any, here: Any) -> str:
-    """Return the first `name=value` in which two descriptions of several differ."""
+    """Return the first `name=value` pair in which two texts differ."""
     options = [re.findall(r"\w+=[^\s,()]*", str(text)) for text in (there, here)]
     differing = [f"{its} and {mine}" for its, mine in zip(*options, strict=False) if its != mine]
     return f", which differ in {differing[0]}" if differing else ""

@@ -1,4 +1,4 @@
-"""The ranks of a process group, seen through the store: which have failed, finished, or do not respond."""
+"""Reads and writes the state of a group's ranks in the store: failed, finished, or not responding."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.base import POLL, RankFailure
-from lightning_sparse.comm.store import BoundedStore, StoreSilent
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 ANSWER_SECONDS = 1.5
-"""Seconds a failed rank waits for replies; its peers check for the request every POLL."""
+"""Seconds that a failed rank waits for replies; its peers check for the request every POLL."""
 JOIN_SECONDS = 5.0
-"""Seconds to wait for a thread of ours to end. One that comes back from the store while the interpreter is being torn
-down aborts the process; but the process that hosts the store may be frozen."""
+"""Seconds to wait for a thread of this package to end. If a thread returns from the store during the interpreter's
+shutdown, it aborts the process. The limit is needed because the process that hosts the store may be frozen."""
 
 
 class Peers:
-    """The ranks of a process group, seen through the store: which have failed, finished, or do not respond.
+    """Reads and writes the state of a group's ranks in the store: failed, finished, or not responding.
 
-    Only the process that made it communicates: a forked child, such as a worker of a DataLoader, has copies of this
-    object and of the store's connection, and would speak for the rank.
+    Only the process that created the object uses the store. A forked child, such as a DataLoader worker, has copies of
+    the object and of the connection, and would otherwise report for the rank.
 
     Args:
-        store: a client that nobody else waits with, see `default_store`.
-        group: the process group's name, which the keys in the store contain.
+        store: a client that no other code waits with; see `default_store`.
+        group: name of the process group, part of the keys in the store.
         rank: this rank within the group.
-        ranks: global rank numbers of the group's members, for error messages.
+        ranks: global rank numbers of the group, for error messages.
     """
 
     def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
@@ -44,18 +44,15 @@ class Peers:
         self._terminating = terminating_key(group)
 
     def mark_failed(self, reason: str) -> None:
-        """Record that this rank cannot go on. The first reason stays."""
+        """Record that this rank has failed. Only the first reason is kept."""
         self._put(self._failed, reason)
 
     def mark_done(self, calls: int, reason: str) -> None:
-        """Record that this rank makes no collective calls after its first `calls`. Peers that make more will fail."""
+        """Record that this rank stops after its first `calls` collective calls. Peers that make more will fail."""
         self._put(self._done, f"{calls} {reason}")
 
     def raise_if_failed(self, calls: int) -> None:
-        """Raise RankFailure if a rank has failed, or does not come to a collective that this one has begun.
-
-        It is known not to come if it is done with fewer calls.
-        """
+        """Raise RankFailure if a rank failed, or finished with fewer collective calls than this rank has started."""
         try:
             if self._store.check([self._failed]):
                 raise RankFailure(self._store.get(self._failed).decode())
@@ -65,11 +62,11 @@ class Peers:
                     raise RankFailure(reason)
         except dist.DistError as error:
             raise RankFailure(lost_store(self._ranks[self._rank], error)) from error
-        except StoreSilent:
-            return  # the collective itself times out
+        except StoreTimeout:
+            return  # the collective itself will time out
 
     def diagnose(self, calls: int) -> str:
-        """Return why a collective broke off: the reason a rank has recorded, or which ranks do not respond."""
+        """Return why a collective failed: the reason that a rank recorded, or the ranks that do not respond."""
         try:
             self.raise_if_failed(calls)
             if self._store.check([self._terminating]):
@@ -79,7 +76,7 @@ class Peers:
             return str(failure)
         except dist.DistError:
             return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
-        except StoreSilent:
+        except StoreTimeout:
             return silent_store(self._ranks[self._rank])
         if silent:
             return (
@@ -92,8 +89,8 @@ class Peers:
                 f"or ranks have different numbers of batches, or save checkpoints at different steps."
             )
         return (
-            "All ranks have come to this error: look for an interruption of the network, or for ranks that wait for "
-            "each other in different places, such as one that resumes and one that does not."
+            "All ranks have this error: look for an interruption of the network, or for ranks that wait for each other "
+            "in different places, such as one that resumes and one that does not."
         )
 
     def respond(self) -> None:
@@ -104,12 +101,12 @@ class Peers:
             if self._store.check([self._request]):
                 self._put(f"{self._request}/{self._rank}", "running")
         except dist.DistError:
-            self._store_is_gone = True  # torch prints a trace of its calls for each try
-        except Exception:  # nothing may go wrong here
+            self._store_is_gone = True  # torch prints a stack trace for every further call
+        except Exception:  # a reply must never raise an error
             return
 
     def _poll_peers(self) -> tuple[list[int], list[int]]:
-        """Poll all ranks. Returns those that do not respond, and those that respond but are not in this collective."""
+        """Poll all ranks. Return the silent ranks, and the ranks that respond but are not in this collective."""
         keys = [f"{self._request}/{rank}" for rank in range(len(self._ranks))]
         self._store.set(self._request, "")
         self._store.set(keys[self._rank], "failed")
@@ -126,19 +123,19 @@ class Peers:
             time.sleep(0.02)
 
     def _put(self, key: str, text: str) -> None:
-        """Set a key, unless it is set."""
+        """Set a key if it is not set yet."""
         if os.getpid() != self._pid:
             return
-        # Without the store its host is gone, and the peers lose their connections anyway. Nothing may go wrong here.
+        # If the store is gone, its host has ended, and the peers lose their connections anyway. Never raise an error.
         with contextlib.suppress(Exception):
             self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
 
 
 class Responder:
-    """A thread that responds to failed ranks, where the one that trains may hang and no other does it.
+    """A thread that responds to failed ranks, for use if the training thread may hang and no other thread responds.
 
     Args:
-        respond: called every POLL until `end`.
+        respond: function that is called every POLL until `end`.
     """
 
     def __init__(self, respond: Callable[[], None]) -> None:
@@ -151,7 +148,7 @@ class Responder:
             self._respond()
 
     def end(self) -> None:
-        """End the thread. May be called twice, and by the garbage collector in the thread itself."""
+        """End the thread. It may be called twice, and by the garbage collector within the thread."""
         if os.getpid() == self._pid:  # a forked child has no thread
             self._ended.set()
             if threading.current_thread() is not self._thread:
@@ -159,12 +156,12 @@ class Responder:
 
 
 def terminating_key(group: str) -> str:
-    """Return the key that says which rank of a process group was told to end first; see `Termination`."""
+    """Return the key of the rank that was the first to be asked to end; see `Termination`."""
     return f"lightning_sparse/{group}/terminating"
 
 
 def lost_store(rank: int, error: BaseException) -> str:
-    """Return the error message for a store that does not respond any more."""
+    """Return the error message for a store whose host has ended."""
     return (
         f"Rank {rank} lost the store of the process group: the process that hosts it, usually rank 0, has ended. "
         f"({first_line(error)})"
@@ -172,7 +169,7 @@ def lost_store(rank: int, error: BaseException) -> str:
 
 
 def silent_store(rank: int) -> str:
-    """Return the error message for a store that does not answer."""
+    """Return the error message for a store that does not respond."""
     return (
         f"Rank {rank} gets no answer from the store of the process group: the process that hosts it, usually rank 0, "
         f"is frozen, or the network between them is interrupted."
@@ -185,5 +182,5 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its kind where it has none."""
+    """Return the first line of an error's text, or its class name if the text is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]

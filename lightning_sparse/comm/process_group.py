@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed, and a process group under a name of ours."""
+"""Collectives over torch.distributed, and helpers for the process group's store."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from lightning_sparse.comm.store import in_thread
 
 T = TypeVar("T")
 DIRECT = 1 << 16
-"""Most bytes that each rank sends to each other over gloo, whose own algorithms go round a ring: of P ranks all-gather
-takes P - 1 round trips, and all-reduce 2 (P - 1). Longer messages fill a ring's links better."""
+"""Largest message in bytes that each rank sends directly to each other over gloo. Gloo's own algorithms use a ring.
+With P ranks its all-gather takes P - 1 round trips, and its all-reduce 2 (P - 1). Longer messages use a ring better."""
 CONNECT_SECONDS = 20.0
-"""Seconds to wait for the store and for a connection to it, which is there unless its host has ended or is frozen."""
+"""Seconds to wait for a connection to the store. It fails only if the host has ended or is frozen."""
 _NEVER_SENT = 0x6C737061
-"""Tag of the receive operations by which `has_ended` tests a connection."""
+"""Tag of the receive operations with which `has_ended` tests a connection. No message is ever sent with it."""
 
 
 class ProcessGroupComm(Comm):
     """A `Comm` over a torch.distributed process group.
 
-    Every wait checks twice a second whether a rank has failed (`mark_failed`) or makes no more calls (`mark_done`), and
-    raises that rank's reason instead of waiting for the group's timeout.
+    Every wait checks twice a second whether a rank has failed (`mark_failed`) or has stopped (`mark_done`). If so, it
+    raises that rank's reason and does not wait for the group's timeout.
 
     Args:
-        group: the process group; None is the default one.
+        group: the process group; None selects the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -50,7 +50,7 @@ class ProcessGroupComm(Comm):
         self.use(group)  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the connection out of copies and pickles, such as those of a callback that counts bytes."""
+        """Exclude the connection from copies and pickles, such as the copy in a callback that counts bytes."""
         return {name: value for name, value in vars(self).items() if name not in ("store", "group", "peers")}
 
     def use(self, group: dist.ProcessGroup) -> None:
@@ -61,15 +61,15 @@ class ProcessGroupComm(Comm):
         self.peers = Peers(self.store, group.group_name, self.rank, self.ranks)
 
     def mark_failed(self, reason: str) -> None:
-        """Record that this rank cannot go on, for the peers to raise. The first reason stays."""
+        """Record that this rank has failed, so that its peers raise the reason. Only the first reason is kept."""
         self.peers.mark_failed(reason)
 
     def mark_done(self, reason: str) -> None:
-        """Record that this rank makes no further calls. Peers that still wait for it will fail."""
+        """Record that this rank makes no further calls. Peers that wait for it will fail."""
         self.peers.mark_done(self._calls, reason)
 
     def diagnose(self) -> str:
-        """Return why a collective broke off, as far as that is known."""
+        """Return why a collective failed, as far as this is known."""
         return self.peers.diagnose(self._begun)
 
     def respond(self) -> None:
@@ -77,7 +77,7 @@ class ProcessGroupComm(Comm):
         self.peers.respond()
 
     def raise_if_peer_failed(self) -> None:
-        """Raise RankFailure if a rank has failed, or has left before a collective that this one has begun."""
+        """Raise RankFailure if a rank failed, or finished with fewer collective calls than this rank has started."""
         self.peers.raise_if_failed(self._begun)
 
     def poll(self) -> None:
@@ -95,37 +95,37 @@ class ProcessGroupComm(Comm):
         x: Tensor = args[0]
         if not self._via_host(x):
             return super()._timed(nbytes, collective, *args)
-        # Gloo has no all-gather of CUDA tensors, and its other collectives of them wait for the device too. So without
-        # NCCL between the devices all tensors go through the host's memory.
+        # Gloo cannot all-gather CUDA tensors, and its other collectives of CUDA tensors wait for the device. So if the
+        # devices are not connected by NCCL, all tensors pass through the host's memory.
         host = x.to("cpu", copy=True)
         result = super()._timed(nbytes, collective, host, *args[1:])
         if isinstance(result, list):
             return [part.to(x.device) for part in result]
-        return x.copy_(host) if result is None else result.to(x.device)  # None: it worked in place
+        return x.copy_(host) if result is None else result.to(x.device)  # None: the collective worked in place
 
     def _wait(self, start: Callable[[], dist.Work], x: Tensor) -> None:
-        """Start a collective on `x` and wait for it: on the host over gloo, on the current stream over NCCL."""
+        """Start a collective on `x` and wait for it: with gloo on the host, with NCCL on the current stream."""
         try:
             work = start()
             if self._over_gloo(x):
                 while not self._gloo_waited(work):
                     self.poll()
             else:
-                # This makes the current stream wait, not the host, which goes on to launch kernels; with a time limit
-                # it would stop the host, and abort the communicator after the limit. The communication thread calls
-                # `raise_if_peer_failed` while the device is busy; if a peer is silent, NCCL's watchdog ends this
-                # process after the group's timeout, as it does with stock DDP.
+                # Only the current stream waits here; the host continues to launch kernels. With a time limit, `wait`
+                # would block the host and abort the communicator after the limit. The communication thread calls
+                # `raise_if_peer_failed` while the device is busy. If a peer does not respond, NCCL's watchdog ends
+                # this process after the group's timeout, as with stock DDP.
                 work.wait()
         except RankFailure:
             raise
         except RuntimeError as error:
-            self.raise_if_peer_failed()  # a recorded reason says more
+            self.raise_if_peer_failed()  # a recorded reason is more precise
             failure = RankFailure(
                 f"Rank {self.ranks[self.rank]} lost its peers in an exchange: {first_line(error)}. "
                 f"{self.diagnose()} If it is running: check that all ranks use the same strategy and see the same "
                 f"number of batches."
             )
-            # In a ring only the neighbours of a dead rank lose a connection; the others would wait for the timeout.
+            # In a ring only the neighbours of a dead rank lose a connection. The others would wait until the timeout.
             self.mark_failed(str(failure))
             raise failure from error
 
@@ -135,7 +135,7 @@ class ProcessGroupComm(Comm):
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # it has completed meanwhile, or raises its own error
+            work.wait()  # it has completed in the meantime, or it raises its error
         return True
 
     def _goes_direct(self, x: Tensor) -> bool:
@@ -151,7 +151,7 @@ class ProcessGroupComm(Comm):
     def _all_gather(self, x: Tensor) -> Tensor:
         if self._goes_direct(x):
             return self._direct_all_gather(x)
-        # Into one tensor, which NCCL fills in place; a list it would copy.
+        # NCCL fills one tensor in place, but would copy into a list of tensors.
         rows = x.new_empty(self.size * x.numel())
         self._wait(lambda: all_gather_single(rows, x.view(-1), group=self.group, async_op=True), x)
         return rows.view(self.size, *x.shape)
@@ -160,7 +160,7 @@ class ProcessGroupComm(Comm):
         self._wait(lambda: dist.broadcast(x, group=self.group, async_op=True, group_src=src), x)
 
     def _all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        # Not send and receive: a wait with a limit on these closes gloo's connection when the limit is reached.
+        # Send and receive are not used: if a wait on them reaches its time limit, gloo closes the connection.
         received = x.new_empty(sum(receive))
         self._wait(
             lambda: dist.all_to_all_single(received, x, list(receive), list(send), group=self.group, async_op=True), x
@@ -169,13 +169,13 @@ class ProcessGroupComm(Comm):
 
 
 def has_ended(group: dist.ProcessGroup, peer: int) -> bool | None:
-    """Return whether the process of a member has ended, as gloo's connection to it shows; None if that cannot be seen.
+    """Return whether a peer's process has ended, according to gloo's connection to it; None if this is unknown.
 
-    It cannot without gloo, nor in torch's debug mode, which counts the receive that is begun here.
+    It is unknown without gloo, and in torch's debug mode, which would count the receive operation of this test.
 
     Args:
-        group: a process group whose connections have been made.
-        peer: the member's rank within the group.
+        group: a process group whose connections are established.
+        peer: the peer's rank within the group.
     """
     host = torch.device("cpu")
     try:
@@ -184,8 +184,8 @@ def has_ended(group: dist.ProcessGroup, peer: int) -> bool | None:
     except RuntimeError:
         return None
     try:
-        # Gloo refuses to begin to receive over a connection that the peer's end has closed. Nobody sends under this
-        # tag, and an open receive that nobody waits for takes part in nothing.
+        # Gloo raises an error for a receive over a connection that the peer has closed. No rank sends with this tag,
+        # and a pending receive has no effect if no code waits for it.
         group.recv([torch.empty(1, dtype=torch.uint8, device=host)], peer, _NEVER_SENT)
     except RuntimeError:
         return True
@@ -193,10 +193,10 @@ def has_ended(group: dist.ProcessGroup, peer: int) -> bool | None:
 
 
 def default_store() -> Store:
-    """Return the default process group's store, over a connection of its own: no client waits while another does.
+    """Return the default process group's store over a separate connection, so that clients do not block each other.
 
     Raises:
-        RankFailure: the process that hosts the store has ended, or does not answer within `CONNECT_SECONDS`.
+        RankFailure: the process that hosts the store has ended, or does not respond within `CONNECT_SECONDS`.
     """
     store = _compat.default_store()
     deadline = time.monotonic() + CONNECT_SECONDS
@@ -209,7 +209,7 @@ def default_store() -> Store:
             raise RankFailure(silent_store(dist.get_rank()))
 
     try:
-        # Fails at once if the host has ended, whereas a clone tries to connect until the timeout.
+        # A check fails at once if the host has ended, while a clone tries to connect until the timeout.
         call_in_thread(lambda: store.check([""]), give_up)
         return call_in_thread(store.clone, give_up)  # type: ignore[no-any-return]
     except dist.DistError as error:
@@ -217,12 +217,12 @@ def default_store() -> Store:
 
 
 def call_in_thread(fn: Callable[[], T], poll: Callable[[], None], discard: Callable[[T], object] = id) -> T:
-    """Return `fn()`, which another thread calls because it may wait for peers that have ended.
+    """Call `fn` in another thread and return its result. `fn` may block on peers that have ended.
 
     Args:
-        fn: the function.
-        poll: called every POLL in the meantime; it may raise to give up.
-        discard: called with a result that comes after that.
+        fn: function without arguments.
+        poll: function that is called every POLL while `fn` runs; it may raise an error to stop waiting.
+        discard: function that is called with the result if the result arrives after such an error.
     """
     result = in_thread(fn, "lightning_sparse connecting")
     try:

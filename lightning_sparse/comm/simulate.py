@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, without any network.
+"""Runs ranks as threads of one process, without a network.
 
 def rank(comm: Comm) -> float:
     return comm.all_reduce(torch.tensor([float(comm.rank)])).item()
@@ -30,8 +30,8 @@ def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
         fn: called with the rank's `Comm`.
 
     Raises:
-        Exception: whatever the first rank to fail raised; the others are told and end too.
-        RankFailure: a rank waits for one that has ended, or ranks make different calls.
+        Exception: the error of the first rank that failed; the other ranks end too.
+        RankFailure: a rank waits for a rank that has ended, or ranks make different calls.
     """
     if size < 1:
         raise ValueError(f"simulate(size={size}): there must be at least one rank.")
@@ -44,7 +44,7 @@ def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
         error: BaseException | None = None
         try:
             results[rank] = fn(_ThreadComm(rank, meeting))
-        except BaseException as caught:  # it is raised again below, in the caller's thread
+        except BaseException as caught:  # raised again below, in the caller's thread
             error = caught
         meeting.end(rank, error)
 
@@ -54,7 +54,7 @@ def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
             thread.start()
         meeting.await_end(size)
     except KeyboardInterrupt:
-        # A thread that is still in torch when the interpreter ends would abort the process.
+        # If a thread is still running torch code when the interpreter exits, it aborts the process.
         meeting.interrupt()
         meeting.await_end(sum(thread.ident is not None for thread in threads))
         raise
@@ -76,7 +76,7 @@ class _ThreadComm(Comm):
         return [theirs for _, theirs in items]
 
     def _meet_alike(self, what: str, x: Tensor) -> list[Tensor]:
-        # A copy: the owner may overwrite its tensor while slower ranks still read it.
+        # Copy the tensor: its owner may overwrite it while slower ranks still read it.
         return self._meet(f"{what} of {tuple(x.shape)} {x.dtype}", x.clone())
 
     def _all_reduce(self, x: Tensor, op: Op) -> None:
@@ -106,7 +106,7 @@ class _ThreadComm(Comm):
 
 
 class _Meeting:
-    """Where the threads of `simulate` meet: each call brings one item per rank and hands out all of them."""
+    """Synchronises the threads of `simulate`: each rank passes one item and receives the items of all ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -125,7 +125,7 @@ class _Meeting:
             mine = self.number
             self.items[rank] = item
             if len(self.items) == self.size:
-                # Nobody can complete the next meeting before everybody has left this one, so one result is enough.
+                # No rank can complete the next call before all have left this one, so one result is enough.
                 self.result = [self.items[member] for member in range(self.size)]
                 self.items = {}
                 self.number += 1
@@ -146,13 +146,13 @@ class _Meeting:
             self.condition.notify_all()
 
     def await_end(self, count: int) -> None:
-        """Wait until so many ranks have ended."""
-        # Not by `join`: a thread whose join was interrupted counts as stopped (Python 3.11, _wait_for_tstate_lock).
+        """Wait until `count` ranks have ended."""
+        # Do not use `join`: after an interrupted join, a thread counts as stopped (Python 3.11, _wait_for_tstate_lock).
         with self.condition:
             self.condition.wait_for(lambda: len(self.ended) >= count)
 
     def interrupt(self) -> None:
-        """Have every rank fail in its next collective."""
+        """Make every rank fail in its next collective."""
         with self.condition:
             self.interrupted = True
             self.condition.notify_all()

@@ -1,4 +1,4 @@
-"""The process group's store, with calls that end although the process that hosts it may be frozen."""
+"""A client of the process group's store whose calls time out if the process that hosts it is frozen."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 T = TypeVar("T")
 
 
-class StoreSilent(Exception):
-    """The store does not answer."""
+class StoreTimeout(Exception):
+    """The store does not respond."""
 
 
 class BoundedStore:
-    """A client of a store that waits for an answer for some seconds only; torch's waits for ever.
+    """A store client with a time limit for each call. Calls of torch's client never time out.
 
     Args:
         store: torch's client.
-        seconds: to wait. After a call without an answer all further ones fail at once, until it comes.
+        seconds: time limit of a call. After a timeout, further calls fail at once until the late response arrives.
 
     Raises:
-        StoreSilent: no answer in time.
-        torch.distributed.DistError: there is no store any more.
+        StoreTimeout: the store did not respond in time.
+        torch.distributed.DistError: the store no longer exists.
     """
 
     def __init__(self, store: Store, seconds: float) -> None:
@@ -39,7 +39,7 @@ class BoundedStore:
         return bool(self._in_time(lambda: self._store.check(keys)))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that is set."""
+        """Return the value of a key, which must be set."""
         value: bytes = self._in_time(lambda: self._store.get(key))
         return value
 
@@ -48,48 +48,51 @@ class BoundedStore:
         self._in_time(lambda: self._store.set(key, value))
 
     def has_within(self, seconds: float, keys: list[str]) -> bool:
-        """Return whether all keys are set, or come to be within so many seconds."""
+        """Wait until all keys are set, at most for the given seconds, and return whether they are."""
         deadline = time.monotonic() + seconds
         while not (found := self.check(keys)) and time.monotonic() < deadline:
             time.sleep(0.02)
         return found
 
     def compare_set(self, key: str, expected: str, value: str) -> None:
-        """Set a key if it has the expected value, or "" is expected and it is not set."""
+        """Set a key if it has the expected value, or if `expected` is "" and the key is not set."""
         self._in_time(lambda: self._store.compare_set(key, expected, value))
 
     def _in_time(self, call: Callable[[], Any]) -> Any:
         if self._late is not None and not self._late.done():
-            raise StoreSilent
+            raise StoreTimeout
         answer = in_thread(call, "lightning_sparse store")
         try:
             return answer.result(self._seconds)
         except TimeoutError as error:
-            if answer.done():  # the store's own
+            if answer.done():  # the store raised this TimeoutError itself
                 raise
             self._late = answer
-            raise StoreSilent from error
+            raise StoreTimeout from error
 
 
-def as_here(stream: torch.cuda.Stream | None) -> Callable[[], None]:
-    """Return a function that prepares a new thread to compute as this one does, on CUDA in a stream of its own.
+def inherit_thread_settings(stream: torch.cuda.Stream | None) -> Callable[[], None]:
+    """Return a function that gives a new thread the settings of this one.
 
-    Nothing that a thread of ours computes is part of a graph, whatever backward does, as with create_graph=True.
+    The new thread records no autograd graph, even if backward runs with create_graph=True.
+
+    Args:
+        stream: CUDA stream of the new thread; None without CUDA.
     """
     threads = torch.get_num_threads()
 
     def apply() -> None:
-        torch.set_grad_enabled(False)  # kept per thread
-        torch.set_num_threads(threads)  # OpenMP keeps this number per thread
+        torch.set_grad_enabled(False)  # a setting of each thread
+        torch.set_num_threads(threads)  # OpenMP keeps this number for each thread
         if stream is not None:
-            torch.cuda.set_device(stream.device)  # and CUDA the current device and stream
+            torch.cuda.set_device(stream.device)  # CUDA keeps the current device and stream for each thread
             torch.cuda.set_stream(stream)
 
     return apply
 
 
 def in_thread(call: Callable[[], T], name: str, prepare: Callable[[], None] = lambda: None) -> Future[T]:
-    """Return a future of what `call`, after `prepare`, returns or raises in a daemon thread of this name."""
+    """Run `prepare` and then `call` in a daemon thread; return a future for the result or error of `call`."""
     result: Future[T] = Future()
 
     def run() -> None:

@@ -1,17 +1,18 @@
-"""All ranks end after the same batch when one of them is told to end (SIGTERM).
+"""Ends training on all ranks after the same batch when one rank is asked to end (SIGTERM).
 
     termination = Termination(store, group, rank, ranks)
-    termination.tell()           # in the signal's handler
-    last = termination.begin()   # before each batch: whether it is the last one
-    told = termination.finish()  # after the last of all: whether to end by an error nevertheless
+    termination.request()             # in the signal handler
+    last = termination.begin()        # before each batch: whether it is the last one
+    requested = termination.finish()  # after the last batch of training: whether to end with an error nevertheless
     termination.end()
-    termination.leave()          # before the process may end: rank 0's, which hosts the store, goes last
+    termination.wait_for_peers()      # before the process ends: rank 0's process hosts the store and ends last
 
-Ranks agree through the store, and only when one was told:
+Ranks agree through the store, and only after a request:
 
-1. A rank that is told says so in the store, and in which batch it is.
-2. A thread of each other rank finds that within POLL, and says in which batch its rank is.
-3. From then on no rank begins a batch before it knows where all are. The first one that none has begun is the last.
+1. A rank that is asked to end writes this request and its current batch to the store.
+2. A thread of each other rank finds the request within POLL and writes that rank's current batch.
+3. From then on, no rank begins a batch before it knows the current batch of all ranks. The last batch is the first one
+   that no rank had begun.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.peers import ANSWER_SECONDS, Responder, terminating_key
-from lightning_sparse.comm.store import BoundedStore, StoreSilent
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 AGREE_SECONDS = 10.0
-"""Seconds to wait for what the other ranks' threads say: longer than they take, unless their processes have ended."""
+"""Seconds to wait for the other ranks' current batches. Their threads respond sooner unless their processes ended."""
 FINISH_SECONDS = 5.0
-"""Seconds to wait after the last batch for ranks that are still in it, and at the end for those that need the store."""
+"""Seconds to wait after the last batch for slower ranks, and at the end for ranks that still need the store."""
 
 
 class Termination:
-    """One rank's part in ending together.
+    """One rank's side of the agreement on a last batch.
 
     Args:
-        store: a client that nobody else waits with, see `default_store`.
-        group: the process group's name, which the keys in the store contain.
+        store: a client that no other code waits with; see `default_store`.
+        group: name of the process group, part of the keys in the store.
         rank: this rank within the group.
-        ranks: global rank numbers of the group's members.
+        ranks: global rank numbers of the group.
 
     Attributes:
-        told: whether this rank was told to end.
-        reason: which rank was told to end, as far as this one knows; "" where none was.
+        requested: whether this rank was asked to end.
+        reason: sentence that names the rank that was asked to end; "" if this rank knows of none.
     """
 
     def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
@@ -52,111 +53,108 @@ class Termination:
         self._key = terminating_key(group)
         self._keys = [f"{self._key}/{member}" for member in range(len(ranks))]
         self._own_key, self._own_rank = self._keys[rank], ranks[rank]
-        self._begun = (0, 0)  # batches of training, and since then of validation
-        self._begun_when_told: tuple[int, int] | None = None
-        self._last_begun: tuple[int, int] | None = None  # by any rank, when it heard of it
-        self._lock = threading.RLock()  # not a Lock: a signal may interrupt the thread that holds it
-        self._said = self._ended = self._store_is_gone = self._all_finished = False
-        self._finished = 0  # trainings: a learning rate finder has one before the other
-        self.told, self.reason = False, ""
+        self._begun = (0, 0)  # batches of training, and batches of validation since then
+        self._frozen_at: tuple[int, int] | None = None  # `_begun` when this rank learned of the request
+        self._last_begun: tuple[int, int] | None = None  # the maximum of `_frozen_at` over all ranks
+        self._lock = threading.RLock()  # a signal may interrupt the thread that holds it
+        self._published = self._ended = self._store_is_gone = self._all_finished = False
+        self._finished = 0  # finished trainings: a learning rate finder runs one before the main training
+        self.requested, self.reason = False, ""
         self._watcher = Responder(self._watch)
 
-    def tell(self) -> None:
-        """Tell this rank to end, and the others through the store. For the handler of a signal."""
-        self.told, self.reason = True, f"Rank {self._own_rank} was told to end (SIGTERM)."
+    def request(self) -> None:
+        """Ask this rank to end, and the others through the store. Call it from a signal handler."""
+        self.requested, self.reason = True, f"Rank {self._own_rank} was told to end (SIGTERM)."
         self._look()
 
     def begin(self, *, validation: bool = False) -> bool:
         """Return whether the batch that begins is the last one.
 
         Args:
-            validation: whether it is one of validation, of which ranks should have equal numbers.
+            validation: whether it is a validation batch. Ranks should have equal numbers of these.
         """
         with self._lock:
             training, validations = self._begun
             self._begun = (training, validations + 1) if validation else (training + 1, 0)
             self._all_finished = False
-            if self._begun_when_told is None:
+            if self._frozen_at is None:
                 return False
         if self._last_begun is None:
-            self._last_begun = self._agree(self._begun_when_told)
+            self._last_begun = self._agree(self._frozen_at)
         return self._begun > self._last_begun
 
     def finish(self) -> bool:
-        """Return, after the last batch, whether a rank was told to end; the same on all ranks that come in time.
-
-        One that does not come has more batches, or longer to do: it misses this one if this one goes.
-        """
+        """Return, after the last batch, whether a rank was asked to end; equal on all ranks that call it in time."""
         self._finished += 1
         end = f"/finished/{self._finished}"
         keys = [key + end for key in self._keys]
-        with contextlib.suppress(StoreSilent, dist.DistError):
-            self._store.set(self._own_key + end, self.reason if self.told else "")
+        with contextlib.suppress(StoreTimeout, dist.DistError):
+            self._store.set(self._own_key + end, self.reason if self.requested else "")
             if self._store.has_within(FINISH_SECONDS, keys):
                 reasons = [self._store.get(key).decode() for key in keys]
                 self.reason, self._all_finished = next(filter(None, reasons), ""), True
                 return bool(self.reason)
-        return self.told
+        return self.requested
 
     def end(self) -> None:
-        """End the thread, and say nothing to other ranks from now on. May be called twice."""
+        """End the thread and write nothing more to the store. It may be called twice."""
         self._ended = True
         self._watcher.end()
 
-    def leave(self) -> None:
-        """After a training that all ranks have finished: have rank 0, whose process hosts the store, end last.
+    def wait_for_peers(self) -> None:
+        """If all ranks have finished training, wait on rank 0, whose process hosts the store, for the other ranks.
 
-        For those that still ask a store that has gone torch prints a trace of its calls.
+        If the store were gone while a rank still calls it, torch would print a stack trace there.
         """
         if not self._all_finished:
             return
-        with contextlib.suppress(StoreSilent, dist.DistError):
+        with contextlib.suppress(StoreTimeout, dist.DistError):
             if self._own_rank == 0:
                 self._store.has_within(FINISH_SECONDS, [key + "/left" for key in self._keys if key != self._own_key])
             else:
                 self._store.set(self._own_key + "/left", "")
 
     def _watch(self) -> None:
-        with contextlib.suppress(Exception):  # the thread goes on: other ranks wait for what it says
+        with contextlib.suppress(Exception):  # keep the thread alive, because other ranks wait for its entry
             self._look()
 
     def _look(self) -> None:
-        """Once a rank was told to end, say where this one is. If the store does not answer, the next call does it."""
+        """After a request, publish this rank's current batch. If the store does not respond, the next call retries."""
         try:
-            if self._said or self._ended or self._store_is_gone:
+            if self._published or self._ended or self._store_is_gone:
                 pass
-            elif self.told:
+            elif self.requested:
                 self._store.compare_set(self._key, "", self.reason)
-                self._say()
+                self._publish()
             elif self._store.check([self._key]):
                 self.reason = self._store.get(self._key).decode()
-                self._say()
-        except StoreSilent:
+                self._publish()
+        except StoreTimeout:
             pass
         except dist.DistError:
-            self._store_is_gone = True  # torch prints a trace of its calls for each try
-        if self._store_is_gone and self.told:
-            self._hold()  # and end alone: so do the others, who have lost the process that hosts it
+            self._store_is_gone = True  # torch prints a stack trace for every further call
+        if self._store_is_gone and self.requested:
+            self._freeze()  # and end alone; the other ranks end too, because they lost the store's host
 
-    def _say(self) -> None:
-        self._store.set(self._own_key, "{} {}".format(*self._hold()))
-        self._said = True
+    def _publish(self) -> None:
+        self._store.set(self._own_key, "{} {}".format(*self._freeze()))
+        self._published = True
 
-    def _hold(self) -> tuple[int, int]:
-        """Let this rank begin no batch any more before it knows where all are, and return where it is."""
+    def _freeze(self) -> tuple[int, int]:
+        """Stop this rank from beginning a batch before it knows the others' batches; return its current batch."""
         with self._lock:
-            self._begun_when_told = self._begun_when_told or self._begun
-            return self._begun_when_told
+            self._frozen_at = self._frozen_at or self._begun
+            return self._frozen_at
 
     def _agree(self, own: tuple[int, int]) -> tuple[int, int]:
-        """Return the last batch that any rank had begun when it heard; this rank's own if others do not say."""
+        """Return the latest batch that any rank had begun when it froze; `own` if the others do not respond."""
         deadline = time.monotonic() + AGREE_SECONDS
         while time.monotonic() < deadline:
             try:
                 if self._store.check(self._keys):
                     begun = (self._store.get(key).split() for key in self._keys)
                     return max((int(training), int(validations)) for training, validations in begun)
-            except StoreSilent:
+            except StoreTimeout:
                 pass
             except dist.DistError:
                 break

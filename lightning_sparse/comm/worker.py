@@ -1,10 +1,10 @@
-"""The thread that exchanges beside the training thread.
+"""A thread that exchanges in parallel with the training thread.
 
-It runs work in the order of `submit`. Between two pieces of work it looks after the other ranks every POLL: it replies
-to failed ones, and frees this rank's device if that waits for one of them. On CUDA it works in a stream of its own,
-which waits for the event of each piece of work, so the host does not wait for the device.
+It runs work items in the order of `submit`. Between items it checks the other ranks every POLL: it replies to failed
+ranks, and frees this rank's device if the device waits for a failed rank. On CUDA it works in a separate stream, which
+waits for the event of each item. So the host does not wait for the device.
 
-After an error it runs no more work, and nobody is left waiting: futures get the error.
+After an error it runs no more items, and all pending futures get the error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +24,14 @@ from torch import Tensor
 
 from lightning_sparse.comm.base import POLL
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.store import as_here
+from lightning_sparse.comm.store import inherit_thread_settings
 
 _started: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Wait for work that is under way, `JOIN_SECONDS` each: other ranks need this one, and C++ may abort."""
+    """Wait for running work, `JOIN_SECONDS` per worker. Other ranks need this rank, and otherwise C++ may abort."""
     for worker in list(_started):
         worker.end()
 
@@ -47,18 +48,18 @@ class _Work(NamedTuple):
 
 
 class Worker:
-    """One thread, started by its first work, or by `start`.
+    """One thread, started by its first work item or by `start`.
 
     Args:
         stream: on CUDA, the stream to work in.
         over_nccl: whether collectives are kernels on the device.
-        look: called every POLL while there is no work; None ends the thread when there is none.
-        failed: called in the thread with the first error of the work, before its future gets the error.
-        free: called in the thread after that, to end kernels that wait for other ranks; it may take long.
+        look: function that the thread calls every POLL while it is idle; None ends the thread when it is idle.
+        failed: function that the thread calls with the first error, before the item's future gets the error.
+        free: function that the thread calls after that, to end kernels that wait for other ranks; it may take long.
 
     Attributes:
-        stream: as given.
-        error: the first error of the work; None if there was none.
+        stream: the stream to work in; None without CUDA.
+        error: the first error of a work item; None if there was none.
     """
 
     def __init__(
@@ -72,18 +73,17 @@ class Worker:
         self.stream, self._over_nccl = stream, over_nccl
         self._look, self._failed, self._free = look, failed, free
         self.error: BaseException | None = None
-        self._queue: queue.Queue[_Work | None] = queue.Queue()
+        self._queue: queue.Queue[_Work | Callable[[], None] | None] = queue.Queue()  # a function ends the thread
         self._thread: threading.Thread | None = None
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._is_dropping = self._has_ended = False
-        self._last: Callable[[bool], None] = _nothing
 
     def start(self) -> None:
-        """Start the thread, in the process that trains: a thread does not survive fork, nor can it be pickled."""
+        """Start the thread. Call it in the training process, because a thread does not survive fork or pickling."""
         with self._lock:
             if self._thread is None and not self._has_ended:
                 _started.add(self)
-                args = (as_here(self.stream),)
+                args = (inherit_thread_settings(self.stream),)
                 self._thread = threading.Thread(target=self._run, args=args, name="lightning_sparse", daemon=True)
                 self._thread.start()
 
@@ -93,12 +93,12 @@ class Worker:
         ready: torch.cuda.Event | None = None,
         otherwise: Callable[[], None] = _nothing,
     ) -> Future[Any]:
-        """Return a future of what `call` returns or raises in the thread.
+        """Run `call` in the thread, and return a future for its result or error.
 
         Args:
-            call: the work.
-            ready: on CUDA, the event that it waits for on the device.
-            otherwise: called if the work fails, or is left out.
+            call: the work item.
+            ready: on CUDA, the event that the item waits for on the device.
+            otherwise: function that is called if the item fails or is skipped.
         """
         work = _Work(Future(), call, ready, otherwise)
         with self._lock:
@@ -113,13 +113,14 @@ class Worker:
         return work.future
 
     def launch(self, call: Callable[[], Any], uses: Iterable[Tensor] = ()) -> Future[Any]:
-        """Return a future of what `call` returns or raises beside the training thread.
+        """Run `call` in parallel with the training thread, and return a future for its result or error.
 
-        NCCL needs one order of all collectives, so over NCCL the caller's thread launches them, in the worker's stream.
+        NCCL requires one order of all collectives. So over NCCL the caller's thread launches `call`, in the worker's
+        stream.
 
         Args:
-            call: the work; on CUDA behind everything that the caller's stream has been given so far.
-            uses: tensors of the caller's stream that the work reads or writes.
+            call: the work item; on CUDA it runs after all work so far in the caller's stream.
+            uses: tensors of the caller's stream that the item reads or writes.
         """
         if self.stream is None:
             return self.submit(call)
@@ -134,7 +135,7 @@ class Worker:
         return future
 
     def wait(self, futures: Iterable[Future[Any]]) -> None:
-        """Wait for work, on CUDA in the current stream; raise what it has raised."""
+        """Wait for work items, on CUDA in the current stream; raise their first error."""
         try:
             for future in futures:
                 future.result()
@@ -143,7 +144,7 @@ class Worker:
                 torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def drop(self, futures: Sequence[Future[Any]]) -> None:
-        """Leave out work that has not begun, and wait for the present one, `JOIN_SECONDS` at most."""
+        """Skip items that have not begun, and wait for the running item, at most for `JOIN_SECONDS`."""
         self._is_dropping = True
         if not wait(futures, JOIN_SECONDS).not_done:
             self._is_dropping = False
@@ -151,41 +152,42 @@ class Worker:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def join(self) -> None:
-        """Wait until there is no work."""
+        """Wait until all work items are done."""
         self._queue.join()
 
     def end(self, last: Callable[[bool], None] = _nothing) -> None:
-        """End the thread, once it has done its work. May be called twice, and by the thread itself.
+        """End the thread after its pending items. It may be called twice, and by the thread itself.
 
         Args:
-            last: called at the end, with whether the thread still works after `JOIN_SECONDS`; by the thread itself, if
-                that has called `end`, as the garbage collector may.
+            last: function that is called at the end, with True if the thread still runs after `JOIN_SECONDS`. If the
+                thread itself has called `end`, as the garbage collector may, the thread calls `last`.
         """
         if os.getpid() != self._pid:  # a forked child has no thread
             return
         with self._lock:
             self._has_ended, thread = True, self._thread
+            by_itself = thread is threading.current_thread()
             if thread is not None:
-                self._queue.put(None)
-        if thread is threading.current_thread():
-            self._last = last
+                self._queue.put(partial(last, False) if by_itself else _nothing)
+        if by_itself:
             return
         if thread is not None:
             thread.join(JOIN_SECONDS)
         last(thread is not None and thread.is_alive())
 
-    # In the thread:
+    # The following methods run in the thread.
 
     def _run(self, prepare: Callable[[], None]) -> None:
         prepare()
-        while (work := self._next()) is not None:
+        while isinstance(work := self._next(), _Work):
             had_failed = self.error is not None
             self._do(work)
-            del work  # and the tensors that it holds
+            del work  # release its tensors
             self._queue.task_done()
             if self.error is not None and not had_failed:
                 self._free()
-        self._last(False)
+        if work is not None:
+            work()
 
     def _do(self, work: _Work) -> None:
         future, call, ready, otherwise = work
@@ -193,7 +195,7 @@ class Worker:
             if self.error is not None:
                 raise self.error
             if self._is_dropping:
-                raise RuntimeError("Backward has failed.")  # the training thread has raised why
+                raise RuntimeError("Backward has failed.")  # the training thread has raised the cause
             if ready is not None:
                 ready.wait()
             future.set_result(call())
@@ -204,7 +206,7 @@ class Worker:
             otherwise()
             future.set_exception(error)
 
-    def _next(self) -> _Work | None:
+    def _next(self) -> _Work | Callable[[], None] | None:
         while True:
             try:
                 return self._queue.get(timeout=POLL.total_seconds())

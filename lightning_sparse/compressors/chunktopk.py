@@ -12,8 +12,7 @@ from lightning_sparse.compressors.encoding import ValueFormat, decode_values, en
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.chunks import CHUNK, chunktopk
-from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.chunks import CHUNK, check_ascending, chunktopk
 from lightning_sparse.kernels.select import block_size
 from lightning_sparse.layout import Segment
 
@@ -72,8 +71,7 @@ class ChunkTopK(Sparsifier):
         split = value_parts(k, self.value_format)
         places = _unpack_places(payload[split], k)
         indices = places + torch.arange(k, device=places.device) // each * CHUNK
-        if not uses_triton(indices) and k and not bool((indices[..., -1] < numel).all() & (indices.diff() > 0).all()):
-            raise ValueError(f"A payload holds indices of {numel} elements that do not ascend: it is corrupt.")
+        check_ascending(indices, numel)
         return Entries(indices, decode_values(payload[:split], k, self.value_format))
 
 

@@ -30,10 +30,18 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Entries, Payload
-from lightning_sparse.compressors.blocks import pack_steps, scale_of, unpack_steps
-from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.messages import Parts
-from lightning_sparse.kernels.pack import LOWER, pack_bits, pack_entries_, unpack_bits, upper_bytes
+from lightning_sparse.kernels.pack import (
+    LOWER,
+    check_counts,
+    check_indices,
+    pack_bits,
+    pack_entries_,
+    unpack_bits,
+    upper_bytes,
+)
+from lightning_sparse.kernels.quantize import pack_steps, scale_of, unpack_steps
 from lightning_sparse.kernels.two_bits import GROUP, round_to_two_bits, two_bit_values
 
 IndexFormat = Literal["compact", "int32"]
@@ -61,21 +69,7 @@ class Encoding:
 
         Several rows become as many payloads, the rows of each part.
         """
-        indices, values = entries
-        width, form = _lower_bits(numel, capacity, self.index_format), format_of(capacity, self.value_format)
-        if uses_triton(indices) and width is not None and form in ("float32", "int2"):
-            of_values = [(capacity, torch.float32)] if form == "float32" else _two_bits(capacity)
-            upper = 1 + len(of_values)
-            lengths = [(1, torch.int32), *of_values, (upper_bytes(numel, capacity, width), torch.uint8)]
-            lengths += [(capacity, LOWER[width])] if width else []
-            parts = Parts.of(indices.shape[:-1], lengths, indices.device)
-            out = parts[1] if form == "float32" else None
-            pack_entries_(indices, values, parts[0], out, parts.words(upper), parts[upper + 1 :], numel)
-            return parts, entries if out is not None else Entries(indices, round_to_two_bits(values, *parts[1:3]))
-        count = (indices < numel).sum(-1, keepdim=True, dtype=torch.int32)
-        encoded = encode_values(values, capacity, self.value_format)
-        payload = (count, *encoded, *encode_indices(indices, numel, capacity, self.index_format))
-        return payload, Entries(indices, decode_values(encoded, capacity, self.value_format)[..., : values.shape[-1]])
+        return _encode(*entries, numel, capacity, self)
 
     def decode(self, payload: Payload, numel: int, capacity: int) -> Entries:
         """Return the entries of one payload or of several, as rows; each row is padded to `capacity`.
@@ -94,6 +88,35 @@ class Encoding:
         return indices + value_bytes(capacity, self.value_format)
 
 
+@operation
+def _encode(indices: Tensor, values: Tensor, numel: int, capacity: int, encoding: Encoding) -> tuple[Payload, Entries]:
+    count = (indices < numel).sum(-1, keepdim=True, dtype=torch.int32)
+    encoded = encode_values(values, capacity, encoding.value_format)
+    payload = (count, *encoded, *encode_indices(indices, numel, capacity, encoding.index_format))
+    return payload, Entries(indices, decode_values(encoded, capacity, encoding.value_format)[..., : values.shape[-1]])
+
+
+def _in_one_launch(indices: Tensor, values: Tensor, numel: int, capacity: int, encoding: Encoding) -> bool:
+    packed = _lower_bits(numel, capacity, encoding.index_format) is not None
+    return packed and format_of(capacity, encoding.value_format) in ("float32", "int2")
+
+
+@_encode.by("triton", when=_in_one_launch)
+def _encode_by_triton(
+    indices: Tensor, values: Tensor, numel: int, capacity: int, encoding: Encoding
+) -> tuple[Payload, Entries]:
+    width, form = _lower_bits(numel, capacity, encoding.index_format), format_of(capacity, encoding.value_format)
+    assert width is not None
+    of_values = [(capacity, torch.float32)] if form == "float32" else _two_bits(capacity)
+    upper = 1 + len(of_values)
+    lengths = [(1, torch.int32), *of_values, (upper_bytes(numel, capacity, width), torch.uint8)]
+    lengths += [(capacity, LOWER[width])] if width else []
+    parts = Parts.of(indices.shape[:-1], lengths, indices.device)
+    out = parts[1] if form == "float32" else None
+    pack_entries_(indices, values, parts[0], out, parts.words(upper), parts[upper + 1 :], numel)
+    return parts, Entries(indices, values if out is not None else round_to_two_bits(values, *parts[1:3]))
+
+
 def encode_indices(indices: Tensor, numel: int, capacity: int, index_format: IndexFormat) -> tuple[Tensor, ...]:
     """Return int64 indices, (..., n), ascending and below `numel`, or padded with it, as one or two tensors."""
     width = _lower_bits(numel, capacity, index_format)
@@ -110,42 +133,12 @@ def decode_indices(parts: Payload, count: Tensor, numel: int, capacity: int, ind
         ValueError: no `encode_indices` makes such bytes. Not where Triton works: the host does not look.
     """
     width = _lower_bits(numel, capacity, index_format)
-    if not uses_triton(count) and bool(((count < 0) | (count > capacity)).any()):
-        wrong = next(given for given in count.view(-1).tolist() if not 0 <= given <= capacity)
-        raise ValueError(f"A payload for at most {capacity} entries says it holds {wrong}: it is corrupt.")
-    if width is None:
-        indices = torch.where(torch.arange(capacity, device=count.device) < count, parts[0], numel)
-    else:
-        indices = unpack_bits(parts[0], parts[1:], count, numel, capacity, width)
-    if width is None or not uses_triton(count):  # what Triton unpacks is not negative
-        indices = check_indices(indices, numel)
-    if not uses_triton(count):
-        found = (indices < numel).sum(-1, keepdim=True)
-        if not torch.equal(found, count.long()):
-            raise ValueError(f"{int(count.sum())} entries came with {int(found.sum())} indices: a payload is corrupt.")
-    return indices
-
-
-def check_indices(indices: Tensor, numel: int) -> Tensor:
-    """Return received indices, (..., n), as int64. Where Triton works they are clamped instead of checked.
-
-    So corrupt indices cannot access memory out of range, and the host does not wait for the device.
-
-    Raises:
-        ValueError: they do not ascend, without repetition, within `numel` elements; `numel` at the end is padding.
-    """
-    indices = indices.long()
-    if uses_triton(indices):
-        return indices.clamp_(min=0)  # every kernel ignores what is not below `numel`
-    if not indices.numel():
-        return indices
-    least, most = map(int, indices.aminmax())
-    if least < 0 or most > numel:
-        raise ValueError(f"A payload holds indices {least} to {most} of {numel} elements: it is corrupt.")
-    later = indices[..., 1:]
-    if not bool(((later > indices[..., :-1]) | (later == numel)).all()):
-        raise ValueError(f"A payload holds indices of {numel} elements that do not ascend: it is corrupt.")
-    return indices
+    check_counts(count, capacity)
+    if width is not None:
+        return unpack_bits(parts[0], parts[1:], count, numel, capacity, width)
+    return check_indices(
+        torch.where(torch.arange(capacity, device=count.device) < count, parts[0], numel), numel, count
+    )
 
 
 def format_of(capacity: int, value_format: ValueFormat) -> ValueFormat:
@@ -193,8 +186,7 @@ def encode_values(values: Tensor, capacity: int, value_format: ValueFormat) -> P
     # A non-finite value makes the scale non-finite.
     steps = torch.where(scale > 0, rows / scale, 0).round_().nan_to_num_(0, 0, 0).flatten(-2)
     nbytes = -(-capacity * bits // 8)
-    codes = torch.empty(*values.shape[:-1], nbytes, dtype=torch.uint8, device=values.device)
-    return scales.bfloat16(), pack_steps(steps[..., : nbytes * 8 // bits], bits, codes)
+    return scales.bfloat16(), pack_steps(steps[..., : nbytes * 8 // bits], bits)
 
 
 def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> Tensor:
@@ -205,9 +197,8 @@ def decode_values(parts: Payload, capacity: int, value_format: ValueFormat) -> T
     if value_format not in BITS:
         return parts[0].float()
     (scales, codes), bits = parts, BITS[value_format]
-    blocks, width = scales.shape[-1], codes.shape[-1] * 8 // bits
-    steps = torch.empty(*codes.shape[:-1], width, dtype=torch.float32, device=codes.device)
-    rows = _fill(unpack_steps(codes, bits, steps), blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
+    blocks = scales.shape[-1]
+    rows = _fill(unpack_steps(codes, bits), blocks * BLOCK).unflatten(-1, (blocks, BLOCK))
     decoded: Tensor = rows.mul_(scales.unsqueeze(-1)).flatten(-2)
     return decoded[..., :capacity]
 

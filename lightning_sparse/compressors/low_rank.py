@@ -15,17 +15,14 @@ from lightning_sparse.compressors.base import Compressor, Payload, Update, check
 from lightning_sparse.context import Context, StateSpec
 from lightning_sparse.kernels import low_rank
 from lightning_sparse.kernels.basis import bases
-from lightning_sparse.kernels.native import check_part, uses_native
-from lightning_sparse.kernels.uniform import Uniform
+from lightning_sparse.kernels.native import check_part
+from lightning_sparse.kernels.uniform import add_uniform_
 from lightning_sparse.layout import Segment
 from lightning_sparse.options import check
 
 DEPENDENT = 1e-6
 """A column of P counts as linearly dependent if the share of its norm that is orthogonal to the columns before it is at
 most this: about ten roundings of fp32."""
-
-ROWS = 64
-"""Rows of a matrix that plain torch works on at a time on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +64,8 @@ class LowRank(Compressor):
         check_length(u, ctx)
         parts = _parts(ctx.segment, self.rank)
         exact, starts = exact_values(u, parts.exact), self._starts(parts, u.device, ctx)
-        if uses_native(u):
-            right = torch.cat([u[:0], *(start.view(-1) for start in starts)])
-            return low_rank.left_products(u, parts.matrices, right, self.rank), exact
-        products = [matrix @ start.mT for matrix, start in zip(parts.matrix_views(u), starts, strict=True)]
-        return torch.cat([u[:0], *(x.view(-1) for x in products)]), exact
+        right = torch.cat([u[:0], *(start.view(-1) for start in starts)])
+        return low_rank.left_products(u, parts.matrices, right, self.rank), exact
 
     def _starts(self, parts: _Parts, device: torch.device, ctx: Context) -> list[Tensor]:
         """Return Q₀ of all matrices, each (rank, columns), with rows of length 1."""
@@ -82,7 +76,7 @@ class LowRank(Compressor):
         if units and device.type == "cpu" and not any(bool(unit[:, 0].isnan().any()) for unit in units):
             return units
         drawn = torch.zeros(parts.right, dtype=torch.float32, device=device)
-        Uniform(ctx.key(shared=True), parts.right, device).add_(drawn, 0).mul_(math.sqrt(12))  # of variance 1
+        add_uniform_(drawn, ctx.key(shared=True)).mul_(math.sqrt(12))  # of variance 1
         starts = [start / math.sqrt(start.shape[1]) for start in parts.right_views(drawn)]
         return [torch.where(x.isnan(), start, x) for x, start in zip(units, starts, strict=True)] if units else starts
 
@@ -101,12 +95,7 @@ class LowRank(Compressor):
 
     def right_products(self, u: Tensor, left: Tensor, ctx: Context) -> Tensor:
         """Return P̂ᵀ M of all matrices, one after the other."""
-        parts = _parts(ctx.segment, self.rank)
-        if uses_native(u):
-            return low_rank.right_products(u, parts.matrices, left, self.rank)
-        pairs = zip(parts.left_views(left), parts.matrix_views(u), strict=True)
-        # Twice as fast on the CPU as with Mᵀ, or with a P̂ᵀ that is not contiguous.
-        return torch.cat([u[:0], *((basis.mT.contiguous() @ matrix).view(-1) for basis, matrix in pairs)])
+        return low_rank.right_products(u, _parts(ctx.segment, self.rank).matrices, left, self.rank)
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         left, right, exact = payload
@@ -114,12 +103,7 @@ class LowRank(Compressor):
         check_part("left factors", left, parts.left)
         check_part("right factors", right, parts.right)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=left.device)
-        if uses_native(update):
-            low_rank.write_products_(update, parts.matrices, left.contiguous(), right.contiguous(), self.rank)
-        else:
-            factors = zip(parts.matrix_views(update), parts.left_views(left), parts.right_views(right), strict=True)
-            for matrix, basis, coefficients in factors:
-                _write_product_(matrix, basis, coefficients)
+        low_rank.write_products_(update, parts.matrices, left, right, self.rank)
         write_exact_(update, parts.exact, exact)
         return update
 
@@ -133,18 +117,6 @@ def _unit(rows: Tensor) -> Tensor:
     # In fp64: the squares of large numbers overflow, those of small ones vanish.
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     return (rows / lengths).float()
-
-
-def _write_product_(matrix: Tensor, basis: Tensor, coefficients: Tensor) -> None:
-    """Write a product, (n, rank) by (rank, m): on CPUs with the same bits whatever libraries a rank has."""
-    if matrix.device.type != "cpu":
-        torch.mm(basis, coefficients, out=matrix)
-        return
-    # One column after the other, as the loops in C do, of as many rows as stay in a cache.
-    for rows, own in zip(matrix.split(ROWS), basis.split(ROWS), strict=True):
-        torch.mul(own[:, :1], coefficients[0], out=rows)
-        for number in range(1, len(coefficients)):
-            rows += own[:, number, None] * coefficients[number]
 
 
 class _Parts(NamedTuple):
@@ -169,10 +141,6 @@ class _Parts(NamedTuple):
     def right(self) -> int:
         """Elements of the right factors."""
         return self.rank * sum(columns for *_, columns in self.matrices)
-
-    def matrix_views(self, flat: Tensor) -> list[Tensor]:
-        """Return the matrices in a tensor of the segment's length, as views."""
-        return [flat[start:stop].view(rows, columns) for start, stop, rows, columns in self.matrices]
 
     def left_views(self, flat: Tensor) -> list[Tensor]:
         """Cut left factors, one after the other, into views, (rows, rank)."""

@@ -1,39 +1,39 @@
-"""MajorityVote: the sign that most ranks sent."""
+"""MajorityVote: the majority of the ranks' signs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Update
-from lightning_sparse.compressors.rows import row_count, rows_of
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.kernels.signs import count_votes
+from lightning_sparse.contrib.rows import row_count, rows_of
 from lightning_sparse.contrib.sign import Sign, signed
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
-from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.codes import code_bytes, in_regions, region_codes, unpack_codes
 from lightning_sparse.layout import Segment
 
 
 @dataclass(frozen=True)
 class MajorityVote(Aggregator[Sign]):
-    """sign(Σ sign(u)) over the ranks (Bernstein et al. 2019, arXiv 1810.05291), one bit for each element both ways.
+    """sign(Σ sign(u)) over the ranks (Bernstein et al. 2019, arXiv 1810.05291), with one bit per element both ways.
 
-    1. Each rank sends its signs of region r of the segment to rank r, and to all ranks which of its rows are all zeros.
-    2. The owner of a region counts the votes. A rank does not vote in a row of zeros. On a tie the vote of one rank
-       decides: the rank whose turn it is, or the next one after it that votes. So every element moves in a direction
-       that a rank has asked for.
-    3. All gather the results. In a row where no rank votes, the result is 0.
+    1. Each rank sends its signs of region r of the segment to rank r. It also sends all ranks a list of its rows of
+       zeros.
+    2. The owner of a region counts the votes. A rank does not vote in a row of zeros. In a tie one rank's vote decides:
+       the rank whose turn it is, or the next rank that votes. So every element moves in a direction that a rank voted
+       for.
+    3. All ranks gather the results. If no rank votes in a row, the result is 0.
 
-    So 2d(P − 1)/P bits are sent, where an all-gather of the signs takes d(P − 1): more from three ranks on.
+    A rank sends 2d(P − 1)/P bits. An all-gather of the signs would take d(P − 1) bits, which is more with at least
+    three ranks.
     """
 
     averages = False
-    divides = True
+    shards_segment = True
 
     def __call__(self, u: Tensor, compressor: Sign, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         rank, size, segment = exchange.rank, exchange.size, ctx.segment
@@ -43,7 +43,8 @@ class MajorityVote(Aggregator[Sign]):
         # All bits of their bytes; rows of zeros fill these up.
         used_rows = unpack_codes(used_by.reshape(-1), 1, 8 * used_by.numel()).view(size, 8 * used_by.shape[1])
         start, turn = rank * region_codes(segment.numel, size), ctx.turn(size)
-        (results,) = exchange.all_gather((_won(votes, used_rows, segment, start, turn),))
+        won = count_votes(votes, used_rows, rows_of(segment), start, turn)
+        (results,) = exchange.all_gather((won,))
 
         return signed(results.reshape(-1), used_rows.amax(0)[: row_count(segment)], segment), applied
 
@@ -56,34 +57,3 @@ class MajorityVote(Aggregator[Sign]):
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, Sign)
-
-
-def _won(votes: Tensor, used: Tensor, segment: Segment, start: int, turn: int) -> Tensor:
-    """Return the packed signs that most ranks sent for a region, given theirs; arguments as for `count_votes`."""
-    if uses_triton(votes):
-        return count_votes(votes, used, rows_of(segment), start, turn)
-    size, width = len(votes), 8 * votes.shape[1]
-    start, stop = min(start, segment.numel), min(start + width, segment.numel)
-    total = torch.zeros(stop - start, dtype=torch.int16, device=votes.device)  # 8 bits would be too few for 128 votes
-    decisive = torch.zeros(stop - start, dtype=torch.int8, device=votes.device)
-    for place in range(size):
-        voter = (turn + place) % size
-        vote = unpack_codes(votes[voter], 1, stop - start).view(torch.int8).mul_(2).sub_(1)
-        vote.mul_(_of_elements(used[voter], segment, start, stop))
-        total.add_(vote)
-        decisive.add_(vote * (1 - decisive.abs()))
-    # Never 0 where a rank votes; the code is 1 for positive, by the sign bit.
-    won = total.mul_(2).add_(decisive).bitwise_right_shift_(15).add_(1).to(torch.uint8)
-    return pack_codes(torch.nn.functional.pad(won, (0, width - len(won))), 1)
-
-
-def _of_elements(used: Tensor, segment: Segment, start: int, stop: int) -> Tensor:
-    """Return for each element from `start` to `stop` what `used` (int8 or uint8) says of its row."""
-    parts = [used[:0]]
-    for rows in rows_of(segment):
-        begin, end = max(rows.start, start) - rows.start, min(rows.stop, stop) - rows.start
-        if begin < end:
-            first, last = begin // rows.length, -(-end // rows.length)
-            spread = used[rows.first + first : rows.first + last].unsqueeze(1).expand(-1, rows.length).reshape(-1)
-            parts.append(spread[begin - first * rows.length :][: end - begin])
-    return torch.cat(parts).view(torch.int8)

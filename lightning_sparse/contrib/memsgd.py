@@ -1,12 +1,13 @@
-"""Mem-SGD as its paper has it: in one process, and in several that share one parameter vector without locks.
+"""Mem-SGD as in its paper: in one process, or in several processes that share one parameter vector without locks.
 
-Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599. Over a network it is the method `memsgd`; here nothing is sent.
+Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599. For training over a network use the method `memsgd`; this module
+sends nothing.
 
     worker = MemSGD(x, k=10)
     for t in range(steps):
         worker.step_(gradient(x), lr=8 / (mu * (shift + t)))
 
-`MemSGDLR` is that learning rate for any optimizer, and `QuadraticAverage` the paper's average of the weights, for
+`MemSGDLR` is this learning rate schedule for any optimizer. `QuadraticAverage` is the paper's weight average, for
 torch's `AveragedModel` and Lightning's `WeightAveraging`.
 """
 
@@ -35,7 +36,7 @@ Choice = Literal["top", "random"]
 class MemSGDLR(LRScheduler):
     """Sets every group's learning rate to η_t = γ / (μ(a + t)) before step t, counted from 0.
 
-    Theorem 2.4 of the paper has γ = 8 and a > 1, of the order of d/k; its experiments γ = 2.
+    Theorem 2.4 of the paper uses γ = 8 and a > 1, of the order of d/k. Its experiments use γ = 2.
 
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         >>> scheduler = MemSGDLR(optimizer, mu=0.5, shift=4)
@@ -45,11 +46,11 @@ class MemSGDLR(LRScheduler):
         3.2
 
     Args:
-        optimizer: whose rates it sets; their values before do not matter.
-        mu: μ, strong convexity: for a loss with L2 the factor λ of λ/2·‖x‖². Above 0.
+        optimizer: the optimizer; its previous learning rates are overwritten.
+        mu: μ, the strong convexity; for a loss with L2 regularisation, the factor λ of λ/2·‖x‖². Above 0.
         shift: a, above 0.
         gamma: γ, above 0.
-        last_epoch: t − 1 to go on from, as for all of torch's schedulers.
+        last_epoch: t − 1 at which to resume, as in all of torch's schedulers.
 
     Raises:
         ValueError: a number is not above 0.
@@ -71,7 +72,7 @@ class QuadraticAverage:
     """An `avg_fn` for `torch.optim.swa_utils.AveragedModel`: x̄ = Σ w_t x_t / Σ w_t with w_t = (a + t)².
 
     x_t is the model at the (t + 1)-th call of `update_parameters`. The paper averages x_0 … x_{T−1}, each before its
-    step. `WeightAveraging` of Lightning looks after each step, at x_1 … x_T: give it a + 1.
+    step. Lightning's `WeightAveraging` averages after each step, so x_1 … x_T: pass a + 1 as `shift`.
 
         >>> from torch.optim.swa_utils import AveragedModel
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -92,21 +93,21 @@ class QuadraticAverage:
         object.__setattr__(self, "shift", check("shift", self.shift, "QuadraticAverage"))
 
     def __call__(self, average: Tensor, x: Tensor, averaged: Tensor | int) -> Tensor:
-        """Return the average with `x` in it, a new tensor; `averaged` models were in it before."""
-        a, t = self.shift, averaged * 1.0  # in floats: t³ leaves the integers' range
+        """Return a new tensor: the average of `averaged` models, updated with `x`."""
+        a, t = self.shift, averaged * 1.0  # floats, because t³ overflows integers
         total = (t + 1) * (a * a + a * t + t * (2 * t + 1) / 6)
         return torch.lerp(average, x, torch.as_tensor((a + t) ** 2 / total, dtype=x.dtype, device=x.device))
 
 
 class MemSGD:
-    """One worker of Mem-SGD: x ← x − C(m + η∇f(x)), m ← what is left of m + η∇f(x).
+    """One worker of Mem-SGD: x ← x − C(v), m ← v − C(v) with v = m + η∇f(x).
 
-    Algorithm 1 of the paper. Every gradient goes into the memory times its own rate, so nothing is lost:
-    x_0 − x_t = Σ η_s ∇f_s − m_t, up to rounding.
+    Algorithm 1 of the paper. The memory receives every gradient times the learning rate of its step, so nothing is
+    lost: x_0 − x_t = Σ η_s ∇f_s − m_t, up to rounding.
 
-    With `l2` the gradient of λ/2·‖x‖² is added to each that is given. A gradient of a few entries costs no pass over x
-    if k entries are chosen at random: of λx each entry is added when it is chosen, for all steps since, over which it
-    has not changed. Choosing the largest needs a pass over m.
+    With `l2` the gradient of λ/2·‖x‖² is added to each given gradient. If k entries are chosen at random, a gradient of
+    a few entries needs no pass over x. An entry of λx is then added when the entry is chosen, for all steps since its
+    last choice, during which it was constant. Choosing the largest entries needs a pass over m.
 
         >>> x = torch.tensor([1.0, 1.0, 1.0])
         >>> worker = MemSGD(x, k=1)
@@ -116,19 +117,19 @@ class MemSGD:
         (tensor([1., 3., 1.]), tensor([1.5000, 0.0000, 0.0000]))
 
     Args:
-        x: the weights, 1-D fp32 or fp64, on the CPU; `step_` changes them in place.
-        k: entries that a step applies, 1 to d.
-        choice: the entries of largest magnitude ("top") or k drawn without replacement ("random").
+        x: weights, 1-D fp32 or fp64, on the CPU; `step_` changes them in place.
+        k: number of entries that a step applies, 1 to d.
+        choice: "top" selects the entries of largest magnitude; "random" draws k entries without replacement.
         l2: λ ≥ 0.
-        error_feedback: False forgets what is not applied, for comparison.
-        seed: of the random choice.
+        error_feedback: False discards the entries that are not applied, for comparison.
+        seed: seed of the random choice.
 
     Attributes:
-        memory: m, of x's shape and dtype; without what is still to come of λx (see `apply_lazy_l2_`).
+        memory: m, with x's shape and dtype, without the pending part of λx (see `apply_lazy_l2_`).
 
     Raises:
-        ValueError: an option out of range.
-        TypeError: `x` is no such tensor.
+        ValueError: an option is out of range.
+        TypeError: `x` has another type, shape, dtype or device.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class MemSGD:
         self.choice, self.error_feedback = choice, error_feedback
         self.l2 = check("l2", l2, "MemSGD")
         self.generator = torch.Generator().manual_seed(check("seed", seed, "MemSGD"))
-        # Σ η so far, and Σ η up to which λx is in the memory, for each entry.
+        # Σ η so far; and for each entry, the Σ η up to which the memory contains λx.
         self._rates = 0.0
         self._l2_applied = torch.zeros(
             x.numel() if self.l2 and choice == "random" else 0, dtype=torch.float64, device="cpu"
@@ -159,11 +160,11 @@ class MemSGD:
         """Take a step; `x` and `memory` change in place.
 
         Args:
-            gradient: of the loss without `l2`, dense (1-D) or `Entries`, whose indices may come in any order.
+            gradient: gradient of the loss without `l2`, dense (1-D) or `Entries` with indices in any order.
             lr: η.
 
         Returns:
-            What was subtracted from x.
+            The entries that were subtracted from x.
 
         Raises:
             NonFiniteGradient: the gradient holds a NaN or an infinity; nothing has changed.
@@ -194,9 +195,12 @@ class MemSGD:
         return Entries(indices, values)
 
     def apply_lazy_l2_(self, indices: Tensor | None = None) -> None:
-        """Add λx of the steps since an entry's last one to the memory at `indices`, None for all (lazy regularisation).
+        """Add the pending part of λx to the memory (lazy regularisation).
 
-        If the k largest are chosen, it has been added in each step.
+        With the choice "top" there is none, because each step adds λx.
+
+        Args:
+            indices: entries to update; None selects all entries.
         """
         if not self._l2_applied.numel():
             return
@@ -208,11 +212,11 @@ class MemSGD:
 
 
 class ParallelRun(NamedTuple):
-    """What `train_parallel` returns.
+    """Result of `train_parallel`.
 
     Attributes:
-        memories: of each process, of x's shape.
-        seconds: from when all processes were ready until the last one was done.
+        memories: memory of each process, with x's shape.
+        seconds: time from the start, when all processes are ready, to the end of the last process.
     """
 
     memories: list[Tensor]
@@ -234,33 +238,35 @@ def train_parallel(
 ) -> ParallelRun:
     """Train with PARALLEL-Mem-SGD, Algorithm 2 of the paper: several processes on one vector, without locks.
 
-    Each process has a memory of its own, reads x while others write, and writes k entries in a step. If two add to one
-    entry at once, one of the two may be lost; the fewer entries a step writes, the rarer that is. With one process it
-    is `MemSGD`. With several, runs differ.
+    Each process has its own memory, reads x while others write, and writes k entries per step. If two processes add to
+    one entry at the same time, one of the two additions may be lost. This is rarer if a step writes fewer entries. With
+    one process the algorithm is `MemSGD`. With several processes, results differ from run to run.
 
-    If processes are spawned, call it below `if __name__ == "__main__":`, with functions that can be pickled, such as
-    those of a module or an object with `__call__`; tensors in them are shared, not copied. One that fails ends all.
+    If processes are spawned, call this function below `if __name__ == "__main__":`. The functions must be picklable,
+    such as functions of a module or an object with `__call__`. Tensors in them are shared, not copied. If one process
+    fails, all end.
 
     Args:
-        x: the weights, 1-D fp32 or fp64, on the CPU. They are moved to shared memory and changed in place.
-        gradient: x and a generator to a stochastic gradient without `l2`, dense or `Entries`.
-        lr: t to η_t, t the number of steps that all have taken if they take turns.
-        steps: of each process.
-        k: see `MemSGD`, as for `choice`, `l2` and `seed`, which each process turns into one of its own.
-        processes: how many.
-        start_method: "spawn", or "fork", which starts sooner, and is safe only in a process that has not used several
-            threads, so after `torch.set_num_threads(1)`.
+        x: weights, 1-D fp32 or fp64, on the CPU. They are moved to shared memory and changed in place.
+        gradient: function that takes x and a generator, and returns a stochastic gradient without `l2`, dense or
+            `Entries`.
+        lr: function that takes t and returns η_t. If processes took turns, t would be their total number of steps.
+        steps: number of steps of each process.
+        k: see `MemSGD`, as for `choice`, `l2` and `seed`. Each process derives its own seed.
+        processes: number of processes.
+        start_method: "spawn" or "fork". "fork" starts faster, but it is safe only in a process that has not used
+            several threads, for example after `torch.set_num_threads(1)`.
 
     Raises:
-        ValueError, TypeError: an option out of range.
-        torch.multiprocessing.ProcessRaisedException: with the traceback of a process that failed.
+        ValueError, TypeError: an option is out of range.
+        torch.multiprocessing.ProcessRaisedException: a process failed; the text contains its traceback.
     """
     check_weights("train_parallel", x)
-    MemSGD(x, k, choice, l2=l2, seed=seed)  # refuses what it refuses, before a process is started
+    MemSGD(x, k, choice, l2=l2, seed=seed)  # checks its options before a process starts
     steps, processes = check("steps", steps, "train_parallel"), check("processes", processes, "train_parallel")
     if start_method not in ("spawn", "fork"):
         raise ValueError(f"train_parallel(start_method={start_method!r}): choose from spawn, fork.")
-    gc.collect()  # or a forked process may collect what only this one can: a process group waits for its threads
+    gc.collect()  # a forked process must not collect a process group, which would wait for threads of this process
     x.share_memory_()
     memories = [torch.zeros_like(x).share_memory_() for _ in range(processes)]
     spans = torch.zeros(processes, 2, dtype=torch.float64, device="cpu").share_memory_()
@@ -296,7 +302,7 @@ def _work(
 
 
 def check_weights(owner: str, x: Tensor) -> None:
-    """Raise a TypeError unless `x` is a 1-D fp32 or fp64 tensor on the CPU, contiguous and without gradient."""
+    """Raise TypeError unless `x` is a contiguous 1-D fp32 or fp64 tensor on the CPU without requires_grad."""
     if not (isinstance(x, Tensor) and x.dim() == 1 and x.dtype in (torch.float32, torch.float64)):
         what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{owner}(x={what}): give a 1-D tensor of fp32 or fp64, such as parameters_to_vector returns.")
@@ -305,7 +311,7 @@ def check_weights(owner: str, x: Tensor) -> None:
 
 
 def check_k(owner: str, k: int, numel: int) -> int:
-    """Return k if it is a whole number from 1 to `numel`."""
+    """Return k, or raise ValueError unless it is a whole number from 1 to `numel`."""
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= numel:
         raise ValueError(f"{owner}(k={k!r}): k must be a whole number from 1 to {numel}, the number of weights.")
     return k

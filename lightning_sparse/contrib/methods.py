@@ -1,4 +1,4 @@
-"""Rows of `METHODS` to compare with: methods of papers that the core's methods beat by this project's measurements."""
+"""Rows of `METHODS` for comparison: published methods that perform worse than the core's methods in our benchmarks."""
 
 from __future__ import annotations
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.rows import Rows
 from lightning_sparse.contrib.kernels.row_numbers import signed_means
-from lightning_sparse.contrib.two_values import TwoValues, row_sums
+from lightning_sparse.contrib.rows import Rows
+from lightning_sparse.contrib.two_values import TwoValues
 
 
 @dataclass(frozen=True)
@@ -34,21 +33,9 @@ class OneBit(TwoValues):
     whole = False
     numbers = 2
 
-    def sums(self, x: Tensor, positive: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
-        return [
-            positive.sum(1, dtype=torch.int32).to(torch.float32),
-            row_sums(torch.clamp(x, min=0, out=scratch), scale),
-            row_sums(torch.clamp(x, max=0, out=scratch), scale),
-        ]
-
-    def sent(self, sums: Tensor, length: int) -> Tensor:
-        positive = sums[0]
-        # Where there is none, the sum is 0 as well.
-        return torch.stack([sums[1] / positive.clamp(min=1), sums[2] / (length - positive).clamp(min=1)])
-
-    def sent_at_once(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
+    def row_scales(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
         return signed_means(u, rows)
 
-    def pair(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        upper, lower = sent
+    def levels(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+        upper, lower = scales
         return upper, lower

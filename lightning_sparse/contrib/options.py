@@ -1,4 +1,4 @@
-"""The options of `contrib`: what each may be."""
+"""The options of `contrib` and their allowed values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {
     "share": Option(Real, lambda x: 0 <= x < 0.5, "must be in [0, 0.5), the share of the ranks that attack."),
     "workers": Option(Integral, lambda x: x >= 1 and x % 2 == 1, "must be odd: an even number of votes may be a tie."),
     "byzantine": Option(Integral, lambda x: x >= 0, "must be a whole number of workers, 0 or more."),
-    "probability": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], that a worker gets a part."),
+    "probability": Option(Real, lambda x: 0 < x <= 1, "must be in (0, 1], the probability that a worker gets a part."),
     "part_size": Option(Integral, lambda x: x >= 1, "must be a whole number of examples, 1 or more."),
     "mu": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0, the strong convexity of the loss."),
     "shift": Option(Real, lambda x: 0 < x < math.inf, "must be a number above 0, of the order of d/k."),
@@ -32,5 +32,5 @@ OPTIONS = {
 
 
 def check(name: str, value: Any, owner: str) -> Any:
-    """Return the value of an option of `owner`; a value that it may not have is a ValueError."""
+    """Return the value of an option of `owner`, or raise ValueError if the value is not allowed."""
     return options.check(name, value, owner, OPTIONS)

@@ -1,4 +1,4 @@
-"""CoordinateMedian and TrimmedMean: a few ranks with wrong values, however large, cannot move the result far."""
+"""CoordinateMedian and TrimmedMean: a few ranks cannot move the result far, regardless of their values."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from lightning_sparse.layout import Segment
 
 
 class OrderStatistic(Aggregator[Identity]):
-    """The mean of the middle ones of the ranks' values, coordinate by coordinate.
+    """The mean of the middle values over the ranks, for each coordinate.
 
     1. Each rank sends its values of region r of the segment to rank r.
-    2. The owner of a region sorts the P values of each coordinate, drops as many at either end as `dropped` says, and
-       takes the mean of the others, in fp64: equal values come back exactly.
-    3. All gather the results.
+    2. The owner of a region sorts the P values of each coordinate, and drops `dropped` values at either end. It
+       averages the others in fp64, so that equal values give exactly this value.
+    3. All ranks gather the results.
 
-    So 2d(P − 1)/P words are sent, as by dense all-reduce, where an all-gather of all values takes d(P − 1).
+    A rank sends 2d(P − 1)/P words, like a dense all-reduce. An all-gather of all values would take d(P − 1) words.
     """
 
-    averages = False  # the mean that would take its place is what one rank can move at will
-    divides = True
+    averages = False  # a dense mean must not replace it, because one rank can move a mean arbitrarily
+    shards_segment = True
 
     @abc.abstractmethod
     def dropped(self, size: int) -> int:
-        """Return how many of `size` values are left out at either end; at least one remains."""
+        """Return the number of values to drop at either end of `size` values; at least one value remains."""
 
     def __call__(self, u: Tensor, compressor: Identity, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         size, numel = exchange.size, u.numel()
@@ -62,9 +62,9 @@ class OrderStatistic(Aggregator[Identity]):
 
 @dataclass(frozen=True)
 class CoordinateMedian(OrderStatistic):
-    """The median of each coordinate over the ranks; of an even number the mean of the middle two.
+    """The median of each coordinate over the ranks; for an even number of ranks, the mean of the middle two.
 
-    Yin et al. 2018, arXiv 1803.01498. It lies between values of honest ranks as long as those are the majority.
+    Yin et al. 2018, arXiv 1803.01498. If honest ranks are the majority, it lies between values of honest ranks.
     """
 
     def dropped(self, size: int) -> int:
@@ -73,13 +73,13 @@ class CoordinateMedian(OrderStatistic):
 
 @dataclass(frozen=True)
 class TrimmedMean(OrderStatistic):
-    """The mean of each coordinate over the ranks, without the ⌊trim · P⌋ largest and as many smallest values.
+    """The mean of each coordinate over the ranks, without the ⌊trim · P⌋ largest and the ⌊trim · P⌋ smallest values.
 
-    Yin et al. 2018, arXiv 1803.01498. With wrong values on no more ranks than are dropped at one end, it lies between
-    values of honest ranks. Where ⌊trim · P⌋ is 0, as with the default and P below 4, it is the plain mean.
+    Yin et al. 2018, arXiv 1803.01498. If at most ⌊trim · P⌋ ranks have wrong values, it lies between values of honest
+    ranks. If ⌊trim · P⌋ is 0, as with the default and P below 4, it is the plain mean.
 
     Attributes:
-        trim: β, the share of the ranks that is left out at either end, in [0, 0.5).
+        trim: β, the share of ranks that is dropped at either end, in [0, 0.5).
     """
 
     trim: float = 0.25
@@ -92,23 +92,24 @@ class TrimmedMean(OrderStatistic):
 
 
 def share_of(share: float, size: int) -> int:
-    """Return ⌊share · size⌋ of the number below 1/2 that the user wrote, be it 0.29 or 1/3.
+    """Return ⌊share · size⌋ for the number below 1/2 that the user wrote, such as 0.29 or 1/3.
 
-    A binary one is less by up to 2⁻⁵³ of it. What is added for that may not make a half of the last one below 1/2.
+    Its binary representation may be smaller, by up to 2⁻⁵³ of the number. The correction for this must not turn the
+    largest number below 1/2 into 1/2.
     """
     return min(int(Fraction(share) * size * (1 + Fraction(1, 1 << 52))), (size - 1) // 2)
 
 
 def mean_of_middle(values: Tensor, dropped: int) -> Tensor:
-    """Return the mean over the first dimension of `values`, (P, n) fp32, without the ends: (n), fp64.
+    """Return the mean over the first dimension of `values` without the ends, fp64 (n).
 
     Args:
-        values: left as they are.
-        dropped: how many of P are left out at either end, less than half of them.
+        values: fp32 (P, n); not modified.
+        dropped: number of values to drop at either end, less than half of P.
     """
     rows = list(values)
-    # Odd-even transposition: after P rounds of neighbours put in order all are. Four times as fast as `sort` for P = 8
-    # on the CPU, without its indices; and a NaN of any row ends in the result.
+    # Odd-even transposition sort: P rounds of ordering neighbours sort all rows. For P = 8 on the CPU it is 4× faster
+    # than `sort`, which also returns indices. A NaN of any row remains in the result.
     for start in range(len(rows) if dropped else 0):
         for i in range(start % 2, len(rows) - 1, 2):
             rows[i : i + 2] = torch.minimum(*rows[i : i + 2]), torch.maximum(*rows[i : i + 2])

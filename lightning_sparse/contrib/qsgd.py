@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
-from lightning_sparse.compressors.rows import write_scaled_
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.kernels.levels import level_values, round_to_levels
 from lightning_sparse.contrib.options import check
-from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
-from lightning_sparse.kernels.launch import at_a_time
-from lightning_sparse.kernels.native import uses_kernels
-from lightning_sparse.kernels.uniform import Uniform
+from lightning_sparse.kernels.codes import code_bytes, unpack_codes
 from lightning_sparse.layout import Segment
 
 
@@ -57,45 +51,12 @@ class QSGD(Compressor):
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         check_length(u, ctx)
-        if uses_kernels(u):
-            norms, packed, update = round_to_levels(u, self.levels, self.bits, self.bucket, ctx.key(shared=False))
-            return (norms, packed), update
-        numel, bucket = u.numel(), self.bucket
-        norms = torch.empty(-(-numel // bucket), 1, dtype=torch.float32, device=u.device)
-        codes = torch.empty(numel, dtype=torch.int8, device=u.device)  # on the CPU faster than unsigned
-        update = torch.empty_like(u)
-        each = self._rows_at_a_time(u)
-        scratch = torch.empty(min(each, len(norms)), bucket, dtype=torch.float32, device=u.device)
-        uniform = Uniform(ctx.key(shared=False), scratch.numel(), u.device)
-        for first, last in self._pieces(numel, each):
-            start, stop = first * bucket, min(last * bucket, numel)
-            whole = stop == last * bucket
-            rows = (u[start:stop] if whole else pad(u[start:stop], (0, last * bucket - stop))).view(-1, bucket)
-            levels = scratch[: last - first]
-            norms[first:last] = norm = _norms(rows, levels)
-            step = norm / self.levels
-            torch.div(rows, torch.where(step > 0, step, 1), out=levels)
-            # The largest value may be above its norm by rounding, and so its level above those that there are.
-            uniform.add_(levels.view(-1), start).round_().clamp_(-self.levels, self.levels)
-            codes[start:stop].copy_(levels.view(-1)[: stop - start]).add_(self.levels)  # wraps around above 127
-            write_scaled_(update[start:stop], levels, step)
-        return (norms.view(-1), pack_codes(codes.view(torch.uint8), self.bits)), update
+        norms, packed, update = round_to_levels(u, self.levels, self.bits, self.bucket, ctx.key(shared=False))
+        return (norms, packed), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         norms, packed = payload
-        numel = ctx.segment.numel
-        if uses_kernels(packed):
-            return level_values(norms, packed, self.levels, self.bits, self.bucket, numel)
-        codes = unpack_codes(packed, self.bits, numel)
-        update = torch.empty(numel, dtype=torch.float32, device=codes.device)
-        steps, each = (norms / self.levels).view(-1, 1), self._rows_at_a_time(update)
-        scratch = torch.empty(min(each, len(steps)), self.bucket, dtype=torch.float32, device=codes.device)
-        for first, last in self._pieces(numel, each):
-            start, stop = first * self.bucket, min(last * self.bucket, numel)
-            levels = scratch[: last - first]
-            levels.view(-1)[: stop - start].copy_(codes[start:stop]).sub_(self.levels)
-            write_scaled_(update[start:stop], levels, steps[first:last])
-        return update
+        return level_values(norms, packed, self.levels, self.bits, self.bucket, ctx.segment.numel)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
         return 4 * -(-segment.numel // self.bucket) + code_bytes(segment.numel, self.bits)
@@ -117,14 +78,6 @@ class QSGD(Compressor):
         coded = omega_bits(distances) + 1 + omega_bits(levels[places].abs().long())
         return 32 * norms.numel() + int(coded.sum())
 
-    def _rows_at_a_time(self, x: Tensor) -> int:
-        return max(1, at_a_time(x) // self.bucket)
-
-    def _pieces(self, numel: int, each: int) -> list[tuple[int, int]]:
-        """Return the first bucket of each piece, and the one behind its last; the last bucket, if not full, is one."""
-        full = numel // self.bucket
-        return list(pairwise([*range(0, full, each), *sorted({full, -(-numel // self.bucket)})]))
-
 
 def omega_bits(numbers: Tensor) -> Tensor:
     """Return the length in bits of Elias' omega code (Elias 1975) of numbers from 1 on, int64.
@@ -137,14 +90,3 @@ def omega_bits(numbers: Tensor) -> Tensor:
         total += torch.where(left > 1, digits, 0)
         left = torch.where(left > 1, digits - 1, left)
     return total
-
-
-def _norms(rows: Tensor, scratch: Tensor) -> Tensor:
-    """Return the 2-norm of each row, (rows, 1), though squares of its values may be out of range."""
-    if rows.device.type == "cpu":
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        if bool(((norms > 1e-15) & (norms < 1e15)).all()):
-            return norms
-    largest = torch.abs(rows, out=scratch).amax(1, keepdim=True)
-    scaled: Tensor = torch.linalg.vector_norm(scratch.div_(torch.where(largest > 0, largest, 1)), dim=1, keepdim=True)
-    return scaled.mul_(largest)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.rows import Rows
 from lightning_sparse.contrib.kernels.row_numbers import mean_magnitudes
-from lightning_sparse.contrib.two_values import TwoValues, row_sums
+from lightning_sparse.contrib.rows import Rows
+from lightning_sparse.contrib.two_values import TwoValues
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,9 @@ class ScaledSign(TwoValues):
     whole = True
     numbers = 1
 
-    def sums(self, x: Tensor, positive: Tensor, scale: float, scratch: Tensor) -> list[Tensor]:
-        return [row_sums(torch.abs(x, out=scratch), scale)]
-
-    def sent(self, sums: Tensor, length: int) -> Tensor:
-        return sums.div_(length)
-
-    def sent_at_once(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
+    def row_scales(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
         return mean_magnitudes(u, rows)
 
-    def pair(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        (scale,) = sent
+    def levels(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+        (scale,) = scales
         return scale, -scale

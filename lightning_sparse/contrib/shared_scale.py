@@ -1,4 +1,4 @@
-"""SharedScale: integers that are summed exactly, times a scale that all ranks share."""
+"""SharedScale: exact sums of integers, times a scale that all ranks share."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Update
-from lightning_sparse.compressors.rows import row_count
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.ternary import sum_of_ternary
+from lightning_sparse.contrib.rows import row_count
 from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
-from lightning_sparse.kernels.launch import uses_triton
 from lightning_sparse.layout import Segment
 
 
 @dataclass(frozen=True)
 class SharedScale(Aggregator[TernGrad]):
-    """Mean of TernGrad's codes under one scale for each parameter, the maximum over the ranks (Wen et al. 2017).
+    """Mean of TernGrad's codes with one scale per parameter, the maximum over the ranks (Wen et al. 2017).
 
-    1. All gather the scales of all ranks, and take the largest of each parameter.
+    1. All ranks gather the scales of all ranks, and take the largest scale of each parameter.
     2. Each rank rounds its u to -1, 0 and 1 times these scales, and sends the codes of region r to rank r.
-    3. The owner of a region sums the codes, exactly; all gather the sums, 0 to 2P, in ⌈log₂(2P + 1)⌉ bits each.
+    3. The owner of a region sums the codes exactly. All ranks gather the sums, 0 to 2P, in ⌈log₂(2P + 1)⌉ bits each.
 
-    No step uses an all-reduce, which could not carry a checksum: scales are all-gathered, and every rank takes the same
-    maximum. 2 + ⌈log₂(2P + 1)⌉ bits (P − 1)/P are sent for each element.
+    No step uses an all-reduce, which could not include a checksum. Scales are all-gathered, and every rank takes the
+    same maximum. For each element, a rank sends (2 + ⌈log₂(2P + 1)⌉)(P − 1)/P bits.
     """
 
-    divides = True
+    shards_segment = True
 
     def __call__(self, u: Tensor, compressor: TernGrad, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         size, numel = exchange.size, ctx.segment.numel
@@ -43,7 +43,7 @@ class SharedScale(Aggregator[TernGrad]):
         (received,) = exchange.all_to_all((in_regions(packed, 2, size),))
 
         width = region_codes(numel, size)
-        total = _sum_of_codes(received, width)
+        total = sum_of_ternary(received, width)
         bits = (2 * size).bit_length()
         (sums,) = exchange.all_gather((pack_codes(total, bits),))
         codes = torch.cat([unpack_codes(row, bits, width) for row in sums])[:numel]
@@ -59,14 +59,3 @@ class SharedScale(Aggregator[TernGrad]):
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, TernGrad)
-
-
-def _sum_of_codes(received: Tensor, width: int) -> Tensor:
-    """Return the sums, int16, of `width` codes of 2 bits from each rank."""
-    if uses_triton(received):
-        # They have one plane, so all rows are unpacked as one; on the CPU one row after the other stays in the cache.
-        return unpack_codes(received.reshape(-1), 2, width * len(received)).view(-1, width).sum(0, dtype=torch.int16)
-    total = torch.zeros(width, dtype=torch.int16, device=received.device)
-    for row in received:
-        total.add_(unpack_codes(row, 2, width))
-    return total

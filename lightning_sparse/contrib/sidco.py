@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_sparse.compressors.encoding import IndexFormat, ValueFormat
 from lightning_sparse.compressors.sparsifier import Sparsifier, selection_bound
 from lightning_sparse.context import Context, StateSpec
-from lightning_sparse.contrib.kernels.candidates import blocks_reaching, indices_reaching, sampled
+from lightning_sparse.contrib.kernels.candidates import blocks_reaching, indices_reaching, narrowed, sampled
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.launch import to_device, uses_triton
+from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
 
 Fit = Literal["exponential", "gamma", "pareto"]
@@ -148,10 +148,9 @@ def fitted_threshold(magnitudes: Tensor, density: float, stages: Tensor, fit: Fi
         # What no magnitude exceeds stays as it is: it is too high, as the number of entries will show.
         limit = torch.where((stage < stages) & (count > 0), beyond, limit)
         above = magnitudes > limit
-        if not uses_triton(magnitudes):  # where the host may wait for a count
-            magnitudes, above = magnitudes[above], above[above]  # each stage has less to look at
-            if not magnitudes.numel():
-                break
+        magnitudes, above = narrowed(magnitudes, above)  # each stage has less to look at
+        if not magnitudes.numel():
+            break
     return limit
 
 

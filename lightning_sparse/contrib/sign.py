@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
-from lightning_sparse.compressors.rows import Rows, nonnegative, row_count, rows_of, values_of_signs
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.kernels.row_numbers import used_rows
 from lightning_sparse.contrib.kernels.signs import read_signs, write_signs
+from lightning_sparse.contrib.rows import row_count, rows_of
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
-from lightning_sparse.kernels.native import uses_kernels
 from lightning_sparse.layout import Segment
 
 
@@ -34,15 +33,10 @@ class Sign(Compressor):
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         check_length(u, ctx)
-        if uses_kernels(u):
-            used = used_rows(u, rows_of(ctx.segment))
-            packed, update = write_signs(u, rows_of(ctx.segment), *_values(used))
-            return (pack_codes(used, 1), packed), update
-        used = torch.empty(row_count(ctx.segment), dtype=torch.uint8, device=u.device)
-        for rows in rows_of(ctx.segment):
-            used[rows.first : rows.last] = _used(u[rows.start : rows.stop].view(-1, rows.length))
-        packed = pack_codes(nonnegative(u), 1)
-        return (pack_codes(used, 1), packed), signed(packed, used, ctx.segment)
+        rows = rows_of(ctx.segment)
+        used = used_rows(u, rows)
+        packed, update = write_signs(u, rows, *_values(used))
+        return (pack_codes(used, 1), packed), update
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         used, packed = payload
@@ -54,29 +48,10 @@ class Sign(Compressor):
 
 def signed(packed: Tensor, used: Tensor, segment: Segment) -> Tensor:
     """Return +1 and -1 (fp32) for packed codes 1 and 0, one for each element, and 0 in rows whose `used` is 0."""
-    if uses_kernels(packed):
-        return read_signs(packed, rows_of(segment), *_values(used))
-    one = torch.ones(1, dtype=torch.float32, device=packed.device)
-    numel = segment.numel
-    update = values_of_signs(packed, [Rows(0, numel, 0, 1, numel)] if numel else [], one, -one)
-    if used.device.type != "cpu" or not bool(used.all()):
-        for rows in rows_of(segment):
-            update[rows.start : rows.stop].view(-1, rows.length).mul_(used[rows.first : rows.last].unsqueeze(1))
-    return update
+    return read_signs(packed, rows_of(segment), *_values(used))
 
 
 def _values(used: Tensor) -> tuple[Tensor, Tensor]:
     """Return what positive and negative signs stand for in rows that are used (1) or not (0)."""
     upper = used.to(torch.float32)
     return upper, -upper
-
-
-def _used(x: Tensor) -> Tensor:
-    """Return which rows of `x`, (rows, n), have elements that are not 0."""
-    if x.device.type != "cpu":
-        return x.abs().amax(1) != 0
-    used = x[:, 0] != 0
-    # On the CPU only where the first element is 0: nearly always that saves a pass over x.
-    if not bool(used.all()):
-        used[~used] = x[~used].abs().amax(1) != 0
-    return used

@@ -1,4 +1,4 @@
-"""Lightning's `WeightAveraging`, and before Lightning 2.6, which has none, the smallest that averages.
+"""Lightning's `WeightAveraging`, or a minimal version of it for releases before Lightning 2.6, which do not have it.
 
 from lightning_sparse.contrib.memsgd import QuadraticAverage
 from lightning_sparse.contrib.weight_averaging import WeightAveraging
@@ -22,10 +22,10 @@ else:
 
 
 class AverageAtEnd(Callback):
-    """Averages the weights after each optimizer step, and puts the average into the model when training ends.
+    """Averages the weights after each optimizer step, and loads the average into the model at the end of training.
 
     Args:
-        **options: of torch's `AveragedModel`, such as `avg_fn`.
+        **options: options of torch's `AveragedModel`, such as `avg_fn`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -37,11 +37,11 @@ class AverageAtEnd(Callback):
             self.average = AveragedModel(pl_module, pl_module.device, **self.options)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average, as Lightning's: after every step."""
+        """Return whether to average now: after every step, as in Lightning's class."""
         return step_idx is not None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step > self.steps:  # with accumulation not every batch ends in a step
+        if trainer.global_step > self.steps:  # with gradient accumulation, not every batch ends with a step
             self.steps = trainer.global_step
             assert self.average is not None
             self.average.update_parameters(pl_module)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states
-from lightning_sparse.comm.rank_0 import broadcast_differing
+from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger
 from lightning_sparse.hooks.misuse import detach
 from lightning_sparse.hooks.rates import Rates

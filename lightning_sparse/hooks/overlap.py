@@ -127,6 +127,7 @@ class BackwardOverlap:
         self._pass: _Pass | None = None
         self._on_modules: Any = None
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._submit: Callable[[UpdateSegment, torch.cuda.Event | None], None]
 
     @property
     def _stream(self) -> torch.cuda.Stream | None:
@@ -262,7 +263,7 @@ class BackwardOverlap:
             backward.missing = {number: len(part.params) for number, part in enumerate(plan.parts)}
             self._updates.begin(self._optimizer)
             self._prepare()
-            self._updates.start(self._optimizer)
+            self._submit = self._updates.start(self._optimizer)
             self.has_begun = True
         backward.arrived.add(param)
         if self.has_begun:
@@ -281,4 +282,4 @@ class BackwardOverlap:
             part.step(self._optimizer)
             ready = current.record_event()
         del backward.missing[index]
-        self._updates.submit(part.segment, ready)
+        self._submit(part.segment, ready)

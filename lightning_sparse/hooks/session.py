@@ -28,7 +28,7 @@ from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
 from lightning_sparse.comm.process_group import call_in_thread, has_ended
-from lightning_sparse.comm.store import StoreSilent
+from lightning_sparse.comm.store import StoreTimeout
 from lightning_sparse.methods import Method
 from lightning_sparse.options import check_timeout
 from lightning_sparse.reducer import Reducer, error_message
@@ -49,7 +49,7 @@ def told_to_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except BaseException as error:
         if dist.is_initialized():
             # Without the store's host they end anyway; RankFailure where there is no first answer from it.
-            with contextlib.suppress(dist.DistError, StoreSilent, RankFailure):
+            with contextlib.suppress(dist.DistError, StoreTimeout, RankFailure):
                 _handshake(ProcessGroupComm(group), timedelta(0)).refuse(error)
         raise
 
@@ -68,7 +68,7 @@ def tell_or_ask(error: BaseException) -> None:
             handshake.refuse(error)
     except RankFailure as failure:  # no first answer from the store: its host has ended or is frozen
         reason = str(failure)
-    except (dist.DistError, StoreSilent):
+    except (dist.DistError, StoreTimeout):
         pass
     if broken and reason:
         error.args = (f"{reason} ({first_line(error)})",)
@@ -99,7 +99,7 @@ class Session:
         group: whose ranks take part; the session makes a process group of its own for them.
         device: where the parameters are.
         timeout: time to wait for other ranks; None takes the group's.
-        apart: returns numbers of parameters by name; see `Layout.of`.
+        group_of: returns numbers of parameters by name; see `Layout.of`.
         settings: returns what else has to be equal on all ranks, see `Handshake.agree`.
         options: of the `Reducer`.
 
@@ -123,7 +123,7 @@ class Session:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: timedelta | None = None,
-        apart: Callable[[], Mapping[str, int]] = dict,
+        group_of: Callable[[], Mapping[str, int]] = dict,
         settings: Callable[[], Mapping[str, Any]] = dict,
         **options: Any,
     ) -> None:
@@ -142,7 +142,7 @@ class Session:
             timeout = check_timeout(timeout) or group_timeout(group, device)
             params = parameters()
             self.reducer = Reducer(method, self.comm, **options)
-            self.reducer.setup(params, apart())
+            self.reducer.setup(params, group_of())
             others = settings()
         name = _handshake(self.comm, timeout).agree(
             {

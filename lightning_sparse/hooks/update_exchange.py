@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import have_hooks_called, register_first, step_depth, step_hooks
 from lightning_sparse.comm import ProcessGroupComm
-from lightning_sparse.comm.rank_0 import broadcast, broadcast_differing
+from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
@@ -130,7 +130,7 @@ class UpdateExchanger:
             group=dist.group.WORLD if group is None else group,  # type: ignore[arg-type]
             device=next(model.parameters()).device,
             timeout=timeout,
-            apart=lambda: exchanged_parameters(model, optimizers)[2],
+            group_of=lambda: exchanged_parameters(model, optimizers)[2],
             settings=lambda: others_settings(model, optimizers, buffers.at_start.items()),
             exchanged="update",
             **options,

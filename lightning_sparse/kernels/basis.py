@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import native
+from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.launch import kept
 
 
+@operation
 def bases(products: Tensor, rows: Sequence[int], rank: int, dependent: float) -> Tensor:
     """Return an orthonormal basis of the columns of each matrix, 1-D fp32, in the same order.
 
@@ -30,14 +32,18 @@ def bases(products: Tensor, rows: Sequence[int], rank: int, dependent: float) ->
         rank: number of columns of all.
     """
     out = torch.empty_like(products)
-    if native.uses_native(products):
-        counts = kept((bases, *rows), products, lambda: torch.tensor(rows, dtype=torch.int64, device="cpu"))
-        scratch = torch.empty(rank * max(rows, default=0), dtype=torch.int64, device="cpu")  # bits of fp64 numbers
-        native.run("bases", products, counts, out, scratch, dependent, rank, len(rows))
-        return out
     sizes = [rank * count for count in rows]
     for given, basis in zip(products.split(sizes), out.split(sizes), strict=True):
         _write_basis_(given.view(-1, rank), basis.view(-1, rank), dependent)
+    return out
+
+
+@bases.by("native")
+def _bases_in_c(products: Tensor, rows: Sequence[int], rank: int, dependent: float) -> Tensor:
+    out = torch.empty_like(products)
+    counts = kept((bases, *rows), products, lambda: torch.tensor(rows, dtype=torch.int64, device="cpu"))
+    scratch = torch.empty(rank * max(rows, default=0), dtype=torch.int64, device="cpu")  # bits of fp64 numbers
+    native.run("bases", products, counts, out, scratch, dependent, rank, len(rows))
     return out
 
 

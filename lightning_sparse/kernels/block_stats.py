@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import TILE, _address, bisections, gradient_table
-from lightning_sparse.kernels.launch import kernel, launch, same_dtype, uses_triton
-from lightning_sparse.kernels.native import run, uses_native
+from lightning_sparse.kernels.launch import kernel, launch, same_dtype
+from lightning_sparse.kernels.native import run
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -61,7 +62,8 @@ class BlockStats:
 
     def read(self, u: Tensor) -> BlockStats:
         """Read a vector that is there already (1-D, fp32)."""
-        return self._by_triton(u.detach().contiguous()) if uses_triton(u) else self.over(u)
+        _read(u, self)
+        return self
 
     def over(self, u: Tensor, form: Callable[[int, int], None] | None = None, size: int | None = None) -> BlockStats:
         """Read a vector by plain torch or in C, little at a time, after each part of it has been formed.
@@ -74,31 +76,19 @@ class BlockStats:
         size = size or chunk_size(self.numel)
         assert size % self.block == 0
         blocks = self.numel // self.block
-        native, scratch = uses_native(u) and u.is_contiguous(), u.new_empty(0)
         if self.block > 1:
             self.maxima = torch.empty(blocks, dtype=torch.int32, device=u.device)
-            if not native:
-                scratch = torch.empty(min(size, self.numel), dtype=torch.int32, device=u.device)
         for start in range(0, self.numel, size):
             chunk = u[start : start + size]
             if form is not None:
                 form(start, start + chunk.numel())
             full = chunk.numel() // self.block * self.block
             if self.maxima is not None and full:
-                out = self.maxima[start // self.block : (start + full) // self.block]
-                if native:
-                    run("block_maxima", chunk, out, len(out), self.block)
-                else:
-                    magnitudes = torch.bitwise_and(chunk[:full].view(torch.int32), MAGNITUDE, out=scratch[:full])
-                    torch.amax(magnitudes.view(-1, self.block), 1, out=out)
+                block_maxima_(chunk[:full], self.maxima[start // self.block : (start + full) // self.block])
             if self.moments:
                 self._total += float(chunk.sum())
                 self._squares += float(chunk.dot(chunk))
         self.done = True
-        return self
-
-    def _by_triton(self, u: Tensor) -> BlockStats:
-        _by_triton(u, self, [], (), 1.0)
         return self
 
     def mean_and_deviation(self) -> tuple[float, float]:
@@ -107,6 +97,27 @@ class BlockStats:
             self._total, self._squares = self.partial.sum(0, dtype=torch.float64).tolist()
         mean = self._total / self.numel
         return mean, math.sqrt(max(0.0, self._squares / self.numel - mean * mean))
+
+
+@operation
+def block_maxima_(u: Tensor, out: Tensor) -> None:
+    """Write the largest magnitude of each block of `u` (1-D, fp32) to `out` (int32), one for each block."""
+    torch.amax((u.view(torch.int32) & MAGNITUDE).view(len(out), -1), 1, out=out)
+
+
+@block_maxima_.by("native", when=lambda u, out: u.is_contiguous())
+def _block_maxima_in_c(u: Tensor, out: Tensor) -> None:
+    run("block_maxima", u, out, len(out), len(u) // len(out))
+
+
+@operation
+def _read(u: Tensor, stats: BlockStats) -> None:
+    stats.over(u)
+
+
+@_read.by("triton")
+def _read_by_triton(u: Tensor, stats: BlockStats) -> None:
+    _by_triton(u.detach().contiguous(), stats, [], (), 1.0)
 
 
 def for_kernel(stats: BlockStats | None, u: Tensor, tiles: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
@@ -240,22 +251,35 @@ def add_with_stats_(
         scale: factor on the gradients: a number, or an fp32 scalar on u's device.
         stats: of u's length, filled; None adds only.
     """
-    if uses_triton(u) and same_dtype(grads):
-        _by_triton(u, stats, [grad.contiguous() for grad in grads], bounds, scale)
-        return u
+    _add_and_read(u, bounds, grads, scale, stats)
+    return u
 
+
+@operation
+def _add_and_read(
+    u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, stats: BlockStats | None
+) -> None:
     def form(start: int, stop: int) -> None:
         parts = list(overlaps(bounds, start, stop))
         terms = [grads[index][left - bounds[index] : right - bounds[index]] for index, left, right in parts]
         _add([u[left:right] for _, left, right in parts], terms, scale)
 
-    if stats is None or uses_triton(u):
+    if stats is None:
         form(0, u.numel())
-        if stats is not None:
-            stats.read(u)
     else:
         stats.over(u, form)
-    return u
+
+
+@_add_and_read.by("triton")
+def _add_and_read_by_triton(
+    u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, stats: BlockStats | None
+) -> None:
+    if same_dtype(grads):
+        _by_triton(u, stats, [grad.contiguous() for grad in grads], bounds, scale)
+        return
+    _add_and_read.reference(u, bounds, grads, scale, None)
+    if stats is not None:
+        stats.read(u)
 
 
 def overlaps(bounds: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

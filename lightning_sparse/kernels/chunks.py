@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.dispatch import operation
+from lightning_sparse.kernels.launch import kernel, launch
 from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits, nonzero, topk_indices
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ def chunktopk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) -
         ValueError: `u` is not 1-D.
         TypeError: `u` is not fp32.
     """
-    bits = magnitude_bits("chunktopk", u)
-    full = bits.numel() // CHUNK
-    if uses_triton(u):
-        indices = torch.empty(full * k + k_last, dtype=torch.int64, device=u.device)
-        if programs := -(-bits.numel() // CHUNK):
-            launch(_chunktopk, programs, bits, indices, bits.numel(), k, k_last, CHUNK=CHUNK, num_warps=8)
-        return indices
+    return _select(magnitude_bits("chunktopk", u), k, k_last, stats)
+
+
+@operation
+def _select(bits: Tensor, k: int, k_last: int, stats: BlockStats | None) -> Tensor:
+    # Also of CPUs with the loops in C: so a little at a time, and by block maxima.
+    u, full = bits.view(torch.float32), bits.numel() // CHUNK
     end, block = full * CHUNK, block_size(CHUNK, k)
     maxima = ensure_stats(stats, u, block).maxima if full else None
     parts: list[Tensor] = []
@@ -64,6 +65,29 @@ def chunktopk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) -
             indices = _by_maxima(some.view(-1, block), maxima[start // block : stop // block], k)
         parts.append(indices + start)
     return torch.cat([*parts, topk_indices(u[end:], k_last) + end])
+
+
+@_select.by("triton")
+def _select_by_triton(bits: Tensor, k: int, k_last: int, stats: BlockStats | None) -> Tensor:
+    indices = torch.empty(bits.numel() // CHUNK * k + k_last, dtype=torch.int64, device=bits.device)
+    if programs := -(-bits.numel() // CHUNK):
+        launch(_chunktopk, programs, bits, indices, bits.numel(), k, k_last, CHUNK=CHUNK, num_warps=8)
+    return indices
+
+
+@operation
+def check_ascending(indices: Tensor, numel: int) -> None:
+    """Check indices, (..., n), none of them negative. With Triton nothing is checked, as the host would wait.
+
+    Raises:
+        ValueError: they do not ascend, without repetition, below `numel`.
+    """
+    if indices.numel() and not bool((indices[..., -1] < numel).all() & (indices.diff() > 0).all()):
+        raise ValueError(f"A payload holds indices of {numel} elements that do not ascend: it is corrupt.")
+
+
+# The host would have to wait.
+check_ascending.by("triton")(lambda indices, numel: None)
 
 
 def _by_maxima(blocks: Tensor, maxima: Tensor, k: int) -> Tensor:

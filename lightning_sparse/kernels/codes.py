@@ -5,29 +5,22 @@
 
 Codes of 1, 2, 4 or 8 bits fill bytes: the first code of a byte is in its lowest bits. Codes of other widths are sent as
 several planes of such widths, one behind the other, the lower bits first: 5 bits are a plane of 4 and a plane of 1.
-
-On the CPU 8 codes are packed as one 64-bit word, and bytes are unpacked by a table, both several times as fast as
-comparing and shifting bytes. Kernels, where there are any, do either at once.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.launch import at_a_time, kept, kernel, launch, uses_triton
+from lightning_sparse.kernels.dispatch import operation
+from lightning_sparse.kernels.launch import kernel, launch
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-WORD = {1: torch.int64, 2: torch.int32, 4: torch.int16}
-"""Width of a code to the word that holds as many codes, a byte each, as one byte does packed."""
 
 TILE = 1024
 """Codes of a program of Triton's."""
@@ -38,86 +31,81 @@ def code_bytes(numel: int, bits: int) -> int:
     return -(-numel // 8) * bits
 
 
+@operation
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes (1-D, integers from 0 to 2^bits - 1, bits up to 15) as bytes, uint8 of `code_bytes`."""
+    padded = torch.nn.functional.pad(codes.int(), (0, -codes.numel() % 8))
+    planes = [padded[:0]]
+    for shift, width in _planes(bits):
+        parts = (padded >> shift & (1 << width) - 1).view(-1, 8 // width)
+        planes.append((parts << torch.arange(0, 8, width, device=codes.device)).sum(1))
+    return torch.cat(planes).to(torch.uint8)
+
+
+@pack_codes.by("triton")
+def _pack_by_triton(codes: Tensor, bits: int) -> Tensor:
     codes, count = codes.contiguous(), codes.numel()
     packed = torch.empty(code_bytes(count, bits), dtype=torch.uint8, device=codes.device)
-    if uses_triton(codes):
-        if count:
-            launch(_pack_codes, -(-count // TILE), codes, packed, count, packed.numel() // bits, BITS=bits, TILE=TILE)
-        return packed
-    if native.uses_native(codes):
-        codes = codes if codes.itemsize == 1 else codes.to(torch.int16)
-        native.run("pack_codes", codes, packed, count, packed.numel() // bits, bits, codes.itemsize)
-        return packed
-    if bits == 1 and codes.device.type == "cpu":
-        packed.copy_(torch.from_numpy(np.packbits(codes.numpy(), bitorder="little")))
-        return packed
-    most = at_a_time(codes)
-    scratch = torch.empty(min(most, count + 7) // 8, dtype=torch.int64, device=codes.device)
-    for start in range(0, count, most):
-        whole = codes[start : start + most]
-        if whole.numel() % 8:
-            whole = torch.nn.functional.pad(whole, (0, -whole.numel() % 8))
-        for shift, width, plane in _planes(packed, bits):
-            part = whole if bits <= 8 else whole >> shift & (1 << width) - 1
-            words = part.to(torch.uint8).view(torch.int64)
-            space = scratch[: words.numel()]
-            if width < bits <= 8:
-                words = torch.bitwise_right_shift(words, shift, out=space).bitwise_and_(_every_byte((1 << width) - 1))
-            if width < 8:
-                # A multiple of the codes' word has them side by side in its highest byte.
-                size = WORD[width].itemsize
-                words = torch.mul(words.view(WORD[width]), _gathering(width), out=space.view(WORD[width]))
-                words.bitwise_right_shift_(8 * size - 8)
-            else:
-                words = words.view(torch.uint8)
-            plane[start * width // 8 :][: words.numel()].copy_(words)
+    if count:
+        launch(_pack_codes, -(-count // TILE), codes, packed, count, packed.numel() // bits, BITS=bits, TILE=TILE)
+    return packed
+
+
+@pack_codes.by("native")
+def _pack_in_c(codes: Tensor, bits: int) -> Tensor:
+    codes = codes.contiguous() if codes.itemsize == 1 else codes.to(torch.int16).contiguous()
+    packed = torch.empty(code_bytes(codes.numel(), bits), dtype=torch.uint8, device=codes.device)
+    native.run("pack_codes", codes, packed, codes.numel(), packed.numel() // bits, bits, codes.itemsize)
     return packed
 
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Return the codes that `pack_codes` was given (1-D, of `numel`): uint8, or int16 if they have more than 8 bits."""
     native.check_part("codes", packed, code_bytes(numel, bits))
-    packed = packed.contiguous()  # a column of gathered messages is not
-    codes = torch.empty(-(-numel // 8) * 8, dtype=torch.int16 if bits > 8 else torch.uint8, device=packed.device)
-    if uses_triton(packed):
-        if numel:
-            groups = packed.numel() // bits
-            launch(_unpack_codes, -(-numel // TILE), packed, codes, numel, groups, BITS=bits, TILE=TILE)
-        return codes[:numel]
-    if native.uses_native(packed):
-        native.run("unpack_codes", packed, codes, numel, packed.numel() // bits, bits)
-        return codes[:numel]
-    most = at_a_time(packed)
-    scratch = torch.empty(min(most, codes.numel()), dtype=torch.uint8, device=packed.device)
-    for start in range(0, codes.numel(), most):
-        place = codes[start : start + most]
-        for shift, width, plane in _planes(packed, bits):
-            part = plane[start * width // 8 : (start + place.numel()) * width // 8]
-            if width < 8:
-                part = look_up_(_codes_of_bytes(width, packed), part, scratch[: place.numel()])
-            if shift:
-                place.bitwise_or_(part.to(place.dtype) << shift)
-            else:
-                place.copy_(part)
+    return _unpack(packed.contiguous(), bits, numel)  # a column of gathered messages is not contiguous
+
+
+@operation
+def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+    codes = torch.zeros(-(-numel // 8) * 8, dtype=torch.int16 if bits > 8 else torch.uint8, device=packed.device)
+    start, groups = 0, packed.numel() // bits
+    for shift, width in _planes(bits):
+        plane = packed[start : start + codes.numel() * width // 8].unsqueeze(1)
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+        codes |= (plane >> shifts & (1 << width) - 1).view(-1).to(codes.dtype) << shift
+        start += groups * width
     return codes[:numel]
 
 
-def look_up_(table: Tensor, packed: Tensor, out: Tensor) -> Tensor:
-    """Write what a table has for each byte, one behind the other, to `out` (1-D), and return it.
+@_unpack.by("triton")
+def _unpack_by_triton(packed: Tensor, bits: int, numel: int) -> Tensor:
+    codes = _room_for(packed, bits, numel)
+    if numel:
+        groups = packed.numel() // bits
+        launch(_unpack_codes, -(-numel // TILE), packed, codes, numel, groups, BITS=bits, TILE=TILE)
+    return codes[:numel]
 
-    Args:
-        table: (256, n).
-        packed: uint8, 1-D.
-        out: of the table's dtype, n times as long as `packed`; overwritten.
-    """
-    rows = out.view(-1, table.shape[1])
-    if packed.device.type == "cpu":  # there several times as fast as torch; "wrap" as it would check each byte else
-        np.take(table.numpy(), packed.numpy(), axis=0, out=rows.numpy(), mode="wrap")
-    else:
-        torch.index_select(table, 0, packed.int(), out=rows)
-    return out
+
+@_unpack.by("native")
+def _unpack_in_c(packed: Tensor, bits: int, numel: int) -> Tensor:
+    codes = _room_for(packed, bits, numel)
+    native.run("unpack_codes", packed, codes, numel, packed.numel() // bits, bits)
+    return codes[:numel]
+
+
+def _room_for(packed: Tensor, bits: int, numel: int) -> Tensor:
+    dtype = torch.int16 if bits > 8 else torch.uint8
+    return torch.empty(-(-numel // 8) * 8, dtype=dtype, device=packed.device)
+
+
+def _planes(bits: int) -> list[tuple[int, int]]:
+    """Return the lowest bit and the width of each plane."""
+    planes, shift = [], 0
+    for width in (8, 4, 2, 1):
+        if bits - shift >= width:
+            planes.append((shift, width))
+            shift += width
+    return planes
 
 
 @kernel("count", "groups")
@@ -164,41 +152,3 @@ def in_regions(packed: Tensor, bits: int, size: int) -> Tensor:
     """
     each = code_bytes(region_codes(packed.numel() // bits * 8, size), bits)
     return torch.nn.functional.pad(packed, (0, each * size - packed.numel())).view(size, each)
-
-
-def _planes(packed: Tensor, bits: int) -> list[tuple[int, int, Tensor]]:
-    """Return the lowest bit, the width and the bytes of each plane."""
-    planes, shift, place, groups = [], 0, 0, packed.numel() // bits
-    for width in (8, 8, 4, 2, 1):
-        if bits - shift >= width:
-            planes.append((shift, width, packed[place : place + groups * width]))
-            shift, place = shift + width, place + groups * width
-    return planes
-
-
-@functools.cache
-def _every_byte(value: int) -> int:
-    """Return a 64-bit word with this byte eight times, as a signed number."""
-    word = value * 0x0101010101010101
-    return word - (1 << 64) if word >> 63 else word
-
-
-@functools.cache
-def _gathering(width: int) -> int:
-    """Return the factor that moves the codes of a word, a byte each, side by side into its highest byte.
-
-    Code i is moved up from bit 8i by (8 - width) · (last - i) bits, its byte's distance to the highest left out. What
-    else the product has overlaps nowhere, so nothing is carried.
-    """
-    last = 8 // width - 1
-    return sum(1 << (8 * last - (8 - width) * i) for i in range(last + 1))
-
-
-def _codes_of_bytes(width: int, like: Tensor) -> Tensor:
-    """Return the codes of 1, 2 or 4 bits that each byte holds, uint8 (256, 8 / width)."""
-
-    def make() -> Tensor:
-        places, shifts = (torch.arange(*each, device=like.device) for each in ((256,), (0, 8, width)))
-        return (places.unsqueeze(1) >> shifts & (1 << width) - 1).to(torch.uint8)
-
-    return kept((_codes_of_bytes, width), like, make)

@@ -1,7 +1,4 @@
-"""The loops in C of cpu/, compiled when the package is installed, and the choice between kernels and plain torch.
-
-    if uses_kernels(u):                  # Triton's or those of cpu/, behind the same functions
-        packed, update = write_signs(u, rows, upper, lower)
+"""The loops in C of cpu/, compiled when the package is installed; dispatch.py says when they run.
 
 The loops work in one thread, as ranks on CPUs do, without Python's lock. Where they were not compiled, plain torch does
 the same in a dozen operations or more, and takes two to six times as long.
@@ -19,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import KERNELS, uses_triton
+from lightning_sparse.kernels.launch import KERNELS
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +24,6 @@ LIBRARY = Path(__file__).with_name("_cpu.pyd" if os.name == "nt" else "_cpu.so")
 """What setup.py builds, for `ctypes`."""
 NEWEST = "add_delta_with_payout"
 """A function that builds of older versions lack."""
-
-
-def uses_kernels(x: Tensor) -> bool:
-    """Return whether kernels work on `x`, Triton's or those of cpu/."""
-    return uses_triton(x) or uses_native(x)
 
 
 def uses_native(x: Tensor) -> bool:

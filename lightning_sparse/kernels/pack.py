@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.dispatch import operation
+from lightning_sparse.kernels.launch import kernel, launch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -44,6 +45,7 @@ def upper_bytes(numel: int, capacity: int, width: int) -> int:
     return (capacity + (numel >> width) + 8) // 8
 
 
+@operation
 def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[Tensor, ...]:
     """Return indices as upper bits, uint8 of `upper_bytes`, and, unless `width` is 0, `capacity` lower parts.
 
@@ -57,10 +59,6 @@ def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[T
     size, device = upper_bytes(numel, capacity, width), indices.device
     *lead, each = indices.shape
     lower = (torch.zeros(*lead, capacity, dtype=LOWER[width], device=device),) if width else ()
-    if uses_triton(indices):
-        words = torch.zeros(*lead, -(-size // 4), dtype=torch.int32, device=device)
-        _launch_pack(indices, words, lower, numel, width)
-        return words.view(torch.uint8)[..., :size], *lower
     bits = torch.zeros(*lead, 8 * size, dtype=torch.uint8, device=device)
     many = math.prod(lead)
     rows = (indices.reshape(many, each), bits.view(many, -1), *(part.view(many, -1) for part in lower))
@@ -71,6 +69,15 @@ def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[T
             part[: row.numel()] = row.to(part.dtype)  # conversion keeps the lower bits
     bits = bits.view(*lead, size, 8) << torch.arange(8, dtype=torch.uint8, device=device)
     return bits.sum(-1, dtype=torch.uint8), *lower
+
+
+@pack_bits.by("triton")
+def _pack_by_triton(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[Tensor, ...]:
+    size, lead, device = upper_bytes(numel, capacity, width), indices.shape[:-1], indices.device
+    lower = (torch.zeros(*lead, capacity, dtype=LOWER[width], device=device),) if width else ()
+    words = torch.zeros(*lead, -(-size // 4), dtype=torch.int32, device=device)
+    _launch_pack(indices, words, lower, numel, width)
+    return words.view(torch.uint8)[..., :size], *lower
 
 
 def pack_entries_(
@@ -124,6 +131,7 @@ def _launch_pack(
         )
 
 
+@operation
 def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int) -> Tensor:
     """Return the indices that `pack_bits` was given, int64, (..., capacity), padded with `numel`.
 
@@ -134,22 +142,10 @@ def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: in
         numel, capacity, width: of `pack_bits`.
 
     Raises:
-        ValueError: the payload holds more or fewer indices. With Triton this is not checked, as the host would wait:
-            from a corrupt payload come wrong indices, none of them negative.
+        ValueError: the payload holds more or fewer indices, or others. With Triton this is not checked, as the host
+            would wait: from a corrupt payload come wrong indices, none of them negative.
     """
     *lead, size = upper.shape
-    if uses_triton(upper):
-        tiles = -(-size // BYTES)
-        counts = torch.empty(*lead, tiles, dtype=torch.int32, device=upper.device)
-        out = torch.empty(*lead, capacity, dtype=torch.int64, device=upper.device)
-        (low,) = lower or (upper,)
-        # Rows are where they came, evenly spaced in a message.
-        each = [part.stride(-2) if lead else 0 for part in (upper, low, count)]
-        launch(_count_bits, counts.numel(), upper, counts, size, tiles, each[0], TILE=BYTES)
-        added_up = tiles > ADDED_UP
-        args = (upper, low, counts.cumsum(-1) if added_up else counts, count, out, size, tiles, capacity, numel, *each)
-        launch(_unpack, counts.numel(), *args, WIDTH=width, ADDED_UP=added_up, TILE=BYTES, num_warps=8)
-        return out
     out = torch.full((*lead, capacity), numel, dtype=torch.int64, device=upper.device)
     bits = upper.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=upper.device) & 1
     rows = (out.view(-1, capacity), bits.view(-1, 8 * size), *(part.reshape(-1, capacity) for part in lower))
@@ -161,17 +157,88 @@ def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: in
         for part in parts:
             indices = (indices << width) | (part[: indices.numel()].long() & (1 << width) - 1)
         row[: indices.numel()] = indices
+    return check_indices(out, numel, count)
+
+
+@unpack_bits.by("triton")
+def _unpack_by_triton(
+    upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int
+) -> Tensor:
+    *lead, size = upper.shape
+    tiles = -(-size // BYTES)
+    counts = torch.empty(*lead, tiles, dtype=torch.int32, device=upper.device)
+    out = torch.empty(*lead, capacity, dtype=torch.int64, device=upper.device)
+    (low,) = lower or (upper,)
+    # Rows are where they came, evenly spaced in a message.
+    each = [part.stride(-2) if lead else 0 for part in (upper, low, count)]
+    launch(_count_bits, counts.numel(), upper, counts, size, tiles, each[0], TILE=BYTES)
+    added_up = tiles > ADDED_UP
+    args = (upper, low, counts.cumsum(-1) if added_up else counts, count, out, size, tiles, capacity, numel, *each)
+    launch(_unpack, counts.numel(), *args, WIDTH=width, ADDED_UP=added_up, TILE=BYTES, num_warps=8)
     return out
 
 
+@operation
+def check_counts(count: Tensor, capacity: int) -> None:
+    """Check received numbers of entries. With Triton nothing is checked, as the host would wait.
+
+    Raises:
+        ValueError: a number below 0 or above `capacity`.
+    """
+    wrong = [given for given in count.view(-1).tolist() if not 0 <= given <= capacity]
+    if wrong:
+        raise ValueError(f"A payload for at most {capacity} entries says it holds {wrong[0]}: it is corrupt.")
+
+
+# The host would have to wait.
+check_counts.by("triton")(lambda count, capacity: None)
+
+
+@operation
+def check_indices(indices: Tensor, numel: int, count: Tensor | None = None) -> Tensor:
+    """Return received indices, (..., n), as int64. With Triton they are clamped instead of checked.
+
+    So corrupt indices cannot access memory out of range, and the host does not wait for the device.
+
+    Args:
+        indices: received, of any integer dtype.
+        numel: all indices are below; `numel` at the end is padding.
+        count: how many they have to be, (..., 1); None is any number.
+
+    Raises:
+        ValueError: they do not ascend, without repetition, within `numel` elements; or they are more or fewer.
+    """
+    indices = indices.long()
+    if indices.numel():
+        least, most = map(int, indices.aminmax())
+        if least < 0 or most > numel:
+            raise ValueError(f"A payload holds indices {least} to {most} of {numel} elements: it is corrupt.")
+        later = indices[..., 1:]
+        if not bool(((later > indices[..., :-1]) | (later == numel)).all()):
+            raise ValueError(f"A payload holds indices of {numel} elements that do not ascend: it is corrupt.")
+    if count is not None:
+        found = (indices < numel).sum(-1, keepdim=True)
+        if not torch.equal(found, count.long()):
+            raise ValueError(f"{int(count.sum())} entries came with {int(found.sum())} indices: a payload is corrupt.")
+    return indices
+
+
+# Every kernel ignores what is not below `numel`.
+check_indices.by("triton")(lambda indices, numel, count=None: indices.long().clamp_(min=0))
+
+
+@operation
 def gather(u: Tensor, indices: Tensor) -> Tensor:
     """Return `u[indices]`, and zero for padding, `len(u)`."""
-    if not uses_triton(u):
-        if not indices.numel() or int(indices[-1]) < u.numel():
-            return u.index_select(0, indices)
-        valid = indices < u.numel()
-        values = torch.zeros(indices.numel(), dtype=torch.float32, device=u.device)
-        return values.masked_scatter_(valid, u.index_select(0, indices[valid]))
+    if not indices.numel() or int(indices[-1]) < u.numel():
+        return u.index_select(0, indices)
+    valid = indices < u.numel()
+    values = torch.zeros(indices.numel(), dtype=torch.float32, device=u.device)
+    return values.masked_scatter_(valid, u.index_select(0, indices[valid]))
+
+
+@gather.by("triton")
+def _gather_by_triton(u: Tensor, indices: Tensor) -> Tensor:
     values = torch.empty(indices.numel(), dtype=torch.float32, device=u.device)
     if count := indices.numel():
         launch(_gather, -(-count // TILE), u, indices, values, count, u.numel(), TILE=TILE)

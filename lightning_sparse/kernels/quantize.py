@@ -1,71 +1,125 @@
 """Blocks of some parameters in 4 or 8 bits, all of them in one call; `compressors/blocks.py` says what they are.
 
-    quantize_(u, places, bits, block, scales, codes, update)   # u to scales and codes, and the dequantized values
-    dequantize_(scales, codes, places, bits, block, update)    # scales and codes to the dequantized values
-
-Only for where `uses_kernels`; plain torch works on a piece at a time, which stays in the cache.
+scales, codes, update = quantize(u, places, bits, block)        # and the dequantized values
+dequantize(scales, codes, places, bits, block, len(u))          # the same values
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_sparse.kernels import native
+from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
-from lightning_sparse.kernels.launch import kept, kernel, launch, to_device, uses_triton
+from lightning_sparse.kernels.launch import kept, kernel, launch, to_device
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+Places = Sequence[tuple[int, int]]
 
 TILE = 4096
 """Elements of a program."""
 
 
-def quantize_(
-    u: Tensor,
-    places: Sequence[tuple[int, int]],
-    bits: int,
-    block: int,
-    scales: Tensor,
-    codes: Tensor,
-    update: Tensor,
-) -> None:
-    """Write scales, codes and the dequantized values.
+@operation
+def quantize(u: Tensor, places: Places, bits: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scales, codes and the dequantized values of the blocks of some parameters.
 
     Args:
-        u: 1-D, fp32.
+        u: 1-D, fp32; left as it is.
         places: start and stop of each parameter, none of them empty; a parameter begins with a block of its own.
         bits: 4 or 8.
         block: elements of a block, even; the last block of a parameter may have fewer.
-        scales: bf16 (blocks). Overwritten.
-        codes: uint8 (blocks, block * bits / 8). Overwritten.
-        update: 1-D, fp32, as long as `u`, of the dequantized values. Overwritten at the places.
+
+    Returns:
+        scales, bf16, 1-D; codes, uint8, 1-D; and values, fp32, as long as `u`, undefined outside of the places.
     """
+    rows = torch.cat([u[:0], *(pad(u[start:stop], (0, (start - stop) % block)) for start, stop in places)])
+    rows = rows.view(-1, block)
+    scales = scale_of(rows.abs().amax(1, keepdim=True), bits)
+    # A block of zeros has the scale 0, no other one is below the least number above 0.
+    steps = (rows / scales.clamp(min=2.0**-149)).round_()
+    update = torch.empty_like(u)
+    _write_(update, places, block, steps * scales)
+    return scales.bfloat16().view(-1), pack_steps(steps, bits).view(-1), update
+
+
+@quantize.by("triton", "native")
+def _quantize_by_kernels(u: Tensor, places: Places, bits: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = block_count(places, block)
+    scales = torch.empty(blocks, dtype=torch.bfloat16, device=u.device)
+    codes = torch.empty(blocks * block * bits // 8, dtype=torch.uint8, device=u.device)
+    update = torch.empty_like(u)
     _call(_quantize, "quantize", u, places, bits, block, scales, codes, update)
+    return scales, codes, update
 
 
-def dequantize_(
-    scales: Tensor, codes: Tensor, places: Sequence[tuple[int, int]], bits: int, block: int, update: Tensor
-) -> None:
-    """Write the dequantized values to the places in `update`; arguments as for `quantize_`."""
+@operation
+def dequantize(scales: Tensor, codes: Tensor, places: Places, bits: int, block: int, numel: int) -> Tensor:
+    """Return the dequantized values, fp32, of a segment's length; arguments and values as of `quantize`."""
+    update = torch.empty(numel, dtype=torch.float32, device=codes.device)
+    steps = unpack_steps(codes.view(-1, block * bits // 8), bits)
+    _write_(update, places, block, steps * scales.view(-1, 1))
+    return update
+
+
+@dequantize.by("triton", "native")
+def _dequantize_by_kernels(scales: Tensor, codes: Tensor, places: Places, bits: int, block: int, numel: int) -> Tensor:
+    update = torch.empty(numel, dtype=torch.float32, device=codes.device)
     _call(_dequantize, "dequantize", update, places, bits, block, scales, codes)
+    return update
+
+
+def block_count(places: Places, block: int) -> int:
+    """Return how many blocks parameters have."""
+    return sum(-(-(stop - start) // block) for start, stop in places)
+
+
+def scale_of(largest: Tensor, bits: int) -> Tensor:
+    """Return the scale of blocks with these largest magnitudes, fp32, as a number of bf16; NaN and infinity stay."""
+    levels = (1 << bits - 1) - 1
+    exact = largest / levels
+    nearest = exact.bfloat16()
+    scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
+    # L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value.
+    too_large = (scale.float() * levels == math.inf) & (exact < math.inf)
+    return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16).float()
+
+
+def pack_steps(steps: Tensor, bits: int) -> Tensor:
+    """Return whole numbers of steps, -L to L, (..., even) in fp32, as bytes, (..., even * bits / 8), uint8."""
+    if bits == 8:
+        return steps.to(torch.int8).view(torch.uint8)
+    # The first half of a row in the lower four bits, the other in the upper ones, each 8 higher than it is. Sums of
+    # signed bytes wrap around.
+    first, other = steps.chunk(2, -1)
+    return torch.add(first, other, alpha=16).to(torch.int8).add_(8 + 16 * 8 - 256).view(torch.uint8)
+
+
+def unpack_steps(packed: Tensor, bits: int) -> Tensor:
+    """Return the numbers of steps that `pack_steps` was given, in fp32."""
+    if bits == 8:
+        return packed.view(torch.int8).float()
+    return torch.cat([packed & 15, packed >> 4], -1).float().sub_(8)
+
+
+def _write_(update: Tensor, places: Places, block: int, rows: Tensor) -> None:
+    """Write the blocks of parameters, (blocks, block), to their places."""
+    counts = [-(-(stop - start) // block) for start, stop in places]
+    for (start, stop), values in zip(places, rows.split(counts) if counts else (), strict=True):
+        update[start:stop] = values.view(-1)[: stop - start]
 
 
 def _call(
-    kernel,
-    name: str,
-    x: Tensor,
-    places: Sequence[tuple[int, int]],
-    bits: int,
-    block: int,
-    scales: Tensor,
-    codes: Tensor,
-    *out: Tensor,
+    kernel, name: str, x: Tensor, places: Places, bits: int, block: int, scales: Tensor, codes: Tensor, *out: Tensor
 ):
     if not places:
         return
@@ -73,7 +127,7 @@ def _call(
         raise TypeError(f"Scales of blocks are torch.bfloat16, but got {scales.dtype}: decode what compress returned.")
     # The interpreter's numpy does not know bf16's bits; 16 bits are 16 bits.
     arguments = (x, _table(places, block, x), scales.view(torch.int16), codes, *out)
-    if not uses_triton(x):
+    if backend_of(x) == "native":
         native.run(name, *arguments, len(places), bits, block)
         return
     half = 1 << (block // 2 - 1).bit_length()
@@ -82,7 +136,7 @@ def _call(
     launch(kernel, -(-len(scales) // rows), *arguments, len(scales), len(places), **constants)
 
 
-def _table(places: Sequence[tuple[int, int]], block: int, like: Tensor) -> Tensor:
+def _table(places: Places, block: int, like: Tensor) -> Tensor:
     """Return the number of each parameter's first block, its start and its stop, int64 (3, parameters); kept."""
 
     def make() -> Tensor:

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.dispatch import operation
+from lightning_sparse.kernels.launch import kernel, launch
 from lightning_sparse.kernels.select import (
     block_size,
     count_reaching,
     ensure_stats,
     entries_reaching,
+    largest,
     magnitude_bits,
-    topk_cpu,
     topk_from_maxima,
 )
 from lightning_sparse.kernels.select_kernels import THRESHOLD
@@ -59,9 +60,11 @@ def gaussian_indices(u: Tensor, k: int, z: float, stats: BlockStats | None = Non
         Triton works they are padded with `len(u)` to a length of 4k/3, see `kernels/pack.py`.
     """
     bits = magnitude_bits("gaussian_indices", u)
-    stats = ensure_stats(stats, u, block_size(bits.numel(), k), moments=True)
-    if uses_triton(u):
-        return _by_triton(bits, k, z, stats)
+    return _search_and_select(bits, k, z, ensure_stats(stats, u, block_size(bits.numel(), k), moments=True))
+
+
+@operation
+def _search_and_select(bits: Tensor, k: int, z: float, stats: BlockStats) -> Tensor:
     maxima = bits if stats.maxima is None else stats.maxima
     mean, deviation = stats.mean_and_deviation()
     fewest, most = -(-2 * k // 3), 4 * k // 3
@@ -76,7 +79,7 @@ def gaussian_indices(u: Tensor, k: int, z: float, stats: BlockStats | None = Non
         if fewest <= passing <= most:
             indices, magnitudes = entries_reaching(bits, stats, threshold)
             # More than 4k/3 crowd in few blocks; then the k largest lie at hand.
-            return indices if len(indices) <= most else indices.index_select(0, topk_cpu(magnitudes, k)[0])
+            return indices if len(indices) <= most else indices.index_select(0, largest(magnitudes, k)[0])
         if passing > most:
             low = threshold
         else:
@@ -97,6 +100,7 @@ def _bits(x: float) -> int:
     return int(torch.tensor(x, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
+@_search_and_select.by("triton")
 def _by_triton(bits: Tensor, k: int, z: float, stats: BlockStats) -> Tensor:
     maxima, fewest, most = bits if stats.maxima is None else stats.maxima, -(-2 * k // 3), min(4 * k // 3, bits.numel())
     counts = zeros(bits.device)

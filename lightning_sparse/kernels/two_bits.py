@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.dispatch import operation
+from lightning_sparse.kernels.launch import kernel, launch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -28,6 +29,7 @@ GROUPS = 4
 """Groups of a program."""
 
 
+@operation
 def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
     """Write the magnitudes and the codes of values; return the decoded values, fp32, of the same shape.
 
@@ -40,19 +42,6 @@ def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
     """
     *lead, each = values.shape
     groups = packed.shape[-1] // (GROUP // 4)
-    values = values.contiguous()
-    if uses_triton(values):
-        update = torch.empty_like(values)
-        if total := math.prod(lead) * groups:
-            strides = [part.stride(-2) if lead else 0 for part in (table, packed)]
-            launch(
-                _round, -(-total // GROUPS), values, table, packed, update, total, groups, each, *strides, MANY=GROUPS
-            )
-        return update
-    if native.uses_native(values) and table.is_contiguous() and packed.is_contiguous():
-        update = torch.empty_like(values)
-        native.run("round_to_two_bits", values, table, packed, update, math.prod(lead), each, groups)
-        return update
     rows = torch.zeros(*lead, groups * GROUP, dtype=torch.float32, device=values.device)
     rows[..., :each] = values
     rows = rows.view(*lead, groups, GROUP)
@@ -67,21 +56,59 @@ def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
     return _by_torch(table, packed)[..., :each]
 
 
+@round_to_two_bits.by("triton")
+def _round_by_triton(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
+    *lead, each = values.shape
+    groups, values = packed.shape[-1] // (GROUP // 4), values.contiguous()
+    update = torch.empty_like(values)
+    if total := math.prod(lead) * groups:
+        strides = [part.stride(-2) if lead else 0 for part in (table, packed)]
+        launch(_round, -(-total // GROUPS), values, table, packed, update, total, groups, each, *strides, MANY=GROUPS)
+    return update
+
+
+def _lie_at_once(values: Tensor, table: Tensor, packed: Tensor) -> bool:
+    return table.is_contiguous() and packed.is_contiguous()
+
+
+@round_to_two_bits.by("native", when=_lie_at_once)
+def _round_in_c(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
+    *lead, each = values.shape
+    groups, values = packed.shape[-1] // (GROUP // 4), values.contiguous()
+    update = torch.empty_like(values)
+    native.run("round_to_two_bits", values, table, packed, update, math.prod(lead), each, groups)
+    return update
+
+
 def two_bit_values(table: Tensor, packed: Tensor, count: int) -> Tensor:
     """Return the first `count` values of each row, fp32, that `round_to_two_bits` has written."""
+    groups = packed.shape[-1] // (GROUP // 4)
+    native.check_part("magnitudes", table, 2 * math.prod(packed.shape[:-1]) * groups)
+    return _values_of(packed, table, count)
+
+
+@operation
+def _values_of(packed: Tensor, table: Tensor, count: int) -> Tensor:
+    return _by_torch(table, packed)[..., :count]
+
+
+@_values_of.by("triton")
+def _values_by_triton(packed: Tensor, table: Tensor, count: int) -> Tensor:
     *lead, size = packed.shape
     groups = size // (GROUP // 4)
-    native.check_part("magnitudes", table, 2 * math.prod(lead) * groups)
-    if uses_triton(packed):
-        out = torch.empty(*lead, count, dtype=torch.float32, device=packed.device)
-        if total := math.prod(lead) * groups:
-            strides = [part.stride(-2) if lead else 0 for part in (table, packed)]
-            launch(_values, -(-total // GROUPS), table, packed, out, total, groups, count, *strides, MANY=GROUPS)
-        return out
-    if not native.uses_native(packed):
-        return _by_torch(table, packed)[..., :count]
     out = torch.empty(*lead, count, dtype=torch.float32, device=packed.device)
-    native.run("two_bit_values", table.contiguous(), packed.contiguous(), out, math.prod(lead), count, groups)
+    if total := math.prod(lead) * groups:
+        strides = [part.stride(-2) if lead else 0 for part in (table, packed)]
+        launch(_values, -(-total // GROUPS), table, packed, out, total, groups, count, *strides, MANY=GROUPS)
+    return out
+
+
+@_values_of.by("native")
+def _values_in_c(packed: Tensor, table: Tensor, count: int) -> Tensor:
+    *lead, size = packed.shape
+    out = torch.empty(*lead, count, dtype=torch.float32, device=packed.device)
+    args = math.prod(lead), count, size // (GROUP // 4)
+    native.run("two_bit_values", table.contiguous(), packed.contiguous(), out, *args)
     return out
 
 

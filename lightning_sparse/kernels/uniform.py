@@ -1,8 +1,7 @@
 """Uniform random numbers that are a function of a key and a position, made where they are needed.
 
-    uniform = Uniform(key, len(x), x.device)
-    uniform.add_(x, start=0)    # x[i] += a number in (-1/2, 1/2) that belongs to element start + i; the nearest whole
-                                # number is x, rounded up or down at random, so that its expectation is x
+    add_uniform_(x, key)    # x[i] += a number in (-1/2, 1/2) that belongs to element i; the nearest whole number is x,
+                            # rounded up or down at random, so that its expectation is x
 
 Counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a hash of the position, in 32-bit
 integers, which are the same on every device. A hash gives the numbers of two elements, 16 bits each. Triton's kernels
@@ -28,37 +27,25 @@ GOLDEN = 0x9E3779B9
 """2³² times the golden ratio: a step far from 0 for small keys."""
 
 
-class Uniform:
-    """Counter-based random numbers of one key, with one buffer: a fresh one for each piece costs as much as they do.
+def add_uniform_(x: Tensor, key: int, start: int = 0) -> Tensor:
+    """Add the numbers of elements `start` and on to `x` (1-D, fp32), in place, and return it.
 
     The numbers are odd multiples of 2⁻¹⁶ in (-1/2, 1/2), each as likely as any other. So the expectation of what x +
     number is rounded to is x, to 2⁻¹⁶, and whole numbers, even with errors of fp32, stay what they are.
 
     Args:
+        x: overwritten.
         key: 64 bits, such as `Context.key`.
-        most: elements that numbers are added to at a time, at most.
-        device: of these elements.
+        start: position of the first element.
     """
-
-    def __init__(self, key: int, most: int, device: torch.device) -> None:
-        self._key, self._step = key_and_step(key)
-        count = most // 2 + 1
-        self._linear = torch.arange(count, dtype=torch.int32, device=device).mul_(self._step)
-        self._words = torch.empty_like(self._linear)
-        # What is shifted is gone when the noise is written: so less is in the cache.
-        self._noise = torch.empty(2 * count, dtype=torch.float32, device=device)
-        self._shifted = self._noise.view(torch.int32)[:count]
-
-    def add_(self, x: Tensor, start: int) -> Tensor:
-        """Add the numbers of elements `start` and on to `x` (1-D, fp32), in place, and return it."""
-        odd, numel = start % 2, x.numel()
-        count = (odd + numel + 1) // 2
-        word = torch.add(self._linear[:count], _int32(self._key + start // 2 * self._step), out=self._words[:count])
-        for shift, factor in zip((15, 16), FACTORS, strict=True):
-            word.bitwise_xor_(torch.bitwise_right_shift(word, shift, out=self._shifted[:count])).mul_(factor)
-        word.bitwise_or_(0x00010001)  # an odd number in each half
-        noise = self._noise[:numel].copy_(word.view(torch.int16)[odd : odd + numel])
-        return x.add_(noise, alpha=2**-16)
+    first, step = key_and_step(key)
+    odd, numel = start % 2, x.numel()
+    word = torch.arange((odd + numel + 1) // 2, dtype=torch.int32, device=x.device)
+    word.mul_(step).add_(_int32(first + start // 2 * step))
+    for shift, factor in zip((15, 16), FACTORS, strict=True):
+        word.bitwise_xor_(word >> shift).mul_(factor)
+    word.bitwise_or_(0x00010001)  # an odd number in each half
+    return x.add_(word.view(torch.int16)[odd : odd + numel].float(), alpha=2**-16)
 
 
 def key_and_step(key: int) -> tuple[int, int]:

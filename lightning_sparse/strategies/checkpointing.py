@@ -17,7 +17,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import GradientExchanger, UpdateExchanger
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies.meetings import Meetings
+from lightning_sparse.strategies.rendezvous import Rendezvous
 from lightning_sparse.strategies.saves import Saves, warn_of_files_left, writes_at_once
 from lightning_sparse.strategies.sigterm import EndTogether
 
@@ -53,7 +53,7 @@ class Checkpointing(DDPStrategy):
         self._loaded_from: Any = None
         self._saves = Saves()  # on rank 0
         self._has_saved = False  # on all ranks
-        self._meetings = Meetings()
+        self._rendezvous = Rendezvous()
 
     @property
     def reducer(self) -> Reducer:
@@ -146,7 +146,7 @@ class Checkpointing(DDPStrategy):
             self._consistent = exchange.drain()
         own = (sidecars.absolute(filepath), secrets.token_hex(8)), (self._reducer.step, self._consistent)
         try:
-            ranks: list[Any] = self._gather(own) if self._all_come else [own, None]
+            ranks: list[Any] = self._gather(own) if self._all_ranks_present else [own, None]
         except Exception:
             if not interrupted:
                 raise
@@ -172,17 +172,17 @@ class Checkpointing(DDPStrategy):
         return self._interrupted and not (self._sigterm is not None and self._sigterm.ends_by(sys.exc_info()[1]))
 
     @property
-    def _all_come(self) -> bool:
+    def _all_ranks_present(self) -> bool:
         """Whether all ranks come to the collective that this one is about to call."""
         # A process that has forked the ranks has no process group, nor its module a trainer.
-        return not dist.is_initialized() or not self._may_be_alone or self._meetings.all_come()
+        return not dist.is_initialized() or not self._may_be_alone or self._rendezvous.all_ranks_present()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._all_come:
+        if self._all_ranks_present:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return super().broadcast(obj, src) if self._all_come else obj
+        return super().broadcast(obj, src) if self._all_ranks_present else obj
 
     def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""
@@ -235,7 +235,7 @@ class Checkpointing(DDPStrategy):
             super().teardown()
             self._saves.confirm_earlier()  # CheckpointIO.teardown has waited for all of them
         finally:
-            self._meetings.end_fit()
+            self._rendezvous.end_fit()
             self._saves.sweep(super().remove_checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

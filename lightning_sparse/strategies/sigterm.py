@@ -50,7 +50,7 @@ class EndTogether:
 
     def explain(self, error: BaseException) -> None:
         """Give that error a text, and this process exit status 1, if it was another rank that was told to end."""
-        if isinstance(error, SystemExit) and self.ends_by(error) and not self._termination.told:
+        if isinstance(error, SystemExit) and self.ends_by(error) and not self._termination.requested:
             error.code = self._reason()
             error.args = (error.code,)
 
@@ -62,13 +62,13 @@ class EndTogether:
     def leave(self) -> None:
         """Keep rank 0's process, which hosts the store, until no rank needs it any more, if training ended in order."""
         if os.getpid() == self._pid:  # no forked child
-            self._termination.leave()
+            self._termination.wait_for_peers()
 
     def _end(self) -> None:
         self._ends = True
         if self._launched:
             raise sigterm_exception(self._trainer)(self._reason())
-        if self._termination.told:  # the other ranks end with this text
+        if self._termination.requested:  # the other ranks end with this text
             log.warning(self._reason())
         receive_sigterm(self._trainer)
 
@@ -81,6 +81,6 @@ class EndTogether:
             os.kill(os.getpid(), number)
             return
         launcher = self._trainer.strategy.launcher
-        if not self._termination.told and launcher is not None:
+        if not self._termination.requested and launcher is not None:
             launcher.kill(number)  # the ranks that this one has launched
-        self._termination.tell()
+        self._termination.request()

@@ -26,7 +26,8 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
     dense_segments = reducer.routing.dense_segments(method.density)
     if dense_segments and not isinstance(method.compressor, Identity):
         numel = sum(segment.numel for segment in dense_segments)
-        text += f"; {numel:,} of them go dense, as {type(method.compressor).__name__} would send no less"
+        compressor = type(method.compressor).__name__
+        text += f"; {numel:,} of them fall back to dense, because {compressor} would send at least as many bytes"
     if sent := reducer.routing.nbytes(method.density) / method.local_steps:
         dense = reducer.routing.dense_nbytes
         text += f"; bytes per step and rank: {sent:,.0f}, dense fp32 {dense:,.0f} ({dense / sent:.3g} times as many)"

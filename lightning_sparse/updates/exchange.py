@@ -9,8 +9,8 @@ Each rank steps its own optimizer on its own gradient. Then it sends a compresse
     updates.exchange(optimizer)     # weights are equal on all ranks again
 
 The arithmetic is in `lightning_sparse.updates.segment`. Overlap changes only when a segment is exchanged. Within
-backward `submit` hands a segment to a thread as soon as it has been stepped. With overlap="next_step" the exchange is
-awaited at the next one of the same optimizer, or by `complete`.
+backward a thread exchanges each segment as soon as it has been stepped (`start`). With overlap="next_step" the exchange
+is awaited at the next one of the same optimizer, or by `complete`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sparse.comm.broadcast import broadcast
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.rank_0 import broadcast
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
@@ -72,7 +72,6 @@ class DeltaExchange:
         self._lay_out(self.parameters, optimizer_of)
         self._begun: set[Optimizer] = set()
         self._new: list[str] = []  # parameters that become rank 0's after their first exchange
-        self._submitted: dict[int, Callable[[], Any]] = {}  # segments that wait for earlier ones, by index
         self._futures: list[Future[Any]] = []  # of the exchange that another thread is at
         self._rank_0s: dict[str, Tensor] = {}  # copies of buffers, which the pending exchange makes rank 0's
 
@@ -233,33 +232,31 @@ class DeltaExchange:
             self.complete()  # not while another thread exchanges
             self._share_new(optimizer)
 
-    def start(self, optimizer: Optimizer) -> None:
-        """Begin an exchange whose segments come by `submit`, in any order; `finish` ends it."""
-        self._start(optimizer)
-        self._futures = []
-        if self._worker.stream is not None:  # a state that an exchange replaces may be of the caller's stream
-            for x in (x for state in self._reducer.states for x in state.values()):
-                x.record_stream(self._worker.stream)
+    def start(self, optimizer: Optimizer) -> Callable[[UpdateSegment, torch.cuda.Event | None], None]:
+        """Begin an exchange whose segments come one by one, in any order; `finish` ends it.
 
-    @torch.no_grad()
-    def submit(self, segment: UpdateSegment, ready: torch.cuda.Event | None = None) -> None:
-        """Hand a segment that has been stepped to the worker; segments are exchanged in the layout's order.
-
-        Args:
-            segment: of the optimizer of `start`.
-            ready: on CUDA, recorded behind the step.
+        Returns:
+            A function that hands a segment which has been stepped to the worker, with an event behind its step on CUDA.
+            Segments are exchanged in the layout's order.
         """
-        segment.note_step()
-        work = partial(segment.exchange_, _groups_of(segment.optimizer))
-        self._submitted[segment.segment.index] = partial(self._worker.submit, work, ready)
-        order = [each.segment.index for each in self.of(segment.optimizer)]
-        while len(self._futures) < len(order) and (send := self._submitted.pop(order[len(self._futures)], None)):
-            self._futures.append(send())
+        order, groups = self._start(optimizer), _groups_of(optimizer)
+        waiting: dict[int, Callable[[], Future[Any]]] = {}
+        futures = self._futures = list[Future[Any]]()
+        if (stream := self._worker.stream) is not None:  # a state that an exchange replaces may be of another stream
+            for x in (x for state in self._reducer.states for x in state.values()):
+                x.record_stream(stream)
+
+        def submit(segment: UpdateSegment, ready: torch.cuda.Event | None = None) -> None:
+            segment.note_step()
+            waiting[id(segment)] = partial(self._worker.submit, partial(segment.exchange_, groups), ready)
+            while len(futures) < len(order) and (send := waiting.pop(id(order[len(futures)]), None)):
+                futures.append(send())
+
+        return submit
 
     @torch.no_grad()
     def finish(self, optimizer: Optimizer) -> None:
         """Wait until all submitted segments have been exchanged; raises as `exchange` does."""
-        self._submitted.clear()
         futures, self._futures = self._futures, []
         try:
             self._worker.wait(futures)
@@ -270,9 +267,9 @@ class DeltaExchange:
             raise
         self._reducer.finish_step()
 
+    @torch.no_grad()
     def abandon(self, optimizer: Optimizer) -> None:
         """End an exchange whose backward has failed: exchange no further segment, and restore the agreed weights."""
-        self._submitted.clear()
         self._worker.drop(self._futures)
         self._futures = []
         self._restore(self.of(optimizer))

@@ -73,6 +73,7 @@ class UpdateSegment:
         segment, optimizer: as given.
         frozen: names of parameters that were frozen before the step of their optimizer. Those that still are belong to
             the module: it may change them itself, as a momentum encoder, and an exchange leaves them alone.
+        weights: the weights that the rank's next step starts from, by name.
         ahead: this rank's own entries, while an exchange with overlap="next_step" is pending; else None.
         is_stale: whether the model lacks the agreed weights of an exchange that has completed.
     """
@@ -89,6 +90,8 @@ class UpdateSegment:
         self._params = {name: parameters[name] for name in segment.names}
         parts = [weights[name].detach().reshape(-1) for name in segment.names]
         self._flat = torch.cat([*parts, parts[0].new_zeros(1)])  # one element more, for the indices of padding
+        self._flat_weights = segment.views(self._flat[:-1])
+        self.weights = self._shaped(self._flat_weights)
         self.frozen: set[str] = set()
         self.ahead: _Ahead | None = None
         self.is_stale = False
@@ -103,26 +106,19 @@ class UpdateSegment:
     def _residual(self) -> Tensor | None:
         return self._reducer.states[self.segment.index].get("residual")
 
-    @property
-    def _present(self) -> list[Tensor]:
-        """The parameters' tensors: a module may put another tensor in a parameter's place."""
-        return [param.detach() for param in self._params.values()]
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The weights that the rank's next step starts from, by name: views."""
-        views = self.segment.views(self._flat[:-1])
-        return {n: x.view(s) for n, x, s in zip(self.segment.names, views, self.segment.shapes, strict=True)}
+    def _shaped(self, flat: Iterable[Tensor]) -> dict[str, Tensor]:
+        names, shapes = self.segment.names, self.segment.shapes
+        return {name: x.view(shape) for name, x, shape in zip(names, flat, shapes, strict=True)}
 
     @property
     def agreed(self) -> dict[str, Tensor]:
         """The weights that all ranks agreed on last, by name; without frozen parameters, which belong to the module."""
-        flat = self._flat
+        agreed = self.weights
         if self.ahead is not None:
-            flat = flat.clone()
+            flat = self._flat.clone()
             flat[_places(self.ahead)] = self.ahead.w
-        views = zip(self.segment.names, self.segment.views(flat[:-1]), self.segment.shapes, strict=True)
-        return {name: view.view(shape) for name, view, shape in views if name not in self._still_frozen}
+            agreed = self._shaped(self.segment.views(flat[:-1]))
+        return {name: w for name, w in agreed.items() if name not in self._still_frozen}
 
     @property
     def _still_frozen(self) -> set[str]:
@@ -142,8 +138,7 @@ class UpdateSegment:
         chosen = self._params if names is None else names
         if self.ahead is not None:
             chosen = [name for name in chosen if name in self.frozen]
-        weights = self.weights
-        pairs = [(weights[name], self._params[name].detach()) for name in chosen]
+        pairs = [(self.weights[name], self._params[name]) for name in chosen]
         if unless is not None:
             for w, param in pairs:
                 torch.where(unless, w, param, out=w)
@@ -156,10 +151,10 @@ class UpdateSegment:
         Args:
             groups: parameter groups by id of the parameter.
         """
-        if self._pays_out:
+        if self._clears and self._rule.momentum == "pay_out":
             ours = [groups[id(param)] for param in self._params.values()]
-            flat = [param.reshape(-1) for param in self._present]
-            self._references = last_step_references(self.segment.views(self._flat[:-1]), flat, ours)
+            flat = [param.reshape(-1) for param in self._params.values()]
+            self._references = last_step_references(self._flat_weights, flat, ours)
 
     def note_step(self, *, skipped: bool = False) -> None:
         """After a step: note which parameters the optimizer has stepped; none if it `skipped` the step."""
@@ -169,7 +164,7 @@ class UpdateSegment:
     @property
     def differs(self) -> list[Tensor]:
         """Flags on the device, one per parameter: whether its weights differ from those before the step."""
-        return [(w != x).any() for w, x in zip(self.weights.values(), self._present, strict=True)]
+        return [(self.weights[name] != param).any() for name, param in self._params.items()]
 
     # An exchange:
 
@@ -181,7 +176,7 @@ class UpdateSegment:
         """
         self.take_weights(self._still_frozen)
         reducer, segment, residual = self._reducer, self.segment, self._residual
-        params, weights = self._present, segment.views(self._flat[:-1])
+        params, weights = [*self._params.values()], self._flat_weights
         alone = reducer.comm.size == 1 and not self._rule.has_outer_step
         # Lossless on one rank: no round trip, as x - (x - w) may differ from w by rounding.
         leaves_weights = (
@@ -217,7 +212,7 @@ class UpdateSegment:
         """
         segment = self.segment
         mean = torch.empty(segment.numel, dtype=torch.float32, device=self._flat.device)
-        flat = [param.reshape(-1) for param in self._present]
+        flat = [param.reshape(-1) for param in self._params.values()]
         pending, moments = self._begin(flat, segment.views(mean), groups)
         sent = self._reducer.compress(pending)
         if moments is not None and isinstance(sent, Entries):
@@ -234,11 +229,13 @@ class UpdateSegment:
         Returns:
             The exchange; and the moments, if they have to be cleared where entries are sent.
         """
-        segment, weights, rule = self.segment, self.segment.views(self._flat[:-1]), self._rule
+        segment, weights, rule = self.segment, self._flat_weights, self._rule
         size, references, find = self._reducer.comm.size, self._references, None
         rescales = rule.rescales(self.optimizer, size)
-        pays = self._pays_out and self._step is not None and (rule.local_steps == 1 or references is not None)
-        clears = pays or (rule.momentum == "mask" and self._clears)
+        clears = self._clears and self._step is not None
+        pays = clears and rule.momentum == "pay_out"
+        if pays and rule.local_steps > 1 and references is None:
+            pays = clears = False  # the change of the last step is not known
         moments = self._moments(groups) if rescales or clears else None
         rescaling = moments.rescaling(size) if moments is not None and rescales else None
         changes_(deltas, weights, stepped, segment.bounds, rescaling)
@@ -268,10 +265,6 @@ class UpdateSegment:
         density = self._reducer.density if self._reducer.method.is_sparse else None
         return self._rule.clears_momentum(self.optimizer, density)
 
-    @property
-    def _pays_out(self) -> bool:
-        return self._rule.momentum == "pay_out" and self._clears
-
     # A pending exchange:
 
     def complete_(self) -> list[tuple[Tensor, Tensor]]:
@@ -282,9 +275,9 @@ class UpdateSegment:
         """
         assert self.ahead is not None
         self.take_weights(self.frozen)
-        segment, residual, params = self.segment, self._residual, self._present
+        segment, residual, params = self.segment, self._residual, self._params.values()
         own = segment.views(torch.empty_like(self.ahead.mean))
-        changes_(own, segment.views(self._flat[:-1]), [param.reshape(-1) for param in params], segment.bounds)
+        changes_(own, self._flat_weights, [param.reshape(-1) for param in params], segment.bounds)
         if residual is not None:
             torch._foreach_add_(segment.views(residual), own)
         self._apply_mean(self.ahead)
@@ -293,8 +286,7 @@ class UpdateSegment:
 
     def _apply_mean(self, ahead: _Ahead) -> None:
         """Change the agreed weights by the mean."""
-        weights = self.weights
-        frozen = {name: weights[name].clone() for name in self.frozen}
+        frozen = {name: self.weights[name].clone() for name in self.frozen}
         self._step_back(ahead)
         flat, residual, mean = self._flat[:-1], self._residual, ahead.mean
         exact = torch.sub(flat.float(), mean, out=mean)
@@ -302,7 +294,7 @@ class UpdateSegment:
         if flat.dtype != torch.float32 and residual is not None:
             residual.add_(torch.sub(flat.float(), exact, out=exact))  # it keeps what rounding has added to the weights
         for name, weight in frozen.items():
-            weights[name].copy_(weight)
+            self.weights[name].copy_(weight)
 
     def _step_back(self, ahead: _Ahead) -> None:
         self._flat[_places(ahead)] = ahead.w
@@ -310,10 +302,9 @@ class UpdateSegment:
 
     def write(self) -> None:
         """Give the model the weights that its next step starts from; frozen parameters are left alone."""
-        frozen, weights = self._still_frozen, self.weights
+        frozen = self._still_frozen
         if names := [name for name in self._params if name not in frozen]:
-            params = [self._params[name].detach() for name in names]
-            torch._foreach_copy_(params, [weights[name] for name in names])
+            torch._foreach_copy_([self._params[name] for name in names], [self.weights[name] for name in names])
         self.is_stale = False
 
     def restore_(self) -> None:

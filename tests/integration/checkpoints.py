@@ -1,4 +1,4 @@
-"""Helpers of the tests that save and resume: fits, their results, and misplaced sidecar files."""
+"""Helpers for tests that save and resume: fits, their results, and misplaced sidecar files."""
 
 import logging
 from pathlib import Path
@@ -88,7 +88,7 @@ def misplaced(directory: Path, others=True, io=None) -> list[str]:
         present = {file.name for file in Path(f"{checkpoint.resolve()}.residuals").glob("*")}
         try:
             names = sidecar_names(checkpoint, io)
-        except FileNotFoundError:  # removed since it was listed, where a thread looks while training goes on
+        except FileNotFoundError:  # a thread lists files during training, and the file was removed since
             continue
         wrong += [f"{checkpoint}: {names}"] if names is None or names - present else []
         wrong += [] if others or names == present else [f"{checkpoint}: {present}"]

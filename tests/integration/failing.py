@@ -1,4 +1,4 @@
-"""What tests of failures share: a step, and the error that it ends with."""
+"""Common code of tests of failures: a step, and the error that it ends with."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A user's script: fit, validate, test, predict and a second fit with one strategy; leaves what it saw in a folder.
+"""A user's script: fit, validate, test, predict and a second fit with one strategy. It writes results to a folder.
 
 Usage: fit.py NAMESPACE STRATEGY FOLDER OPTIMIZER
 """

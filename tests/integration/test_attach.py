@@ -1,4 +1,4 @@
-"""`attach` under adverse conditions: every rank gets the cause within seconds, and nothing is left open."""
+"""`attach` under adverse conditions: every rank reports the cause within seconds, and nothing stays open."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints have their sidecar files, and no others are left, whatever the CheckpointIO writes, and when."""
+"""Checkpoints have their sidecar files and no others, with every CheckpointIO and at every time of writing."""
 
 import io
 import os
@@ -266,7 +266,7 @@ def test_names_on_a_remote_file_system_are_literal():
 @full
 def test_a_checkpoint_of_weights_alone_needs_no_file_system_and_takes_the_sidecar_files_of_the_one_before(tmp_path):
     class Database(CheckpointIO):
-        """Keeps checkpoints where fsspec finds none."""
+        """Stores checkpoints outside of fsspec's file systems."""
 
         def __init__(self):
             self.rows = {}

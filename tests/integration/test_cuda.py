@@ -1,6 +1,6 @@
-"""The whole way on a GPU: Lightning over NCCL and gloo, streams, no waiting of the host, the same bits in every run.
+"""Training on a GPU: Lightning over NCCL and gloo, streams, no waiting of the host, the same bits in every run.
 
-What makes sense without a GPU runs on the CPU, too, so that the tests themselves are tested.
+Tests that are meaningful without a GPU also run on the CPU, so that the tests themselves are tested.
 """
 
 import importlib.util

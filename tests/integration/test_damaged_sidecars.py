@@ -76,7 +76,7 @@ DAMAGES = {
     "file empty": (
         lambda d: truncate(sidecar(d, STEP_4, 1), 0),
         None,
-        "rank 1: .* is damaged, or not one of ours: EOFError",
+        "rank 1: .* is damaged, or not a sidecar file: EOFError",
     ),
     "file truncated": (lambda d: truncate(sidecar(d, STEP_4, 1), 0.6), None, "rank 1: .* is damaged"),
     "last byte missing": (lambda d: truncate(sidecar(d, STEP_4, 0), 0.9999), None, "rank 0: .* is damaged"),
@@ -93,7 +93,11 @@ DAMAGES = {
         None,
         "its sidecar files are of version 99, this is 1",
     ),
-    "sizes that make no sense": (lambda d: edit(d, lambda info: info.update(size=10**15)), None, "makes no sense"),
+    "sizes that make no sense": (
+        lambda d: edit(d, lambda info: info.update(size=10**15)),
+        None,
+        "about sidecar files is invalid",
+    ),
     "a million files asked for": (
         lambda d: edit(d, lambda info: info.update(size=2**20)),
         r"^[0-9a-f]{16}\.rank0-of-1048576\.pt, .{,400} and others not found in '.*'",
@@ -102,7 +106,7 @@ DAMAGES = {
     "malicious": (
         lambda d: strange(sidecar(d, STEP_4, 1)),
         None,
-        "rank 1: .* is damaged, or not one of ours: UnpicklingError",
+        "rank 1: .* is damaged, or not a sidecar file: UnpicklingError",
     ),
 }
 
@@ -125,7 +129,7 @@ def test_damaged_sidecar_files(damage, saved, tmp_path):
         raised, records = with_warnings(error_of, fit, "topk", rank, callbacks=[at_start := AtStart()], **options)
         if error:
             assert time.monotonic() - started < 20  # the group's timeout is 30 s
-            # Without the folder the run goes on, as the message says, unless the checkpoint's entry is invalid.
+            # Without the folder, the run continues, as the message says, unless the checkpoint's entry is invalid.
             dist.barrier()
             shutil.rmtree(tmp_path / "moved" / f"{STEP_4}.residuals", ignore_errors=True)
             dist.barrier()

@@ -1,4 +1,4 @@
-"""A rank is killed, hangs or fails: the others soon end with the cause, and the last checkpoint goes on."""
+"""A rank is killed, hangs or fails: the others soon end with the cause, and the last checkpoint can be resumed."""
 
 import contextlib
 import json
@@ -32,10 +32,10 @@ from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, t
 from tests.processes import free_port, start_all
 from tests.support.tiers import exhaustive, full
 
-TIMEOUT = 3.0  # the groups' own, in seconds, where a rank stays
+TIMEOUT = 3.0  # timeout of the groups in seconds, for cases in which a rank stays
 ENDLESS = ("hangs", "freezes")
 SOON = 10.0  # the machine may be busy
-PATIENCE = 200.0  # for what takes some ten seconds on an idle machine
+PATIENCE = 200.0  # time limit in seconds; on an idle machine the test takes about ten
 FATAL, END = 6, 10  # steps: when it happens, and of the whole run
 STEPS = 40  # of the digits
 SIGNALS = {"SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT, "freezes": signal.SIGSTOP}
@@ -53,7 +53,7 @@ class Saboteur(pl.Callback):
             if self.case == "hangs":
                 time.sleep(1000)
             if self.case == "disk is full":
-                # A limit for the length of files does what a full disk does: writes fail half-way.
+                # With a limit for the length of files, writes fail half-way, as on a full disk.
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
                 return
             if "raises" in self.case:
@@ -178,7 +178,7 @@ NO_ANSWER = "No answer from rank {victim}: killed, ended, or frozen"
 BEAD = "Rank 1 failed at step 6: ArithmeticError: the abacus is missing a bead"
 STOCK = r"[Cc]onnection|closure|Timed out"
 CAUSES = {
-    # What happens to which rank: what the others say, and what torch's own error is like.
+    # The event and its rank, by the message of the other ranks; or a pattern of torch's own error.
     ("killed at the start", 1): STOCK,
     ("killed in a step", 1): NO_ANSWER,
     ("killed in a step", 0): NO_ANSWER,
@@ -254,7 +254,8 @@ def test_the_others_end_and_the_last_checkpoint_is_good(name, exchange, size, ca
     if case == "killed at the start":
         assert newest(tmp_path) is None
     else:
-        # After two steps, four and six, and 6 is where it happens; who was told to end does so after the 7th or 8th.
+        # Checkpoints are written after two, four and six steps, and the event is in step 6. After SIGTERM, ranks end
+        # after step 7 or 8.
         saved = torch.load(newest(tmp_path), weights_only=True)["global_step"]
         assert saved in ([4] if "checkpoint" in case or "disk" in case else [6, 8] if case == "SIGTERM" else [6])
     went_on = lightning_ranks(size, fit, name, exchange, tmp_path, size)[0]

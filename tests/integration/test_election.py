@@ -1,4 +1,4 @@
-"""Election coding with a LightningDataModule, over real processes: one of three ranks attacks, and nothing changes."""
+"""Election coding with a LightningDataModule and real processes: one of three ranks attacks without any effect."""
 
 import pytorch_lightning as pl
 import torch

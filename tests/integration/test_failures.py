@@ -1,4 +1,4 @@
-"""When something is wrong, every rank ends soon with an error that names the cause. Nobody hangs."""
+"""After any failure, every rank soon ends with an error that names the cause. No rank hangs."""
 
 import gc
 import json
@@ -71,7 +71,7 @@ def test_one_of_three_ranks_with_different_settings():
 
 
 def attach_after_another_attempt(rank: int) -> tuple[str, str, float]:
-    """With what killed processes have left in a store that outlives them, as torchrun's does."""
+    """Attach with entries of killed processes in the store, which outlives them, as torchrun's does."""
     store, group = dist.distributed_c10d._get_default_store(), dist.group.WORLD.group_name
     prefix = f"lightning_sparse/{group}/handshake"
     if rank == 0:
@@ -84,7 +84,7 @@ def attach_after_another_attempt(rank: int) -> tuple[str, str, float]:
             store.set(f"lightning_sparse/{group}/{key}", "0 stale")
     dist.barrier()
     if rank == 0:
-        time.sleep(0.5)  # meanwhile rank 1 sees only what is old
+        time.sleep(0.5)  # rank 1 sees only old entries in the meantime
     ddp = DistributedDataParallel(nn.Linear(50, 50))
 
     def run() -> None:
@@ -167,7 +167,7 @@ def different_step_counts(rank: int, exchange: str) -> tuple[str, str, float]:
     if rank == 0:
         import atexit
 
-        atexit._run_exitfuncs()  # what the end of its script would do
+        atexit._run_exitfuncs()  # as at the end of its script
     return outcome
 
 

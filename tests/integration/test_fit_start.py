@@ -1,4 +1,4 @@
-"""What cannot work is refused, on all ranks, before or as soon as it would do harm."""
+"""Unsupported settings raise an error on all ranks, before they do harm."""
 
 import os
 from functools import partial

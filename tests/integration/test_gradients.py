@@ -1,7 +1,7 @@
-"""Gradients that come and go, and everything else that a training does between backward and step.
+"""Gradients that appear and disappear, and everything else that happens between backward and step.
 
-Each form of training runs with stock ddp; at density 1, which must be equal to it to the last bit; and at density 0.1
-with topk and one other method in turn, where nothing may be lost and all ranks must agree.
+Each form of training runs with stock ddp, at density 1, and at density 0.1. At density 1 it must equal stock ddp bit by
+bit. At density 0.1 it runs with topk and one other method in turn: nothing may be lost, and all ranks must agree.
 """
 
 import copy

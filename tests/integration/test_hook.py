@@ -1,4 +1,4 @@
-"""`attach` on plain DistributedDataParallel, over forked processes: equal to a simulation without DDP, bit for bit."""
+"""`attach` on plain DistributedDataParallel with forked processes: equal to a simulation without DDP, bit by bit."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Two hosts with addresses of their own, two ranks on each, out of network namespaces: torchrun trains the digits."""
+"""Two hosts with separate addresses and two ranks each, in network namespaces: torchrun trains the digits."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from benchmarks.harness.shaped_links import INTERFACE, ShapedLinks, missing
 from tests.support.tiers import exhaustive
 
 REASON = missing()
-PATIENCE = 200.0  # for what takes some ten seconds on an idle machine
+PATIENCE = 200.0  # time limit in seconds; on an idle machine the test takes about ten
 SCRIPT = """
     import json, socket, sys
     from pathlib import Path
@@ -67,7 +67,7 @@ def test_two_hosts(tmp_path):
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": INTERFACE,
     }
-    # Leaving the block ends what runs on the hosts and removes them, whatever has happened.
+    # At the end of the block all processes on the hosts end, and the hosts are removed, even after an error.
     with ShapedLinks(2, "1gbit") as links:
         agents = []
         for host in range(2):
@@ -100,7 +100,7 @@ def test_two_hosts(tmp_path):
         assert all(set(seen["interfaces"]) == {"lo", INTERFACE} for seen in ranks)
         assert all(seen["steps"] == 60 for seen in ranks)
         assert all(seen["weights"] == ranks[0]["weights"] for seen in ranks)
-        # In a ring one rank of each host sends to the other host; with two levels all do, and what stays on a host does
-        # not count.
+        # In a ring, one rank of each host sends to the other host. With hierarchical exchange, all ranks do, and bytes
+        # within a host do not count.
         assert all(seen["on the wire"] > seen["sent"] > 0 for seen in ranks)
         assert ranks[0]["accuracy"] > 0.8

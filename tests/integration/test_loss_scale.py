@@ -1,4 +1,4 @@
-"""A GradScaler of the LightningModule's own: residuals stay in units of the unscaled gradient, wherever it is held."""
+"""A LightningModule with its own GradScaler: residuals are unscaled, wherever the scaler is stored."""
 
 import logging
 import logging.handlers

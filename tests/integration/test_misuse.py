@@ -1,4 +1,4 @@
-"""What would let ranks drift apart unseen after `attach_updates` is an error, and what only looks like it is none."""
+"""Errors for mistakes after `attach_updates` that would make ranks drift apart, and none for valid code."""
 
 import io
 from typing import Any

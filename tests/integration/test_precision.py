@@ -1,4 +1,4 @@
-"""Precision, overflow, and gradients that are not finite. Stock ddp is the control."""
+"""Precision, overflow, and gradients that are not finite, compared with stock ddp."""
 
 import itertools
 from functools import partial
@@ -70,9 +70,9 @@ MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 
 
 class Spoilt(Net):
-    """Net with gradients that are not finite where `faults` says: number of the batch to (parameter, value).
+    """Net with gradients that are not finite. `faults` maps a batch number to (parameter, value).
 
-    With `exact`, autocast is off: what a scaler multiplies and divides by powers of two then has no other rounding.
+    With `exact`, autocast is off. Then a scaler's products and quotients with powers of two are the only roundings.
     """
 
     def __init__(self, faults: dict[int, tuple[str, float]] | None = None, exact: bool = False, **options: Any) -> None:
@@ -97,7 +97,7 @@ class Spoilt(Net):
 
 
 def fit(how: Any, net: Net, batches: Any, **options: Any) -> dict[str, Any]:
-    """Fit, and return what a run leaves behind."""
+    """Fit, and return the results of the run."""
     run = trainer(how, 2, **options)
     run.fit(net, batches)
     scaler = getattr(run.strategy.precision_plugin, "scaler", None)
@@ -114,7 +114,7 @@ def without(loader: Loader, *numbers: int) -> Loader:
 
 
 ALL = ["ddp", *REPRESENTATIVES]
-QUICK = ["gtopk"]  # which gets two cases, where topk gets all
+QUICK = ["gtopk"]  # this method has two cases, and topk has all
 
 
 def share(name: str, cases: list[Any]) -> list[Any]:
@@ -159,7 +159,7 @@ def test_every_precision(name):
 
 
 OVERFLOWS = [
-    # number of the batch, where, on which ranks, and how many batches make a step
+    # number of the batch, parameter, ranks, and number of batches per step
     (0, FIRST, (0,), 1),
     (0, LAST, (1,), 2),
     (3, LAST, (0,), 1),
@@ -232,7 +232,7 @@ def test_without_a_scaler_a_step_is_left_out_by_option(name):
             run = fit(how, Spoilt(faults, optimizer=optimizer, **options), Loader(rank, 2, 5), **precision(kind))
             said = [
                 f"The gradient of {where!r} is not finite on rank {on[0]} at step {number}. "
-                f"All ranks leave this step out, the 1. so far."
+                f"All ranks skip this step; 1 skipped so far."
             ]
             texts = [text for text in messages.texts if not text.startswith("AdamW")]  # which is warned about, too
             assert texts == (said if rank == 0 else [])
@@ -267,7 +267,7 @@ def test_without_a_scaler_it_is_an_error_on_all_ranks(name):
 
 
 def test_what_else_a_step_that_is_left_out_changes():
-    """The schedule and Trainer's count go on, as with stock ddp and a scaler; the weights stay."""
+    """The schedule and the Trainer's count advance, as with stock ddp and a scaler. The weights do not change."""
 
     class Scheduled(Spoilt):
         def configure_optimizers(self) -> Any:

@@ -1,4 +1,4 @@
-"""A run that resumes from a checkpoint goes on as if it had not stopped."""
+"""A run that resumes from a checkpoint continues as if it had not stopped."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""A checkpoint has its sidecar files however it is saved, and whatever fails meanwhile."""
+"""A checkpoint has its sidecar files however it is saved, and whatever fails in the meantime."""
 
 import errno
 import os
@@ -294,7 +294,7 @@ def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
 
 
 class FailingOutsideSteps(Net):
-    """Raises on rank 1, where the others wait for it in a collective of Lightning's, or in none."""
+    """Raises an error on rank 1 while the other ranks wait for it in a collective of Lightning, or in none."""
 
     def __init__(self, where, rank):
         super().__init__(**MOMENTUM)

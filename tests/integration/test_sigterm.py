@@ -1,4 +1,4 @@
-"""SIGTERM during a fit: all ranks end after the same batch, with a checkpoint that is whole, and go on from it."""
+"""SIGTERM during a fit: all ranks end after the same batch with a complete checkpoint, and resume from it."""
 
 import multiprocessing
 import os
@@ -66,13 +66,13 @@ PLACES = [
     ("on_train_batch_end", 5),
     ("on_before_zero_grad", 6),
 ]
-"""A hook and a number for each rank: all are told at different places, before the first that was told can end."""
+"""A hook and a batch number for each rank. All are asked to end at different places, before the first can end."""
 
 
 def all_told(rank, size, name, folder, options):
     ended = fit(rank, size, name, folder, PLACES[rank], **options)
     went_on = fit(rank, size, name, folder, resume=True, **options)
-    # Elsewhere: Lightning goes on by itself from what it finds.
+    # Use another folder, because Lightning resumes automatically from existing checkpoints.
     return ended, went_on, fit(rank, size, name, folder / "whole", **options)
 
 
@@ -214,7 +214,7 @@ def test_no_thread_is_left():
 
 
 class Slow(pl.plugins.io.TorchCheckpointIO):
-    """Is told to end while it writes what is left, as training is over."""
+    """Receives SIGTERM while it writes pending files after training."""
 
     def teardown(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Training starts from rank 0's weights, and sends only those that are not equal already."""
+"""Training starts from rank 0's weights, and sends only weights that differ."""
 
 import inspect
 from functools import partial

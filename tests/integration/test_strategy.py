@@ -1,4 +1,4 @@
-"""The strategy under both of Lightning's names, with every launcher."""
+"""The strategy under both Lightning namespaces, with every launcher."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the integration tests add up is added up on the gradients' own device, a GPU included."""
+"""The integration tests' sums are computed on the gradients' device, also on a GPU."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""`sent_bytes` beside what the network interface has counted, between hosts out of network namespaces."""
+"""`sent_bytes` compared with the counters of the network interface, between hosts in network namespaces."""
 
 import json
 import os

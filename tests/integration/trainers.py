@@ -1,4 +1,4 @@
-"""Lightning in forked ranks: as many fits in a row as a test needs, in one process group."""
+"""Lightning in forked ranks: any number of consecutive fits in one process group."""
 
 import logging
 import os
@@ -203,7 +203,7 @@ class Watch(pl.Callback):
 
 
 def lost(sums: list[dict[str, Any]], states: list[dict[str, Any]]) -> float:
-    """Return the norm of what is neither applied nor kept, relative to all that was given, of all ranks' together."""
+    """Return the norm of the lost part (neither applied nor kept), relative to the gradients, over all ranks."""
     gone = mass = 0.0
     for name, applied in sums[0]["applied"].items():
         difference = sum(rank["given"][name] for rank in sums) - len(sums) * applied
@@ -228,19 +228,19 @@ class Messages(logging.Handler):
 
 
 def keeps_all(name: str) -> bool:
-    """Whether a method keeps exactly what it does not send: then nothing is lost, and density 1.0 is stock ddp."""
+    """Return whether a method keeps all unsent entries exactly. Then nothing is lost, and density 1.0 is stock ddp."""
     return name in METHODS and isinstance(method(name).memory, Residual)
 
 
 def sends_all(name: str) -> bool:
-    """Whether a method compresses nothing: the median of two ranks is their mean."""
+    """Return whether a method compresses nothing. (The median of two ranks is their mean.)"""
     return name in METHODS and isinstance(method(name).compressor, Identity)
 
 
 def strategy(name: str, density: float | None = None, **options: Any) -> pl.strategies.DDPStrategy:
-    """Return stock DDP's strategy by the name of "ddp", and otherwise ours; a density only where there is one.
+    """Return stock DDP's strategy for "ddp", and otherwise this package's, with a density if the method has one.
 
-    Gradients are exchanged whatever the optimizer; test_update_exchange.py has the updates.
+    Gradients are exchanged with any optimizer; test_update_exchange.py tests updates.
     """
     if name == "ddp":
         ours = ("method", "granularity", "density_warmup", "density_warmup_steps", "seed", "on_nonfinite", "clip_norm")

@@ -1,24 +1,25 @@
-"""Does training stay whole over a long time in which everything happens?
+"""Tests that training stays correct over a long time in which many failures happen.
 
     python -m tests.long.soak                      # 2,000 steps, some minutes
     python -m tests.long.soak --exchange update    # AdamW, and updates instead of gradients
-    python -m tests.long.soak --exchange delayed   # which are exchanged while the next step goes on
+    python -m tests.long.soak --exchange delayed   # updates whose exchange overlaps with the next step
 
-Two or three workers train a small network with Lightning, over gloo. They fit again and again, each time from the last
-checkpoint, with another mix of precision, gradient scaler, accumulation, granularity and overflows on random ranks. In
-between a random worker is killed, in a step or while it writes a checkpoint; the others must end by themselves, and
-then the other number of workers goes on. After every step all workers work out, in fp64 and from what autograd gave
-them, whether the mean gradient so far is what was applied plus what is kept: (given − applied − kept), as a multiple of
-what rounding explains. At the end the last workers fit on and on, without being killed, for what adds up slowly:
-memory, open descriptors, threads.
+Two or three workers train a small network with Lightning over gloo. They run one fit after the other, each from the
+last checkpoint. Each fit has another mix of precision, gradient scaler, accumulation, granularity, and overflows on
+random ranks. In between, a random worker is killed, in a step or while it writes a checkpoint. The other workers must
+end by themselves, and training continues with the other number of workers.
 
-With updates, given is what each rank's optimizer has changed, and what momentum still owed where entries were sent;
-and the weights have to be those of the start minus what was applied. Where exchanges go on during the next step, that
-is looked at after every third step and before each checkpoint, when they have ended.
+After every step, all workers check in fp64 that the mean gradient so far, from autograd, equals the applied plus the
+kept part. They report the difference (given − applied − kept) relative to the bound of rounding errors. At the end, the
+last workers run fits without kills, to detect slow growth of memory, open descriptors, and threads.
 
-Written: `results/soak.csv`, `soak_updates.csv` or `soak_delayed.csv`, a row per fit and rank. "error" is the largest
-absolute difference so far, "error_bound" what rounding to fp32 allows; memory, descriptors and threads are counted
-after the fit.
+With updates, the given part is the change of each rank's optimizer, and the unspent momentum where entries were sent.
+The weights must equal the initial weights minus the applied part. If exchanges overlap with the next step, this is
+checked after every third step and before each checkpoint, when exchanges have ended.
+
+Output: `results/soak.csv`, `soak_updates.csv` or `soak_delayed.csv`, one row per fit and rank. "error" is the largest
+absolute difference so far, and "error_bound" its limit from rounding to fp32. Memory, descriptors and threads are
+counted after the fit.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ COLUMNS = (
 
 
 class Plan:
-    """What happens in one fit; equal on all ranks, since it follows from the key: seed, life and number of the fit."""
+    """The random choices for one fit. They depend only on the key (seed, life and number), so all ranks agree."""
 
     def __init__(self, key: str, size: int, peaceful: bool) -> None:
         self.key = key
@@ -87,7 +88,7 @@ class Plan:
 
 
 class Net(pl.LightningModule):
-    """A small network with what networks have; on one rank a loss may be infinite."""
+    """A small network with common kinds of layers. On one rank a loss may be infinite."""
 
     def __init__(self, plan: Plan, first: int, adaptive: bool) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class Batches:
 
 
 class Ledger(pl.Callback):
-    """Adds up what autograd gives and what is applied, and compares it with what is kept, in every step."""
+    """Sums autograd's and the applied gradients, and compares their difference with the residual in each step."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -166,8 +167,8 @@ class Ledger(pl.Callback):
         elements = trainer.strategy.reducer.state_dict()["elements"]
         kept = sum(torch.cat([per_param[name].flatten() for name in names]).double() for per_param in elements.values())
         kept = kept + torch.zeros(self.sums["given"].shape)
-        # What is in play on the rank where it is most: rounded once for every rank, when it is added, scaled, divided,
-        # written and kept.
+        # The largest magnitude on any rank. It is rounded once for every rank, and when values are added, scaled,
+        # divided, written and kept.
         most = largest + float(kept.abs().max())
         worst = trainer.strategy.reduce(torch.tensor([most], dtype=torch.float64), reduce_op="max").item()
         self.bound += steps * (trainer.world_size + 6) * worst * 2**-24
@@ -184,9 +185,9 @@ def names_of(trainer: pl.Trainer) -> list[str]:
 
 
 class UpdateLedger(Observer, Ledger):
-    """Adds up what optimizers change and momentum pays out, and what all ranks make of it.
+    """Sums the optimizers' changes, the momentum payouts, and the applied updates.
 
-    Looks after steps that are multiples of one of `every`.
+    It checks after steps that are multiples of a number in `every`.
     """
 
     def __init__(self, *every: int) -> None:
@@ -251,7 +252,7 @@ def weights_of(module: pl.LightningModule) -> Tensor:
 
 
 class Killer(pl.Callback):
-    """Kills this process where the plan says so."""
+    """Kills this process at the planned place."""
 
     def __init__(self, plan: Plan, first: int, note: Path) -> None:
         self.plan, self.first, self.note = plan, first, note
@@ -336,7 +337,7 @@ def fit(folder: Path, plan: Plan, method: str, exchange: Any, rank: int, size: i
 
 
 def steps_done(folder: Path) -> int:
-    """Return where the last checkpoint is."""
+    """Return the step of the last checkpoint."""
     last = folder / "last.ckpt"
     return int(torch.load(last, weights_only=True)["global_step"]) if last.exists() else 0
 
@@ -355,7 +356,7 @@ def run_worker(rank: int, size: int, life: int, port: int, folder: Path, args: a
     count = 0
     while True:
         done = steps_done(folder)
-        dist.barrier()  # nobody writes before everybody has read
+        dist.barrier()  # no rank writes before all ranks have read
         if done >= args.steps:
             break
         plan = Plan(f"{args.seed} {life} {count}", size, done >= args.steps * QUIET_SHARE)
@@ -407,7 +408,7 @@ def main() -> None:
 
 
 def one_life(folder: Path, size: int, life: int, port: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start workers, wait until they have ended, and return what they wrote."""
+    """Start workers, wait until they have ended, and return the rows that they wrote."""
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=run_worker, args=(rank, size, life, port, folder, args)) for rank in range(size)]
     for worker in workers:
@@ -431,7 +432,7 @@ def one_life(folder: Path, size: int, life: int, port: int, args: argparse.Names
 
 
 def summarize(rows: list[dict[str, Any]], seconds: float) -> list[str]:
-    """Print what was seen and return what is wrong with it."""
+    """Print a summary and return a list of problems."""
     lives = {row["life"] for row in rows}
     last = [row for row in rows if row["life"] == max(lives)]
     waits = [row["seconds_to_end"] for row in rows if row["outcome"] != "done"]

@@ -1,14 +1,14 @@
-"""The reliability table: what the tests marked `reliability` have shown, a row per case.
+"""The reliability table: results of the tests marked `reliability`, one row per case.
 
     @pytest.mark.reliability("killed while it writes a checkpoint", checked="the checkpoint before it is complete")
     @pytest.mark.parametrize("name", REPRESENTATIVES)
 
-`--reliability FILE` writes the table between the lines `<!-- reliability -->` and `<!-- end -->` of FILE. Tests that
-share case and `checked` share the row. Methods are counted by the values of a test's parameters; a test that goes
-through methods itself says so: `methods=REPRESENTATIVES`.
+`--reliability FILE` writes the table between the lines `<!-- reliability -->` and `<!-- end -->` of FILE. Tests with
+the same case and `checked` share a row. Methods are counted by the values of a test's parameters. A test that iterates
+over methods itself declares them: `methods=REPRESENTATIVES`.
 
-Under pytest-xdist the tests run in other processes than the one that writes: each test's contribution travels with its
-report, and rows are in the order in which the tests were collected.
+Under pytest-xdist, the tests run in other processes than the writer. So each test's contribution is part of its report,
+and rows are in the order of collection.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files as CIFAR-10 is published, of random images."""
+"""Writes random images in the file formats of CIFAR-10."""
 
 import struct
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def python2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
-    """Write a batch as the published files have it: protocol 2 of Python 2, with its byte strings."""
+    """Encode a batch like the published files: pickle protocol 2 of Python 2, with byte strings."""
 
     def string(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value if len(value) < 256 else b"T" + struct.pack("<i", len(value)) + value
@@ -30,7 +30,7 @@ def python2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
 
 
 def write_cifar10(folder: Path, layout: str, count: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """Write six files of random images into folder/layout, and return all training images and labels."""
+    """Write six files of random images to folder/layout; return all training images and labels."""
     draw = np.random.default_rng(0)
     inner = folder / layout / ("cifar-10-batches-py" if layout == "python" else "cifar-10-batches-bin")
     inner.mkdir(parents=True)

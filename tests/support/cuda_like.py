@@ -1,8 +1,8 @@
-"""Tensors that say they are on CUDA, and are computed with on the CPU: what plain torch does there, without a GPU.
+"""Fake CUDA tensors that are computed on the CPU, to test plain torch code for CUDA without a GPU.
 
     simulate_on_cuda(2, lambda comm: comm.all_reduce(torch.ones(3, device=CUDA)))
 
-Unlike torch's fake tensors they have values: the host may look at them, and results can be compared.
+Unlike torch's fake tensors, they have values: the host may read them, and results can be compared.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ HOST_ONLY = (Tensor.numpy, Tensor.__array__)
 
 
 class WrongDevice(AssertionError):
-    """An operation on what is on two devices, or one that there is on the host only."""
+    """An operation on tensors of two devices, or an operation that exists only on the host."""
 
 
 class OnCuda(Tensor):
-    """A tensor that says it is on CUDA."""
+    """A tensor that claims to be on CUDA."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = CUDA
@@ -40,9 +40,9 @@ class OnCuda(Tensor):
 
 
 class CudaLike(TorchFunctionMode):
-    """Of tensors on CUDA, or where CUDA is asked for, results are on CUDA; nothing but copies may have both devices.
+    """Places results on CUDA if the inputs are on CUDA or CUDA is requested. Only copies may involve both devices.
 
-    Stricter than CUDA, which takes scalars and indices of the host.
+    This is stricter than CUDA, which accepts scalars and indices from the host.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,12 +69,12 @@ class CudaLike(TorchFunctionMode):
 
 
 def to_host(x: Any) -> Any:
-    """Return the CPU for a device, and anything else as it is."""
+    """Replace a device by the CPU; return any other argument unchanged."""
     return CPU if isinstance(x, torch.device) else x
 
 
 def simulate_on_cuda(size: int, fn: Callable[[Comm], T]) -> list[T]:
-    """Run `fn` once per rank, as `simulate` does, where tensors on CUDA can be made, but without Triton."""
+    """Run `fn` once per rank like `simulate`, with fake CUDA tensors and without Triton."""
 
     def rank(comm: Comm) -> T:
         with CudaLike():

@@ -1,6 +1,7 @@
-"""Tensors that only say they are on CUDA, and kernels that only say they were launched.
+"""Fake CUDA tensors without values, and fake kernels that only record their launch.
 
-torch's fake tensors know device and shape but no values: what a step of ours does with the device is seen without one.
+torch's fake tensors have a device and a shape, but no values. So a step's operations on the device can be observed
+without a GPU.
 """
 
 import contextlib
@@ -21,11 +22,11 @@ CUDA = torch.device("cuda", 0)
 
 
 class HostWait(AssertionError):
-    """An operation for which the host has to wait until the device is done."""
+    """An operation that makes the host wait for the device."""
 
 
 class Operations(TorchFunctionMode):
-    """What tensors do in Python by operations; Python's own way to them asks for the device, which is not there."""
+    """Replaces tensor methods by operations. Their Python implementation would access the missing device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__getitem__:
@@ -58,8 +59,11 @@ def taken(x, index):
 
 
 class Counting(Echo):
-    """What has to be looked at is counted, and may be looked at when the step is over; in the first step, where an
-    aggregator may want to know that all ranks are on the same one, sooner if that is said.
+    """Counts values that the host reads, and allows reading only after the step.
+
+    Args:
+        first_may_wait: whether the first step may read values earlier, because an aggregator may need to know that all
+            ranks are at the same step.
     """
 
     def __init__(self, size, first_may_wait=False):
@@ -80,7 +84,7 @@ class Counting(Echo):
         return wait
 
     def _all_gather(self, x):
-        return x.new_empty(self.size, *x.shape)  # as over NCCL, which fills it
+        return x.new_empty(self.size, *x.shape)  # NCCL would fill it
 
     def _timed(self, nbytes, collective, x, *args):
         assert x.device == CUDA
@@ -96,7 +100,7 @@ def zeros(first=None, *others):
 
 @contextlib.contextmanager
 def on_fake_cuda():
-    """Make tensors on CUDA possible; yield the names of the kernels that are launched, in order."""
+    """Allow fake CUDA tensors; yield the list of the names of launched kernels, in order."""
     launched = []
 
     class Launched:
@@ -105,7 +109,7 @@ def on_fake_cuda():
 
         def __getitem__(self, grid):
             def run(*args, **constants):
-                # On a GPU Triton refuses a tensor of the CPU; its interpreter, on a machine without one, does not.
+                # On a GPU Triton rejects CPU tensors, but its interpreter on a machine without a GPU does not.
                 wrong = [x.device for x in args if isinstance(x, torch.Tensor) and x.device != CUDA]
                 assert not wrong, f"{self.name} got a tensor on {wrong[0]}"
                 launched.append(self.name)
@@ -127,10 +131,10 @@ def on_fake_cuda():
         replace(
             torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
         )
-        replace(launch, "KEEPS", (torch.Tensor, torch._subclasses.FakeTensor))  # kept, as long as the mode lasts
+        replace(launch, "KEEPS", (torch.Tensor, torch._subclasses.FakeTensor))  # cached while the mode is active
         replace(launch, "_kept", launch.Cache())
         replace(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0)
-        # On the host.
+        # This function runs on the host.
         replace(randk, "draw", lambda numel, k, generator: torch.empty(k, dtype=torch.int64))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(Operations())

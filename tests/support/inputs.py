@@ -1,4 +1,4 @@
-"""Inputs that several compressors are tested with, and a witness of calls."""
+"""Inputs for tests of several compressors, and a recorder of calls."""
 
 from types import ModuleType
 from typing import Any
@@ -13,11 +13,11 @@ HOSTILE = {
     "zeros": lambda g: torch.zeros(1000),
     "one": lambda g: torch.nn.functional.one_hot(torch.tensor(500), 1000).float() * -3,
 }
-"""From a generator, 1000 fp32 values."""
+"""Functions from a generator to 1000 fp32 values."""
 
 
 def calls_of(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Return a list to which each call of a module's function adds its arguments from now on."""
+    """Return a list to which each further call of a module's function appends its arguments."""
     calls: list[tuple[Any, ...]] = []
     function = getattr(module, name)
 

@@ -1,4 +1,4 @@
-"""Where kernels are tested, on what, and a wire without threads."""
+"""Devices and inputs for tests of kernels, and a `Comm` without threads."""
 
 import contextlib
 import importlib
@@ -31,24 +31,24 @@ SOME = ["few values", "nan and inf"]
 
 
 def is_kernel(value):
-    """Whether it stands for a kernel, or is one that was launched already."""
+    """Return whether a value is a kernel, launched or not."""
     return isinstance(value, launch.Kernel) or (callable(value) and type(value).__module__.startswith("triton"))
 
 
 def with_kernels():
-    """Return the modules that have kernels, their own or imported ones."""
+    """Return the modules that contain kernels, including imported kernels."""
     names = [
         f"{package.__name__}.{module.name}"
         for package in (kernels, contrib_kernels)
         for module in pkgutil.iter_modules(package.__path__)
-        if module.name != native.LIBRARY.stem  # no module
+        if module.name != native.LIBRARY.stem  # not a module
     ]
     modules = map(importlib.import_module, sorted(names))
     return tuple(x for x in modules if any(map(is_kernel, vars(x).values())))
 
 
 def device_of(kernels):
-    """Where these kernels work."""
+    """Return the device of these kernels."""
     return DEVICE if kernels == "triton" else "cpu"
 
 
@@ -57,7 +57,7 @@ KERNELS = with_kernels()
 
 @contextlib.contextmanager
 def no_waiting(device: str) -> Iterator[None]:
-    """Make it an error, in all threads, that the host waits for the device; the CPU has nothing of the kind."""
+    """Raise an error in any thread if the host waits for the device. On the CPU this has no effect."""
     if device == "cpu":
         yield
         return
@@ -70,7 +70,7 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 class Echo(Comm):
-    """Ranks that all send the same: the interpreter is no place for threads."""
+    """A `Comm` whose ranks all send the same payload. It needs no threads, which Triton's interpreter cannot use."""
 
     def __init__(self, size):
         super().__init__(0, size)

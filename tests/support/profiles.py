@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries: 200, the same in every run, or with HYPOTHESIS_PROFILE=long 2,000 new ones."""
+"""Number of hypothesis examples: 200, equal in every run, or 2,000 new ones with HYPOTHESIS_PROFILE=long."""
 
 import os
 

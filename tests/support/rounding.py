@@ -1,4 +1,4 @@
-"""Statistics of rounding at random, with error bars that follow from the distribution it should have."""
+"""Statistics of random rounding, with error bars from its expected distribution."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 DEVIATIONS = 5
-"""How far a mean may lie off: of a thousand means of many draws one in 1,700 runs lies further off by chance."""
+"""Largest deviation of a mean. With a thousand means of many draws, one run in 1,700 exceeds it by chance."""
 
 
 def check_rounding(draw: Callable[[int], Tensor], x: Tensor, step: Tensor, draws: int) -> float:
-    """Check that `draw(0)`, `draw(1)`, … round x up or down to a multiple of `step`, at random, so that the mean is x.
+    """Check that `draw(0)`, `draw(1)`, … round x to a multiple of `step` above or below, at random, with mean x.
 
-    With p the position of x between the two multiples, an element's error is (1 - p)·step with probability p, and
-    -p·step else; all errors are independent. So the mean of n draws has the variance p(1 - p)·step²/n, and the squared
-    error has a known mean and variance as well.
+    Let p be the position of x between the two multiples. An element's error is (1 - p)·step with probability p, and
+    -p·step otherwise, and all errors are independent. So the mean of n draws has the variance p(1 - p)·step²/n, and the
+    squared error has a known mean and variance.
 
     Returns:
         The expectation of the squared error of all elements.
@@ -24,13 +24,13 @@ def check_rounding(draw: Callable[[int], Tensor], x: Tensor, step: Tensor, draws
     total, squares = torch.zeros_like(x), 0.0
     for number in range(draws):
         error = draw(number).double() - x
-        # The distance to a multiple, in fp32.
+        # Check the distance to a multiple, in fp32.
         assert ((error / step + p) - (error / step + p).round()).abs().max() < 1e-4
         assert (error.abs() <= step * (1 + 1e-4)).all()
         total += error
         squares += float(error.square().sum())
     deviation = (p * (1 - p) / draws).sqrt() * step
-    # The numbers have 16 bits.
+    # The random numbers have 16 bits.
     assert ((total / draws).abs() <= DEVIATIONS * deviation + step * 2**-16).all()
     expected = float((p * (1 - p) * step**2).sum())
     fourth = (p * (1 - p) ** 4 + (1 - p) * p**4) * step**4

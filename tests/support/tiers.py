@@ -1,4 +1,4 @@
-"""The tiers: `make test` leaves out what is marked `full` or `exhaustive`, `make test-all` the latter."""
+"""Test tiers: `make test` skips tests marked `full` or `exhaustive`; `make test-all` skips only the latter."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -9,7 +9,7 @@ full, exhaustive = pytest.mark.full, pytest.mark.exhaustive
 
 
 def tiers(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Return all cases as parameters; those that are not among `quick` belong to the full tier."""
+    """Return all cases as parameters. Cases that are not in `quick` belong to the full tier."""
     cases = list(cases)
     assert all(case in cases for case in quick), f"not among the cases: {[case for case in quick if case not in cases]}"
     return [
@@ -19,9 +19,9 @@ def tiers(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 
 def in_diagonals(rows: Iterable[Any], columns: Iterable[Any], every: int) -> list[Any]:
-    """Return all pairs as parameters; the quick tier has one in `every`, along diagonals.
+    """Return all pairs as parameters. The quick tier has one pair in `every`, along diagonals.
 
-    With `every` no more than there are columns, each row takes part.
+    If `every` is at most the number of columns, each row is part of the quick tier.
     """
     rows, columns = list(rows), list(columns)
     pairs = [(row, column) for row in rows for column in columns]

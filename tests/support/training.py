@@ -1,4 +1,4 @@
-"""Gradients that every method is tested with, and some steps of reducing them."""
+"""Gradients for tests of every method, and some steps that reduce them."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ SHAPES = {"conv": (7, 3, 3, 3), "bias": (7,), "one": (1,), "scalar": (), "none":
 
 
 def make(name: str, density: float | None = None) -> Method:
-    """Return a method with the options that its row gives for tests, with another density if it has one."""
+    """Return a method with its test options, and with the given density if it has this option."""
     options = dict(METHODS[name].traits.test_options)
     if density is not None and "density" in options:
         options["density"] = density
@@ -44,7 +44,7 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def kept(reducer: Reducer) -> Tensor:
-    """Everything that a rank holds back, per element."""
+    """Return the sum of a rank's state per element."""
     return sum(flat(per_param) for per_param in reducer.state_dict()["elements"].values()) + torch.zeros(())
 
 

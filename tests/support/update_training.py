@@ -1,4 +1,4 @@
-"""A model, optimizers, and steps whose updates are exchanged, with a check of what is lost."""
+"""A model, optimizers, and steps with exchanged updates, with a check for losses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 
 
 class OthersAdam(torch.optim.Optimizer):
-    """Adam, as others than torch write it; names in the state are `first` and "exp_avg_sq"."""
+    """Adam as in other packages than torch. The names in its state are `first` and "exp_avg_sq"."""
 
     first = "exp_avg"
 
     def __init__(self, params: Any, lr: float, betas: Sequence[float] = (0.9, 0.999)) -> None:
-        # The last one is what torch's has besides, for tests that compare.
+        # The last option exists only in torch's Adam; tests that compare both need it.
         super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False})
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"a": (7, 5), "b": (3,), "c": (2, 4, 3), "n
 
 
 class Net(nn.Module):
-    """Its loss is the product of its weights and what a rank is given, so that gradients are what a test says."""
+    """A model whose gradients are given by a test: its loss is the product of its weights and a rank's input."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
@@ -107,18 +107,17 @@ def train(
     net: Net | None = None,
     delayed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Train, and check in every step that what ranks have changed is what all apply and what they keep.
+    """Train, and check in every step that the ranks' changes equal the applied plus the kept parts.
 
-    With `delayed` over all steps together, as what is sent in one is applied in the next.
+    With `delayed` the check covers all steps together, because each step applies the entries of the previous step.
 
     Returns:
-        The weights, what was lost, and what rounding explains.
+        The weights, the lost part, and the bound of rounding errors.
     """
     net = net or Net(dtype)
     optim = OPTIMIZERS[optimizer](net.parameters())
-    rule = UpdateRule(
-        rescale=False, overlap="next_step" if delayed else "none"
-    )  # so that the weights say what is exchanged
+    # Without rescaling, the weights show the exchanged part.
+    rule = UpdateRule(rescale=False, overlap="next_step" if delayed else "none")
     reducer = Reducer(replace(chosen, update_rule=rule), comm, granularity=granularity, exchanged="update")
     updates = DeltaExchange(reducer, net, [optim])
     reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
@@ -135,7 +134,7 @@ def train(
         updates.wait()
         if delayed and step == steps - 1:
             updates.complete()
-        # The mean over the ranks of (x − w) + e + (momentum to come), before, is what x moves by and what is left.
+        # The ranks' mean of (x − w) + e + (unspent momentum) before the exchange equals the move of x plus the rest.
         left = residual(reducer) + still_to_come(optim, net, before, changed)
         difference = changed.double() + kept + owed - left
         differences += difference
@@ -146,14 +145,14 @@ def train(
             continue
         lost = (total - ((start if delayed else before) - weights(net))).abs()
         eps = 2.0 ** (-8 if dtype == torch.bfloat16 else -23)
-        # The weights are rounded once, each rank's terms three times; with delay, in each step before, too.
+        # Weights are rounded once, and each rank's terms three times; with delay, also in each earlier step.
         bound = torch.full_like(lost, largest * (eps + 8 * 2.0**-23) * (2 * steps if delayed else 1))
         assert (lost <= bound).all(), (step, lost.max(), bound.max())
     return weights(net), lost, bound
 
 
 def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, before: Tensor, changed: Tensor) -> Tensor:
-    """Return the unspent momentum after a step: β/(1 − β) · (change − weight decay) where there is a first moment."""
+    """Return the unspent momentum after a step: β/(1 − β) · (change − weight decay) if there is a first moment."""
     kind, at, found = moments_of(optim), 0, torch.zeros_like(changed)
     groups = {param: group for group in optim.param_groups for param in group["params"]}
     for _, param in sorted(net.named_parameters()):
@@ -169,10 +168,10 @@ def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, before: Tensor, 
 
 
 def exchanged_twice(optimizer: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Train five steps, the last two with ranks that all send the same; one parameter is never trained.
+    """Train five steps; in the last two, all ranks send the same payload. One parameter is never trained.
 
     Returns:
-        The weights, the residual, and where the first moment is zero.
+        The weights, the residual, and a mask of zero first moments.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     shapes = {"a": (130, 90), "idle": (5,), "b": (90,), "empty": (0,), "c": (3, 3), "d": (100, 90)}
@@ -193,7 +192,7 @@ def exchanged_twice(optimizer: str, dtype: torch.dtype, device: str) -> tuple[Te
         for name, param in model.items():
             grad = draw(shapes[name])
             param.grad = None if name == "idle" else grad
-        if step == 3:  # in Adam's first steps all updates are about as large, and rounding decides what is sent
+        if step == 3:  # in Adam's first steps, all updates have about equal size, and rounding decides the selection
             updates = DeltaExchange(reducer, model, [chosen])
         if updates is not None:
             updates.begin(chosen)

@@ -13,11 +13,11 @@ def dense(update: Update, numel: int) -> Tensor:
 
 
 def remainder(compressor, u: Tensor, ctx: Context | None = None) -> Tensor:
-    """Return u less the update that it is compressed to."""
+    """Return u minus its compressed update."""
     return add_(u.clone(), compressor.compress(u, ctx or Context.of(u.numel()))[1], -1)
 
 
 def decoded(compressor, u: Tensor, ctx: Context | None = None) -> Tensor:
-    """Return what other ranks decode of u, dense."""
+    """Return the dense update that other ranks decode."""
     ctx = ctx or Context.of(u.numel())
     return dense(compressor.decode(compressor.compress(u, ctx)[0], ctx), u.numel())

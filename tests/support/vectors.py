@@ -1,4 +1,4 @@
-"""Vectors that selections and compressors are tested with, and the k largest of one, found by sorting."""
+"""Vectors for tests of selections and compressors, and an oracle for the k largest entries."""
 
 import torch
 
@@ -6,7 +6,7 @@ from lightning_sparse.compressors import TopK
 
 
 def oracle(u: torch.Tensor, k: int) -> torch.Tensor:
-    """Sort everything: the bits without the sign, the lowest index first among equals."""
+    """Return the k largest entries by sorting the bits without the sign, with the lowest index first among equals."""
     magnitudes = u.view(torch.int32) & 0x7FFFFFFF
     return magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
 
@@ -64,8 +64,8 @@ DENSITIES = [0.001, 0.005, 0.01, 0.05]
 
 
 def recorded(density: float, steps: int = 12) -> list[torch.Tensor]:
-    """Return what error feedback sees, u = g + e, while an MLP learns real digits with TopK at this density."""
-    from sklearn.datasets import load_digits  # not where kernels are tested on a GPU
+    """Return u = g + e of error feedback in each step, while an MLP learns real digits with TopK at this density."""
+    from sklearn.datasets import load_digits  # imported here, because GPU machines that test kernels may lack it
 
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)

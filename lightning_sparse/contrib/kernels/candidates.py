@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats
-from lightning_sparse.kernels.launch import uses_triton
+from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.select import (
     count_reaching,
     entries_reaching,
-    kth_largest_cpu,
-    topk_cpu,
+    kth_in_c,
+    largest,
     topk_from_maxima,
 )
 from lightning_sparse.kernels.select_triton import Blocks, kth_largest
@@ -41,13 +41,23 @@ def sampled(bits: Tensor, size: int, seed: int) -> Tensor:
     return bits[seed % stride :: stride] & MAGNITUDE
 
 
+@operation
 def kth_magnitude(magnitudes: Tensor, k: int) -> Tensor:
     """Return the k-th largest of int32 magnitudes, 0 < k <= len(magnitudes), as one int32 on their device."""
-    if uses_triton(magnitudes):
-        return kth_largest(Blocks(magnitudes), k)
-    return torch.tensor([kth_largest_cpu(magnitudes, k)], dtype=torch.int32, device=magnitudes.device)
+    return torch.topk(magnitudes, k).values[-1:]
 
 
+@kth_magnitude.by("triton")
+def _kth_by_triton(magnitudes: Tensor, k: int) -> Tensor:
+    return kth_largest(Blocks(magnitudes), k)
+
+
+@kth_magnitude.by("native")
+def _kth_in_c(magnitudes: Tensor, k: int) -> Tensor:
+    return torch.tensor([kth_in_c(magnitudes, k)], dtype=torch.int32, device=magnitudes.device)
+
+
+@operation
 def indices_reaching(bits: Tensor, k: int, thresholds: Tensor, fewest: int, most: int, stats: BlockStats) -> Tensor:
     """Return where magnitudes reach a threshold.
 
@@ -61,8 +71,6 @@ def indices_reaching(bits: Tensor, k: int, thresholds: Tensor, fewest: int, most
     Returns:
         int64 indices, ascending. Where Triton works they are padded with `len(bits)` to a length of `most`.
     """
-    if uses_triton(bits):
-        return _among_the_largest(bits, k, thresholds, fewest, min(most, bits.numel()), stats)
     maxima = bits if stats.maxima is None else stats.maxima
     for threshold in thresholds.tolist():
         # Every block that passes has an entry.
@@ -70,13 +78,15 @@ def indices_reaching(bits: Tensor, k: int, thresholds: Tensor, fewest: int, most
             break
         indices, magnitudes = entries_reaching(bits, stats, threshold)
         if indices.numel() > most:
-            return indices.index_select(0, topk_cpu(magnitudes, k)[0])
+            return indices.index_select(0, largest(magnitudes, k)[0])
         if indices.numel() >= fewest:
             return indices
     return topk_from_maxima(bits, stats, k)
 
 
+@indices_reaching.by("triton")
 def _among_the_largest(bits: Tensor, k: int, thresholds: Tensor, fewest: int, most: int, stats: BlockStats) -> Tensor:
+    most = min(most, bits.numel())
     indices, magnitudes = largest_entries(bits, most + 1, stats)
     reached = magnitudes >= thresholds.unsqueeze(1)
     counts = reached.sum(1)
@@ -95,27 +105,52 @@ def largest_entries(bits: Tensor, count: int, stats: BlockStats) -> tuple[Tensor
     return indices, bits.index_select(0, indices) & MAGNITUDE
 
 
+@operation
 def largest_mask(magnitudes: Tensor, k: int) -> Tensor:
     """Return a bool mask of the k largest magnitudes, 0 < k <= len(magnitudes); of equal ones the first."""
-    if not uses_triton(magnitudes):
-        keep = torch.zeros_like(magnitudes, dtype=torch.bool)
-        keep[topk_cpu(magnitudes, k)[0]] = True
-        return keep
+    keep = torch.zeros_like(magnitudes, dtype=torch.bool)
+    keep[largest(magnitudes, k)[0]] = True
+    return keep
+
+
+@largest_mask.by("triton")
+def _mask_by_triton(magnitudes: Tensor, k: int) -> Tensor:
     kth = magnitudes.sort(descending=True).values[k - 1]
     above, ties = magnitudes > kth, magnitudes == kth
     return above | (ties & (ties.cumsum(0) <= k - above.sum()))
 
 
+@operation
 def keep_indices(indices: Tensor, keep: Tensor, size: int, numel: int) -> Tensor:
     """Return the indices, ascending, where `keep` is true, at most `size`; by Triton padded with `numel` to `size`."""
-    if not uses_triton(indices):
-        return indices[keep]
+    return indices[keep]
+
+
+@keep_indices.by("triton")
+def _keep_and_pad(indices: Tensor, keep: Tensor, size: int, numel: int) -> Tensor:
     return torch.nn.functional.pad(torch.where(keep, indices, numel).sort().values, (0, size), value=numel)[:size]
 
 
+@operation
 def blocks_reaching(bits: Tensor, threshold: Tensor, stats: BlockStats) -> Tensor:
     """Return how many blocks hold a magnitude that reaches a threshold, int32 on the device, as a scalar there."""
     maxima = bits if stats.maxima is None else stats.maxima
-    if uses_triton(bits):
-        return (maxima & MAGNITUDE >= threshold).sum()
     return torch.tensor(count_reaching(maxima, int(threshold)), device=bits.device)
+
+
+@blocks_reaching.by("triton")
+def _blocks_by_triton(bits: Tensor, threshold: Tensor, stats: BlockStats) -> Tensor:
+    maxima = bits if stats.maxima is None else stats.maxima
+    return (maxima & MAGNITUDE >= threshold).sum()
+
+
+@operation
+def narrowed(magnitudes: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """Return those magnitudes for which the mask `above` is true, and the mask of these; with Triton all, and `above`.
+
+    To leave some out, the host has to wait for their number.
+    """
+    return magnitudes[above], above[above]
+
+
+narrowed.by("triton")(lambda magnitudes, above: (magnitudes, above))

@@ -3,7 +3,7 @@
     norms, packed, update = round_to_levels(u, levels, bits, bucket, key)    # what is sent, and what it stands for
     level_values(norms, packed, levels, bits, bucket, len(u))                # the same update
 
-Only for where `uses_kernels`. A norm is summed up as row_numbers.py says.
+A norm is summed up as row_numbers.py says.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_sparse.contrib.kernels.row_numbers import norms_of_rows
+from lightning_sparse.contrib.kernels.row_table import Rows
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
-from lightning_sparse.kernels.uniform import FACTORS, _noise, key_and_step
+from lightning_sparse.kernels.dispatch import operation
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch
+from lightning_sparse.kernels.uniform import FACTORS, _noise, add_uniform_, key_and_step
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -27,6 +30,7 @@ TILE = 1024
 """Elements of a program."""
 
 
+@operation
 def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of each bucket, packed codes, and the values that they stand for, fp32.
 
@@ -35,22 +39,38 @@ def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) ->
         levels: above 0, of a norm; 0 has the code `levels`.
         bits: of a code, at most 8.
         bucket: elements that share a norm.
-        key: of the `Uniform` numbers by which is rounded.
+        key: of the `add_uniform_` numbers by which is rounded.
     """
-    numel, update, numbers = len(u), torch.empty_like(u), key_and_step(key)
-    if uses_triton(u):
-        full = numel // bucket
-        rows = [(0, full * bucket, 0, full, bucket), (full * bucket, numel, full, full + 1, numel - full * bucket)]
-        norms = norms_of_rows(u, [row for row in rows if row[0] < row[1]])
-        codes = torch.empty(numel, dtype=torch.uint8, device=u.device)
-        if numel:
-            constants = {"FIRST": FACTORS[0], "SECOND": FACTORS[1], "TILE": TILE}
-            args = (u, norms, codes, update, *numbers, numel, levels, bucket)
-            launch(_round_to_levels, -(-numel // TILE), *args, **constants)
-        return norms, pack_codes(codes, bits), update
+    # The last bucket, if not full, is a piece of its own, with zeros behind.
+    rows, full = pad(u, (0, -len(u) % bucket)).view(-1, bucket), len(u) // bucket
+    pieces = [*rows[:full].split(max(1, at_a_time(u) // bucket)), rows[full:]]
+    norms = torch.cat([_norms(piece) for piece in pieces])
+    steps = _of_elements(norms / levels, bucket, len(u))
+    x = u / torch.where(steps > 0, steps, 1)
+    # The largest value may be above its norm by rounding, and so its level above those that there are.
+    add_uniform_(x, key).round_().clamp_(-levels, levels)
+    codes = x.to(torch.int8).add_(levels).view(torch.uint8)  # wraps around above 127
+    return norms, pack_codes(codes, bits), x * steps
+
+
+@round_to_levels.by("triton")
+def _round_by_triton(u: Tensor, levels: int, bits: int, bucket: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
+    numel, update = len(u), torch.empty_like(u)
+    norms = norms_of_rows(u, _buckets(numel, bucket))
+    codes = torch.empty(numel, dtype=torch.uint8, device=u.device)
+    if numel:
+        constants = {"FIRST": FACTORS[0], "SECOND": FACTORS[1], "TILE": TILE}
+        args = (u, norms, codes, update, *key_and_step(key), numel, levels, bucket)
+        launch(_round_to_levels, -(-numel // TILE), *args, **constants)
+    return norms, pack_codes(codes, bits), update
+
+
+@round_to_levels.by("native")
+def _round_in_c(u: Tensor, levels: int, bits: int, bucket: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
+    numel, update = len(u), torch.empty_like(u)
     norms = torch.empty(-(-numel // bucket), dtype=torch.float32, device=u.device)
     packed = torch.empty(code_bytes(numel, bits), dtype=torch.uint8, device=u.device)
-    native.run("round_to_levels", u, norms, packed, update, *numbers, numel, levels, bits, bucket)
+    native.run("round_to_levels", u, norms, packed, update, *key_and_step(key), numel, levels, bits, bucket)
     return norms, packed, update
 
 
@@ -58,13 +78,51 @@ def level_values(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: 
     """Return the values, fp32, that `numel` codes stand for; arguments as for `round_to_levels`."""
     native.check_part("norms", norms, -(-numel // bucket))
     native.check_part("codes", packed, code_bytes(numel, bits))
+    return _values(norms, packed, levels, bits, bucket, numel)
+
+
+@operation
+def _values(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: int, numel: int) -> Tensor:
+    return (unpack_codes(packed, bits, numel).float() - levels) * _of_elements(norms / levels, bucket, numel)
+
+
+@_values.by("triton")
+def _values_by_triton(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: int, numel: int) -> Tensor:
     update = torch.empty(numel, dtype=torch.float32, device=packed.device)
-    if not uses_triton(packed):
-        native.run("level_values", norms, packed, update, numel, levels, bits, bucket)
-    elif numel:
+    if numel:
         codes = unpack_codes(packed, bits, numel)
         launch(_level_values, -(-numel // TILE), codes, norms, update, numel, levels, bucket, TILE=TILE)
     return update
+
+
+@_values.by("native")
+def _values_in_c(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: int, numel: int) -> Tensor:
+    update = torch.empty(numel, dtype=torch.float32, device=packed.device)
+    native.run("level_values", norms, packed, update, numel, levels, bits, bucket)
+    return update
+
+
+def _buckets(numel: int, bucket: int) -> Rows:
+    """Return the buckets as rows, the last one of fewer elements by itself."""
+    full = numel // bucket
+    rows = [(0, full * bucket, 0, full, bucket), (full * bucket, numel, full, full + 1, numel - full * bucket)]
+    return [row for row in rows if row[0] < row[1]]
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the 2-norm of each row, though squares of its values may be out of range."""
+    if rows.device.type == "cpu":
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        if bool(((norms > 1e-15) & (norms < 1e15)).all()):
+            return norms
+    magnitudes = rows.abs()
+    largest = magnitudes.amax(1, keepdim=True)
+    scaled: Tensor = torch.linalg.vector_norm(magnitudes / torch.where(largest > 0, largest, 1), dim=1)
+    return scaled * largest.view(-1)
+
+
+def _of_elements(values: Tensor, bucket: int, numel: int) -> Tensor:
+    return values.repeat_interleave(bucket)[:numel]
 
 
 @kernel("key", "step", "levels", "bucket")

@@ -2,13 +2,16 @@
 
     upper, lower = signed_means(u, rows)    # of the non-negatives of each row, and of its negatives
 
-Only for where `uses_kernels`; `rows` is as in row_table.py. A row is added up in pieces, in fp32, and then its pieces
+`rows` is as in row_table.py. By kernels a row is added up in pieces, in fp32, and then its pieces
 are, in fp64: always in the same order, so that the same u gives the same bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +19,9 @@ from torch import Tensor
 
 from lightning_sparse.contrib.kernels.row_table import Rows, first_pieces, longest_row, piece_length, row_table
 from lightning_sparse.kernels import native
+from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -30,38 +34,105 @@ SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2, "norms": 1}
 """What is known of a row: how many sums there are of each of its pieces. cpu/row_numbers.c goes by this order."""
 
 
+@operation
 def used_rows(u: Tensor, rows: Rows) -> Tensor:
     """Return, uint8, which rows of `u` have elements that are not 0."""
-    return _numbers(u, rows, "used", dtype=torch.uint8)[0]
+    return torch.cat([(x != 0).any(1) for x in _rows(u, rows)]).to(torch.uint8)
 
 
+@operation
 def mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
     """Return the mean magnitude of each row of `u`, fp32 (1, rows)."""
-    return _numbers(u, rows, "magnitudes")
+    parts = [u.new_empty(1, 0)]
+    for x in _rows(u, rows)[1:]:
+        sums, factor = _sums(x, lambda part, scale: [_times(part.abs(), scale).sum(1)])
+        parts.append(sums / x.shape[1] * factor)
+    return torch.cat(parts, 1)
 
 
+@operation
 def signed_means(u: Tensor, rows: Rows) -> Tensor:
     """Return means of each row of `u`, of its non-negatives and of its negatives, 0 where there are none: (2, rows)."""
-    return _numbers(u, rows, "means", many=2)
+    parts = [u.new_empty(2, 0)]
+    for x in _rows(u, rows)[1:]:
+        (positive, above, below), factor = _sums(x, _signed_terms)  # NaN is in both sums
+        counts = positive.clamp(min=1), (x.shape[1] - positive).clamp(min=1)
+        parts.append(torch.stack([above / counts[0], below / counts[1]]) * factor)
+    return torch.cat(parts, 1)
 
 
+@operation
 def clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
     """Return the largest magnitude of each row of `u`, or `clip` times its root mean square if that is less, fp32."""
-    return _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0]  # times 0, an infinity is NaN
+    parts = [u.new_empty(1)[:0]]
+    for row in (row for x in _rows(u, rows) for row in x):
+        # Of each tile the largest value, and the norm in units of it, which is in range.
+        found = [_largest_and_norm(tile) for tile in row.split(at_a_time(row))]
+        largest, norms = (torch.stack(part) for part in zip(*found, strict=True))
+        most = largest.amax()
+        total = torch.linalg.vector_norm(norms * (largest / torch.where(most > 0, most, 1)))
+        # In units of the largest, so that nothing is out of range; no infinity, which times 0 is NaN.
+        parts.append((most * (total * min(clip / math.sqrt(len(row)), 1e30)).clamp(max=1)).view(1))
+    return torch.cat(parts)
 
 
 def norms_of_rows(u: Tensor, rows: Rows) -> Tensor:
-    """Return the 2-norm of each row of `u`, fp32, though squares of its elements may be out of range."""
+    """Return the 2-norm of each row of `u`, fp32, though squares of its elements may be out of range; by Triton."""
     return _numbers(u, rows, "norms")[0]
+
+
+def _rows(u: Tensor, rows: Rows) -> list[Tensor]:
+    """Return the rows of each parameter, (rows, length), behind some of no rows."""
+    return [u[:0].view(0, 1), *(u[start:stop].view(-1, length) for start, stop, *_, length in rows)]
+
+
+def _sums(x: Tensor, terms: Callable[[Tensor, float], list[Tensor]]) -> tuple[Tensor, float]:
+    """Return sums over rows, (sums, rows), in units of a power of two that keeps them in range, and that power.
+
+    They are added up in fp32, a tile that stays in the cache at a time: their last bits depend on the tiles.
+
+    Args:
+        x: the rows, (rows, n), fp32.
+        terms: returns sums over the rows of a part of `x`, given also the factor on its values.
+    """
+    most, length = at_a_time(x), x.shape[1]
+    tiles = [row.view(1, -1).split(most, 1) for row in x] if length > most else [[y] for y in x.split(most // length)]
+    sums = x
+    # On the CPU first without scaling, a pass less; but then the host has to look at the sums.
+    for exponent in ([0] if x.device.type == "cpu" else []) + [(length - 1).bit_length()]:
+        found = [[terms(part, 2.0**-exponent) for part in group] for group in tiles]
+        parts = [[functools.reduce(torch.add, same) for same in zip(*group, strict=True)] for group in found]
+        sums = torch.stack([torch.cat(same) for same in zip(*parts, strict=True)])
+        if not exponent and bool(sums.isfinite().all()):
+            break
+    return sums, 2.0**exponent
+
+
+def _signed_terms(x: Tensor, scale: float) -> list[Tensor]:
+    sums = [_times(x.clamp(min=0), scale).sum(1), _times(x.clamp(max=0), scale).sum(1)]
+    return [(x >= 0).sum(1, dtype=torch.int32).float(), *sums]
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
+
+
+def _largest_and_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitude of `x`, and the 2-norm of `x` divided by it."""
+    y = x.abs()
+    largest = y.amax()
+    if x.device.type == "cpu" and 1e-15 < float(largest) < 1e15:
+        return largest, torch.linalg.vector_norm(y) / largest  # no square is out of range
+    return largest, torch.linalg.vector_norm(y / torch.where(largest > 0, largest, 1))
 
 
 def _numbers(
     u: Tensor, rows: Rows, kind: str, *, many: int = 1, dtype: torch.dtype = torch.float32, clip: float = 0.0
 ) -> Tensor:
-    """Return so many numbers of each row, (many, rows)."""
+    """Return so many numbers of each row, (many, rows), by kernels."""
     count = rows[-1][3] if rows else 0
     out = torch.empty(many, count, dtype=dtype, device=u.device)
-    if rows and not uses_triton(u):
+    if rows and backend_of(u) == "native":
         native.run("row_numbers", u, row_table(rows, u), out, [*SUMS].index(kind), clip, count, len(u), len(rows))
     elif rows:
         table, piece, pieces = row_table(rows, u), piece_length(rows), first_pieces(rows)[-1]
@@ -74,6 +145,13 @@ def _numbers(
         numbers = clip, count, len(rows)
         launch(_of_rows, -(-count // each), partial, table, out, *numbers, ROWS=each, WIDE=wide, **constants)
     return out
+
+
+used_rows.by("triton", "native")(lambda u, rows: _numbers(u, rows, "used", dtype=torch.uint8)[0])
+mean_magnitudes.by("triton", "native")(lambda u, rows: _numbers(u, rows, "magnitudes"))
+signed_means.by("triton", "native")(lambda u, rows: _numbers(u, rows, "means", many=2))
+# Not infinity, which times 0 is NaN.
+clipped_maxima.by("triton", "native")(lambda u, rows, clip: _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0])
 
 
 @kernel("pieces", "many")

@@ -4,7 +4,7 @@
     _row_of(table, index, first, last, many, STEPS)    # in a kernel: the number of each index's row
 
 `rows` has the start and the stop of each parameter in the segment, the numbers of its first row and of the one behind
-its last, and their length: what `rows_of` in compressors/rows.py returns.
+its last, and their length: what `rows_of` in contrib/rows.py returns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -40,6 +40,18 @@ def row_table(rows: Rows, like: Tensor) -> Tensor:
         return to_device(torch.tensor([starts, firsts, lengths, first_pieces(rows)[:-1]], device="cpu"), like.device)
 
     return kept((row_table, tuple(rows)), like, make)
+
+
+def of_elements(values: Tensor, rows: Rows, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return the value of its row (values: 1-D) for each element of the segment from `start` to `stop`."""
+    parts = [values[:0]]
+    for begin, end, first, _, length in rows:
+        left, right = max(begin, start) - begin, min(end, end if stop is None else stop) - begin
+        if left < right:
+            one, last = left // length, -(-right // length)
+            spread = values[first + one : first + last].unsqueeze(1).expand(-1, length).reshape(-1)
+            parts.append(spread[left - one * length :][: right - left])
+    return torch.cat(parts)
 
 
 def piece_length(rows: Rows) -> int:

@@ -3,7 +3,7 @@
     packed, update = write_signs(u, rows, upper, lower)    # a bit for each sign, and the value that it stands for
     read_signs(packed, rows, upper, lower)                 # the same update
 
-Only for where `uses_kernels`; `rows` is as in row_table.py.
+`rows` is as in row_table.py.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.contrib.kernels.row_table import Rows, _row_of, row_table
+from lightning_sparse.contrib.kernels.row_table import Rows, _row_of, of_elements, row_table
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.codes import code_bytes
+from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
+from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import bisections
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -27,6 +28,7 @@ TILE = 1024
 """Elements of a program."""
 
 
+@operation
 def write_signs(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
     """Return signs as packed codes, 0 as positive and NaN as negative, and the values that they stand for, fp32.
 
@@ -35,31 +37,48 @@ def write_signs(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Te
         rows: of its parameters.
         upper, lower: fp32, what positive and negative ones stand for in each row.
     """
+    packed = pack_codes((u >= 0).to(torch.uint8), 1)
+    return packed, _values_of_signs(packed, rows, upper, lower)
+
+
+@write_signs.by("triton", "native")
+def _write_by_kernels(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
     packed, update = torch.empty(code_bytes(len(u), 1), dtype=torch.uint8, device=u.device), torch.empty_like(u)
     if rows:
         args = (u, row_table(rows, u), upper, lower, packed, update, len(u), len(rows))
-        if uses_triton(u):
-            launch(_write_signs, -(-len(u) // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
-        else:
+        if backend_of(u) == "native":
             native.run("write_signs", *args)
+        else:
+            launch(_write_signs, -(-len(u) // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
     return packed, update
 
 
 def read_signs(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tensor:
     """Return the values that signs stand for, fp32, all those of the parameters; arguments as for `write_signs`."""
+    native.check_part("signs", packed, code_bytes(rows[-1][1] if rows else 0, 1))
+    return _values_of_signs(packed.contiguous(), rows, upper, lower)  # a column of gathered messages is not contiguous
+
+
+@operation
+def _values_of_signs(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tensor:
+    positive = unpack_codes(packed, 1, rows[-1][1] if rows else 0).bool()
+    return torch.where(positive, of_elements(upper, rows), of_elements(lower, rows))
+
+
+@_values_of_signs.by("triton", "native")
+def _read_by_kernels(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tensor:
     numel = rows[-1][1] if rows else 0
     update = torch.empty(numel, dtype=torch.float32, device=packed.device)
     if rows:
-        packed = packed.contiguous()  # a column of gathered messages is not
-        native.check_part("signs", packed, code_bytes(numel, 1))
         args = (packed, row_table(rows, packed), upper, lower, update, numel, len(rows))
-        if uses_triton(packed):
-            launch(_read_signs, -(-numel // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
-        else:
+        if backend_of(packed) == "native":
             native.run("read_signs", *args)
+        else:
+            launch(_read_signs, -(-numel // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
     return update
 
 
+@operation
 def count_votes(votes: Tensor, used: Tensor, rows: Rows, start: int, turn: int) -> Tensor:
     """Return the signs that most ranks sent for a region of a segment, as packed codes; zeros behind the segment's end.
 
@@ -70,6 +89,24 @@ def count_votes(votes: Tensor, used: Tensor, rows: Rows, start: int, turn: int) 
         start: of the region, in elements of the segment.
         turn: the rank whose vote decides on a tie, or else the next one after it that votes.
     """
+    # Also of CPUs with the loops in C: so in few bits.
+    size, width, numel = len(votes), 8 * votes.shape[1], rows[-1][1] if rows else 0
+    start, stop = min(start, numel), min(start + width, numel)
+    total = torch.zeros(stop - start, dtype=torch.int16, device=votes.device)  # 8 bits would be too few for 128 votes
+    decisive = torch.zeros(stop - start, dtype=torch.int8, device=votes.device)
+    for place in range(size):
+        voter = (turn + place) % size
+        vote = unpack_codes(votes[voter], 1, stop - start).view(torch.int8).mul_(2).sub_(1)
+        vote.mul_(of_elements(used[voter], rows, start, stop).view(torch.int8))
+        total.add_(vote)
+        decisive.add_(vote * (1 - decisive.abs()))
+    # Never 0 where a rank votes; the code is 1 for positive, by the sign bit.
+    won = total.mul_(2).add_(decisive).bitwise_right_shift_(15).add_(1).to(torch.uint8)
+    return pack_codes(torch.nn.functional.pad(won, (0, width - len(won))), 1)
+
+
+@count_votes.by("triton")
+def _count_by_triton(votes: Tensor, used: Tensor, rows: Rows, start: int, turn: int) -> Tensor:
     won = torch.empty(votes.shape[1], dtype=torch.uint8, device=votes.device)
     if len(won):
         size, each, numel = len(votes), used.shape[1], rows[-1][1]

@@ -1,6 +1,6 @@
 """Values of some parameters as -1, 0 or 1 times a scale of each, all parameters in one call: TernGrad's rounding.
 
-Only for where `uses_kernels`; `rows` is as in row_table.py, with one row for each parameter.
+`rows` is as in row_table.py, with one row for each parameter.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.contrib.kernels.row_table import Rows, _parameter_of, row_table
+from lightning_sparse.contrib.kernels.row_table import Rows, _parameter_of, of_elements, row_table
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.codes import code_bytes
+from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
+from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import bisections
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
-from lightning_sparse.kernels.uniform import FACTORS, _noise, key_and_step
+from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.uniform import FACTORS, _noise, add_uniform_, key_and_step
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -25,6 +26,7 @@ TILE = 2048
 """Elements of a program."""
 
 
+@operation
 def round_to_ternary(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: int) -> tuple[Tensor, Tensor]:
     """Return packed codes 0, 1 and 2 for `u`, and the values -1, 0 and 1 times the scales that they stand for, fp32.
 
@@ -33,30 +35,59 @@ def round_to_ternary(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: in
         rows: of its parameters.
         own: fp32, of each parameter; to ± this `u` is clipped.
         scales: fp32, of each parameter, no less than `own`.
-        key: of the `Uniform` numbers by which is rounded.
+        key: of the `add_uniform_` numbers by which is rounded.
     """
+    limits, shares = torch.where(own > 0, own, 1), torch.where(scales > 0, own / scales, 0)
+    x = (u / of_elements(limits, rows)).clamp_(-1, 1).mul_(of_elements(shares, rows))
+    add_uniform_(x, key).round_()
+    return pack_codes(x.to(torch.int8).add_(1).view(torch.uint8), 2), x * of_elements(scales, rows)
+
+
+@round_to_ternary.by("triton", "native")
+def _round_by_kernels(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: int) -> tuple[Tensor, Tensor]:
     packed, update = torch.empty(code_bytes(len(u), 2), dtype=torch.uint8, device=u.device), torch.empty_like(u)
     if rows:
         args = (u, row_table(rows, u), own, scales, packed, update, *key_and_step(key), len(u), len(rows))
-        if uses_triton(u):
+        if backend_of(u) == "native":
+            native.run("round_to_ternary", *args)
+        else:
             constants = {"STEPS": bisections(len(rows)), "FIRST": FACTORS[0], "SECOND": FACTORS[1], "TILE": TILE}
             launch(_round, -(-len(u) // TILE), *args, **constants)
-        else:
-            native.run("round_to_ternary", *args)
     return packed, update
 
 
+@operation
 def ternary_values(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tensor:
     """Return the means, fp32, that the sums of the codes of `size` ranks stand for: 1-D, uint8 or int16."""
+    return (codes.float() - size).div_(size).mul_(of_elements(scales, rows))
+
+
+@ternary_values.by("triton", "native")
+def _values_by_kernels(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tensor:
     update = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
     if rows:
         native.check_part("scales", scales, rows[-1][3])
         args = (codes, row_table(rows, codes), scales, update, size, len(codes), len(rows))
-        if uses_triton(codes):
-            launch(_values, -(-len(codes) // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
-        else:
+        if backend_of(codes) == "native":
             native.run("ternary_values", *args, codes.itemsize)
+        else:
+            launch(_values, -(-len(codes) // TILE), *args, STEPS=bisections(len(rows)), TILE=TILE)
     return update
+
+
+@operation
+def sum_of_ternary(packed: Tensor, width: int) -> Tensor:
+    """Return the sums, int16, of `width` codes of 2 bits from each rank, packed: (ranks, bytes)."""
+    total = torch.zeros(width, dtype=torch.int16, device=packed.device)
+    for row in packed:  # one after the other stays in the cache
+        total.add_(unpack_codes(row, 2, width))
+    return total
+
+
+@sum_of_ternary.by("triton")
+def _sum_by_triton(packed: Tensor, width: int) -> Tensor:
+    # They have one plane, so all rows are unpacked as one.
+    return unpack_codes(packed.reshape(-1), 2, width * len(packed)).view(-1, width).sum(0, dtype=torch.int16)
 
 
 @kernel("key", "step", "many")

@@ -1,4 +1,4 @@
-"""Training among ranks of which some are wrong: attacks to try a method with, and election coding."""
+"""Training with faulty or malicious ranks: simulated attacks to test a method with, and election coding."""
 
 from lightning_sparse.contrib.robust.attacked import Attacked
 from lightning_sparse.contrib.robust.election import (

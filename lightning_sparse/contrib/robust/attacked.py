@@ -1,4 +1,4 @@
-"""Attacked: some ranks send something else than their gradients, to see what an aggregator withstands.
+"""Attacked: some ranks send falsified gradients, to test the robustness of an aggregator.
 
 Method(Sign(), NoMemory(), Attacked(MajorityVote(), "negate", share=0.3))
 """
@@ -18,36 +18,37 @@ from lightning_sparse.contrib.options import check
 from lightning_sparse.contrib.order_statistics import share_of
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.pack import gather
-from lightning_sparse.kernels.uniform import Uniform
+from lightning_sparse.kernels.uniform import add_uniform_
 from lightning_sparse.layout import Segment
 
 Attack = Literal["scale", "flip", "negate"]
 OTHER_NUMBERS = 0x9E3779B97F4A7C15
-"""Makes another key of a context's, by which compressors draw their own random numbers."""
+"""Changes a context's key, so that an attacker's random numbers differ from those of compressors."""
 
 
 @dataclass(frozen=True)
 class Attacked(Aggregator[Any]):
-    """Another aggregator, under attack: the last ⌊share · P⌋ ranks multiply their u by something before they send it.
+    """Simulates an attack on another aggregator: the last ⌊share · P⌋ ranks multiply their u before they send it.
 
-    The three attacks of Bernstein et al. 2019, arXiv 1810.05291, section 3.3. An attacker knows its own gradient only.
+    The attacks are the three of Bernstein et al. 2019, arXiv 1810.05291, section 3.3. An attacker knows only its own
+    gradient.
 
-    - "scale": by one number for each step and segment, drawn from 0.01 to 100, its logarithm uniform.
-    - "flip": each element by +1 or −1 at random.
-    - "negate": by −1.
+    - "scale" multiplies u by one number per step and segment, drawn log-uniformly from 0.01 to 100.
+    - "flip" multiplies each element by +1 or −1 at random.
+    - "negate" multiplies u by −1.
 
-    An attacker keeps what an honest rank would: its residual is that of its own u. The result is not taken for a mean,
-    so no dense mean takes its place, and no updates are exchanged. A number that is not finite still is an error on all
-    ranks, an attacker's too.
+    An attacker keeps the same residual as an honest rank: that of its original u. The result does not count as a mean,
+    so there is no fallback to dense, and updates are not supported. A number that is not finite still raises an error
+    on all ranks, also if it is an attacker's.
 
     Attributes:
-        aggregator: what all ranks do with what they are sent.
+        aggregator: aggregator of all ranks.
         attack: "scale", "flip" or "negate".
-        share: α, the share of the ranks that attack, in [0, 0.5).
+        share: α, the share of ranks that attack, in [0, 0.5).
 
     Raises:
-        TypeError: `aggregator` is none.
-        ValueError: an attack that is not known, or a share out of range.
+        TypeError: `aggregator` is not an Aggregator.
+        ValueError: the attack is unknown, or the share is out of range.
     """
 
     aggregator: Aggregator[Any]
@@ -55,7 +56,7 @@ class Attacked(Aggregator[Any]):
     share: float
 
     averages = False
-    divides = True  # statistics of u are not those of what an attacker compresses
+    shards_segment = True  # an attacker does not compress u, so statistics of u do not apply
 
     def __post_init__(self) -> None:
         if not isinstance(self.aggregator, Aggregator):
@@ -66,12 +67,12 @@ class Attacked(Aggregator[Any]):
 
     @property
     def state(self) -> tuple[StateSpec, ...]:  # type: ignore[override]
-        """What `aggregator` keeps."""
+        """State of `aggregator`."""
         return self.aggregator.state
 
     @property
     def ranks_per_link(self) -> int:  # type: ignore[override]
-        """As `aggregator`."""
+        """Value of `aggregator`."""
         return self.aggregator.ranks_per_link
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
@@ -80,9 +81,9 @@ class Attacked(Aggregator[Any]):
         factor = self.factor(u, ctx)
         sent = u * factor
         update, applied = self.aggregator(sent, compressor, exchange, ctx)
-        if applied is sent:  # all of it; an aggregator may have overwritten it since
+        if applied is sent:  # all of u; the aggregator may have overwritten `sent`
             return update, u
-        # What went into the result, in terms of u.
+        # Convert the applied part to a part of u.
         back = factor.reciprocal()
         if isinstance(applied, Tensor):
             return update, applied * back
@@ -91,12 +92,12 @@ class Attacked(Aggregator[Any]):
         return update, Entries(applied.indices, applied.values * back)
 
     def factor(self, u: Tensor, ctx: Context) -> Tensor:
-        """Return what an attacker multiplies `u` by in this step, fp32: as many numbers as `u` has, or one."""
+        """Return an attacker's fp32 factors on `u` in this step: one per element of `u`, or one in total."""
         if self.attack == "negate":
             return torch.full((1,), -1.0, device=u.device)
         numbers = torch.zeros(u.numel() if self.attack == "flip" else 1, device=u.device)
         # In (-1/2, 1/2), none of them 0.
-        Uniform(ctx.key(shared=False) ^ OTHER_NUMBERS, len(numbers), u.device).add_(numbers, 0)
+        add_uniform_(numbers, ctx.key(shared=False) ^ OTHER_NUMBERS)
         return numbers.sign_() if self.attack == "flip" else torch.pow(10, 4 * numbers)
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:

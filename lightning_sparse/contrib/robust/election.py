@@ -1,10 +1,10 @@
-"""Election coding: each worker votes for several parts of the data, so that the vote of all withstands wrong workers.
+"""Election coding: each worker votes for several parts of the data, so that the overall vote tolerates wrong workers.
 
-Sohn et al. 2020, arXiv 1910.06093. Of n workers and as many parts of each step's data, an allocation, a bool matrix of
-shape (n, n), says who works on what: `allocation[i, j]` is whether worker i computes the gradient of part j. A worker
-votes, for each coordinate, the sign that most of its parts' gradients have; then all step by the sign that most workers
-vote for, as the method `signsgd` does. With `deterministic_allocation(n, b)` that is the sign of most of the n parts
-for all inputs, whatever b of the workers vote instead.
+Sohn et al. 2020, arXiv 1910.06093. There are n workers, and the data of each step are divided into n parts. An
+allocation is a bool matrix of shape (n, n): `allocation[i, j]` is True if worker i computes the gradient of part j. For
+each coordinate, a worker votes for the majority sign of its parts' gradients. All workers then step by the majority
+sign of the workers' votes, as in the method `signsgd`. With `deterministic_allocation(n, b)` the result is always the
+majority sign of the n parts, regardless of the votes of b workers.
 
     allocation = deterministic_allocation(9, byzantine=2)
     sampler = PartSampler(dataset, allocation, part_size=16)              # on each worker
@@ -29,10 +29,11 @@ from lightning_sparse.options import check_seed
 
 
 def deterministic_allocation(workers: int, byzantine: int) -> Tensor:
-    """Return an allocation with which the vote is exact although some workers vote as they like.
+    """Return an allocation for which the vote is exact even if some workers vote arbitrarily.
 
-    With L = ⌊(n − 2b − 1) / (2b + 2)⌋ and s = (n − 1)/2 − b − L: worker i of the first s has part i alone; the next L
-    have 2b + 1 consecutive parts each, from part s on, each b + 1 further; all others have all parts.
+    Let L = ⌊(n − 2b − 1) / (2b + 2)⌋ and s = (n − 1)/2 − b − L. Each worker i of the first s has only part i. The next
+    L workers have 2b + 1 consecutive parts each. The first of them starts at part s, and each next worker starts b + 1
+    parts later. All other workers have all parts.
 
         >>> deterministic_allocation(5, 1).long()
         tensor([[1, 0, 0, 0, 0],
@@ -43,20 +44,20 @@ def deterministic_allocation(workers: int, byzantine: int) -> Tensor:
 
     Args:
         workers: n, odd.
-        byzantine: b, how many workers may vote as they like, less than half of them. The most that this allocation
-            withstands: b + 1 can change the vote.
+        byzantine: b, number of workers that may vote arbitrarily, less than half of them. The allocation tolerates no
+            more: b + 1 workers can change the vote.
 
     Returns:
-        bool, (n, n). All rows have an odd number of parts, so no local vote is a tie.
+        Bool matrix of shape (n, n). All rows have an odd number of parts, so no local vote is a tie.
 
     Raises:
-        ValueError: an even n, or a b that no allocation withstands.
+        ValueError: n is even, or no allocation tolerates b.
     """
     n = check("workers", workers, "deterministic_allocation")
     b = check("byzantine", byzantine, "deterministic_allocation")
     if 2 * b >= n:
         raise ValueError(
-            f"deterministic_allocation(workers={n}, byzantine={b}): no vote withstands so many; at most {(n - 1) // 2}."
+            f"deterministic_allocation(workers={n}, byzantine={b}): no vote tolerates so many; at most {(n - 1) // 2}."
         )
     overlapping = (n - 2 * b - 1) // (2 * b + 2)
     alone = (n - 1) // 2 - b - overlapping
@@ -70,22 +71,21 @@ def deterministic_allocation(workers: int, byzantine: int) -> Tensor:
 
 
 def bernoulli_allocation(workers: int, probability: float, seed: int = 0) -> Tensor:
-    """Return an allocation drawn at random: each worker has each part with a probability p, independently.
+    """Return a random allocation: each worker has each part with probability p, independently.
 
-    About np parts for each worker; the paper takes p of the order of √(log n / n). The vote is exact with high
-    probability only. A worker that got no part, and a part that got no worker, are given each other's of the same
-    number.
+    Each worker has about np parts. The paper chooses p of the order of √(log n / n). The vote is exact only with high
+    probability. If worker i has no part, or part i has no worker, worker i gets part i.
 
     Args:
         workers: n, odd.
         probability: p, in (0, 1].
-        seed: equal on all ranks.
+        seed: seed of the allocation, equal on all ranks.
 
     Returns:
-        bool, (n, n).
+        Bool matrix of shape (n, n).
 
     Raises:
-        ValueError: an even n, or a probability out of range.
+        ValueError: n is even, or the probability is out of range.
     """
     n = check("workers", workers, "bernoulli_allocation")
     p = check("probability", probability, "bernoulli_allocation")
@@ -96,26 +96,26 @@ def bernoulli_allocation(workers: int, probability: float, seed: int = 0) -> Ten
 
 
 class PartSampler(DistributedSampler[Any]):
-    """The examples of a worker's parts, part by part, in each step.
+    """Yields the examples of a worker's parts, part by part, for each step.
 
-    The data are shuffled anew in each epoch, alike on all workers; each step takes n parts of `part_size` examples of
-    them, and what does not fill a step is left out. Lightning takes it as it is, as a `DistributedSampler`, and calls
-    `set_epoch`; so does a loop of one's own. Batches are of `batch_size` examples, which differs between workers;
-    `batch.split(part_size)` are the parts.
+    Each epoch shuffles the data in the same order on all workers. Each step uses n parts of `part_size` examples. The
+    rest of the data, which does not fill a step, is skipped. Lightning accepts the sampler because it is a
+    `DistributedSampler`, and calls `set_epoch`; call it yourself in your own loop. A batch has `batch_size` examples,
+    which differs between workers. `batch.split(part_size)` returns the parts.
 
     Args:
-        dataset: with a length, equal on all workers.
-        allocation: which parts each worker has, bool, (n, n).
-        part_size: examples of a part.
-        rank: this worker; None asks torch.distributed, and checks that it has n ranks.
-        seed: of the order; equal on all workers.
+        dataset: dataset with a length, equal on all workers.
+        allocation: bool matrix of shape (n, n) of the workers' parts.
+        part_size: number of examples of a part.
+        rank: this worker; None uses torch.distributed, which must have n ranks.
+        seed: seed of the order, equal on all workers.
 
     Attributes:
-        batch_size: examples of this worker's parts together.
+        batch_size: total number of examples of this worker's parts.
 
     Raises:
-        ValueError: an allocation of another shape, for another number of workers, or with a worker without parts; a
-            part without data.
+        ValueError: the allocation has another shape, is for another number of workers, or has a worker without parts;
+            or a part would have no data.
     """
 
     def __init__(
@@ -151,19 +151,19 @@ class PartSampler(DistributedSampler[Any]):
 
 
 def local_vote(losses: Iterable[Tensor], params: Iterable[Tensor]) -> Tensor:
-    """Return the mean of some losses; its gradient is, for each coordinate, the sign that most of their gradients have.
+    """Return the mean of losses. Its gradient is, for each coordinate, the majority sign of the losses' gradients.
 
-    So `local_vote(...).backward()`, or returning it from a LightningModule's `training_step`, hands the worker's vote
-    to DDP or to an optimizer as if it were the gradient. On a tie the first loss whose gradient is not 0 there decides;
-    where all are 0, or NaN, the vote is.
+    Call `local_vote(...).backward()`, or return the mean from a LightningModule's `training_step`. Then DDP or the
+    optimizer receives the worker's vote instead of the gradient. In a tie, the first loss with a nonzero gradient in
+    that coordinate decides. If all gradients are 0, the vote is 0; if one is NaN, the vote is NaN.
 
     Args:
-        losses: a scalar for each part, each of its own graph. A generator computes them one by one, so that only one
-            graph is in memory at a time.
-        params: those to differentiate by; frozen ones are left out.
+        losses: one scalar per part, each with its own graph. If you pass a generator, only one graph is in memory at a
+            time.
+        params: parameters to differentiate by; frozen parameters are skipped.
 
     Raises:
-        ValueError: no loss, or no parameter that requires a gradient.
+        ValueError: there is no loss, or no parameter that requires a gradient.
     """
     trained = [param for param in params if param.requires_grad]
     totals, firsts = ([torch.zeros_like(param, dtype=torch.float32) for param in trained] for _ in range(2))
@@ -186,7 +186,7 @@ def local_vote(losses: Iterable[Tensor], params: Iterable[Tensor]) -> Tensor:
 
 
 class _Vote(torch.autograd.Function):
-    """A value with given gradients."""
+    """Returns a value and assigns given gradients to it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, votes: list[Tensor], *params: Tensor) -> Tensor:

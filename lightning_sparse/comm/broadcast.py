@@ -1,4 +1,4 @@
-"""Tensors become rank 0's: all of some, or those that are not already."""
+"""Broadcasts tensors from rank 0: all tensors, or only the tensors whose hashes differ."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from torch import Tensor
 from lightning_sparse.comm.base import Comm
 
 AT_ONCE = 1 << 28
-"""Most bytes of a message with several tensors in it: a copy of them."""
+"""Largest size in bytes of a message that combines several tensors. The message is a copy of them."""
 
 
 @torch.no_grad()
 def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Overwrite tensors with rank 0's, by one message of all dtypes from `device`, where `comm` can send from."""
-    longest_first = sorted(tensors, key=lambda x: (-x.element_size(), str(x.dtype)))  # aligned in the message, then
+    """Overwrite tensors with rank 0's, in one message for all dtypes.
+
+    Args:
+        comm: connection to the other ranks.
+        tensors: tensors to overwrite; all ranks pass equal shapes and dtypes.
+        device: device of the message, one that `comm` can send from.
+    """
+    longest_first = sorted(tensors, key=lambda x: (-x.element_size(), str(x.dtype)))  # keeps them aligned
     parts = [_as_bytes(tensor.to(device)) for tensor in longest_first]
     message = torch.cat(parts)
-    comm.broadcast(message, 0)  # as bytes: gloo does not know all dtypes
+    comm.broadcast(message, 0)  # as bytes, because gloo does not support all dtypes
     if comm.rank == 0:
         return
     received = message.split([part.numel() for part in parts])
@@ -34,16 +40,16 @@ def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> No
 
 @torch.no_grad()
 def broadcast_differing(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Overwrite those tensors with rank 0's that are not equal on all ranks, bit by bit, as their hashes show.
+    """Overwrite tensors with rank 0's if their hashes differ between ranks.
 
-    Most models start from equal weights, by a seed or a file: 100 million of them would take half a minute over
-    100 Mbit/s, and their hashes take less than a second. All ranks call it, with tensors of the same shapes and dtypes.
-    `comm.sent_bytes` is left as it is: it says what steps send.
+    Most models start from equal weights, from a seed or a file. Sending 100 million weights over 100 Mbit/s would take
+    half a minute; comparing their hashes takes less than a second. All ranks call this function with tensors of equal
+    shapes and dtypes. `comm.sent_bytes` does not change, because it counts the bytes of training steps.
     """
     if comm.size == 1 or not tensors:
         return
     sent = comm.sent_bytes
-    with ThreadPoolExecutor() as pool:  # a processor hashes about 0.7 GB/s
+    with ThreadPoolExecutor() as pool:  # one core hashes about 0.7 GB/s
         own = torch.tensor([*pool.map(_hash, tensors)], dtype=torch.int64, device=device)
     hashes = comm.all_gather_rows(own)
     differ = comm.to_host_async((hashes != hashes[0]).any(0))()
@@ -61,7 +67,7 @@ def broadcast_differing(comm: Comm, tensors: Sequence[Tensor], device: torch.dev
 
 
 def _hash(x: Tensor) -> int:
-    """Return 64 bits of a cryptographic hash of a tensor's elements, in the order of its shape."""
+    """Return 64 bits of a cryptographic hash of a tensor's elements in row-major order."""
     digest = hashlib.sha256(_as_bytes(x.detach().cpu()).numpy().data).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 

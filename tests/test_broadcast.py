@@ -1,4 +1,4 @@
-"""Tensors become rank 0's, in few messages and few bytes."""
+"""Broadcasting tensors from rank 0 in few messages and few bytes."""
 
 import math
 
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import simulate
-from lightning_sparse.comm import Comm, rank_0
-from lightning_sparse.comm.rank_0 import broadcast, broadcast_differing
+from lightning_sparse.comm import Comm
+from lightning_sparse.comm import broadcast as broadcast_module
+from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from tests.support.tiers import tiers
 
 CPU = torch.device("cpu")
@@ -51,11 +52,11 @@ def test_a_broadcast_is_one_message_whatever_the_tensors():
         assert [x.dtype for x in received] == [x.dtype for x in made(0)]
 
 
-@pytest.mark.parametrize("at_once", [rank_0.AT_ONCE, 24, 1])
+@pytest.mark.parametrize("at_once", [broadcast_module.AT_ONCE, 24, 1])
 @pytest.mark.parametrize("size", tiers([1, 2, 3, 5, 8], [1, 2, 3]))
 def test_only_what_differs_is_sent(size, at_once, monkeypatch):
-    """Whichever rank has it; what is equal is left as it is, by bits."""
-    monkeypatch.setattr(rank_0, "AT_ONCE", at_once)
+    """Any rank may differ. Equal tensors keep their bits."""
+    monkeypatch.setattr(broadcast_module, "AT_ONCE", at_once)
 
     def rank(comm: Comm) -> tuple[list[int], list[int], list[Tensor]]:
         mine, others = made(comm.rank), made(0)
@@ -81,7 +82,7 @@ def test_only_what_differs_is_sent(size, at_once, monkeypatch):
 
 
 def test_messages_have_a_most_length(monkeypatch):
-    monkeypatch.setattr(rank_0, "AT_ONCE", 40)
+    monkeypatch.setattr(broadcast_module, "AT_ONCE", 40)
 
     def rank(comm: Comm) -> tuple[int, list[Tensor]]:
         tensors = [torch.full((n,), float(comm.rank)) for n in (4, 6, 1, 20, 1)]  # 16, 24, 4, 80 and 4 bytes

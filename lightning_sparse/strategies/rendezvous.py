@@ -1,4 +1,4 @@
-"""Whether ranks that an error has ended still call collectives together: each may be alone with its error."""
+"""After an error: finds out whether all ranks will join the next collective, or each is alone with its error."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.distributed as dist
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.peers import ANSWER_SECONDS
 from lightning_sparse.comm.process_group import default_store
-from lightning_sparse.comm.store import BoundedStore, StoreSilent
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 MEET_SECONDS = 5.0
-"""Seconds to wait for the others: longer than ranks need to hear of an error, unless they are not in a step."""
+"""Seconds to wait for the other ranks. Ranks that are in a step learn of an error sooner."""
 
 
-class Meetings:
-    """One rank's way to find, through the process group's store, whether the others come to a collective.
+class Rendezvous:
+    """Finds out through the process group's store whether all ranks will join a collective.
 
-    All ranks call the same methods in the same order. A rank that was alone once stays so until the next fit.
+    All ranks call the same methods in the same order. Once a rank is alone, it stays alone until the next fit.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Meetings:
         self._alone = False
 
     def end_fit(self) -> None:
-        """Forget the fit that has ended, by an error or not."""
+        """Reset the state after a fit, with or without an error."""
         self._fits, self._calls, self._alone = self._fits + 1, 0, False
 
-    def all_come(self) -> bool:
-        """Return whether all ranks come to the collective that this one is about to call; the same on all."""
+    def all_ranks_present(self) -> bool:
+        """Return whether all ranks will join the collective that this rank is about to call; equal on all ranks."""
         if dist.get_world_size() == 1:
             return True
         if not self._alone:
@@ -40,12 +40,12 @@ class Meetings:
 
     @staticmethod
     def _meet(key: str) -> bool:
-        with contextlib.suppress(StoreSilent, dist.DistError, RankFailure):
+        with contextlib.suppress(StoreTimeout, dist.DistError, RankFailure):
             store = BoundedStore(default_store(), ANSWER_SECONDS)
             store.set(f"{key}/{dist.get_rank()}", "")
             keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
             here = store.has_within(MEET_SECONDS, keys)
-            # The first one decides for all: one may come just as another goes.
+            # The first rank decides for all, because a rank may arrive just when another stops waiting.
             store.compare_set(f"{key}/decision", "", "together" if here else "alone")
             return store.get(f"{key}/decision") == b"together"
         return False
