@@ -220,7 +220,7 @@ class BackwardOverlap:
 
     def _say(self, why: str) -> None:
         if self._speaks:
-            log.info(f"DeltaExchange are exchanged after backward: {why}.")
+            log.info(f"Updates are exchanged after backward: {why}.")
 
     def _remove_hooks(self) -> None:
         for hook in self._plan.hooks:
