@@ -222,10 +222,8 @@ class Exchange:
         if not self._by_triton:
             self._raise(worst() - OK)
             return
-        self.ctx, self.precompressed = (
-            replace(self.ctx, stats=None, payout=None),
-            None,
-        )  # `deferred` does not need their memory
+        # Free memory that `deferred` does not need.
+        self.ctx, self.precompressed = replace(self.ctx, stats=None, payout=None), None
         found, fine = self._root._found or (None, None)
         self.step_ok = fine if found is status else status == OK
         self.deferred = lambda: self._raise(worst() - OK)

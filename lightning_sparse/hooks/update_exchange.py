@@ -138,15 +138,15 @@ class UpdateExchanger:
             **options,
         )
         self._rates = Rates(session.comm, optimizers, session.device)
-        self._others = UnattachedOptimizerCheck(optimizers, model)
+        self._unattached = UnattachedOptimizerCheck(optimizers, model)
         try:
-            self._become_rank_0s()
+            self._broadcast_weights()
             self._rates.compare()
             worker = Worker(session.stream, session.over_nccl, session.look, session.end_by, session.free_device)
             self.updates = DeltaExchange(session.reducer, model, optimizers, buffers, worker)
         except BaseException as error:  # for example, too little memory for a copy of the weights
             session.fail(error)
-            self._others.close()
+            self._unattached.close()
             session.close(pending=session.over_nccl)
             raise
         for optimizer in optimizers:
@@ -157,7 +157,7 @@ class UpdateExchanger:
         ]
         wrap("step", self._scaled_step)
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
-        self._by_hand = UntrackedUpdateCheck(others, self.updates.has)
+        self._untracked = UntrackedUpdateCheck(others, self.updates.has)
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether parameters without updates may differ among ranks
         worker.start()
@@ -198,12 +198,12 @@ class UpdateExchanger:
 
     def begin(self) -> None:
         """Start from rank 0's weights, which may have changed since this object was made."""
-        self._become_rank_0s()
+        self._broadcast_weights()
         for optimizer in self.optimizers:
             self.updates.begin(optimizer)
 
-    def _become_rank_0s(self) -> None:
-        if (model := self._others.model) is not None:
+    def _broadcast_weights(self) -> None:
+        if (model := self._unattached.model) is not None:
             tensors = [*(param.detach() for param in model.parameters()), *self._buffers.at_start.values()]
             broadcast_differing(self.comm, tensors, self._session.device)
 
@@ -300,7 +300,7 @@ class UpdateExchanger:
     def _during(self, exchange: Callable[[], None]) -> None:
         """Run `exchange`, record its failure, and measure how long training waits."""
         self._begin_exchange()
-        self._by_hand.look()
+        self._untracked.look()
         started = time.perf_counter()
         try:
             exchange()
@@ -349,7 +349,7 @@ class UpdateExchanger:
         A momentum encoder does so, for example. The value of rank 0 is used, as for buffers: a checkpoint contains this
         value, and a mean may be invalid. For example, a mean of unit vectors is not a unit vector.
         """
-        model = self._others.model
+        model = self._unattached.model
         if model is None:
             return
         others = [x.detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
@@ -382,7 +382,7 @@ class UpdateExchanger:
         for hook in self._hooks:
             hook.remove()
         unwrap("step", self._scaled_step)
-        self._others.close()
+        self._unattached.close()
         if self._overlap is not None:
             self._overlap.close()
         ended = self.updates.close()

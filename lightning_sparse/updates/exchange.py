@@ -73,7 +73,7 @@ class DeltaExchange:
         self._begun: set[Optimizer] = set()
         self._new: list[str] = []  # parameters to broadcast from rank 0 after their first exchange
         self._futures: list[Future[Any]] = []  # of the exchange that the worker runs
-        self._rank_0s: dict[str, Tensor] = {}  # copies of buffers, which the pending exchange broadcasts
+        self._buffer_copies: dict[str, Tensor] = {}  # copies of buffers, which the pending exchange broadcasts
 
     def _lay_out(self, weights: Mapping[str, Tensor], optimizer_of: Mapping[str, Optimizer]) -> None:
         assert self._reducer.layout is not None
@@ -296,8 +296,8 @@ class DeltaExchange:
 
     def _exchange_later(self, pending: Sequence[PendingExchange]) -> None:
         self._reducer.in_flight = True
-        self._rank_0s = {name: buffer.clone() for name, buffer in self._buffers().items()}
-        copies, reducer = list(self._rank_0s.values()), self._reducer
+        self._buffer_copies = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        copies, reducer = list(self._buffer_copies.values()), self._reducer
 
         def finish() -> None:
             for each in pending:
@@ -343,11 +343,11 @@ class DeltaExchange:
             self._write_stale()
             for param, change in kept:
                 param.sub_(change)
-            present, rank_0s = self._buffers(), self._rank_0s
-            self._rank_0s = {}
-            for name in present.keys() & rank_0s.keys():
-                if present[name].shape == rank_0s[name].shape:
-                    present[name].copy_(rank_0s[name])
+            present, copies = self._buffers(), self._buffer_copies
+            self._buffer_copies = {}
+            for name in present.keys() & copies.keys():
+                if present[name].shape == copies[name].shape:
+                    present[name].copy_(copies[name])
         self._reducer.raise_deferred()
 
     def close(self) -> bool:
