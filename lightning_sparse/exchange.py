@@ -58,10 +58,10 @@ class Exchange:
     """A `Comm` for the payloads of one segment in one step.
 
     Args:
-        comm: this rank's wire.
+        comm: this rank's connection to the other ranks.
         ctx: the segment and the step.
         fingerprint: 32-bit digest of everything that must be equal on all ranks.
-        device: of the tensors.
+        device: the device of the tensors.
         in_sync: whether ranks are known to count steps alike, because the last exchange of this segment was the same.
         exchanged: name of the exchanged quantity in errors.
 
@@ -133,7 +133,7 @@ class Exchange:
 
         Args:
             u: 1-D, fp32.
-            compressor: of the method.
+            compressor: the compressor of the method.
             region: the context of the part of the segment that `u` is; None if it is all of it.
         """
         if self.precompressed is not None:
@@ -247,7 +247,7 @@ class Exchange:
             self._root.worst = note_broken(flat, None, self._too_large, self._root.worst, OK, place=False)
 
     def _first_element(self, ctx: Context) -> int:
-        """Return this rank's status for a non-finite first element of `ctx`'s segment, which is a part of ours."""
+        """Return this rank's status for a non-finite first element of `ctx`'s segment, which may be a region."""
         return status_of(self.comm.ranks[self.rank]) + 1 + ctx.segment.start - self._root.ctx.segment.start
 
     @property

@@ -70,11 +70,11 @@ class PendingExchange(NamedTuple):
 
 
 class Reducer:
-    """One rank's side of compressed gradient averaging: a method, a wire and the state.
+    """One rank's side of compressed gradient averaging: a method, a connection to the other ranks, and the state.
 
     Args:
         method: a `Method`, or the name of one.
-        comm: this rank's wire.
+        comm: this rank's connection to the other ranks.
         seed: the seed of all random choices; equal on all ranks.
         granularity: the unit of compression: "layer", "bucket" or "model" (see `Layout.of`).
         bucket_cap_mb: size of a "bucket" in MiB.

@@ -23,7 +23,7 @@ class Rates:
     """Warns once, on rank 0, if learning rates differ among ranks. Those of a `ReduceLROnPlateau` may differ.
 
     Args:
-        comm: the wire of an exchange; `compare` must be the only user of it while it runs.
+        comm: the connection to the other ranks, which must be idle when `compare` is called.
         optimizers: the optimizers; all ranks have the same number of them.
         device: the device of the exchange.
     """

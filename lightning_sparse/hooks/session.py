@@ -35,7 +35,7 @@ from lightning_sparse.reducer import Reducer, error_message
 
 log = logging.getLogger(__name__)
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
-"""Matches torch's errors for a broken collective, its own or one of Lightning. These errors have no class."""
+"""Matches torch's errors for a broken collective, which have no special class."""
 
 
 @contextlib.contextmanager
@@ -102,11 +102,11 @@ class Session:
         timeout: time to wait for other ranks; None takes the group's.
         group_of: returns numbers of parameters by name; see `Layout.of`.
         settings: returns further settings that must be equal on all ranks, see `Handshake.agree`.
-        options: of the `Reducer`.
+        options: options of the `Reducer`.
 
     Attributes:
-        reducer: compresses and exchanges; its state belongs into checkpoints.
-        comm: the reducer's wire.
+        reducer: compresses and exchanges; a checkpoint needs its state.
+        comm: the reducer's connection to the other ranks.
         stream: on CUDA the stream to exchange in.
         device: the device of the parameters.
         error: the error that has ended training, on this rank or on another one; None without an error.

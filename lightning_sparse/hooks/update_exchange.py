@@ -164,7 +164,7 @@ class UpdateExchanger:
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer, which compresses and exchanges. Its state belongs into checkpoints."""
+        """The reducer, which compresses and exchanges. A checkpoint needs its state."""
         return self._session.reducer
 
     @property
