@@ -18,7 +18,7 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse._lightning import INSTALLED
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import Identity
-from lightning_sparse.hooks import GradientExchanger, UpdateExchanger, tell_or_ask
+from lightning_sparse.hooks import GradientExchanger, UpdateExchanger, report_or_diagnose
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.methods import METHODS, Method, method_options, resolve_method
@@ -371,7 +371,7 @@ class SparseDDP(UpdateOrGradientExchange):
         if self._exchange is not None:
             self._exchange.fail(exception)
         elif dist.is_initialized():
-            tell_or_ask(exception)
+            report_or_diagnose(exception)
 
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.
