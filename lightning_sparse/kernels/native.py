@@ -49,14 +49,14 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled loops, or None."""
     if not LIBRARY.exists():
         _warn(
-            "The loops in C were not compiled, so work on the CPU takes two to six times as long. Install the package "
+            "The loops in C were not compiled, so work on the CPU takes at least twice as long. Install the package "
             "where there is a C compiler."
         )
         return None
     try:
         found = ctypes.CDLL(str(LIBRARY))
     except OSError as error:  # of another machine
-        _warn(f"The loops in C cannot be loaded, so work on the CPU takes two to six times as long: {error}.")
+        _warn(f"The loops in C cannot be loaded, so work on the CPU takes at least twice as long: {error}.")
         return None
     if not hasattr(found, NEWEST):
         _warn("The loops in C are of an older version, so the CPU is slower. Install the package again.")
