@@ -122,16 +122,13 @@ class BackwardOverlap:
         speaks: bool = True,
     ) -> None:
         self._updates, self._optimizer, self._prepare, self._speaks = updates, optimizer, prepare, speaks
+        self._stream = updates.stream
         self.has_begun = self.in_closure = False
         self._plan = _Plan([], {}, [])
         self._pass: _Pass | None = None
         self._on_modules: Any = None
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._submit: Callable[[UpdateSegment, torch.cuda.Event | None], None]
-
-    @property
-    def _stream(self) -> torch.cuda.Stream | None:
-        return self._updates.stream
 
     def run_closure(self, closure: Callable[[], Any], failed: Callable[[BaseException], None]) -> Any:
         """Return what a step's closure returns; `watch` is called within, before the backward pass that counts.

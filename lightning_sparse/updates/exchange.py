@@ -31,7 +31,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates.parameters import exchanged_parameters, rests
+from lightning_sparse.updates.parameters import exchanged_parameters, ids_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
 
 
@@ -162,8 +162,7 @@ class DeltaExchange:
     def refresh_parameters(self) -> None:
         """Take in parameters that optimizers were given since the last step; call it before each step."""
         model = self._model()
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        present = {id(param) for group in groups for param in group["params"] if not rests(param)}
+        present = ids_of_exchanged(self._optimizers)
         if model is None or present == {*map(id, self.parameters.values())}:
             return
         if self.is_pending:

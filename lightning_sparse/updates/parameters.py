@@ -49,6 +49,12 @@ def exchanged_parameters(
     return params, found, {name: optimizers.index(optimizer) for name, optimizer in found.items()}
 
 
+def ids_of_exchanged(optimizers: Sequence[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that optimizers step and ranks exchange."""
+    params = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+    return {id(param) for param in params if param.requires_grad or not rests(param)}
+
+
 def rests(param: Tensor) -> bool:
     """Return whether a parameter is frozen and of a dtype that cannot be exchanged, as quantized weights are."""
     return not param.requires_grad and param.dtype not in REDUCIBLE

@@ -419,7 +419,7 @@ def test_options_of_a_method_go_with_its_name():
             (
                 "TypeError",
                 "attach_updates has no option 'value_format', and options of a Method are set in its parts. "
-                "'value_format' is an option of topk, gaussiank, sidco and others.",
+                "'value_format' is an option of topk, gaussiank, chunktopk and others.",
             ),
             "LowRank(rank=2) + Residual() + PowerSGD()",
             "TopK(density=0.003, value_format='int8') + Residual() + Mean() + UpdateRule()",

@@ -207,8 +207,8 @@ def test_teardown_before_setup():
         (
             {"outer_momentum": 0.9},
             TypeError,
-            r"'outer_momentum' is an option of efsignsgd, memsgd, dgc and others; any method that makes a mean takes "
-            r"it as Method\(\.\.\., update_rule=UpdateRule\(outer_momentum=\.\.\., local_steps=\.\.\.\)\)\.$",
+            r"'outer_momentum' is an option of memsgd, local_sgd, diloco and others; any method that makes a mean "
+            r"takes it as Method\(\.\.\., update_rule=UpdateRule\(outer_momentum=\.\.\., local_steps=\.\.\.\)\)\.$",
         ),
         ({"method": "qsgd", "momentum": "keep"}, TypeError, r"update_rule=UpdateRule\(momentum=\.\.\.\)\)\.$"),
         ({"method": "onebit", "second": 2}, ValueError, "Leave second out: it is for compressors with a density"),

@@ -1772,7 +1772,7 @@ def test_a_process_ends_after_its_last_exchange():
             for rank in range(2)
         ]
         try:
-            ends = [(process.communicate(timeout=60)[0], process.returncode) for process in processes]
+            ends = [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
         finally:
             for process in processes:
                 process.kill()
