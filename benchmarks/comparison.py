@@ -43,11 +43,11 @@ from lightning_sparse.memory import Momentum
 
 WORKERS, STEPS, EVERY, DENSITY, SEEDS = 2, 300, 50, 0.01, (0, 1, 2)
 LOCAL_STEPS = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
-"""Steps before each exchange, all divisors of `EVERY`: weights are equal when they are evaluated."""
+"""Steps between exchanges. All are divisors of `EVERY`, so that weights are equal when they are evaluated."""
 NAMED = ["dense", "int8", "powersgd", "topk", "local_sgd", "sparseloco"]
 TITLES = {"digits_sgd": "ResNet-20, digits, SGD", "gpt_sgd": "GPT, SGD", "gpt_adamw": "GPT, AdamW"}
 TOP = {"digits_sgd": 2.0, "gpt_sgd": 1.1, "gpt_adamw": 1.2}
-"""In the figure: contestants that have a name and a colour, and the highest loss, in times of the lowest of these."""
+"""In the figure: methods with a name and a colour, and the highest loss shown, as a multiple of their lowest loss."""
 
 
 class Run(NamedTuple):
@@ -163,7 +163,7 @@ def work(job: Row) -> None:
 
 
 def draw(folder: Path) -> Any:
-    """Draw the last loss of each contestant against the bytes that a worker has sent, some with their names."""
+    """Draw the final loss of each method against the bytes that a worker has sent, some with their names."""
     present = [task for task in TASKS if (folder / f"comparison_{task}.csv").exists()]
     figure, panels = plots.panels(len(present), 1, 0.8 + 2.5 * len(present))
     said = []

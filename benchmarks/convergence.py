@@ -69,7 +69,7 @@ COMPARED = [
 ]
 WITH_MOMENTUM = [
     Run(method, density, momentum=0.9, exchange=exchange)
-    # Gradients; and updates with unchanged momentum, with momentum cleared where entries are sent, and with payout.
+    # Gradients; and updates with unchanged momentum, with the momentum of sent entries cleared, and with payout.
     for exchange, methods in (("gradient", ("topk", "gaussiank")), ("update", ("memsgd", "dgc", "topk", "gaussiank")))
     for method in methods
     for density in ((0.001,) if method == "gaussiank" else (0.01, 0.001))

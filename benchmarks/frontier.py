@@ -242,7 +242,7 @@ NAMED = {
     "local_sgd": "local SGD",
     "sparseloco": "SparseLoCo",
 }
-"""Which contestants the figure shows, and how it calls them; the table has all."""
+"""Methods that the figure shows, with their labels. The table has all."""
 HIGHEST = 25  # per cent above ddp, of the figure
 
 
@@ -358,7 +358,7 @@ def draw(folder: Path) -> Any:
     shares = ", ".join(share for _, share in least)
     finding = f"{who} sends the fewest bytes for a loss at most 1 % above ddp's (grey): {shares}"
     task = (
-        "GPT of 0.84 M parameters, AdamW, 1,000 steps; bytes in % of dense fp32 all-reduce. Each contestant at its "
+        "GPT of 0.84 M parameters, AdamW, 1,000 steps; bytes in % of dense fp32 all-reduce. Each method at its "
         "best learning rate of a grid. Local SGD exchanges every 50 steps, SparseLoCo every 25."
     )
     plots.headline(figure, finding, task)
@@ -366,7 +366,7 @@ def draw(folder: Path) -> Any:
 
 
 def above_of(found: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return names and contestants that the figure names and whose losses are above it."""
+    """Return labels and names of methods whose losses are above the figure."""
     return [(NAMED[str(name)], str(name)) for name in found.index if name in NAMED and found.loss[name] >= HIGHEST]
 
 

@@ -48,7 +48,7 @@ DRAWN = {
     "adamw": ["ddp", "bf16", "powersgd", "topk", DEFAULT, "local_sgd", "sparseloco"],
     "sgd": ["ddp", "topk", "gaussiank"],
 }
-"""What the figure shows of `METHODS`; the tables have all."""
+"""Methods in the figure. The tables have all `METHODS`."""
 SLOWEST = ["ddp", "bf16 hook", "TopUp by default"]  # and ours: they end far from each other
 TOPS = {"adamw": (1.5, 3.5), "sgd": (2.0, 3.5)}
 TITLES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}

@@ -35,7 +35,7 @@ OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 DDP = "dense, 32 bit"
 DENSE_BYTES = {DDP: 4, "dense, 16 bit": 2}
 CONTESTANTS = {"ddp": DDP, "bf16": "dense, 16 bit", "powersgd": "PowerSGD"}
-"""What `benchmarks.network` calls them; ours have one name."""
+"""Names of the dense exchanges and PowerSGD, by their name in `benchmarks.network`."""
 POINTS, FINE = 33, 500  # to each side of a map, computed and drawn
 TIMES = [1, 2, 5, 10, 20, 50, 100, 200]
 MODELS = {
@@ -52,7 +52,7 @@ PANELS = {
     "cpu": ("CPU: two workers share a core, as measured", 2),
     "accelerator": ("Assumed accelerator: our own work 16× faster", 2 / 16),
 }
-"""Of each map: its title, and the seconds that our work takes, over those it takes where a worker has a core."""
+"""Title of each map, and the time of our work relative to that on one core per worker."""
 COLUMNS = [DDP, "dense, 16 bit", "PowerSGD", *OURS]
 SHADES = mpl.colormaps["viridis_r"].resampled(8)
 LABELS = {
@@ -61,10 +61,10 @@ LABELS = {
     "AlexNet": (-7, 9, "right"),
     "GPT-2": (5, -9, "center"),
 }
-"""Where the name of a measured model stands, in points from its circle.
+"""Position of a measured model's name, in points from its circle.
 
-The two ResNets and the LSTM are not drawn: they compute more than three times as long, or less than a third as long,
-for each parameter as the map assumes.
+The two ResNets and the LSTM are not drawn. Their compute time per parameter is more than 3× that of the map, or less
+than a third of it.
 """
 EDGE = "#1c1c1c"
 
@@ -100,7 +100,7 @@ def row(panel: str, source: str, model: str, params: float, rate: float, seconds
 
 
 def draw(folder: Path) -> Any:
-    """Draw the two maps beside each other, coloured by how many times as fast as stock ddp our fastest method is."""
+    """Draw the two maps side by side, coloured by the speed-up of our fastest method over stock ddp."""
     rows = results.load(folder / "map.csv")
     with plots.plt.rc_context({"hatch.linewidth": 0.5, "axes.grid": False}):
         figure, (axes,) = plots.panels(1, 2, 4.9, sharey=True)
@@ -133,7 +133,7 @@ def draw(folder: Path) -> Any:
 
 
 def crossing(field: pd.DataFrame) -> float:
-    """Return the bandwidth in Gbit/s below which our fastest method is `TIE` times as fast as dense, at 25 M."""
+    """Return the bandwidth in Gbit/s below which our fastest method has a speed-up of `TIE` over dense, at 25 M."""
     sizes = field.params.unique()
     mine = field[field.params == sizes[np.abs(np.log(sizes / 25_587_912)).argmin()]].sort_values("bits_per_second")
     ahead = mine[list(DENSE_BYTES)].min(axis=1) / mine[OURS].min(axis=1)
@@ -142,7 +142,7 @@ def crossing(field: pd.DataFrame) -> float:
 
 
 def draw_field(axis: Any, field: pd.DataFrame) -> Any:
-    """Colour a map by the speed-up over ddp, and hatch it where a dense exchange is the fastest; return the colours."""
+    """Colour a map by the speed-up over ddp, hatch the area in which dense exchanges win, and return the colours."""
     seconds = {}  # on a fine grid, interpolated between logarithms
     for name in [*DENSE_BYTES, *OURS]:
         grid = field.pivot_table(index="bits_per_second", columns="params", values=name)

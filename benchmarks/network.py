@@ -43,7 +43,7 @@ IN_TRAININGS = ["ddp_accumulated", "local_sgd"]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 SHOWN = ["none", "ddp", "bf16", "powersgd", "naive_topk", "topk", "scalecom"]
 TIMED = ["ddp", "bf16", "powersgd", "topk", "oktopk", "local_sgd"]
-"""Which contestants the figures show; the tables have all."""
+"""Methods in the figures. The tables have all."""
 SHORT = {"real": "CNN", "real_resnet20": "ResNet-20"}
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "loopback": "loopback, no limit"}
 AT = {rate: "over loopback" if rate == "loopback" else f"at {link}" for rate, link in LINKS.items()}
@@ -179,7 +179,7 @@ def ordered(rates: Iterable[str]) -> list[str]:
 
 
 def draw_steps(folder: Path) -> Any:
-    """Draw the step times of some contestants, a panel for each rate."""
+    """Draw the step times of some methods, with one panel per rate."""
     rows = pd.concat(results.load(folder / f"{name}.csv") for name in ("network", "network_paced"))
     rows = rows.query("kind == 'step' and workload in ['mlp', 'mlp_paced'] and workers == 4 and ranks_per_host == 1")
     rates = ordered(rows["rate"])

@@ -81,7 +81,7 @@ DRAWN = {
     "add_": ("#999933", ":"),
     "copy_": ("#999933", ":"),
 }
-"""What the figure shows, with colour and dashes."""
+"""Lines of the figure, with colour and dashes."""
 INPUTS: dict[str, Callable[[int], Tensor]] = {
     "Gaussian": torch.randn,
     "constant": lambda numel: torch.full((numel,), -0.25),

@@ -51,7 +51,7 @@ PARTS = {
     "dense": "dense AdamW",
     "alone": "one worker alone",
 }
-"""What the figure shows: the rule, variants without parts of it, and controls."""
+"""Lines of the figure: the rule, variants without parts of it, and controls."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(folder: Path) -> Any:
-    """Draw last losses above dense training with as many ranks, of the rule and of what each of its parts is for."""
+    """Draw final losses relative to dense training with the same number of ranks: the rule and its parts."""
     runs = summary(results.load(folder / "updates.csv")).query("steps == 300 and lr == 0.002")
     figure, (panels,) = plots.panels(1, 3, 3.9, sharex=True, sharey=True)
     gaps = {}

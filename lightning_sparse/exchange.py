@@ -3,20 +3,20 @@
 A message holds these parts, each aligned to 8 bytes:
 
 - fingerprint: a digest of method, seed, step, density, segment and layout, and the number of the message within the
-  exchange. It differs if ranks are out of step, or if a message is one of another step;
+  exchange. It differs if ranks are out of step, or if a message belongs to another step;
 - status: the worst error that the sender knows of. A rank passes on the worst status it has received, so after the
-  last message all ranks raise the same error, or none does. One exception: if the last message itself is corrupted, its
-  receiver reports it through the store, and the other ranks raise that error in their next collective;
+  last message all ranks raise the same error, or none does. One exception: if the last message is corrupt, its receiver
+  reports this through the store. The other ranks raise that error in their next collective;
 - the payload's tensors;
 - checksum: chosen so that the sum of all 4-byte words, each times a weight of its position, is a fixed number. So
   flipped, swapped and zeroed words are found, a message of zeros included; TCP's own checksum has 16 bits.
 
 Sums (`all_reduce`) cannot carry these parts: ranks `agree` before them.
 
-On the CPU a corrupt message is an error at once, and a non-finite gradient after the last message. On CUDA the host
-must not wait for the device: the status is copied to the host in the background and raised one step later (`deferred`);
-until then `step_ok`, a bool on the device, masks the result. Only in the first exchange after a start or a resume, when
-ranks are not known to be `in_sync`, a strict `agree` makes the host wait.
+On the CPU a corrupt message raises its error at once, and a non-finite gradient after the last message. On CUDA the
+host must not wait for the device. The status is copied to the host in the background, and raised one step later
+(`deferred`). Until then `step_ok`, a bool on the device, masks the result. In the first exchange after a start or a
+resume, ranks are not known to be `in_sync`. Only then a strict `agree` makes the host wait.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ NOT_FINITE = (
     "learning rate, or clip the gradients; on_nonfinite='skip' leaves such steps out."
 )
 Exchanged = Literal["gradient", "update"]
-"""What ranks exchange: gradients, or what their optimizers make of them."""
+"""The exchanged quantity: gradients, or updates of optimizers."""
 
 OK = (1 << 63) - 1
-"""The status of a rank that knows of no error. Any other is (rank + 1) << 32 plus an error code, so the lowest wins."""
+"""The status without an error. Any other status is (rank + 1) << 32 plus an error code. The lowest status wins."""
 TOO_LARGE, CORRUPT, OUT_OF_STEP, FAILED = -1, -2, -3, -4
-"""Error codes, beside 1 + the index in the segment of an element that is not finite."""
+"""Error codes. The code of a non-finite element is 1 + its index in the segment."""
 
 
 class NonFiniteGradient(RuntimeError):
@@ -58,12 +58,12 @@ class Exchange:
     """A `Comm` for the payloads of one segment in one step.
 
     Args:
-        comm: this rank's wire.
+        comm: this rank's connection to the other ranks.
         ctx: the segment and the step.
         fingerprint: 32-bit digest of everything that must be equal on all ranks.
-        device: of the tensors.
+        device: the device of the tensors.
         in_sync: whether ranks are known to count steps alike, because the last exchange of this segment was the same.
-        exchanged: what the errors call it.
+        exchanged: name of the exchanged quantity in errors.
 
     Attributes:
         step_ok: on CUDA, after `finish`, a bool on the device: False if a rank reported an error. None on the CPU.
@@ -129,11 +129,11 @@ class Exchange:
         return Exchange(comm, ctx or self.ctx, self._sent, device=device, in_sync=in_sync, parent=self)
 
     def compress(self, u: Tensor, compressor: Compressor, region: Context | None = None) -> tuple[Payload, Update]:
-        """Compress `u`, and note in the status where it is not finite, or too large for the compressor.
+        """Compress `u`. Set the status if an element is not finite, or too large for the compressor.
 
         Args:
             u: 1-D, fp32.
-            compressor: of the method.
+            compressor: the compressor of the method.
             region: the context of the part of the segment that `u` is; None if it is all of it.
         """
         if self.precompressed is not None:
@@ -145,17 +145,17 @@ class Exchange:
         if not self._by_triton:
             self._check(u, floats if exposed else [u, *floats], ctx)
         elif exposed and isinstance(update, Entries):
-            self._note_broken(u, update.indices, (), ctx)  # in u: the update's own values are rounded
+            self._note_broken(u, update.indices, (), ctx)  # in u, because the update's values are rounded
         else:
             self._note_broken(u, None, floats, ctx)
         return payload, update
 
     def check_finite(self, u: Tensor, *made: Tensor) -> None:
-        """Note in the status where `u` is not finite, for aggregators that do not compress all of it.
+        """Set the status if `u` is not finite; for aggregators that do not compress all of it.
 
         Args:
             u: 1-D, fp32.
-            made: tensors made of `u`, one of which is not finite if `u` is not, or if it is too large for them.
+            made: tensors computed from `u`. One of them is not finite if `u` is not finite, or too large for them.
         """
         if not self._by_triton:
             self._check(u, made or [u], self.ctx)
@@ -168,11 +168,11 @@ class Exchange:
         self._note_status(torch.where(fine, OK, self._senders[0] + TOO_LARGE))
 
     def pin(self, x: Tensor) -> None:
-        """Make `x` (int64) part of the fingerprint: from here on ranks whose `x` differ are out of step."""
+        """Add `x` (int64) to the fingerprint. From now on, ranks with different `x` are out of step."""
         self._sent = self._sent + (weighted_sum(x) >> 32)
 
     def agree(self, payload: Payload = (), *, strict: bool = False) -> Payload:
-        """Return the payloads of all ranks, as rows, and raise the errors known to any.
+        """Return the payloads of all ranks, as rows, and raise the worst error that any rank knows.
 
         On CUDA it raises only if `strict` and not `in_sync`: for aggregators whose next collectives depend on the step.
         """
@@ -192,7 +192,7 @@ class Exchange:
 
     def broadcast(self, payload: Payload, src: int) -> Payload:
         """Return rank `src`'s payload; the other ranks pass one of the same shapes."""
-        message = self.comm.broadcast(self._frame(tuple(payload)), src)  # which is overwritten
+        message = self.comm.broadcast(self._frame(tuple(payload)), src)  # the message is overwritten
         return tuple(rows[0] for rows in self._receive(message[None], payload, self._senders[src]))
 
     def sendrecv(self, payload: Payload, peer: int) -> Payload:
@@ -201,7 +201,7 @@ class Exchange:
         return tuple(rows[0] for rows in self._receive(message[None], payload, self._senders[peer]))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks, in place. To be called after `agree`."""
+        """Sum `x` over the ranks, in place. Call it after `agree`."""
         return self.comm.all_reduce(x)
 
     def all_reduce_with_status(self, x: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Exchange:
         return total[:-1]
 
     def reduce_scatter_mean(self, x: Tensor) -> Tensor:
-        """Return the mean over the ranks of this rank's part of `x`. To be called after `agree`."""
+        """Return the mean over the ranks of this rank's part of `x`. Call it after `agree`."""
         return self.comm.reduce_scatter_mean(x)
 
     def finish(self) -> None:
@@ -222,17 +222,15 @@ class Exchange:
         if not self._by_triton:
             self._raise(worst() - OK)
             return
-        self.ctx, self.precompressed = (
-            replace(self.ctx, stats=None, payout=None),
-            None,
-        )  # `deferred` does not need their memory
+        # Free memory that `deferred` does not need.
+        self.ctx, self.precompressed = replace(self.ctx, stats=None, payout=None), None
         found, fine = self._root._found or (None, None)
         self.step_ok = fine if found is status else status == OK
         self.deferred = lambda: self._raise(worst() - OK)
 
     def _check(self, u: Tensor, floats: Sequence[Tensor], ctx: Context) -> None:
-        """Note non-finite elements, on the CPU; `floats` hold one if `u` does, or if it cannot be compressed."""
-        # A sum of finite values may overflow, so it only raises the suspicion; `isfinite` costs ten times as much.
+        """Note non-finite elements, on the CPU. `floats` contain one if `u` does, or if `u` cannot be compressed."""
+        # Finite values may have an infinite sum, so check elements only then: `isfinite` takes 10× the time.
         if all(torch.isfinite(part.sum()) for part in floats):
             return
         positions = (~torch.isfinite(u)).nonzero()
@@ -242,25 +240,25 @@ class Exchange:
             self._note(self._too_large)
 
     def _note_broken(self, u: Tensor, indices: Tensor | None, made: Sequence[Tensor], ctx: Context) -> None:
-        """Note, by Triton, where `u` is not finite at the indices, None for all, or else a tensor made of it."""
+        """Check by Triton the elements of `u` at the indices (None: all), and the tensors computed from `u`."""
         self._root.worst = note_broken(u, indices, self._first_element(ctx), self._root.worst, OK)
         for part in made:
             flat = part.contiguous().view(-1)
             self._root.worst = note_broken(flat, None, self._too_large, self._root.worst, OK, place=False)
 
     def _first_element(self, ctx: Context) -> int:
-        """Return the status of this rank where the first element of `ctx`'s segment, a part of ours, is not finite."""
+        """Return this rank's status for a non-finite first element of `ctx`'s segment, which may be a region."""
         return status_of(self.comm.ranks[self.rank]) + 1 + ctx.segment.start - self._root.ctx.segment.start
 
     @property
     def _too_large(self) -> int:
-        """The status of this rank where `u` is too large for the compressor."""
+        """This rank's status if `u` is too large for the compressor."""
         return status_of(self.comm.ranks[self.rank]) + TOO_LARGE
 
     def _note(self, status: int) -> None:
-        """Note a status of this rank, unless another is known already, which is the cause.
+        """Note a status of this rank, unless an earlier one is known, because that is the cause.
 
-        In TwoLevel, a NaN of one rank is in the sum of its node.
+        In TwoLevel, for example, the sum of a node contains a NaN of one rank.
         """
         self._note_status(torch.where(self._root.worst != OK, OK, status))
 
@@ -268,7 +266,7 @@ class Exchange:
         self._root.worst = torch.minimum(self._root.worst, status)
 
     def _frame(self, payload: Payload) -> Tensor:
-        """Return a payload with the fingerprint and the status before it, and a checksum behind."""
+        """Return a message: fingerprint, status, payload and checksum."""
         self._sent = self._sent + (1 << 40)
         return seal(payload, self._sent, self._root.worst)
 
@@ -286,12 +284,12 @@ class Exchange:
         worst = int(np.where(intact(words), statuses, senders_on_host + CORRUPT).min())
         if worst != OK:
             self._note_status(torch.tensor(worst, device=self.device))
-            # Non-finite gradients are raised later: first all ranks have to learn of them.
+            # Raise non-finite gradients later, when all ranks know of them.
             self._raise(int(self._root.worst) - OK, only=(CORRUPT, OUT_OF_STEP))
         return payload
 
     def _raise(self, difference: int, only: Sequence[int] | None = None) -> None:
-        """Raise the error of a status, given as the difference to OK."""
+        """Raise the error of a status, which is given as its difference from OK."""
         if difference == 0:
             return
         status, ctx = difference + OK, self._root.ctx

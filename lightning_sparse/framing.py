@@ -54,7 +54,7 @@ def seal(parts: Sequence[Tensor], fingerprint: int | Tensor, status: Tensor) -> 
 
 @operation
 def _write_header_(messages: Tensor, fingerprint: int | Tensor, status: Tensor, start: int) -> None:
-    """Write header and checksum of messages; by Triton `start` is what the checksum lacks of `INTACT` as it is."""
+    """Write header and checksum of messages. With Triton, the checksum field plus `start` is `INTACT` at first."""
     words = words_on_host(messages)
     words[:, 0], words[:, 1] = int(fingerprint), int(status)
     words[:, -1] = INTACT - _weighted_sums(words.view(np.int32)[:, :-2])

@@ -1,20 +1,24 @@
-"""The momentum of optimizers: where it lies, how much of it is unspent, and how much of an update is noise.
+"""The momentum of optimizers: its place in their states, its unspent part, and the share of noise in an update.
 
-**Momentum payout.** A first moment spreads each gradient over the steps to come. If no further gradient came, the
-weights would still move by p = β/(1 − β) · (change of the last step − its decoupled weight decay). The residual delays
-an entry that is sent seldom, and p comes on top. So p is added to the delta before entries are selected, and the moment
-is cleared where entries are sent. Elsewhere p stays in the moment. (Momentum factor masking, Lin et al. 2018, arXiv
-1712.01887, clears the moment and drops p.) p is exact for steps that are linear in the first moment, up to its bias
-correction: SGD, Adam, AdamW, RAdam, Adamax, and most optimizers of other packages. With Nesterov momentum and NAdam it
-counts the last gradient once more. p is not rescaled (below), although later updates would be: with four ranks the GPT
-of `benchmarks.updates` ended higher with p rescaled.
+**Momentum payout.** A first moment spreads each gradient over later steps. The unspent momentum p is the weight change
+that the moment would still make without new gradients. It is β/(1 − β) · (change of the last step − its decoupled
+weight decay). The residual already delays an entry that is sent seldom, and the moment delays it again. So p is added
+to the delta before entries are selected, and the moment is cleared at the sent entries. For other entries p stays in
+the moment. Momentum factor masking (Lin et al. 2018, arXiv 1712.01887) clears the moment, but does not send p.
 
-**Rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's batch has P times
-the variance of the mean over P ranks. So if noise dominates, a rank's v is P times as large as in dense training, its
-updates are √P times smaller, and a learning rate for dense training is too small. With q the part of v that is signal,
-v of the mean gradient would be (q + (1 − q)/P) v. So updates are multiplied by f = 1/√(q + (1 − q)/P), one f per
-parameter. Adam's moments estimate q: m̂ holds all of a gradient's signal, and c = (1 − β₁)/(1 + β₁) of the variance of
-its noise, so Σm̂² = (q + (1 − q)c) Σv̂.
+Up to the bias correction, p is exact for steps that are linear in the first moment. These are the steps of SGD, Adam,
+AdamW, RAdam, Adamax, and most optimizers of other packages. With Nesterov momentum and NAdam, p counts the last
+gradient once more. Later updates would be rescaled (below), but p is not. With four ranks, the GPT of
+`benchmarks.updates` ended at a higher loss with p rescaled.
+
+**Second-moment rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's
+batch has P times the variance of the mean over P ranks. If noise dominates, a rank's v is P times that of dense
+training. Its updates are then too small by √P, and a learning rate for dense training is too low.
+
+Let q be the fraction of v that is signal. The mean gradient would have the second moment (q + (1 − q)/P) v. So deltas
+are multiplied by f = 1/√(q + (1 − q)/P), one f per parameter. Adam's bias-corrected moments m̂ and v̂ give an estimate
+of q. All of the signal is in m̂, and a fraction c = (1 − β₁)/(1 + β₁) of the variance of the noise:
+Σm̂² = (q + (1 − q)c) Σv̂.
 """
 
 from __future__ import annotations
@@ -37,14 +41,15 @@ State = Mapping[str, Any]
 
 
 class Moments(NamedTuple):
-    """Where a kind of optimizer keeps its moments.
+    """The keys and the decay of the moments in one kind of optimizer.
 
     Attributes:
         first: key of the first moment in the optimizer's state of a parameter.
         beta: returns the decay of the first moment, from a parameter group.
-        second: key of the second moment, the mean of squared gradients, if an update is that of Adam and can be
-            rescaled; else None.
-        is_guessed: whether only the optimizer's name says so: then parameters count if their state has both moments.
+        second: key of the second moment, the mean of squared gradients. None if the optimizer's updates are not those
+            of Adam, so that they cannot be rescaled.
+        is_guessed: whether the kind is a guess from the optimizer's name. Then a parameter has moments only if its
+            state contains both moments of Adam.
     """
 
     first: str
@@ -58,12 +63,12 @@ class SegmentMoments:
 
     Args:
         segment: the segment.
-        kind: where the optimizer keeps its moments.
+        kind: the kind of the optimizer's moments.
         groups: the parameter group of each parameter, in the segment's order.
-        states: the optimizer's state of each parameter; empty for one that the optimizer has not stepped.
-        device: of the parameters.
-        skipped: an fp32 scalar on the device, 1 if a gradient scaler made the optimizer leave the step out, else 0;
-            None if the step was taken.
+        states: the optimizer's state of each parameter; empty for a parameter that the optimizer has not stepped.
+        device: the device of the parameters.
+        skipped: an fp32 scalar on the device: 1 if a gradient scaler made the optimizer skip the step, else 0. None if
+            the optimizer took the step.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class SegmentMoments:
             plain = map(_has_adams_moments, states, segment.shapes)
             self._first = [m if is_plain else None for m, is_plain in zip(self._first, plain, strict=True)]
         self._flat_first = _flat(self._first)
-        self._factors: Tensor | None = None  # f of each parameter, if `rescaling` was called
+        self._factors: Tensor | None = None  # f of each parameter, after a call of `rescaling`
 
     @property
     def _is_empty(self) -> bool:
@@ -91,14 +96,14 @@ class SegmentMoments:
     def rescaling(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Return the factors that rescale the segment's deltas.
 
-        Decoupled weight decay keeps its size: it has no noise. Parameters without a step keep a factor of 1.
+        Decoupled weight decay is not rescaled, because it has no noise. Parameters without a step get a factor of 1.
 
         Args:
             size: P, the number of ranks.
 
         Returns:
-            f = 1/√(q + (1 − q)/P) of each parameter, and r = (1 − f) · rate · weight decay: the delta c of weights w
-            becomes f·c + r·w. 1-D fp32, on the parameters' device. None if there are no moments yet.
+            f = 1/√(q + (1 − q)/P) and r = (1 − f) · rate · weight decay of each parameter, 1-D fp32, on the
+            parameters' device. The delta c of weights w becomes f·c + r·w. None if there are no moments yet.
         """
         if self._is_empty:
             return None
@@ -111,7 +116,7 @@ class SegmentMoments:
         second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
         numbers = self._per_parameter(rows, without=(1.0, 1.0, -1.0, 0.0))
         factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
-        if self._skipped is not None:  # without a step there may be no moments yet, and NaN
+        if self._skipped is not None:  # without moments the factors may be NaN
             factors = torch.where(self._skipped > 0, 1.0, factors)
             decay_terms = torch.where(self._skipped > 0, 0.0, decay_terms)
         self._factors = factors
@@ -121,9 +126,9 @@ class SegmentMoments:
         """Return the unspent momentum of the segment, in terms of its deltas; None if there is none yet.
 
         Args:
-            weights: before the step, 1-D, one per parameter.
-            before_last: after several local steps, `last_step_references` of the last one; the deltas are those of all
-                steps then.
+            weights: the weights before the step, 1-D, one per parameter.
+            before_last: after several local steps, `last_step_references` of the last one. The deltas then contain the
+                changes of all local steps.
         """
         if self._is_empty:
             return None
@@ -142,7 +147,7 @@ class SegmentMoments:
         return Payout(coefficients, references, self._factors)
 
     def clear_(self, applied: Entries) -> None:
-        """Set the moments to zero where entries were applied; not if the optimizer left the step out."""
+        """Set the moments of applied entries to zero, unless the optimizer skipped the step."""
         for indices, _ in applied.lists:
             if self._skipped is not None:
                 indices = torch.where(self._skipped > 0, self._segment.numel, indices)  # as padding
@@ -152,15 +157,15 @@ class SegmentMoments:
                 moment.copy_(cleared.view(moment.shape))
 
     def _per_parameter(self, rows: Callable[[State, Tensor], Sequence[Any]], without: Sequence[float]) -> Tensor:
-        """Return some numbers of each parameter, (rows, parameters), fp32, on the parameters' device.
+        """Return numbers for each parameter, (rows, parameters), fp32, on the parameters' device.
 
-        They are computed for all parameters of a group at a time: steps may lie on the device, where each operation
-        is a launch.
+        They are computed for all parameters of a group at once. The step counts may be on the device, and each
+        operation there is a launch.
 
         Args:
-            rows: called once per parameter group, with the group and the steps of its parameters, 1-D; returns one
-                number per row, or one per row and parameter.
-            without: the rows of parameters without momentum.
+            rows: called once per parameter group, with the group and the step counts of its parameters (1-D). It
+                returns the rows; a row is one number, or one number per parameter.
+            without: the rows for parameters without momentum.
         """
         of_group: dict[int | None, list[int]] = {}
         for index, (group, moment) in enumerate(zip(self._groups, self._first, strict=True)):
@@ -190,9 +195,9 @@ def last_step_references(
     """Return fp32 z with (delta of all local steps) − z = the last step's change without its decoupled weight decay.
 
     Args:
-        weights: before the first local step, one per parameter.
-        before_last: before the last local step, in the same way.
-        groups: the parameter group of each parameter, as the last step will use it.
+        weights: the weights before the first local step, one per parameter.
+        before_last: the weights before the last local step, one per parameter.
+        groups: the parameter group of each parameter, with the settings of the last step.
     """
     return [w.float() - (1 - _decay(g)) * x.float() for w, x, g in zip(weights, before_last, groups, strict=True)]
 
@@ -211,38 +216,39 @@ def _on_device(x: Any) -> bool:
 
 
 def _row(x: Any, count: int, device: torch.device) -> Tensor:
-    """Return a number, or numbers on the device, as `count` fp32 numbers there."""
+    """Return a number, or several numbers, as `count` fp32 numbers on the device."""
     if isinstance(x, Tensor) and (x.dim() or x.device == device):
         return to_device(x.float(), device).expand(count)
     return torch.full((count,), float(x), dtype=torch.float32, device=device)
 
 
 def _stack_scalars(numbers: Sequence[Any]) -> Tensor:
-    """Return numbers, or scalars, as a 1-D tensor: fp32 on the device if one of them is there, else fp64."""
+    """Return numbers or scalars as a 1-D tensor: fp32 on the device if one of them is there, else fp64 on the host."""
     device = next((x.device for x in numbers if _on_device(x)), None)
     if device is None:
         return torch.tensor([float(x) for x in numbers], dtype=torch.float64, device="cpu")
-    # A parameter that was trained later than others, or loaded, may have its own on the host.
+    # The step count of a parameter that joined later, or was loaded, may be on the host.
     return torch.stack([x.float() if _on_device(x) else torch.full((), float(x), device=device) for x in numbers])
 
 
 def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return tensors as 1-D, contiguous ones: views of contiguous tensors, and copies of others."""
+    """Return the tensors as 1-D and contiguous: views of contiguous tensors, copies of others."""
     return [None if x is None else x.contiguous().view(-1) for x in tensors]
 
 
 def _correction(beta: Any, steps: Tensor) -> Tensor:
-    """Return 1 − βᵗ, and a tiny number before the first step: a scaler lets a fused optimizer leave that out."""
+    """Return 1 − βᵗ, but a tiny number before the first step, which a scaler may make a fused optimizer skip."""
     correction: Tensor = 1 - beta**steps
     return correction.clamp(min=1e-30)
 
 
 def moments_of(optimizer: Optimizer) -> Moments | None:
-    """Return where an optimizer keeps its moments; None if it is not known."""
+    """Return the kind of an optimizer's moments; None if it is unknown."""
     kinds = type(optimizer).__mro__
     known = next((MOMENTS[kind] for kind in kinds if kind in MOMENTS), None)
-    # Not by the state alone: Ranger and SOAP have moments by Adam's names, but change weights by other rules as well.
-    # A payout of these changes feeds on itself, and the training diverges. These three were measured, and gain by it.
+    # The state alone is not enough: Ranger and SOAP have moments with Adam's names, but other rules also change their
+    # weights. A payout of these changes amplifies itself, and training diverges. The three names below were measured:
+    # their training gains by the payout.
     is_adam = any(name in kind.__name__.lower() for kind in kinds for name in ("adam", "lamb", "adopt"))
     if known is None and is_adam and all(_has_betas(group) for group in optimizer.param_groups):
         return ADAM_LIKE
@@ -255,9 +261,9 @@ def _has_betas(group: State) -> bool:
 
 
 def _has_adams_moments(state: State, shape: Sequence[int]) -> bool:
-    """Return whether a state has both moments of Adam, each a number for each element of its parameter."""
+    """Return whether a state has both moments of Adam, each with one number per element of its parameter."""
     moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
-    # Others have quantized ones, in classes of their own, or factors of a matrix.
+    # Other optimizers quantize their moments, in custom classes, or keep factors of a matrix.
     return all(type(m) is Tensor and m.shape == torch.Size(shape) and m.is_floating_point() for m in moments)
 
 
@@ -274,6 +280,6 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
     torch.optim.RAdam: Moments("exp_avg", _beta),
     torch.optim.Adamax: Moments("exp_avg", _beta),
 }
-"""Subclasses count as their base class; fused and foreach forms keep the same state."""
+"""Class of an optimizer to its moments; subclasses count as their base class. Fused forms have the same state."""
 ADAM_LIKE = Moments("exp_avg", _beta, "exp_avg_sq", is_guessed=True)
-"""Adam, Lamb and ADOPT of other packages: named so, with betas. Only for parameters whose state has Adam's moments."""
+"""Optimizers of other packages with betas, and with adam, lamb or adopt in their names; see `Moments.is_guessed`."""

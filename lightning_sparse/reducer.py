@@ -45,11 +45,13 @@ class PendingExchange(NamedTuple):
     """A segment whose exchange has begun: `Reducer.begin` returns it, and `Reducer.finish` completes it.
 
     Attributes:
-        u: this rank's gradient with what its memory has added.
-        grads: overwritten by the result.
-        compressor, aggregator, exchange: of this exchange.
-        masked: parts of the state to be given back in the end, and their values.
-        observers: those that have seen the gradients.
+        u: this rank's compensated gradient.
+        grads: the gradients; the result overwrites them.
+        compressor: the compressor of this segment in this step.
+        aggregator: the aggregator of this segment in this step.
+        exchange: the exchange among the ranks.
+        masked: masked parts of the state, and the values to add back at the end.
+        observers: the observers of this exchange.
     """
 
     u: Tensor
@@ -62,45 +64,45 @@ class PendingExchange(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that completing it reads and writes, but for the state."""
+        """The tensors that `finish` reads and writes, except the state."""
         payload, update = self.exchange.precompressed or ((), self.u)
         sent = update if isinstance(update, Entries) else (update,)
         return [self.u, *self.grads, self.exchange.worst, *payload, *sent, *(value for _, value in self.masked)]
 
 
 class Reducer:
-    """One rank's side of compressed gradient averaging: a method, a wire and the state.
+    """One rank's side of compressed gradient averaging: a method, a connection to the other ranks, and the state.
 
     Args:
         method: a `Method`, or the name of one.
-        comm: this rank's wire.
-        seed: of all random choices; equal on all ranks.
-        granularity: what is compressed together: "layer", "bucket" or "model" (see `Layout.of`).
+        comm: this rank's connection to the other ranks.
+        seed: the seed of all random choices; equal on all ranks.
+        granularity: the unit of compression: "layer", "bucket" or "model" (see `Layout.of`).
         bucket_cap_mb: size of a "bucket" in MiB.
         density_warmup: densities to use in turn before the method's own, from dense to sparse.
         density_warmup_steps: number of steps for each density of `density_warmup`; None: one epoch each, counted by
             `epoch`.
-        loss_scale: a function that returns what the loss is multiplied with, as `GradScaler.get_scale` does. Residuals
-            are unscaled; if a gradient overflows, all ranks get NaN and no residual changes.
-        on_nonfinite: what a gradient with a NaN or an infinity means without a loss scale: "raise" NonFiniteGradient on
-            all ranks, or "skip": all ranks get NaN, and the step is left out.
-        clip_norm: largest 2-norm of this rank's own gradient, all parameters together; a longer one is shortened
-            before anything is added. None leaves it as it is.
-        exchanged: what `reduce_` is given: each rank's "gradient", or the "update" of its optimizer. Errors name it,
-            and residuals of one are of no use for the other.
+        loss_scale: a function that returns the factor on the loss, such as `GradScaler.get_scale`. Residuals are
+            unscaled. If a gradient overflows, all ranks get NaN, and no residual changes.
+        on_nonfinite: reaction to a NaN or an infinity in a gradient, without a loss scale. "raise": all ranks raise
+            NonFiniteGradient. "skip": all ranks get NaN, and the step is skipped.
+        clip_norm: largest 2-norm of this rank's local gradient, all parameters together. A longer gradient is clipped
+            before the residual is added. None: no clipping.
+        exchanged: the quantity that `reduce_` gets: each rank's "gradient", or the "update" of its optimizer. Errors
+            name it, and residuals of one are invalid for the other.
 
     Attributes:
-        options: as given, in one object.
-        step: reductions done so far.
-        skipped: steps that were left out because a gradient was not finite.
+        options: the options above but for `method`, `comm` and `exchanged`.
+        step: number of reductions so far.
+        skipped: number of steps that were skipped because a gradient was not finite.
         layout: the partition of the parameters; None before `setup`.
-        routing: which segments go dense, and the bytes of a step; after `setup`.
+        routing: the segments that fall back to dense, and the bytes of a step; exists after `setup`.
         gradient_check: loss scale, skipped steps and clipping.
-        epoch: the present epoch, set from outside; it matters only for a warm-up by epochs.
-        in_flight: whether an exchange of updates goes on, so that the state cannot be saved.
-        seconds: time per phase so far: "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
-            exchange alone), "write", "keep"; "exposed": for how long training waited for a communication thread.
-        observers: called for every segment; empty on most steps.
+        epoch: the present epoch, set from outside. Only a warm-up by epochs uses it.
+        in_flight: whether an exchange of updates is pending, so that the state cannot be saved.
+        seconds: seconds per phase so far. "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
+            exchange alone), "write" and "keep" are phases. "exposed" is the time that training waited for the exchange.
+        observers: the observers, which are called for every segment; empty in most steps.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Reducer:
 
     @property
     def density(self) -> float | None:
-        """The density of the present step; None where the method has none."""
+        """The density of the present step; None if the method has none."""
         densities, steps = self.options.density_warmup or (), self.options.density_warmup_steps
         phase = self.epoch if steps is None else self.step // steps
         return densities[phase] if phase < len(densities) else self.method.density
@@ -186,7 +188,7 @@ class Reducer:
     def reduce_(self, grads: dict[str, Tensor]) -> None:
         """Replace this rank's gradients by the agreed result, in place, all segments in turn.
 
-        The first call fixes the layout; later ones must bring the same names and shapes. All ranks call together.
+        The first call fixes the layout. Later calls must have the same names and shapes. All ranks call it together.
 
         Args:
             grads: parameter name to gradient, in registration order.
@@ -210,9 +212,9 @@ class Reducer:
         self.finish_step()
 
     def check_gradients(self, grads: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
-        """Return whether all ranks take the step, see `GradientCheck.passes`.
+        """Return whether all ranks take the step, see `GradientCheck.agree_to_step`.
 
-        To be called before the first segment is reduced, if `gradient_check.needs_all_gradients`.
+        If `gradient_check.needs_all_gradients`, call it before the first segment is reduced.
         """
         assert self.layout is not None
         taken = self.gradient_check.agree_to_step(grads, unused, self.layout, self.comm, self.step, self.skipped)
@@ -226,13 +228,13 @@ class Reducer:
         unused: Collection[str] = (),
         payout: FindPayout | None = None,
     ) -> Update:
-        """Replace one segment's gradients by the agreed result, in place. All ranks go through segments in one order.
+        """Replace one segment's gradients by the agreed result, in place. The order of segments is equal on all ranks.
 
         Args:
-            segment: one of the layout's.
+            segment: a segment of the layout.
             grads: one 1-D gradient per parameter, in the segment's order.
-            unused: parameters that took no part in this backward pass: their gradients count as zero, and their
-                residuals stay for a step in which they do.
+            unused: parameters that took no part in this backward pass. Their gradients count as zero, and their
+                residuals stay unchanged.
             payout: returns the unspent momentum of the optimizer in terms of `grads`, see `Context`.
 
         Returns:
@@ -247,7 +249,7 @@ class Reducer:
         unused: Collection[str] = (),
         payout: FindPayout | None = None,
     ) -> PendingExchange:
-        """Do the part of `reduce_segment_` that needs no other rank; `finish` does the rest, perhaps in a thread."""
+        """Run the part of `reduce_segment_` that needs no other rank. `finish` runs the rest, perhaps in a thread."""
         # With overlap="next_step" one exchange may still be running; only the device waits for it.
         self.raise_deferred(before=self.step - self.method.delayed)
         density = self.density
@@ -284,7 +286,7 @@ class Reducer:
         return PendingExchange(u, grads, compressor, aggregator, exchange, masked, observers)
 
     def compress(self, pending: PendingExchange) -> Update:
-        """Compress before `finish`; return the part of this rank's u that it sends."""
+        """Compress before `finish`, and return the part of u that this rank sends."""
         exchange = pending.exchange
         exchange.precompressed = exchange.compress(pending.u, pending.compressor)
         return exchange.precompressed[1]
@@ -313,17 +315,17 @@ class Reducer:
         return applied
 
     def raise_deferred(self, before: int | None = None) -> None:
-        """On CUDA: raise errors of earlier steps, whose status was copied to the host asynchronously.
+        """On CUDA, raise errors of earlier steps, whose status was copied to the host asynchronously.
 
         Args:
-            before: only of steps before this one; None is all.
+            before: raise only errors of steps before this one; None: of all steps.
         """
         while self._deferred and (before is None or self._deferred[0][0] < before):
-            self._deferred[0][1]()  # a failed check stays queued, so that every later call raises again
+            self._deferred[0][1]()  # a failed check stays queued, so that every later call raises its error
             del self._deferred[0]
 
     def _forget_exchanges(self) -> None:
-        """Drop all checks; ranks are not known to be in sync."""
+        """Drop all deferred checks. Ranks are no longer known to be in sync."""
         self._deferred.clear()
         self._last.clear()
 
@@ -334,20 +336,24 @@ class Reducer:
         self._states.clear()
 
     def finish_step(self) -> None:
-        """Count a step; to be called after all segments have been reduced."""
+        """Count a step. Call it after all segments have been reduced."""
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must keep to go on, as copies, on the host.
+        """Return this rank's state, as copies on the host.
 
         Returns:
-            Tensors and primitives only: "step"; "elements", state name to parameter name to a tensor of the parameter's
-            shape; "segments", names of a segment's parameters to state name to tensor; "owners", the part that keeps a
-            state, and "resize", what a change of the number of ranks does to it (see `state.resized`); and the format's
-            version, method, rank and number of ranks.
+            A dictionary of tensors and primitives, with these keys and the format's version, method, rank, and number
+            of ranks and skipped steps:
+
+            - "step": the number of reductions;
+            - "elements": state name to parameter name to a tensor of the parameter's shape;
+            - "segments": names of a segment's parameters to state name to tensor;
+            - "owners": the component that keeps each state;
+            - "resize": the treatment of each state if the number of ranks changes, see `state.resized`.
 
         Raises:
-            RuntimeError: an exchange of updates goes on.
+            RuntimeError: an exchange of updates is pending.
             NonFiniteGradient, RankFailure: see `raise_deferred`.
         """
         if self.in_flight:
@@ -360,12 +366,12 @@ class Reducer:
         return {"rank": self.comm.rank, "size": self.comm.size, "step": self.step, "skipped": self.skipped, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank; another granularity is fine, another density, too.
+        """Continue from a `state_dict` of the same rank. Granularity and density may differ.
 
-        State of a part of another kind, or of a run that exchanged the other thing, is dropped: rank 0 warns of it.
+        State of a different component, or of a run that exchanged the other quantity, is dropped, and rank 0 warns.
 
         Raises:
-            ValueError: it belongs to another rank, number of ranks (see `resized`) or set of parameters.
+            ValueError: the state belongs to another rank, number of ranks (see `resized`) or set of parameters.
         """
         check_header(state, self.comm.rank, self.comm.size)
         self._states.load(state)
@@ -374,15 +380,15 @@ class Reducer:
 
 
 def error_message(error: BaseException, comm: Comm, step: int) -> str:
-    """Return the text that other ranks raise for an error on this one."""
+    """Return the text of the error that other ranks raise for an error on this rank."""
     if isinstance(error, RankFailure):
-        return str(error)  # another rank's error, or one of all ranks
+        return str(error)  # an error of another rank, or of all ranks
     return f"Rank {comm.ranks[comm.rank]} failed at step {step}: {type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the time that the block takes to `seconds[phase]`."""
+    """Add the time of the block to `seconds[phase]`."""
     started = time.perf_counter()
     yield
     seconds[phase] += time.perf_counter() - started

@@ -181,8 +181,8 @@ def check_header(state: Mapping[str, Any], rank: int, size: int) -> None:
 def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
     """Return the state of one of `size` new ranks, computed from the states of the old ranks.
 
-    A residual keeps its mean over the ranks: new rank r takes (new / old) times a sum over old ranks, which are all
-    that equal r modulo the new number. State that is equal on all ranks is copied. All other state starts at zero. If
+    A residual keeps its mean over the ranks. New rank r takes (new / old) times the sum over all old ranks that equal
+    r modulo the new number. State that is equal on all ranks is copied. All other state starts at zero. If
     each rank has optimizer state, a new rank takes the mean over the same old ranks, or old rank 0's if there are none.
     A parameter without state on a rank counts as zeros.
 

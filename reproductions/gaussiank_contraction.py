@@ -91,7 +91,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw what is left against k, whole, and where little is sent."""
+    """Draw the remaining share against k: the whole range, and small k."""
     figure, (panels,) = plots.panels(1, 2, 4.0)
     top, random = (table[table["method"] == name] for name in COMPRESSORS)
     for panel, sign in zip(panels, (1, -1), strict=True):

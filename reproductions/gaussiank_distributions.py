@@ -248,7 +248,7 @@ def tally(held: pd.Series) -> str:
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw for each network how u is distributed, in how many layers it is bell-shaped, and what top-k leaves of it."""
+    """Draw, for each network, the distribution of u, the share of bell-shaped layers and the rest after top-k."""
     networks = list(table.groupby("network", sort=False))
     figure, panels = plots.panels(3, len(networks), 6.6, sharey="row")
     shapes, bells, left = panels
@@ -303,7 +303,7 @@ def draw_bells(panel: Any, judged: pd.DataFrame) -> None:
 
 
 def draw_left(panel: Any, found: pd.DataFrame) -> None:
-    """Draw what is left at one density over the steps, of the whole model and of its layers, with both bounds."""
+    """Draw the remaining share at one density against steps, for the model and its layers, with both bounds."""
     density = DENSITIES[1]
     whole, layers = found[found["layer"] == WHOLE], found[(found["layer"] != WHOLE) & (found["numel"] >= LEAST)]
     by_step = layers.groupby("step")[f"left_{density:g}"]

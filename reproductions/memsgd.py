@@ -227,7 +227,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw the error against the bits sent, of SGD and of the best of each kind, a panel for each data set."""
+    """Draw the error of SGD and the best variant of each kind against the bits sent, with one panel per data set."""
     names = list(table["problem"].unique())
     figure, (panels,) = plots.panels(1, len(names), 4.3)
     said = []

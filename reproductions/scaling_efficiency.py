@@ -156,7 +156,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw the efficiency of each method and model, a panel for each network and model, with what was published."""
+    """Draw measured and published efficiency, with one panel per network and model."""
     models = [name for name in MODELS if name in set(table["model"])]
     figure, panels = plots.panels(len(models), len(NETWORKS), 0.9 + 1.7 * len(models), sharex=True)
     for line, model in zip(panels, models, strict=True):

@@ -63,7 +63,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def draw(table: pd.DataFrame) -> Any:
-    """Draw accuracy and loss, by method and density."""
+    """Draw accuracy and loss by method and density."""
     best, key = best_rates(table, ["method", "density"]), ["method", "density"]
     sent = table.groupby(key)["bytes_per_step"].mean()
     order = [("dense", 1.0), *((name, density) for density in DENSITIES for name in NAMES)]

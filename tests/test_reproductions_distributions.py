@@ -137,7 +137,7 @@ def test_the_last_step_is_always_shown():
 
 
 def test_numbers_that_are_not_finite_are_refused():
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(RuntimeError, match="not all finite"):
         summarize(torch.tensor([1.0, math.nan]))
 
 

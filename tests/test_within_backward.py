@@ -295,6 +295,7 @@ def test_on_cuda_streams_wait_for_each_other(monkeypatch):
     def rank(comm):
         training = Training(comm, Net(), within=True)
         training.updates._worker = Worker(ours)
+        training.within._stream = ours
         training.step()
         log.clear()
         training.step()

@@ -1,8 +1,9 @@
-"""One style for all figures: the same colour for the same method, direct labels, and a check before a file is written.
+"""One style for all figures: a method has the same colour in every figure, and lines have direct labels.
 
-A page shows a figure about 840 pixels wide, so figures are `WIDTH` inches wide: then a point of text is a point on the
-page. `problems` says why a figure cannot be read; no figure of the documentation may have any. A fingerprint of the CSV
-files is in the PNG file, so `python docs/render.py --check` can tell whether it shows today's data.
+A page shows a figure about 840 pixels wide. Figures are therefore `WIDTH` inches wide, so that font sizes are those on
+the page. Before a file is written, `problems` lists everything that makes the figure hard to read. Figures of the
+documentation must have no problems. The PNG file contains a fingerprint of the CSV files. With it,
+`python docs/render.py --check` checks that the figure shows the current data.
 """
 
 import hashlib
@@ -46,8 +47,8 @@ plt.rcParams |= {
     "ytick.labelsize": 8.5,
 }
 MUTED = "#595959"
-"""Of text that is not in the foreground."""
-COLORS = {  # Okabe & Ito, and Tol's muted colours: to be told apart by all, too
+"""Colour of secondary text."""
+COLORS = {  # Okabe & Ito, and Tol's muted colours, which colour-blind readers distinguish too
     "ddp": "#000000",
     "dense": "#000000",
     "none": "#B0B0B0",
@@ -80,7 +81,7 @@ NAMES = {
     "sparseloco": "SparseLoCo",
     "ddp_accumulated": "accumulated gradients",
 }
-"""How figures call contestants, if not by the name in the CSV file."""
+"""Labels of methods in figures, if they differ from the name in the CSV file."""
 
 
 def color(name: str) -> str:
@@ -89,7 +90,7 @@ def color(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """Return how figures call a contestant."""
+    """Return the label of a method in figures."""
     return NAMES.get(name, name)
 
 
@@ -99,9 +100,9 @@ def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Any,
 
 
 def headline(figure: Any, finding: str, task: str) -> None:
-    """Write above all panels the finding, bold, and below it what was tried; and give the texts of `ends` room.
+    """Write the finding in bold and the task above all panels, and make room for the texts of `ends`.
 
-    It is called last: from then on it is known where points lie.
+    Call it last, because it fixes the positions of points.
     """
     inches = figure.get_figheight()
     lines = textwrap.wrap(re.sub(r"(?<=\d) (?=[×%GM])|(?<=\)) (?=[+−\d])", "\u00a0", finding), 90)
@@ -111,7 +112,7 @@ def headline(figure: Any, finding: str, task: str) -> None:
     figure.text(0.008, 1 - 0.05 / inches, "\n".join(lines), weight="bold", fontsize=10.5, va="top", linespacing=1.25)
     under = 1 - (0.07 + 0.19 * len(lines)) / inches
     figure.text(0.008, under, "\n".join(below), fontsize=9, color=MUTED, va="top", linespacing=1.25)
-    for _ in range(2):  # the second time with the layout that the first one has led to
+    for _ in range(2):  # the second time with the layout from the first
         figure.draw_without_rendering()
         for panel in figure.axes:
             if labels := [text for text in panel.texts if text.get_gid() == END]:
@@ -119,7 +120,7 @@ def headline(figure: Any, finding: str, task: str) -> None:
 
 
 def ends(panel: Any, labels: Sequence[tuple[float, float, str, str]], reach: float = 9) -> None:
-    """Write names to the right of points, (x, y, name, colour), which `headline` moves apart later."""
+    """Write names to the right of points, (x, y, name, colour). `headline` separates them later."""
     for x, y, name, ink in labels:
         arrow = {"arrowstyle": "-", "color": ink, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
         options = {"va": "center", "color": ink, "fontsize": 9, "annotation_clip": False, "gid": END}
@@ -128,7 +129,7 @@ def ends(panel: Any, labels: Sequence[tuple[float, float, str, str]], reach: flo
 
 
 def spread(panel: Any, labels: Sequence[Any], gap: float = 11.5) -> None:
-    """Move the texts of `ends` vertically, so that none covers another; all stay beside their panel."""
+    """Move the texts of `ends` vertically, so that they do not overlap. All stay beside their panel."""
     scale = 72 / panel.figure.dpi
     heights = [float(panel.transData.transform(text.xy)[1]) * scale for text in labels]
     bottom, top = panel.bbox.y0 * scale + gap / 2, panel.bbox.y1 * scale - gap / 2
@@ -179,7 +180,7 @@ def bars(
 
 
 def problems(figure: Any) -> list[str]:
-    """Return why a figure cannot be read: texts that are too small, leave it or cover each other, too many lines."""
+    """Return what makes a figure hard to read: texts that are too small, outside or overlapping, and too many lines."""
     figure.draw_without_rendering()
     wrong = []
     scale = min(1.0, WIDTH / figure.get_figwidth())
@@ -205,7 +206,7 @@ def problems(figure: Any) -> list[str]:
 
 
 def texts(figure: Any) -> Iterator[Text]:
-    """Yield the texts of a figure that are seen."""
+    """Yield the visible texts of a figure."""
     hidden = set()
     for panel in figure.axes:
         for axis in (panel.xaxis, panel.yaxis):
@@ -220,12 +221,12 @@ def texts(figure: Any) -> Iterator[Text]:
 
 
 class Figure(NamedTuple):
-    """A figure and the CSV files, in the same folder, whose data it shows.
+    """A figure, and the CSV files in the same folder that it shows.
 
     Attributes:
-        name: of the PNG file, without its ending.
-        draw: the folder to a figure.
-        sources: names of the CSV files, without their ending.
+        name: name of the PNG file, without extension.
+        draw: draws the figure, given the folder.
+        sources: names of the CSV files, without extension.
     """
 
     name: str
@@ -233,7 +234,7 @@ class Figure(NamedTuple):
     sources: tuple[str, ...]
 
     def write(self, folder: Path, strict: bool = False) -> None:
-        """Draw, and write the PNG file, unless no CSV file is there.
+        """Draw the figure and write the PNG file, if any of the CSV files exists.
 
         Raises:
             ValueError: with `strict`, if the figure cannot be read.
@@ -246,7 +247,7 @@ class Figure(NamedTuple):
         write(figure, folder / f"{self.name}.png", metadata={KEY: self.fingerprint(folder)})
 
     def is_current(self, folder: Path) -> bool:
-        """Return whether the PNG file was drawn from the CSV files that are there."""
+        """Return whether the PNG file was drawn from the present CSV files."""
         path = folder / f"{self.name}.png"
         if not path.exists():
             return False

@@ -1,7 +1,7 @@
 """A thread that exchanges in parallel with the training thread.
 
-It runs work items in the order of `submit`. Between items it checks the other ranks every POLL: it replies to failed
-ranks, and frees this rank's device if the device waits for a failed rank. On CUDA it works in a separate stream, which
+It runs work items in the order of `submit`. Between items it checks the other ranks every POLL. It replies to failed
+ranks, and frees this rank's device if the device waits for one of them. On CUDA it works in a separate stream, which
 waits for the event of each item. So the host does not wait for the device.
 
 After an error it runs no more items, and all pending futures get the error.

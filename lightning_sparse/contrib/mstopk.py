@@ -1,4 +1,4 @@
-"""MSTopK: k entries from around a threshold that is found by halving an interval."""
+"""MSTopK: k entries selected with a threshold from a binary search."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
 
 SAMPLE = 1 << 16
-"""Magnitudes that the mean is taken of."""
+"""Number of magnitudes for the mean."""
 
 
 @dataclass(frozen=True)
 class MSTopK(Sparsifier):
-    """Sends all entries above one threshold, and of those between it and a lower one as many as make k.
+    """Sends all entries above one threshold, and fills up to k with entries between it and a lower threshold.
 
     Shi et al. 2021, arXiv 2010.10458. Thresholds are m + r(M − m), with m and M the mean and the largest of |u|. The
-    paper halves [0, 1] N times for the r at which k entries are left, and keeps the closest threshold that leaves at
-    most k and the closest one that leaves more; of the entries between the two it sends a run that starts at random.
+    paper finds r by N halvings of [0, 1]. It keeps the closest threshold that leaves at most k entries, and the closest
+    one that leaves more. From the entries between the two it sends a run with a random start.
 
-    After N rounds these are neighbours on a grid of 2^N steps, on either side of the entry of rank k + 1. So here they
-    are computed from this entry, which block maxima find faster than N passes could count. m only says where the grid
-    begins, and is the mean of 65,536 evenly spaced magnitudes. Where more than 9k/8 entries reach the lower threshold,
-    because they are equal, or because N is small, the k largest are sent.
+    After N rounds the two thresholds are neighbours on a grid of 2^N steps, and the entry of rank k + 1 lies between
+    them. This implementation computes them from that entry. Block maxima find it faster than N passes could count. m
+    is the start of the grid, and here the mean of 65,536 evenly spaced magnitudes. If more than 9k/8 entries reach the
+    lower threshold (because they are equal, or because N is small), the k largest entries are sent.
 
         >>> import torch
         >>> MSTopK(density=0.4).select(torch.tensor([1.0, -3.0, 0.0, 2.0, -0.5]))
@@ -67,7 +67,7 @@ class MSTopK(Sparsifier):
             return topk_indices(u, k)
         bits = magnitude_bits("MSTopK", u)
         seed = ctx.generator(shared=False).initial_seed() >> 1  # fits into int64
-        # One more than may be sent, so that there is the entry of rank k + 1, and too wide a band shows.
+        # One more than the maximum: it includes the entry of rank k + 1, and reveals a band that is too wide.
         indices, magnitudes = largest_entries(bits, 9 * k // 8 + 1, ensure_stats(ctx.stats, u, block_size(numel, k)))
         mean = sampled(bits, SAMPLE, seed).view(torch.float32).mean(dtype=torch.float64)
         exact = largest_mask(magnitudes, k)
@@ -79,16 +79,16 @@ class MSTopK(Sparsifier):
 
         Args:
             x: the magnitudes, fp64, 1-D.
-            exact: which of them are the k largest; returned where no grid tells them apart.
+            exact: mask of the k largest; returned if no grid separates them.
             mean: of all magnitudes, the first point of the grid.
             k: how many to send, below len(x).
-            seed: says where the run begins.
+            seed: determines the start of the run.
         """
         steps = 2**self.rounds
         after = torch.where(exact, -math.inf, x).amax()  # of rank k + 1
         width = (x.amax() - mean) / steps
         point = ((after - mean) / width).floor().clamp(0, steps - 1)
-        # The ends of the grid are never counted: as if nothing were above the last point, and all above the first.
+        # The ends of the grid are not counted: nothing is above the last point, and everything above the first.
         upper = torch.where(point == steps - 1, math.inf, mean + width * (point + 1))
         lower = torch.where(point == 0, 0.0, mean + width * point)
         above = (x >= upper) & (x > after)

@@ -14,20 +14,20 @@ from lightning_sparse.contrib.two_values import TwoValues
 
 @dataclass(frozen=True)
 class OneBit(TwoValues):
-    """C(u) is the mean of the non-negatives where u ≥ 0, and the mean of the negatives elsewhere, column by column.
+    """Replaces each element by the mean of the non-negative, or of the negative, elements of its column.
 
     Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
-    Speech DNNs", Interspeech. A column of the paper's weight matrix W, in Wᵀv, belongs to one output; torch keeps the
-    transpose, so here it is a row, `weight[i]`, of all further dimensions together. A vector is one column. These two
-    values leave the smallest error that the threshold 0 allows.
+    Speech DNNs", Interspeech. A column of the paper's weight matrix W, in Wᵀv, belongs to one output. torch stores the
+    transpose, so a column is the row `weight[i]` here, with all further dimensions. A vector is one column. These two
+    values minimize the error for threshold 0.
 
         >>> import torch
         >>> from lightning_sparse.context import Context
         >>> OneBit().compress(torch.tensor([1.0, -2.0, 3.0, -5.0]), Context.of(4))[1]
         tensor([ 2.0000, -3.5000,  2.0000, -3.5000])
 
-    On the wire: 1 bit for each element, 8 bytes for each column. Where the aggregator divides a segment among ranks, a
-    column that lies in two regions has two means in each.
+    On the wire: 1 bit for each element, 8 bytes for each column. If the aggregator divides a segment among ranks, a
+    column in two regions has two means in each region.
     """
 
     whole = False

@@ -19,12 +19,12 @@ from lightning_sparse.layout import Segment
 class QSGD(Compressor):
     """Q(v) = ‖v‖ · sgn(v) · ξ / s for each bucket v of consecutive elements; unbiased.
 
-    Alistarh et al. 2017, arXiv 1610.02132. ξ is s|v|/‖v‖ rounded up or down at random, so E Q(v) = v and E‖Q(v) − v‖² ≤
-    min(n/s², √n/s)‖v‖² for a bucket of n; to 2⁻¹⁶ of a level ‖v‖/s: what is less becomes 0, as the random numbers
-    have 16 bits. A bucket of zeros decodes to zeros.
+    Alistarh et al. 2017, arXiv 1610.02132. ξ is s|v|/‖v‖ rounded up or down at random. So E Q(v) = v, and E‖Q(v) − v‖²
+    ≤ min(n/s², √n/s)‖v‖² for a bucket of n. The random numbers have 16 bits, so values below 2⁻¹⁶ of a level ‖v‖/s
+    become 0. A bucket of zeros decodes to zeros.
 
     On the wire: the codes sgn(v)·ξ + s in ⌈log₂(2s + 1)⌉ bits each, and a norm in fp32 for each bucket. `elias_bits`
-    says how long the paper's Elias code would be, whose length depends on the data.
+    returns the length of the paper's Elias code, which depends on the data.
 
     Attributes:
         levels: s, 1 to 127: 2 bits for 1, 3 for 3, 4 for 7, 5 for 15, 8 for 127.
@@ -62,10 +62,11 @@ class QSGD(Compressor):
         return 4 * -(-segment.numel // self.bucket) + code_bytes(segment.numel, self.bits)
 
     def elias_bits(self, payload: Payload, ctx: Context) -> int:
-        """Return how many bits the Elias code of a payload takes (the paper's Code_s); the host waits for it.
+        """Return the number of bits of a payload's Elias code (the paper's Code_s). The host waits for it.
 
-        For each bucket 32 bits for the norm; for each ξ > 0 the distance to the one before in Elias' omega code, the
-        sign in 1 bit, and ξ in the omega code. The expected number of ξ > 0 is at most s(s + √n) in a bucket of n.
+        A bucket has 32 bits for the norm. For each ξ > 0 it has the distance from the previous one in Elias' omega
+        code, the sign in 1 bit, and ξ in the omega code. The expected number of ξ > 0 is at most s(s + √n) in a bucket
+        of n.
         """
         norms, packed = payload
         levels = unpack_codes(packed, self.bits, ctx.segment.numel).short() - self.levels
@@ -82,7 +83,7 @@ class QSGD(Compressor):
 def omega_bits(numbers: Tensor) -> Tensor:
     """Return the length in bits of Elias' omega code (Elias 1975) of numbers from 1 on, int64.
 
-    A number N > 1 is written in binary, and before it in the same way the number of its digits less one; then a 0.
+    A number N > 1 is written in binary, preceded by the code of its number of digits minus one. A 0 ends the code.
     """
     total, left = torch.ones_like(numbers), numbers.clone()
     while bool((left > 1).any()):

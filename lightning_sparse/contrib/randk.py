@@ -1,4 +1,4 @@
-"""RandK: entries drawn at random, the same on all ranks."""
+"""RandK: random entries, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class RandK(Sparsifier):
-    """Sends k = density * d entries, drawn uniformly without replacement, as they are.
+    """Sends k = density * d entries, drawn uniformly without replacement and not scaled.
 
     Stich et al. 2018, arXiv 1809.07599. All ranks draw the same indices, a function of (seed, step, segment). So the
-    payload is the values alone, half of what TopK sends, and values can be summed on the way. Values are not scaled by
-    d / k: E‖u - C(u)‖² = (1 - k/d)‖u‖², a contraction, which error feedback needs.
+    payload contains only values (half the bytes of TopK with int32 indices), and an all-reduce can sum them. Values are
+    not scaled by d / k. Therefore E‖u - C(u)‖² = (1 - k/d)‖u‖², the contraction that error feedback needs.
 
     Attributes:
         density: fraction of entries to send, in (0, 1]; at least one is sent.
@@ -31,7 +31,7 @@ class RandK(Sparsifier):
     summable = True
 
     def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
-        """Draw k indices; of `u` only length and device matter."""
+        """Draw k indices. Only the length and the device of `u` matter."""
         return to_device(draw(u.numel(), k, ctx.generator(shared=True)), u.device)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
@@ -49,16 +49,16 @@ class RandK(Sparsifier):
 
 
 def draw(numel: int, k: int, generator: torch.Generator) -> Tensor:
-    """Return k distinct indices below `numel`, int64, ascending, every choice as likely as any other.
+    """Return k distinct indices below `numel`, int64, ascending. All choices have the same probability.
 
-    On the host, whatever the device: how many draws it takes is data, and the host would have to wait for them.
+    It always runs on the host. The number of draws depends on the data, so the host would have to wait for a device.
     """
     if 4 * k > numel:
         drawn = torch.zeros(numel, dtype=torch.bool, device="cpu")
         drawn[torch.randperm(numel, generator=generator, device="cpu")[:k]] = True
         return drawn.nonzero().squeeze(1)
-    # O(k): draw with replacement until k are distinct. No index is preferred, so whatever their number, the distinct
-    # ones are a uniform choice, and so is what is left after leaving out as many as are too many.
+    # O(k): draw with replacement until k are distinct, and drop the surplus at random. No index is preferred in either
+    # step, so the choice is uniform.
     distinct = torch.empty(0, dtype=torch.int64, device="cpu")
     while distinct.numel() < k:
         draws = math.ceil(-numel * math.log1p(-k / numel) + 2 * math.sqrt(k))

@@ -1,7 +1,7 @@
-"""The rows of a segment's parameters. Of kernels/row_table.py they are the `Rows`.
+"""The rows of a segment's parameters, for the `Rows` of kernels/row_table.py.
 
-A row of a weight is what belongs to one of its outputs: `weight[i]`, all further dimensions together. A vector or a
-scalar is one row.
+A row of a weight belongs to one of its outputs: `weight[i]` with all further dimensions. A vector or a scalar is one
+row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Rows(NamedTuple):
 
     Attributes:
         start, stop: offsets of the parameter in the segment, in elements.
-        first, last: numbers of its first row and of the one behind its last.
+        first, last: number of its first row, and of its last row plus one.
         length: elements of a row.
     """
 
@@ -42,6 +42,6 @@ def rows_of(segment: Segment, *, whole: bool = False) -> tuple[Rows, ...]:
 
 
 def row_count(segment: Segment, *, whole: bool = False) -> int:
-    """Return how many rows there are."""
+    """Return the number of rows."""
     rows = rows_of(segment, whole=whole)
     return rows[-1].last if rows else 0

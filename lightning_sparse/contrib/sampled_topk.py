@@ -1,4 +1,4 @@
-"""SampledTopK: the entries above a threshold that was found in a sample."""
+"""SampledTopK: the entries above a threshold that is estimated from a sample."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.kernels.select import block_maxima, block_size, ensure_stats, magnitude_bits, topk_indices
 
 SAMPLED = 100
-"""Entries of the sample that lie above the threshold: their number is then right to 1 / √100 on average."""
+"""Entries of the sample above the threshold. The relative error of the number of entries is then about 1 / √100."""
 
 LOWERED = 0.8
-"""Factor on a threshold that leaves too few entries, at most `TIMES` times."""
+"""Factor on a threshold that leaves too few entries. It is applied at most `TIMES` times."""
 TIMES = 10
 
 
@@ -28,11 +28,12 @@ TIMES = 10
 class SampledTopK(Sparsifier):
     """Sends the entries whose magnitude reaches a threshold, about k of them: the selection of DGC.
 
-    Lin et al. 2018, arXiv 1712.01887. Of every k/100-th magnitude, n of them from a random one on, the threshold is the
-    ⌈ρn⌉-th largest. If fewer than 0.8k entries reach it, it is lowered to 0.8 of it, at most ten times; if more than
-    1.3k do, or none of these thresholds leaves enough, the k largest are sent. So are they where k is below 300, as the
-    sample would be most of the data. (The paper samples 0.1 % to 1 %, and its authors' code as few as 2/ρ elements, of
-    which 0.8k to 1.3k entries follow in one case of four; 100/ρ elements suffice in 24 of 25.)
+    Lin et al. 2018, arXiv 1712.01887. The sample is every k/100-th magnitude from a random start, n in all. The
+    threshold is the ⌈ρn⌉-th largest of the sample. If fewer than 0.8k entries reach it, it is multiplied by 0.8, at
+    most ten times. If more than 1.3k entries reach it, or still too few, the k largest entries are sent. The same holds
+    for k below 300, because the sample would be most of the data. (The paper samples 0.1 % to 1 %. Its authors' code
+    samples down to 2/ρ elements, which gives 0.8k to 1.3k entries in one case of four. With 100/ρ elements it is 24 of
+    25.)
 
         >>> import torch
         >>> u = torch.linspace(-1, 1, 1_000_000)
@@ -49,7 +50,7 @@ class SampledTopK(Sparsifier):
     index_format: IndexFormat = "compact"
     value_format: ValueFormat = "float32"
 
-    exposes_nonfinite = True  # what is sent are the largest, and NaN counts as larger than infinity
+    exposes_nonfinite = True  # the largest entries are sent, and NaN counts as larger than infinity
 
     def capacity(self, numel: int, density: float | None = None) -> int:
         return min(numel, selection_bound(self.count(numel, density)))
@@ -62,7 +63,7 @@ class SampledTopK(Sparsifier):
         if k < 3 * SAMPLED or k == numel:
             return topk_indices(u, k, ctx.stats)
         bits = magnitude_bits("SampledTopK", u)
-        # The generator's seed is a number drawn anew for each step, segment and rank.
+        # The generator's seed differs for each step, segment and rank.
         sample = sampled(bits, SAMPLED * numel // k, ctx.generator(shared=False).initial_seed())
         threshold = kth_magnitude(sample, math.ceil(sample.numel() * k / numel))
         factors = torch.tensor([LOWERED**times for times in range(TIMES + 1)], dtype=torch.float32, device="cpu")

@@ -16,9 +16,9 @@ from lightning_sparse.contrib.two_values import TwoValues
 class ScaledSign(TwoValues):
     """C(p) = (‖p‖₁ / d) · sign(p) for each parameter p of d elements; 0 counts as positive.
 
-    Karimireddy et al. 2019, arXiv 1901.09847: with error feedback it is "EF-signSGD". Of all multiples of the sign this
-    is the nearest to p: ‖p − C(p)‖² = (1 − δ)‖p‖² with δ = ‖p‖₁² / (d‖p‖²). Each parameter has a scale of its own: so
-    the error is never larger than with one for a whole segment, and the same in every segment.
+    Karimireddy et al. 2019, arXiv 1901.09847: with error feedback it is "EF-signSGD". It is the
+    multiple of the sign nearest to p: ‖p − C(p)‖² = (1 − δ)‖p‖² with δ = ‖p‖₁² / (d‖p‖²). Each parameter has its own
+    scale. So the error is at most that of one scale for a whole segment, and does not depend on the segments.
 
         >>> import torch
         >>> from lightning_sparse.context import Context

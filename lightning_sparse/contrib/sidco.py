@@ -1,4 +1,4 @@
-"""SIDCo: the entries above a threshold of a distribution that is fitted to |u|, in stages."""
+"""SIDCo: the entries above a quantile of a distribution that is fitted to |u| in stages."""
 
 from __future__ import annotations
 
@@ -19,51 +19,50 @@ from lightning_sparse.kernels.select import block_maxima, block_size, ensure_sta
 Fit = Literal["exponential", "gamma", "pareto"]
 
 SAMPLE = 1 << 16
-"""Magnitudes that the distribution is fitted to."""
+"""Number of magnitudes for the fit."""
 
 FIRST = 0.25
-"""The density that the first of several stages leaves."""
+"""Density after the first of several stages."""
 
 STAGES = 5
-"""The most stages."""
+"""Largest number of stages."""
 
 START = 3
-"""The stages of the first selection: in the middle."""
+"""Number of stages of the first selection: the middle of the range."""
 
 PERIOD = 5
 """Selections after which the number of stages may change."""
 
 LOW, HIGH = 0.8, 1.2
-"""Entries over k, on average of a period, with which it does not change."""
+"""Range of the mean number of entries, divided by k, in which the number of stages does not change."""
 
 NEWTON = 12
-"""Steps to a quantile of the gamma distribution, which leave a relative error below 1e-6 (tests/test_sidco.py)."""
+"""Newton steps to a quantile of the gamma distribution. The relative error is below 1e-6 (tests/test_sidco.py)."""
 
 
 @dataclass(frozen=True)
 class SIDCo(Sparsifier):
     """Sends the entries whose magnitude reaches a quantile of a distribution fitted to |u|, in several stages.
 
-    Abdelmoniem et al. 2021, arXiv 2101.10761. The first of s stages takes the threshold that leaves a quarter of the
-    entries, and each other one fits the exceedances of the last threshold, of which it leaves (ρ/0.25)^(1/(s − 1)); a
-    single stage leaves ρ at once. With m and v the mean and variance of the exceedances less the smallest of them, a,
-    in the first stage of |u| itself with a = 0, a stage that leaves the fraction δ has the threshold
+    Abdelmoniem et al. 2021, arXiv 2101.10761. The first of s stages leaves a quarter of the entries. Each further stage
+    fits the exceedances of the previous threshold, and leaves the fraction (ρ/0.25)^(1/(s − 1)) of them. A single stage
+    leaves ρ at once. Let a be the smallest exceedance, and m and v the mean and variance of exceedances minus a. In the
+    first stage a = 0, and all of |u| are exceedances. A stage that leaves the fraction δ has the threshold
 
     - exponential: a − m ln δ
     - generalised Pareto: a + λ(1 − δ^κ)/κ with κ = (m²/v − 1)/2, λ = m(m²/v + 1)/2; for κ → 0, a − λ ln δ
-    - gamma, in the first stage, followed by generalised Pareto: the m/α-fold of the upper quantile δ of Γ(α), with
+    - gamma, in the first stage, followed by generalised Pareto: m/α times the upper quantile δ of Γ(α), with
       α = (3 − s + √((s − 3)² + 24s))/12s and s = ln m − mean(ln |u|).
 
-    Moments are those of 65,536 evenly spaced elements, all where there are fewer than that: an exact moment of each
-    stage's exceedances would be another pass, more than exact selection costs. Zeros, of which no logarithm exists,
-    belong to no distribution: the first stage fits the other magnitudes and allows for their share. If a fit does not
-    exist, as of equal magnitudes, or if fewer than 2k/3 or more than 4k/3 entries reach the threshold, the k largest
-    are sent.
+    Moments are computed from at most 65,536 evenly spaced elements. Exact moments of each stage would need another
+    pass, which takes longer than exact selection. Zeros have no logarithm, so the first stage fits the other
+    magnitudes, and takes the share of zeros into account. The k largest entries are sent in two cases: there is no fit,
+    for example for equal magnitudes, or fewer than 2k/3 or more than 4k/3 entries reach the threshold.
 
-    Stages adapt, each segment by itself: where over 5 steps more than 1.2k entries reached the thresholds on average
-    (counted in blocks, of which each has one or more), or fewer than 0.8k, s changes by one. The paper takes one more
-    stage to select more; on heavy tails it selects less. So the direction is that of the last change's effect, and
-    turns round at 1 and 5 stages.
+    The number of stages adapts in each segment. It changes by one if, in 5 steps, the mean number of entries above the
+    thresholds is above 1.2k or below 0.8k. (The number is counted in blocks with one or more such entries.) The paper
+    adds a stage to select more, but with heavy tails this selects less. So the direction depends on the effect of the
+    last change. It reverses at 1 and 5 stages.
 
     Attributes:
         density: fraction ρ of entries to send, in (0, 1]; at least one is sent.
@@ -81,7 +80,7 @@ class SIDCo(Sparsifier):
     value_format: ValueFormat = "float32"
 
     state = (StateSpec("stages", per="segment", resize="drop"),)
-    exposes_nonfinite = True  # what is sent are the largest, and NaN counts as larger than infinity
+    exposes_nonfinite = True  # the largest entries are sent, and NaN counts as larger than infinity
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +94,7 @@ class SIDCo(Sparsifier):
         return block_maxima(numel, self.count(numel, density))
 
     def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
-        """Choose the entries; the segment's stages, if `ctx.state` has them, are replaced by those of the next step."""
+        """Choose the entries. If `ctx.state` has the segment's stages, replace them by those of the next step."""
         numel = u.numel()
         if k == numel:
             return topk_indices(u, k)
@@ -107,14 +106,14 @@ class SIDCo(Sparsifier):
         limit = fitted_threshold(magnitudes, k / numel, state[0], self.fit)
         threshold = limit.nan_to_num(torch.inf).float().view(1).view(torch.int32)
         stats = ensure_stats(ctx.stats, u, block_size(numel, k))
-        # Without a fit there is nothing to learn about the stages.
+        # Without a fit, the number of stages has no effect to learn from.
         ratio = torch.where(limit < torch.inf, blocks_reaching(bits, threshold, stats) / k, 1)
         ctx.state["stages"] = adapted(state, ratio)
         return indices_reaching(bits, k, threshold, -(-2 * k // 3), 4 * k // 3, stats)
 
 
 def fitted_threshold(magnitudes: Tensor, density: float, stages: Tensor, fit: Fit) -> Tensor:
-    """Return the threshold that would leave a fraction `density` of the magnitudes.
+    """Return the threshold that leaves about a fraction `density` of the magnitudes.
 
     Args:
         magnitudes: 1-D, fp64.
@@ -145,10 +144,10 @@ def fitted_threshold(magnitudes: Tensor, density: float, stages: Tensor, fit: Fi
         else:
             variance = torch.where(above, (magnitudes - mean).square(), 0).sum() / count
             beyond = least + pareto_threshold(mean - least, variance, fraction)
-        # What no magnitude exceeds stays as it is: it is too high, as the number of entries will show.
+        # A threshold above all magnitudes stays. It is too high, so the number of entries will be too low.
         limit = torch.where((stage < stages) & (count > 0), beyond, limit)
         above = magnitudes > limit
-        magnitudes, above = narrowed(magnitudes, above)  # each stage has less to look at
+        magnitudes, above = narrowed(magnitudes, above)  # each stage reads fewer entries
         if not magnitudes.numel():
             break
     return limit
@@ -167,8 +166,8 @@ def gamma_threshold(mean: Tensor, mean_of_logs: Tensor, fraction: Tensor) -> Ten
     s = mean.log() - mean_of_logs
     shape = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
     log = fraction.log()
-    # From an upper bound (Boucheron et al. 2013, section 2.4) Newton's steps never pass the root: the logarithm of the
-    # upper tail Q is a falling, concave function of that of y.
+    # Newton's steps start at an upper bound (Boucheron et al. 2013, section 2.4) and never pass the root, because
+    # log Q, of the upper tail Q, is a falling and concave function of log y.
     y = shape + (-2 * shape * log).sqrt() - log
     for _ in range(NEWTON):
         tail = torch.special.gammaincc(shape, y)
@@ -183,7 +182,7 @@ def adapted(state: Tensor, ratio: Tensor) -> Tensor:
     Args:
         state: fp64, 6: the number of stages, the sum and the number of ratios in this period, the mean ratio of the
             last period, the change of stages after it, and its effect: 1 if one stage more selects more, else -1.
-        ratio: entries over k of this selection, a scalar.
+        ratio: number of selected entries divided by k, a scalar.
     """
     stages, total, count, last, change, effect = state.unbind()
     total, count = total + ratio, count + 1

@@ -18,11 +18,11 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class Sign(Compressor):
-    """Sends the signs of `u`, one bit each, 0 as positive, NaN as negative; but a row of zeros has no signs.
+    """Sends the signs of `u`, one bit each: 0 as positive, NaN as negative. A row of zeros has no signs.
 
-    Bernstein et al. 2018, arXiv 1802.04434. The update is +1 or -1, and 0 in a row whose elements are all 0: in one bit
-    0 has no code, and rows of an embedding that no example of this rank has used would be counted as positive. So
-    another bit for each row, `weight[i]`, or for each vector, says whether it is used.
+    Bernstein et al. 2018, arXiv 1802.04434. The update is +1 or -1, and 0 in a row whose elements are all 0. One bit
+    has no code for 0, so unused rows of an embedding would count as positive. Therefore another bit for each row,
+    `weight[i]`, or for each vector, marks whether it is used.
 
         >>> from lightning_sparse.context import Context
         >>> Sign().compress(torch.tensor([0.5, -2.0, 0.0]), Context.of(3))
@@ -52,6 +52,6 @@ def signed(packed: Tensor, used: Tensor, segment: Segment) -> Tensor:
 
 
 def _values(used: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what positive and negative signs stand for in rows that are used (1) or not (0)."""
+    """Return the values of positive and negative signs in rows that are used (1) or not (0)."""
     upper = used.to(torch.float32)
     return upper, -upper

@@ -18,17 +18,17 @@ from lightning_sparse.layout import Segment
 
 @dataclass(frozen=True)
 class TernGrad(Compressor):
-    """Q(g) = s · sgn(g) · b for each parameter, b = 1 with probability |g|/s, else 0; unbiased, but for the clipping.
+    """Q(g) = s · sgn(g) · b for each parameter, b = 1 with probability |g|/s, else 0. Unbiased without clipping.
 
-    Wen et al. 2017, arXiv 1705.07878. Before, g is clipped to ±clip · σ, layer by layer; then s = max|g|. σ is taken
-    about 0, the mean of the paper's model of gradients: so a parameter of one element, or of equal ones, is not clipped
-    away. With the aggregator `SharedScale` s is the maximum over the ranks, and sums of codes are integers.
-    What is below 2⁻¹⁶ s becomes 0, as the random numbers have 16 bits.
+    Wen et al. 2017, arXiv 1705.07878. First, g is clipped to ±clip · σ, layer by layer. Then s = max|g|. σ is the root
+    mean square, because the mean is 0 in the paper's model of gradients. So parameters with one element, or with equal
+    ones, are not clipped to 0. With the aggregator `SharedScale`, s is the maximum over the ranks, and sums of codes
+    are integers. The random numbers have 16 bits, so values below 2⁻¹⁶ s become 0.
 
     On the wire: the codes sgn(g)·b + 1 in 2 bits each, and s in fp32 for each parameter.
 
     Attributes:
-        clip: of σ, a number above 0; `math.inf` clips nothing.
+        clip: factor of σ, above 0; `math.inf` disables clipping.
     """
 
     clip: float = 2.5
@@ -57,22 +57,22 @@ class TernGrad(Compressor):
         return 4 * row_count(segment, whole=True) + code_bytes(segment.numel, 2)
 
     def scales(self, u: Tensor, ctx: Context) -> Tensor:
-        """Return the largest magnitude of each parameter that has elements, once it is clipped; fp32."""
+        """Return the largest magnitude, after clipping, of each parameter that has elements; fp32."""
         check_length(u, ctx)
         return clipped_maxima(u, rows_of(ctx.segment, whole=True), self.clip)
 
     def quantize(self, u: Tensor, own: Tensor, scales: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Return packed codes for `u`, and the update that they stand for.
+        """Return packed codes for `u`, and the update that they represent.
 
         Args:
-            u: 1-D, fp32; left as it is.
-            own: what `scales` returns for it: to ± this it is clipped.
-            scales: the scale of each parameter, no less than `own`.
-            ctx: of the segment.
+            u: 1-D, fp32; unchanged.
+            own: the result of `scales` for `u`, which is clipped to ± this.
+            scales: the scale of each parameter, at least `own`.
+            ctx: context of the segment.
         """
         check_length(u, ctx)
         return round_to_ternary(u, rows_of(ctx.segment, whole=True), own, scales, ctx.key(shared=False))
 
     def values(self, codes: Tensor, scales: Tensor, ctx: Context, size: int = 1) -> Tensor:
-        """Return what codes stand for, or the mean that the sums of the codes of `size` ranks stand for."""
+        """Return the values of codes, or the mean of `size` ranks, given the sums of their codes."""
         return ternary_values(codes, rows_of(ctx.segment, whole=True), scales, size)

@@ -1,4 +1,4 @@
-"""TwoValues: one bit for each value, and for each row what its two signs stand for."""
+"""TwoValues: one bit for each value, and two decoded values for each row."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_sparse.layout import Segment
 
 
 class TwoValues(Compressor):
-    """Sends the sign of each value in a bit, 0 as positive, and for each row what its signs are decoded to.
+    """Sends the sign of each value in one bit (0 is positive), and numbers that determine two values for each row.
 
-    A subclass says which numbers are sent for each row, and what the two signs stand for, given these.
+    A subclass defines the numbers to send for each row, and computes the two values from them.
     """
 
     exposes_nonfinite = True  # the values of a row with a NaN or an infinity are not finite
 
     whole: bool
-    """Whether a parameter is one row, whatever its shape."""
+    """Whether a parameter of any shape is one row."""
     numbers: int
-    """How many fp32 numbers are sent for each row."""
+    """Number of fp32 values sent for each row."""
 
     @abc.abstractmethod
     def row_scales(self, u: Tensor, rows: Sequence[Rows]) -> Tensor:
@@ -34,7 +34,7 @@ class TwoValues(Compressor):
 
     @abc.abstractmethod
     def levels(self, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the two signs are decoded to, the positive first, given the numbers sent, (numbers, rows)."""
+        """Return the decoded values of the two signs, the positive first, given the sent numbers, (numbers, rows)."""
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         check_length(u, ctx)

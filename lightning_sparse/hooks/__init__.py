@@ -3,7 +3,7 @@
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.ddp import attach, exchange_gradients
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger, has_collectives
-from lightning_sparse.hooks.session import tell_or_ask
+from lightning_sparse.hooks.session import report_or_diagnose
 from lightning_sparse.hooks.update_exchange import UpdateExchanger
 from lightning_sparse.hooks.updates import attach_updates, exchange_pending
 
@@ -16,5 +16,5 @@ __all__ = [
     "exchange_gradients",
     "exchange_pending",
     "has_collectives",
-    "tell_or_ask",
+    "report_or_diagnose",
 ]

@@ -1,4 +1,4 @@
-"""The closure that an optimizer's step may get: a training step, in Lightning."""
+"""Replaces the closure that an optimizer's step may get. In Lightning it is the training step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ def begin_step(
     begin: Callable[[Tensor | None], None],
     changed: Callable[[], Tensor | None],
 ) -> Any:
-    """Begin a step, or begin it once its closure has been evaluated.
+    """Begin a step; if it has a closure, begin it after the closure has been evaluated.
 
-    What a closure changes of the weights, on all ranks alike, is no update of the optimizer's. Optimizers of torch
-    change nothing before they evaluate it. Others may, as SAM does, and then their step has begun before.
+    A closure may change weights, in the same way on all ranks. Such a change is not an update of the optimizer.
+    Optimizers of torch change no weights before they evaluate the closure. Other optimizers may, as SAM does. Their
+    step then begins before the evaluation.
 
     Args:
-        optimizer: whose step it is.
-        args: of the step: the optimizer, and then perhaps the closure.
-        kwargs: of the step, perhaps with the closure.
-        begin: takes the present weights for those of all ranks, unless the flag that it gets is set.
-        changed: returns a flag: whether weights have changed since.
+        optimizer: the optimizer of the step.
+        args: positional arguments of the step: the optimizer, and perhaps the closure.
+        kwargs: keyword arguments of the step, perhaps with the closure.
+        begin: takes the present weights as the agreed ones, unless the flag that it gets is set.
+        changed: returns a flag that says whether weights have changed since `begin`.
 
     Returns:
-        The step's new arguments, as a step pre-hook of torch returns them; None leaves them as they are.
+        The step's new arguments, as a step pre-hook of torch returns them. None leaves them unchanged.
     """
     of_torch, evaluated = type(optimizer).__module__.startswith("torch.optim"), False
 
@@ -54,9 +55,9 @@ def replace_closure(args: Any, kwargs: Any, evaluate: Callable[[Callable[[], Any
     """Return a step's arguments with `evaluate` called in place of its closure; None if it has no closure.
 
     Args:
-        args: of the step: the optimizer, and then perhaps the closure.
-        kwargs: of the step, perhaps with the closure.
-        evaluate: gets the closure, and returns what the step gets of it.
+        args: positional arguments of the step: the optimizer, and perhaps the closure.
+        kwargs: keyword arguments of the step, perhaps with the closure.
+        evaluate: gets the closure, and returns the result that the step gets.
     """
     closure = kwargs["closure"] if "closure" in kwargs else [*args, None][1]
     if not callable(closure):

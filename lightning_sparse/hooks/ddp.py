@@ -23,7 +23,7 @@ from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger
 from lightning_sparse.hooks.misuse import detach
 from lightning_sparse.hooks.rates import Rates
-from lightning_sparse.hooks.session import Session, told_to_others
+from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method
 from lightning_sparse.options import OnNonFinite, ReducerOptions
@@ -75,7 +75,7 @@ def attach(
         TypeError, ValueError: an option, a parameter or a feature of DDP that cannot be used; the message says which.
         RankFailure: other ranks use other settings, or do not attach.
     """
-    with told_to_others(getattr(ddp, "process_group", None)):
+    with report_errors_to_peers(getattr(ddp, "process_group", None)):
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
                 f"attach got a {type(ddp).__name__}: wrap the model in DistributedDataParallel first and pass that."

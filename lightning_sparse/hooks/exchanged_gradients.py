@@ -1,10 +1,13 @@
-"""Whether optimizers step with the gradients that ranks have exchanged.
+"""Checks that optimizers step with the gradients that ranks have exchanged.
 
-An exchange takes a gradient out of the residuals, or leaves part of it there, within backward. A gradient that is then
-changed, zeroed or thrown away does not take that back: the spike that a user has zeroed comes back in later steps.
-Undoing it needs each rank's own gradient, which the result has overwritten: a copy as large as the residuals, and one
-more pass over all gradients in each step, of everybody. So it is noticed, by counters that torch keeps of each tensor,
-and said once. Where updates are exchanged nothing has left a rank before its step, and any gradient may be dropped.
+Within backward an exchange has already changed the residuals: sent entries have left them, and the rest was added. If
+the user then changes, zeroes or drops the gradient, the residuals do not follow. A spike that the user has zeroed comes
+back in later steps.
+
+To undo the exchange, each rank would need its local gradient, which the result has overwritten. A copy would have
+the size of the residuals, and cost one more pass over all gradients in each step. So this module only detects such
+changes, by the version counters that torch keeps for each tensor, and warns once. If ranks exchange updates instead,
+nothing is sent before the optimizer's step, and a rank may drop any gradient.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ TAKE_TURNS = (
     " If a backward pass is for another optimizer, as in a GAN, call toggle_optimizer and untoggle_optimizer, with "
     "find_unused_parameters=True; in plain torch call the model within its no_sync()."
 )
-"""What else helps if a gradient was thrown away."""
+"""A further remedy if a gradient was thrown away."""
 
 
 class ExchangedGradients:
-    """Warns, once, if an exchanged gradient is not the one that its optimizer steps with.
+    """Warns once if an exchanged gradient is changed or thrown away before its optimizer's step.
 
     Gradients may accumulate over several exchanges, and a GradScaler may unscale them.
 
@@ -44,11 +47,11 @@ class ExchangedGradients:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = {id(param): (name, param) for name, param in params.items()}
-        self._written: dict[int, tuple[int, int]] = {}  # gradients that no optimizer has stepped with, as DDP left them
+        self._written: dict[int, tuple[int, int]] = {}  # exchanged gradients before their step: state after DDP
         self._thrown_away: set[int] = set()
-        self._looked = True  # whether those in `_written` were still there when the present backward pass began
+        self._looked = True  # whether this backward pass has compared gradients with `_written`
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
-        # A copy of the model in another process has no hooks: torch need not warn that it leaves them out.
+        # A copy of the model in another process needs no hooks, so torch need not warn that the copy lacks them.
         self._hooks = [
             param.register_hook(unserializable_hook(partial(self._before_accumulation, key)))
             for key, (_, param) in self._params.items()
@@ -57,7 +60,7 @@ class ExchangedGradients:
         wrap("unscale_", self._unscale)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._end()
         self._step_hook.remove()
 
@@ -69,7 +72,7 @@ class ExchangedGradients:
         self._params = {}
 
     def on_exchange(self, names: Iterable[str]) -> None:
-        """Note the gradients of these parameters, which are those that ranks agreed on."""
+        """Record the gradients of these parameters, just after ranks have exchanged them."""
         chosen = set(names)
         self._note(key for key, (name, _) in self._params.items() if name in chosen)
         self._looked = False
@@ -80,7 +83,7 @@ class ExchangedGradients:
                 self._written[key] = _state(grad)
 
     def _before_accumulation(self, key: int, _: Tensor) -> None:
-        if not self._looked:  # the first gradient of this backward pass: the others are as they were
+        if not self._looked:  # the first gradient of this backward pass
             self._looked = True
             self._thrown_away |= {key for key in self._written if self._has_changed(key)}
         self._written.pop(key, None)
@@ -111,7 +114,7 @@ class ExchangedGradients:
         self._note(keys)
 
     def _look(self, optimizer: Optimizer) -> list[int]:
-        """Warn if gradients of an optimizer have changed, and return the keys of those that it had not stepped with."""
+        """Warn if an optimizer's exchanged gradients have changed; return their keys if they have not."""
         if not self._params:
             return []
         own = [id(param) for group in optimizer.param_groups for param in group["params"]]
@@ -131,7 +134,7 @@ class ExchangedGradients:
 
     def _warn(self, optimizer: Optimizer, key: int, how: str, remedy: str = "") -> None:
         name, _ = self._params[key]
-        self._end()  # the hook of steps stays: torch goes through all of these now
+        self._end()  # the step hook stays, because torch iterates over the step hooks now
         log.warning(
             f"A gradient of {name!r} that ranks exchanged for {type(optimizer).__name__} {how}. The "
             f"residuals do not take that back: the part that was not sent comes in later steps, and the part that was "
@@ -142,5 +145,5 @@ class ExchangedGradients:
 
 
 def _state(grad: Tensor) -> tuple[int, int]:
-    """Return where a gradient lies and how often it was changed in place."""
+    """Return the address of a gradient and its number of in-place changes."""
     return grad.data_ptr(), version(grad)

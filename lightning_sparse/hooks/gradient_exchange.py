@@ -1,21 +1,22 @@
-"""Exchanges gradients while backward goes on.
+"""Exchanges gradients while backward runs.
 
 DDP's buckets only bring gradients in and carry results out. The communication hook hands each bucket to a worker thread
 and returns a future. The thread owns the residuals: it reduces a segment as soon as the segment's last gradient has
-arrived, and completes a bucket's future when all segments in the bucket are reduced. DDP calls the hook in the same
+arrived. It completes a bucket's future when all segments in the bucket are reduced. DDP calls the hook in the same
 order on all ranks, so all ranks reduce the segments in the same order.
 
-On CUDA the thread works in a stream of its own, which waits for an event that the hook records behind the bucket's last
-gradient; DDP's stream waits for an event of the thread's stream in the future. So the host does not wait for the
-device: the thread completes a future when it has launched the kernels.
+On CUDA the thread works in a separate stream. This stream waits for an event that the hook records after the bucket's
+last gradient. DDP's stream waits for an event of the thread's stream, through the future. So the host does not wait for
+the device: the thread completes a future when it has launched the kernels.
 
-NCCL wants the collectives of all its communicators on a device in one order, the same on all ranks. In plain backward
-there are only this thread's. If backward has others (`exchanges_after_backward`), the thread gets the buckets at its
-end: first come backward's own collectives, in the order of autograd, then ours. Nothing overlaps there.
+NCCL requires one order of the collectives of all its communicators on a device, the same on all ranks. In plain
+backward only this thread has collectives. If backward has others (`exchanges_after_backward`), the thread gets the
+buckets at the end of backward. First come backward's collectives, in the order of autograd, then ours. Nothing overlaps
+in this case.
 
-After an exception in the thread nobody may be left waiting: the thread tells the other ranks, and completes all futures
-with the local gradients (a future that never completes hangs backward for ever); the training thread raises the
-exception at the end of backward.
+After an exception in the thread, no rank and no thread may wait for ever. The thread reports the exception to the other
+ranks. It completes all futures with the local gradients, because backward hangs if a future never completes. The
+training thread raises the exception at the end of backward.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class GradientExchanger:
     """The exchange of the gradients of one DDP instance, on one rank.
 
     Args:
-        session: the exchange with the other ranks.
+        session: the session with the other ranks.
         ddp: the wrapped model.
         params: its parameters by name.
-        rates: of the optimizers, compared now and then.
+        rates: compares the learning rates of the optimizers.
     """
 
     note = "Gradients are exchanged."
@@ -66,7 +67,7 @@ class GradientExchanger:
         params: Mapping[str, Tensor],
         rates: Rates,
     ) -> None:
-        self._session, self._params = session, params  # which keeps the ids valid
+        self._session, self._params = session, params  # a reference keeps the ids valid
         self._name_of = {id(param): name for name, param in params.items()}
         self._frozen = {
             name: param
@@ -77,37 +78,37 @@ class GradientExchanger:
         self._step = Step(self.reducer, rates)
         self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
         self._in_backward = False
-        # DDP delivers parameters that took no part too, with the stale contents of their .grad; only autograd knows.
+        # DDP also delivers parameters that took no part, with the stale contents of their .grad. Only autograd knows.
         self._used: set[str] | None = set() if ddp.find_unused_parameters or ddp.static_graph else None
         self._finds_unused = bool(ddp.find_unused_parameters and not ddp.static_graph)
         tracked = params.values() if self._used is not None else ()
         self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
-        # One rank warns, and only if there are residuals: it looks at all parameters in each step.
+        # Only rank 0 checks, and only if there are residuals, because it checks all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
         self._exchanged = ExchangedGradients(params) if warns else None
 
     @property
     def reducer(self) -> Reducer:
-        """Reduces the gradients, in the worker thread."""
+        """The reducer, which the worker thread calls."""
         return self._session.reducer
 
     @property
     def comm(self) -> ProcessGroupComm:
-        """The reducer's wire."""
+        """The reducer's connection to the other ranks."""
         return self._session.comm
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the thread out of copies of the model: like a stock DistributedDataParallel's, they have no hook."""
+        """Leave the thread out of copies of the model. They have no hook, like copies of a stock model."""
         return type(None), ()
 
-    # In the training thread:
+    # The following methods run in the training thread.
 
     def _mark_used(self, param: Tensor) -> None:
         assert self._used is not None
         self._used.add(self._name_of[id(param)])
 
     def enqueue(self, bucket: Any) -> Any:
-        """Hand one of DDP's buckets to the thread; called by DDP within backward."""
+        """Pass one of DDP's buckets to the thread; DDP calls it within backward."""
         if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
             raise TypeError(
                 "The communication hook was called by torch's Python reducer. Set "
@@ -124,7 +125,7 @@ class GradientExchanger:
                 ) from error
             self._in_backward = True
         future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        # By flat position: gradients() has the strides of the parameters, which need not be those of memory.
+        # Use flat positions: gradients() has the strides of the parameters, which may differ from those of the buffer.
         if unknown := [param for param in bucket.parameters() if id(param) not in self._name_of]:
             raise self._fail_with(
                 f"DDP delivered a gradient of shape {list(unknown[0].shape)} whose parameter had requires_grad=False "
@@ -137,8 +138,8 @@ class GradientExchanger:
             self._used -= set(names)
         ready = None
         if self._session.stream is not None:
-            # In the stream in which DDP has just filled the bucket; it is the one of autograd's node for the parameter,
-            # not always the one in which backward was called.
+            # DDP has just filled the bucket in this stream. It belongs to autograd's node of the parameter, and may
+            # differ from the stream that called backward.
             ready = torch.cuda.current_stream(self._session.device).record_event()
         arrived = Bucket(future, buffer, views, unused, ready)
         if self._held is None:
@@ -151,16 +152,16 @@ class GradientExchanger:
         self._worker.submit(partial(self._reduce, bucket), bucket.ready, otherwise=bucket.complete)
 
     def _end_of_backward(self) -> None:
-        """Wait for the thread and raise its exception. Runs before DDP itself waits for the futures.
+        """Wait for the thread and raise its exception. It runs before DDP itself waits for the futures.
 
-        On CUDA this waits until the thread has launched its kernels, as DDP's own wait for the futures would, not for
-        the device.
+        On CUDA it waits until the thread has launched its kernels, but not for the device. DDP's wait for the futures
+        would do the same.
         """
-        # With reentrant checkpointing this is the end of a part only: the next bucket queues it again.
+        # With reentrant checkpointing this may be the end of one part: the next bucket queues this call again.
         within_backward, self._in_backward = in_backward(), False
         started = time.perf_counter()
         if self._held:
-            if self._session.stream is not None:  # behind all that backward has launched, not only behind the gradients
+            if self._session.stream is not None:  # wait for all kernels of backward
                 self._held[0].ready = torch.cuda.current_stream(self._session.device).record_event()
             for bucket in self._held:
                 self._submit(bucket)
@@ -170,8 +171,8 @@ class GradientExchanger:
         if self._session.error is not None:
             raise self._session.error
         if self._session.stream is not None:
-            # DDP synchronises only the stream its hook ran on. Make the caller's stream wait too: it reuses the buffers
-            # the thread still reads. After this no gradient, bucket or residual needs record_stream.
+            # DDP synchronises only the stream of its hook. The caller's stream must wait too, because it reuses buffers
+            # that the thread still reads. After this no gradient, bucket or residual needs record_stream.
             torch.cuda.current_stream(self._session.device).wait_stream(self._session.stream)
         for name, param in self._frozen.items():
             if param.requires_grad:
@@ -183,7 +184,7 @@ class GradientExchanger:
         exchanged, self._step.exchanged = self._step.exchanged, []
         if self._exchanged is not None and exchanged:
             note = partial(self._exchanged.on_exchange, exchanged)
-            at_end_of_backward(note) if within_backward else note()  # once DDP has written the gradients
+            at_end_of_backward(note) if within_backward else note()  # after DDP has written the gradients
 
     @contextlib.contextmanager
     def after_backward(self) -> Iterator[None]:
@@ -194,7 +195,7 @@ class GradientExchanger:
 
     @property
     def reductions(self) -> int:
-        """Number of steps that are complete, skipped ones included."""
+        """Number of complete steps, including skipped ones."""
         return self.reducer.step + self.reducer.skipped
 
     def check_reduced(self, before: int) -> None:
@@ -204,7 +205,7 @@ class GradientExchanger:
             return
         late = {name: param for name, param in self._params.items() if name not in self._step.arrived}
         where = f"on rank {self.comm.ranks[self.comm.rank]} at step {self.reducer.step}"
-        # DDP does not deliver a bucket with one gradient missing, so not every parameter that is late is at fault.
+        # DDP does not deliver a bucket with a missing gradient, so some late parameters are not the cause.
         unused = [repr(name) for name, param in late.items() if param.grad is None or not param.requires_grad]
         remedy = "If that is meant, set find_unused_parameters=True, with static_graph=False."
         if self._finds_unused or len(unused) == len(self._params):
@@ -218,12 +219,12 @@ class GradientExchanger:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that training has failed on this one, outside of the worker thread."""
+        """Report to the other ranks that training has failed on this one, outside of the worker thread."""
         self._session.fail(error)
 
     @property
     def is_consistent(self) -> bool:
-        """Whether every step that was begun is complete, so that all residuals belong to the same step."""
+        """Whether no step is incomplete, so that all residuals belong to the same step."""
         return self._session.error is None and not self._step.buckets and not self._held
 
     def drain(self) -> bool:
@@ -237,7 +238,7 @@ class GradientExchanger:
         return error
 
     def close(self) -> None:
-        """End the thread and leave the group. May be called twice, and after a failure."""
+        """End the thread and leave the group. It may be called twice, and after a failure."""
         if self._session.is_closed:
             return
         self._session.mark_done()
@@ -247,7 +248,7 @@ class GradientExchanger:
             self._exchanged.close()
         self._worker.end(lambda is_alive: self._session.finish(failed=is_alive))
 
-    # In the worker thread:
+    # The following methods run in the worker thread.
 
     def _reduce(self, bucket: Bucket) -> None:
         self._session.launching()
@@ -255,25 +256,25 @@ class GradientExchanger:
         self._session.launched(self._session.stream)
 
     def _failed(self, error: BaseException) -> None:
-        # First of all, so that backward ends whatever happens here.
+        # Complete the futures first, so that backward ends in any case.
         for bucket in self._step.buckets:
             bucket.complete()
         self._session.end_by(error)
 
 
 def exchanges_after_backward(ddp: DistributedDataParallel) -> bool:
-    """Return whether backward has collectives beside the thread's, or may have, so that the thread has to wait.
+    """Return whether backward may have collectives other than the thread's. If so, the thread has to wait.
 
-    DDP agrees on unused parameters by one.
+    With find_unused_parameters, DDP uses a collective to agree on unused parameters.
     """
     return (ddp.find_unused_parameters and not ddp.static_graph) or has_collectives(ddp.module)
 
 
 def has_collectives(model: torch.nn.Module) -> bool:
-    """Return whether a model's backward has collectives of its own, or may have.
+    """Return whether a model's backward may call collectives.
 
-    SyncBatchNorm agrees on sums of gradients; and a user who sets NCCL_LAUNCH_ORDER_IMPLICIT=1 asks for collectives in
-    one order from one thread.
+    SyncBatchNorm agrees on sums of gradients. A user who sets NCCL_LAUNCH_ORDER_IMPLICIT=1 asks for collectives in one
+    order from one thread.
     """
     return any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()) or (
         os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")

@@ -1,4 +1,4 @@
-"""Mistakes around `attach_updates` by which ranks would drift apart unseen: each is an error that names the remedy."""
+"""Detects uses of `attach_updates` that would silently let ranks drift apart. Each error names the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def check_optimizers(given: Any) -> Sequence[Optimizer]:
-    """Return the optimizers that a user gave, one or several; TypeError if they are none."""
+    """Return the optimizers that a user gave, one or several; TypeError for anything else."""
     optimizers = [given] if isinstance(given, Optimizer) else given
     if not isinstance(optimizers, Sequence) or not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(f"attach_updates(optimizer={type(given).__name__}(...)): give an optimizer, or a list of them.")
@@ -31,20 +31,20 @@ def check_optimizers(given: Any) -> Sequence[Optimizer]:
     return optimizers
 
 
-class OtherSteps:
-    """Raises where an optimizer whose updates are not exchanged has stepped a parameter of the model.
+class UnattachedOptimizerCheck:
+    """Raises an error if an optimizer that is not attached has stepped a parameter of the model.
 
-    A wrapper that steps by way of one of `optimizers`, or is called by one, is no such optimizer.
+    Wrappers around an attached optimizer are allowed, whether they call it or it calls them.
 
     Args:
-        optimizers: whose updates are exchanged.
-        model: the model, which is not kept alive.
+        optimizers: the attached optimizers, whose updates are exchanged.
+        model: the model; the check keeps no reference to it.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         self._own, self._model = optimizers, weakref.ref(model)
-        self._steps, self._inside = 0, False  # steps of `optimizers` so far, and whether one is under way
-        self._steps_before: dict[int, int] = {}  # what it was when a step of another optimizer began
+        self._steps, self._inside = 0, False  # steps of `optimizers` so far, and whether one is running
+        self._steps_before: dict[int, int] = {}  # `_steps` when a step of another optimizer began
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -52,11 +52,11 @@ class OtherSteps:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, unless it is gone."""
+        """The model; None if it no longer exists."""
         return self._model()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         for hook in self._hooks:
             hook.remove()
 
@@ -85,12 +85,12 @@ class OtherSteps:
             )
 
 
-class ChangesByHand:
-    """Warns where parameters that have gradients, but are in no optimizer whose updates are exchanged, have changed.
+class UntrackedUpdateCheck:
+    """Warns if a parameter has gradients and has changed, but belongs to no optimizer whose updates are exchanged.
 
     Args:
-        params: by name.
-        exchanged: returns whether a parameter is among those exchanged, which others may become.
+        params: the parameters to check, by name.
+        exchanged: returns whether the updates of a parameter are exchanged by now.
     """
 
     def __init__(self, params: Mapping[str, Tensor], exchanged: Callable[[Tensor], bool]) -> None:
@@ -98,13 +98,13 @@ class ChangesByHand:
         self._versions: dict[str, int] = {}
 
     def look(self) -> None:
-        """Compare with the last call; to be called at each exchange."""
+        """Compare the parameters with the last call. Call it at each exchange."""
         for name, param in self._params.items():
-            # Without gradients it may be a momentum encoder, which exchange_pending makes equal.
+            # A parameter without gradients may be that of a momentum encoder, which exchange_pending makes equal.
             if (param.grad is None and name not in self._versions) or self._exchanged(param):
                 continue
             if self._versions.setdefault(name, version(param)) != version(param):
-                self._params = {}  # once
+                self._params = {}  # warn once
                 log.warning(
                     f"{name!r} has gradients and has changed, but it is in no optimizer whose updates are exchanged: "
                     f"ranks drift apart in it, unless you average its gradients yourself. Give it to an optimizer of "
@@ -114,13 +114,13 @@ class ChangesByHand:
 
 
 class RefuseDDP:
-    """Has the first forward pass of a model raise if DistributedDataParallel is around it. May be pickled with it."""
+    """Makes a model's first forward pass raise an error if DistributedDataParallel wraps it. It can be pickled."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hook = model.register_forward_pre_hook(self)
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
-        """Look, once."""
+        """Check once."""
         if torch.compiler.is_compiling():
             return
         self._hook.remove()
@@ -139,16 +139,17 @@ class Attached(Protocol):
     """An exchange of a model's updates."""
 
     def close(self) -> None:
-        """Exchange no more."""
+        """End the exchange."""
 
     def end_if_soon(self) -> None:
-        """End an exchange that goes on."""
+        """Complete a pending exchange if it can complete without waiting for peers."""
 
 
 def keep_attached(model: nn.Module, exchange: Attached, optimizers: Sequence[Optimizer]) -> None:
-    """Close the exchange of a model's updates when the model is gone, or attached anew. An earlier one is closed now.
+    """Register the exchange of a model's updates, and close an earlier one.
 
-    Further steps of its optimizers are refused then.
+    The exchange is closed when the model is deleted or attached again. Further steps of its optimizers then raise an
+    error.
     """
     detach(model)
     _attached[model] = weakref.finalize(model, _abandon, exchange, optimizers, GONE)
@@ -162,7 +163,7 @@ def attached(model: nn.Module) -> Attached | None:
 
 
 def detach(model: nn.Module) -> None:
-    """End the exchange of a model's updates, if there is one, for another one."""
+    """Close the exchange of a model's updates, if there is one, because another one replaces it."""
     if (finalizer := _attached.pop(model, None)) and (found := finalizer.detach()):
         _, _, (exchange, optimizers, _), _ = found
         _abandon(exchange, optimizers, "the model was attached anew, with other optimizers")

@@ -1,15 +1,17 @@
-"""Overlap with backward: each segment is stepped and exchanged as soon as its gradients are there.
+"""Overlap with backward: each segment is stepped and exchanged as soon as its gradients are complete.
 
     overlap = BackwardOverlap(updates, optimizer)
     overlap.watch()
-    ...                      # a backward pass whose gradients are those of the optimizer's next step
+    ...                      # the backward pass of the next step
     overlap.end()
-    if overlap.has_begun:    # the optimizer has no gradients any more, so its own step does nothing
-        overlap.finish()     # weights are equal on all ranks
-    else:                    # nothing was stepped: the exchange comes after the step
+    if overlap.has_begun:    # the optimizer's own step does nothing
+        overlap.finish()     # weights are equal now
 
-Weights, residuals, moments and messages are those of an exchange after the step, bit for bit, and segments come in the
-same order. So each rank decides for itself, in each step.
+`end` hides the gradients, so that the optimizer's own step changes nothing. If no segment was stepped within backward,
+the exchange comes after the step as usual.
+
+Weights, residuals, moments and messages are bit-identical to those of an exchange after the step, and the order of the
+segments is the same. So each rank decides in each step, without the others, whether to overlap.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class _Part:
     Attributes:
         segment: the segment.
         params: its parameters.
-        optimizer: a copy of the optimizer; its state is the optimizer's own.
-        groups: of each of the optimizer's parameter groups, the parameters in this segment.
+        optimizer: a copy of the optimizer, which shares the optimizer's state.
+        groups: for each parameter group of the optimizer, its parameters in this segment.
     """
 
     segment: UpdateSegment
@@ -55,21 +57,21 @@ class _Part:
     def step(self, optimizer: Optimizer) -> None:
         """Take this segment's part of the optimizer's step."""
         self.optimizer.state = optimizer.state
-        chosen = zip(optimizer.param_groups, self.groups, strict=False)  # a new group has none of ours
+        chosen = zip(optimizer.param_groups, self.groups, strict=False)  # a new group has no parameter of this segment
         self.optimizer.param_groups = [{**group, "params": params} for group, params in chosen]
         step_without_hooks(self.optimizer)
 
 
 @dataclass
 class _Plan:
-    """What a backward pass is expected to bring.
+    """The gradients that a backward pass is expected to compute.
 
     Attributes:
-        parts: in the layout's order.
-        index: parameter to its part.
-        trained: parameters, and whether they require a gradient.
-        hooks: on their gradients.
-        allowed: whether segments may be stepped within backward; None before a pass was seen.
+        parts: the segments in the layout's order.
+        index: parameter to the index of its part.
+        trained: the parameters, each with whether it requires a gradient.
+        hooks: the hooks on their gradients.
+        allowed: whether segments may be stepped within backward; None before the first pass has ended.
     """
 
     parts: list[_Part]
@@ -84,10 +86,10 @@ class _Pass:
     """One backward pass.
 
     Attributes:
-        collectives: number of collectives before it, on CUDA.
-        arrived: parameters whose gradients are there.
-        missing: number of gradients to come, by part that has not been stepped.
-        streams: on CUDA, in which gradients were computed.
+        collectives: on CUDA, the number of collectives before the pass.
+        arrived: parameters whose gradients have been computed.
+        missing: number of missing gradients, by index of each part that has not been stepped.
+        streams: on CUDA, the streams that have computed gradients.
     """
 
     collectives: int
@@ -97,20 +99,24 @@ class _Pass:
 
 
 class BackwardOverlap:
-    """The steps of one optimizer, segment by segment, within the backward passes that are watched.
+    """Steps one optimizer segment by segment, within the backward passes that it watches.
 
-    The first pass is only observed. Nothing is stepped within backward if a gradient comes in parts, as with reentrant
-    checkpointing; if backward recomputes parts of the model, which may need weights of other parts; on CUDA, if
-    backward has collectives of its own; or if a parameter has hooks of the user's on its gradient.
+    The first pass is only observed. Segments are stepped after backward in any of these cases:
+
+    - a gradient arrives in several parts, as with reentrant checkpointing;
+    - backward recomputes parts of the model, because they may need weights of other parts;
+    - on CUDA, backward calls collectives;
+    - a parameter has a hook of the user on its gradient.
 
     Args:
-        updates: exchanges what the optimizer changes.
-        optimizer: changes each parameter by that parameter's gradient and state alone, as those of torch but LBFGS do.
+        updates: exchanges the deltas of the optimizer.
+        optimizer: the optimizer. It changes each parameter by that parameter's gradient and state alone. All optimizers
+            of torch except LBFGS do so.
         prepare: called before the first segment of a step is stepped.
         speaks: whether this rank logs why nothing is stepped within backward.
 
     Attributes:
-        has_begun: whether segments have been stepped, so that `finish` has to be called.
+        has_begun: whether segments have been stepped. If so, `finish` has to be called.
         in_closure: whether a closure is being evaluated.
     """
 
@@ -122,6 +128,7 @@ class BackwardOverlap:
         speaks: bool = True,
     ) -> None:
         self._updates, self._optimizer, self._prepare, self._speaks = updates, optimizer, prepare, speaks
+        self._stream = updates.stream
         self.has_begun = self.in_closure = False
         self._plan = _Plan([], {}, [])
         self._pass: _Pass | None = None
@@ -129,14 +136,11 @@ class BackwardOverlap:
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._submit: Callable[[UpdateSegment, torch.cuda.Event | None], None]
 
-    @property
-    def _stream(self) -> torch.cuda.Stream | None:
-        return self._updates.stream
-
     def run_closure(self, closure: Callable[[], Any], failed: Callable[[BaseException], None]) -> Any:
-        """Return what a step's closure returns; `watch` is called within, before the backward pass that counts.
+        """Run a step's closure and return its result. The closure calls `watch` before the step's backward pass.
 
-        If it raises after segments have been stepped, `failed` gets the error, and agreed weights are restored.
+        If the closure raises after segments have been stepped, `failed` gets the error. Then the agreed weights are
+        restored.
         """
         self.in_closure = True
         try:
@@ -155,7 +159,7 @@ class BackwardOverlap:
         return result
 
     def watch(self) -> None:
-        """Step segments in the backward pass that comes now, if it is as the one before."""
+        """Step segments in the next backward pass, if it is like the previous one."""
         self._updates.refresh_parameters()
         if not self._is_as_planned():
             self._remove_hooks()
@@ -165,7 +169,7 @@ class BackwardOverlap:
             self._on_modules = register_module_forward_pre_hook(self._on_forward)
 
     def end(self) -> None:
-        """Step the segments that are left, if the pass has begun to, and put gradients aside until `finish`."""
+        """After the pass: if segments were stepped, step the remaining ones, and hide gradients until `finish`."""
         backward = self._stop_watching()
         if self.has_begun and backward is not None:
             for index in sorted(backward.missing):
@@ -176,10 +180,10 @@ class BackwardOverlap:
         elif self._plan.allowed is None and backward is not None and backward.arrived:
             self._plan.allowed = self._stream is None or collectives_so_far() == backward.collectives
             if not self._plan.allowed:
-                self._say("backward has collectives of its own")
+                self._say("backward calls collectives")
 
     def finish(self) -> None:
-        """Wait until weights are equal on all ranks; gradients are again where they were.
+        """Restore the gradients, and wait until weights are equal on all ranks.
 
         Raises:
             NonFiniteGradient, RankFailure: see `DeltaExchange.exchange`.
@@ -191,7 +195,7 @@ class BackwardOverlap:
         self._updates.finish(self._optimizer)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._stop_watching()
         self._remove_hooks()
 
@@ -209,7 +213,7 @@ class BackwardOverlap:
         return _Plan(parts, index, trained, hooks)
 
     def _is_as_planned(self) -> bool:
-        """Return whether the parameters are the planned ones, and the same ones are frozen."""
+        """Return whether the plan has the same parameters and the same frozen ones."""
         plan, params = self._plan, self._updates.parameters.values()
         same = len(plan.index) == len(params) and all(param in plan.index for param in params)
         return same and all(param.requires_grad == trained for param, trained in plan.trained)
@@ -223,17 +227,17 @@ class BackwardOverlap:
 
     def _say(self, why: str) -> None:
         if self._speaks:
-            log.info(f"DeltaExchange are exchanged after backward: {why}.")
+            log.info(f"Updates are exchanged after backward: {why}.")
 
     def _remove_hooks(self) -> None:
         for hook in self._plan.hooks:
             hook.remove()
 
-    # In the thread of backward:
+    # The following methods run in the thread of backward.
 
     def _on_forward(self, *_: Any) -> None:
         if in_backward() and self._plan.allowed is not False:
-            self._say("backward computes activations anew, by checkpointing")
+            self._say("backward recomputes activations, by checkpointing")
             self._plan.allowed = False
 
     def _on_gradient(self, param: Tensor) -> None:
@@ -244,10 +248,10 @@ class BackwardOverlap:
         if param in backward.arrived:
             name = next(name for name, each in self._updates.parameters.items() if each is param)
             if plan.allowed is not False:
-                self._say(f"the gradient of {name!r} comes in parts")
+                self._say(f"the gradient of {name!r} arrives in several parts")
             plan.allowed = False
             if self.has_begun and index in backward.missing:
-                backward.missing[index] += 1  # so the segment waits for the end
+                backward.missing[index] += 1  # the segment is stepped at the end
             elif self.has_begun:
                 raise RuntimeError(
                     f"The gradient of {name!r} came in two parts, though in the step before it came at once, so its "
@@ -257,9 +261,9 @@ class BackwardOverlap:
         if self._stream is not None:
             backward.streams.add(torch.cuda.current_stream(self._stream.device))
         is_first = not backward.arrived and plan.allowed and self._is_as_planned()
-        # Hooks of others on gradients may come after ours and change them.
+        # Other hooks on gradients may run after ours and change gradients.
         if is_first and not any(len(gradient_hooks(each)) > 1 for each in plan.index):
-            # A frozen parameter, too, counts as one to come: backward may need its weight until it ends.
+            # Frozen parameters count as missing: backward may need their weights until it ends.
             backward.missing = {number: len(part.params) for number, part in enumerate(plan.parts)}
             self._updates.begin(self._optimizer)
             self._prepare()

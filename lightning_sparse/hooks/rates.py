@@ -1,4 +1,4 @@
-"""Whether optimizers have the same learning rates on all ranks while they train."""
+"""Checks during training that optimizers have the same learning rates on all ranks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lightning_sparse.comm import Comm
 log = logging.getLogger(__name__)
 
 PERIOD = 100
-"""Steps from one comparison to the next: its message of 16 bytes costs a link's latency."""
+"""Number of steps between comparisons. Each comparison sends 16 bytes and costs the latency of the link."""
 
 
 class Rates:
-    """Warns on rank 0, once, if learning rates differ among ranks, as those of a `ReduceLROnPlateau` may.
+    """Warns once, on rank 0, if learning rates differ among ranks. Those of a `ReduceLROnPlateau` may differ.
 
     Args:
-        comm: the wire of an exchange; nothing else may go on over it meanwhile.
-        optimizers: equal numbers of them on all ranks.
-        device: of the exchange.
+        comm: the connection to the other ranks, which must be idle when `compare` is called.
+        optimizers: the optimizers; all ranks have the same number of them.
+        device: the device of the exchange.
     """
 
     def __init__(self, comm: Comm, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self._comm, self._optimizers, self._device = comm, optimizers, device
         self._steps = 0  # since the last comparison
-        self._answer: Callable[[], list[Any]] | None = None  # of the last comparison: the host does not wait for it
+        self._answer: Callable[[], list[Any]] | None = None  # result of the last comparison, fetched without waiting
 
     def are_due(self, steps: int) -> bool:
-        """Count steps, say what the last comparison has found, and return whether it is time to `compare`."""
+        """Count steps, warn if the last comparison found a difference, and return whether to call `compare`."""
         if self._answer is not None:
             digests, rates = zip(*self._answer(), strict=True)
             self._answer = None
@@ -45,15 +45,15 @@ class Rates:
         return self._steps >= PERIOD
 
     def compare(self) -> None:
-        """Begin to compare; all ranks call it together, the first time before training."""
+        """Begin a comparison. All ranks call it together, the first time before training."""
         self._steps = 0
         if not self._optimizers:
             return
         given = [group.get("lr") for each in self._optimizers for group in each.param_groups]
-        rates = [math.nan if rate is None else float(rate) for rate in given]  # Adafactor's may be None: it makes one
+        rates = [math.nan if rate is None else float(rate) for rate in given]  # Adafactor may have None
         sent, own = self._comm.sent_bytes, [float(zlib.crc32(repr(rates).encode())), *rates[:1]]
         every = self._comm.all_gather_rows(torch.tensor(own, dtype=torch.float64, device=self._device))
-        self._comm.sent_bytes = sent  # it says what steps send
+        self._comm.sent_bytes = sent  # counts the bytes of steps only
         self._answer = self._comm.to_host_async(every)
 
     def _warn(self, rates: Sequence[float]) -> None:

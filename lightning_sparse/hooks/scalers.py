@@ -1,7 +1,7 @@
-"""Calls around a method of every `GradScaler` of this process: a user's may be anywhere.
+"""Wraps a method of every `GradScaler` in this process, because a user may make a scaler anywhere.
 
-wrap("step", around)    # scaler.step(optimizer) is around(step, scaler, optimizer) now
-unwrap("step", around)  # after the last one the method is torch's again
+wrap("step", around)    # scaler.step(optimizer) now calls around(step, scaler, optimizer)
+unwrap("step", around)  # without wrappers the method is torch's again
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from torch.amp import GradScaler
 
 Around = Callable[..., Any]
-"""Called with a function, and with the scaler and the arguments to call it with; returns what that returns."""
+"""A wrapper: it gets the wrapped function, the scaler and further arguments, and returns the function's result."""
 
 _of_torch: dict[str, Callable[..., Any]] = {name: getattr(GradScaler, name) for name in ("scale", "step", "unscale_")}
 _around: dict[str, list[Around]] = {name: [] for name in _of_torch}
 
 
 def wrap(name: str, around: Around) -> None:
-    """Have `around` called in place of a method of all scalers; once, however often this is.
+    """Call `around` in place of a method of all scalers. Further calls with the same wrapper have no effect.
 
     Args:
         name: "scale", "step" or "unscale_".

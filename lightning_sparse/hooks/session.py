@@ -1,10 +1,10 @@
-"""All that ranks share while they train together: equal settings, a process group, and word of failures.
+"""A rank's session with its peers: a settings handshake, a process group, and failure reporting.
 
     session = Session(parameters, "topk", group=dist.group.WORLD, device=device)
     session.reducer.reduce_(grads)
     session.close()
 
-It knows nothing of DistributedDataParallel, so that other ways to exchange gradients or updates can use it too.
+It does not depend on DistributedDataParallel, so both exchanges, of gradients and of updates, use it.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ from lightning_sparse.reducer import Exchanged, Reducer, error_message
 
 log = logging.getLogger(__name__)
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
-"""Matches torch's errors for a broken collective of its own or of Lightning's, which have no class."""
+"""Matches torch's errors for a broken collective, which have no special class."""
 
 
 @contextlib.contextmanager
-def told_to_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Tell the other ranks of a group (None is the default one) of an error in the block.
+def report_errors_to_peers(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Report an error in the block to the other ranks of a group; None is the default group.
 
-    For what comes before a `Session`, in which they would wait for this rank.
+    For work before a `Session`, which the other ranks would otherwise wait to open with this rank.
     """
     try:
         yield
     except BaseException as error:
         if dist.is_initialized():
-            # Without the store's host they end anyway; RankFailure where there is no first answer from it.
+            # Without the store's host the other ranks end anyway. RankFailure: the store gave no first answer.
             with contextlib.suppress(dist.DistError, StoreTimeout, RankFailure):
                 _handshake(ProcessGroupComm(group), timedelta(0)).refuse(error)
         raise
 
 
-def tell_or_ask(error: BaseException) -> None:
-    """Tell the other ranks of an error that comes before a `Session`.
+def report_or_diagnose(error: BaseException) -> None:
+    """Report an error that comes before a `Session` to the other ranks, or find its cause.
 
-    If it says that a connection broke, put before its text what another rank has told, or that the store is gone, too.
+    If the error says that a connection broke, the cause is put in front of its text. The cause is the error that
+    another rank has reported, or the loss of the store.
     """
     broken, reason = _is_broken(error), ""
     try:
@@ -76,7 +77,7 @@ def tell_or_ask(error: BaseException) -> None:
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Return whether an error says that a collective broke off, without saying why."""
+    """Return whether an error says that a collective broke off, but not why."""
     return isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and bool(_BROKEN.search(str(error)))
 
 
@@ -90,31 +91,31 @@ def _handshake(comm: ProcessGroupComm, timeout: timedelta) -> Handshake:
 class Session:
     """One rank's part in a training.
 
-    All ranks of the group make it together. What can fail on one rank alone, such as allocating residuals, is done
-    before they agree to begin, so that the others get its error instead of waiting.
+    All ranks of the group make it together. Steps that can fail on one rank alone, such as allocating residuals, come
+    before the handshake. So the other ranks get the error instead of waiting.
 
     Args:
-        parameters: returns the parameters to exchange gradients of, by name, in registration order; an error in it
-            reaches the other ranks too.
+        parameters: returns the exchanged parameters by name, in registration order. Its errors are reported to the
+            other ranks, too.
         method: the compression method.
-        options: of the `Reducer`.
-        group: whose ranks take part; the session makes a process group of its own for them.
-        device: where the parameters are.
+        options: options of the `Reducer`.
+        group: the ranks that take part; the session makes a separate process group for them.
+        device: the device of the parameters.
         timeout: time to wait for other ranks; None takes the group's.
         group_of: returns numbers of parameters by name; see `Layout.of`.
-        settings: returns what else has to be equal on all ranks, see `Handshake.agree`.
-        exchanged: what the reducer is given: each rank's "gradient", or the "update" of its optimizer.
+        settings: returns further settings that must be equal on all ranks, see `Handshake.agree`.
+        exchanged: the quantity that the reducer gets, see `Reducer`.
 
     Attributes:
-        reducer: compresses and exchanges; its state is what a checkpoint needs.
-        comm: the reducer's wire.
+        reducer: compresses and exchanges; a checkpoint needs its state.
+        comm: the reducer's connection to the other ranks.
         stream: on CUDA the stream to exchange in.
-        device: where the parameters are.
-        error: what has ended training, on this rank or on another; None if nothing has.
+        device: the device of the parameters.
+        error: the error that has ended training, on this rank or on another one; None without an error.
 
     Raises:
-        ValueError: a timeout that is no length of time; other options are the reducer's.
-        RankFailure: other ranks use other settings, cannot take part, have ended, or do not come.
+        ValueError: the timeout is no length of time, or the reducer rejects an option.
+        RankFailure: other ranks have different settings, cannot take part, have ended, or do not arrive in time.
     """
 
     def __init__(
@@ -136,12 +137,12 @@ class Session:
         self._closed = self._freed = False
         self._explained: int | None = None  # id of an error
         self.error: BaseException | None = None
-        self._done: Callable[[], bool] = _nothing_to_wait_for  # whether the device waits for no other rank any more
+        self._done: Callable[[], bool] = _nothing_to_wait_for  # whether the device no longer waits for ranks
         self._seen_done = self._done
         # High priority: otherwise each short kernel waits until all blocks of a running backward kernel are scheduled.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.comm = ProcessGroupComm(group)
-        with told_to_others(group):
+        with report_errors_to_peers(group):
             timeout = check_optional("timeout", timeout) or group_timeout(group, device)
             params = parameters()
             self.reducer = Reducer(method, self.comm, exchanged=exchanged, **vars(options))
@@ -162,7 +163,7 @@ class Session:
         self.comm.use(self._open_group(f"lightning_sparse_{name}", timeout))
 
     def _open_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
-        """Make the session's process group; RankFailure if another rank has ended or failed to do so."""
+        """Make the session's process group; RankFailure if another rank has ended, or cannot make it."""
         peers = Peers(self.comm.store, name, self.comm.rank, self.comm.ranks)
 
         def connect() -> dist.ProcessGroup:
@@ -188,22 +189,24 @@ class Session:
             raise
 
     def dry_run(self, params: Mapping[str, Tensor]) -> None:
-        """Go through steps of zeros, of all kinds that training will take, and forget them.
+        """Run warm-up steps on zeros along every code path that training will take, then reset.
 
-        Kernels are loaded, and a group's connections made, when they are first used, and both may wait for the device.
-        Within backward that can be for ever: the device may itself wait for this rank, in a collective of DDP's own.
-        So there are two steps at each density of the warm-up, which go dense or not: the first with gradients where
-        memory is aligned, the second elsewhere, as DDP's buckets hold both, and with a parameter that took no part.
+        The first use of a kernel loads it, and the first use of a group connects it. Both may wait for the device.
+        Within backward this wait may never end: the device may wait for this rank, in one of DDP's collectives.
+
+        Each density of the warm-up gets two steps, because the density decides which segments fall back to dense. The
+        first step has gradients in aligned memory, the second in unaligned memory: DDP's buckets hold both. In the
+        second step one parameter of each segment took no part in backward.
         """
         try:
             if self.stream is None:
-                self._rehearse(params)
+                self._warm_up(params)
             else:
-                # Residuals were allocated in the current stream and may be read there: order both streams around this.
+                # Residuals were allocated in the current stream and may be read there, so order both streams.
                 current = torch.cuda.current_stream(self.device)
                 self.stream.wait_stream(current)
                 with torch.cuda.stream(self.stream):
-                    self._rehearse(params)
+                    self._warm_up(params)
                 current.wait_stream(self.stream)
         except Exception as error:
             self.fail(error)
@@ -211,7 +214,7 @@ class Session:
         self.reducer.seconds = dict.fromkeys(self.reducer.seconds, 0.0)
         self.comm.sent_bytes, self.comm.seconds = 0, 0.0
 
-    def _rehearse(self, params: Mapping[str, Tensor]) -> None:
+    def _warm_up(self, params: Mapping[str, Tensor]) -> None:
         reducer = self.reducer
         assert reducer.layout is not None
         options, epoch, reducer.epoch = reducer.options, reducer.epoch, 0
@@ -224,7 +227,7 @@ class Session:
                     if reducer.gradient_check.needs_all_gradients:
                         ones = {name: param.new_zeros(1) for name, param in params.items()}
                         reducer.check_gradients(ones)
-                        torch._foreach_mul_(list(ones.values()), 1.0)  # as where a step is left out
+                        torch._foreach_mul_(list(ones.values()), 1.0)  # the kernel of a skipped step
                     for segment in reducer.layout.segments:
                         flat = params[segment.names[0]].new_zeros(segment.numel + shift)[shift:]
                         reducer.reduce_segment_(segment, segment.views(flat), segment.names[:shift])
@@ -235,21 +238,21 @@ class Session:
             reducer.options, reducer.epoch = options, epoch
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that training has failed on this one.
+        """Report to the other ranks that training has failed on this one.
 
-        If a connection broke, what is known about the cause is put in front of the error's text.
+        If a connection broke, the known cause is put in front of the error's text.
         """
         if self.is_closed:
             return
         if _is_broken(error) and self._explained != id(error):
-            self._explained = id(error)  # a checkpoint on the exception tells of it, too
-            # torchrun sends SIGTERM while this goes on, and Lightning's handler of it may well raise another error.
+            self._explained = id(error)  # a checkpoint on the exception reports the same error again
+            # Meanwhile torchrun may send SIGTERM, and Lightning's handler may raise another error.
             with contextlib.suppress(Exception):
                 error.args = (f"{self.comm.diagnose()} ({first_line(error)})",)
         self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
 
     def mark_done(self) -> None:
-        """Tell the other ranks that this one makes no further calls: those that still wait for it will fail."""
+        """Tell the other ranks that this one makes no further calls. Ranks that still wait for it will fail."""
         self.comm.mark_done(
             f"Rank {self.comm.ranks[self.comm.rank]} has ended training after {self.reducer.step} steps, while other "
             f"ranks go on. Look for an error in its output, or give all ranks the same number of batches."
@@ -258,11 +261,11 @@ class Session:
     @property
     def is_closed(self) -> bool:
         """Whether this process has left the process group, or never was in it."""
-        # A forked child has a copy of the group, whose threads and connections are its parent's.
+        # A forked child has a copy of the group, but the threads and connections are its parent's.
         return self._closed or os.getpid() != self._pid
 
     def close(self, *, pending: bool = False) -> None:
-        """Leave the process group, unless that has been done already.
+        """Leave the process group, unless this rank has left it already.
 
         Args:
             pending: whether a collective may still be waiting for other ranks.
@@ -272,56 +275,56 @@ class Session:
         self._closed = True
         group = self.comm.group
         if pending:
-            # The group's destructor would wait for the timeout, with the interpreter locked, whenever garbage is
-            # collected: so it must not run.
+            # The group's destructor must not run. At some garbage collection it would wait for the timeout, and hold
+            # the interpreter lock.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             self.free_device()
-        # Not if the default process group was destroyed meanwhile, and all others with it.
+        # Destroying the default process group has destroyed all other groups, too.
         if is_open(group):
-            # What an aborted group has to say must not hide the error that led here.
+            # An error of an aborted group must not hide the first error.
             with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
                 dist.destroy_process_group(group)
 
     def finish(self, *, failed: bool) -> None:
-        """Leave the process group once the device is done; log the error of the last step, if there was one.
+        """Wait for the device and leave the process group; log the error of the last step, if there was one.
 
         Args:
-            failed: whether an exchange has not ended. Training may have failed here without an error, too. Otherwise
-                the device gets `JOIN_SECONDS`: it may be waiting for a rank that has ended.
+            failed: whether an exchange is unfinished. If not, and if training has not failed, the device gets
+                `JOIN_SECONDS`, because it may wait for a rank that has ended.
         """
         failed = failed or self.error is not None
         found = None
-        if not failed and not (failed := not done_in_time(self._done)):
+        if not failed and not (failed := not wait_for_device(self._done)):
             try:
                 self.reducer.raise_deferred()
-            except Exception as error:  # no step follows that would raise it
+            except Exception as error:  # no later step can raise it
                 log.error(f"{error}")
                 found = self.error = error
         self.close(pending=failed or found is not None)
 
-    # The device, on which collectives may wait for a rank that has failed:
+    # The following methods watch the device, on which collectives may wait for a failed rank.
 
     def launching(self) -> None:
-        """Say that collectives are to be launched on the device; raise what has failed before."""
+        """Note that collectives are about to be launched on the device; raise an earlier error."""
         if self.error is not None:
             raise self.error
         if self.over_nccl:
             self._done = _launching
 
     def launched(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Say that they have been launched, in a stream; None is the current one."""
+        """Note that the collectives have been launched in a stream; None is the current one."""
         if self.over_nccl:
             self._done = (stream or torch.cuda.current_stream(self.device)).record_event().query
 
     def device_is_done(self) -> bool:
-        """Wait until the device waits for no other rank, `JOIN_SECONDS` at most; return whether that is so."""
-        return done_in_time(self._done)
+        """Wait at most `JOIN_SECONDS` for the device; return whether it no longer waits for other ranks."""
+        return wait_for_device(self._done)
 
     def look(self) -> None:
-        """Reply to failed ranks; if this rank's device waits for one, free the device. Call it every POLL."""
+        """Reply to failed ranks, and free this rank's device if it waits for one of them. Call it every POLL."""
         self.comm.respond()
         done = self._done
-        # Querying an event invalidates a CUDA graph that another thread captures: no query once our work is done.
+        # A query of an event invalidates a CUDA graph that another thread captures. So stop when our work is done.
         if done is self._seen_done or self.error is not None:
             return
         try:
@@ -330,17 +333,17 @@ class Session:
             else:
                 self.comm.raise_if_peer_failed()
         except Exception as error:
-            # The training thread may be waiting for the device, and so for the failed rank. It raises this later.
+            # The training thread may wait for the device, and so for the failed rank. It raises this error later.
             self.abort(error)
             log.error(error_message(error, self.comm, self.reducer.step))
 
     def end_by(self, error: BaseException) -> None:
-        """Note the error that has ended training, and tell the other ranks."""
+        """Record the error that has ended training, and report it to the other ranks."""
         self.error = self.error or error
         self.fail(error)
 
     def abort(self, error: BaseException) -> None:
-        """Note the error that has ended training, tell the other ranks, and free the device."""
+        """Record the error that has ended training, report it to the other ranks, and free the device."""
         self.end_by(error)
         self.free_device()
 
@@ -350,15 +353,15 @@ class Session:
         return self.stream is not None and backend_name(self.comm.group, self.device) == "nccl"
 
     def free_device(self) -> None:
-        """End collectives that wait on the device for ranks that do not come, as NCCL's do until a timeout."""
+        """Abort collectives that wait on the device for missing ranks; those of NCCL would wait for the timeout."""
         if not self._freed and self.over_nccl:
             self._freed = True
             with contextlib.suppress(Exception):
                 self.comm.group.abort()
 
 
-def done_in_time(done: Callable[[], bool]) -> bool:
-    """Wait for the device, `JOIN_SECONDS` at most; return whether it is done."""
+def wait_for_device(done: Callable[[], bool]) -> bool:
+    """Wait for the device, at most for `JOIN_SECONDS`; return whether it is done."""
     deadline = time.monotonic() + JOIN_SECONDS
     try:
         while not done():

@@ -1,4 +1,4 @@
-"""The buckets of one step, and the segments that they complete."""
+"""Collects the buckets of one step, and reduces the segments that they complete."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Bucket:
     """One of DDP's buckets.
 
     Attributes:
-        future: DDP waits for it.
-        buffer: the gradients; overwritten by the result.
+        future: the future that DDP waits for.
+        buffer: the gradients; the result overwrites them.
         views: the gradients by parameter name.
         unused: parameters that took no part in this backward pass.
-        ready: on CUDA, recorded behind the last gradient.
+        ready: on CUDA, an event recorded after the last gradient.
         pending: number of segments in this bucket that have not been reduced.
     """
 
@@ -35,8 +35,8 @@ class Bucket:
     pending: int = 0
 
     def complete(self) -> None:
-        """Complete the future, whatever the buffer holds."""
-        # After an error of CUDA not even this works. Then backward raises before anybody waits for the future.
+        """Complete the future with the present contents of the buffer."""
+        # After a CUDA error this may fail, too. Then backward raises before DDP waits for the future.
         with contextlib.suppress(RuntimeError):
             if not self.future.done():
                 self.future.set_result(self.buffer)
@@ -46,7 +46,7 @@ class Step:
     """The buckets of the current step. Reduces each segment when its last gradient has arrived.
 
     Attributes:
-        exchanged: of the last complete step, parameters that took part in it; none if ranks skipped it.
+        exchanged: names of the parameters that took part in the last complete step; empty if ranks skipped it.
     """
 
     def __init__(self, reducer: Reducer, rates: Rates) -> None:
@@ -60,7 +60,7 @@ class Step:
         self._missing: dict[int, int] = {}  # number of parameters, by segment
 
     def add(self, bucket: Bucket) -> None:
-        """Take a bucket, and reduce what is complete."""
+        """Take a bucket, and reduce the segments that are complete now."""
         self.buckets.append(bucket)
         bucket.pending = len({self._segment_of[name].index for name in bucket.views})
         for name in bucket.views:

@@ -26,11 +26,11 @@ from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.closure import begin_step
-from lightning_sparse.hooks.misuse import ChangesByHand, OtherSteps
+from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck, UntrackedUpdateCheck
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import unwrap, wrap
-from lightning_sparse.hooks.session import Session, told_to_others
+from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions
 from lightning_sparse.reducer import Reducer
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
-    """Where a rank is in its training."""
+    """The phase of a rank within its training."""
 
     IDLE = "between steps"
     STEPPING = "an optimizer's step has begun"
@@ -51,15 +51,16 @@ class Phase(enum.Enum):
 
 
 class _Buffers:
-    """The buffers of a model that become rank 0's, as DistributedDataParallel does it.
+    """The buffers of a model that are broadcast from rank 0, as with DistributedDataParallel.
 
     Args:
-        model: the model, which is not kept alive.
-        broadcast_buffers: whether buffers become rank 0's, now and after each exchange.
-        forward_sync_buffers: unless None, buffers become rank 0's now, and this says whether after each exchange too.
+        model: the model; this object keeps no reference to it.
+        broadcast_buffers: whether to broadcast buffers at the start and after each exchange.
+        forward_sync_buffers: whether to broadcast buffers after each exchange; None takes `broadcast_buffers`. Unless
+            None, they are also broadcast at the start.
 
     Attributes:
-        at_start: the buffers that become rank 0's now, by name.
+        at_start: the buffers to broadcast at the start, by name.
     """
 
     def __init__(self, model: nn.Module, broadcast_buffers: bool, forward_sync_buffers: bool | None) -> None:
@@ -69,8 +70,8 @@ class _Buffers:
         self.at_start: dict[str, Tensor] = dict(model.named_buffers()) if at_start else {}
 
     def __call__(self) -> dict[str, Tensor]:
-        """Return the buffers that become rank 0's with each exchange, by name."""
-        # Looked up each time: a module may put another tensor in a buffer's place.
+        """Return the buffers to broadcast after each exchange, by name."""
+        # Look them up each time, because a module may replace the tensor of a buffer.
         model = self._model()
         return {} if model is None else dict(model.named_buffers())
 
@@ -79,22 +80,23 @@ class UpdateExchanger:
     """The exchange of the updates of all optimizers of a model, on one rank.
 
     Args:
-        model: the model; its weights become rank 0's.
-        optimizers: the optimizers; each parameter belongs to one of them at most.
+        model: the model; its weights are broadcast from rank 0.
+        optimizers: the optimizers; each parameter belongs to at most one of them.
         method: the compression method.
-        options: of the `Reducer`.
-        local_steps: number of steps of an optimizer before each exchange; None keeps the method's own.
-        overlap: with "next_step" an exchange ends with the next one, see `UpdateRule`.
-        broadcast_buffers: whether buffers become rank 0's, now and after each exchange, as DistributedDataParallel
-            does it.
-        forward_sync_buffers: unless None, buffers become rank 0's now, and this says whether after each exchange too.
-        group: the process group whose ranks take part; None is the default one.
+        options: options of the `Reducer`.
+        local_steps: number of steps of an optimizer before each exchange; None takes the method's.
+        overlap: with "next_step" an exchange completes in the next one, see `UpdateRule`.
+        broadcast_buffers: whether buffers are broadcast from rank 0 at the start and after each exchange, as
+            DistributedDataParallel does.
+        forward_sync_buffers: whether to broadcast buffers after each exchange; None takes `broadcast_buffers`. Unless
+            None, they are also broadcast at the start.
+        group: the process group of the ranks that take part; None is the default group.
         timeout: time to wait for other ranks; None takes the group's.
 
     Attributes:
-        optimizers: as given.
-        updates: the weights, and the exchange of what optimizers change of them.
-        phase: where this rank is in its training.
+        optimizers: the given optimizers.
+        updates: the weights, and the exchange of the optimizers' deltas.
+        phase: the phase of this rank within its training.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class UpdateExchanger:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        with told_to_others(group):
+        with report_errors_to_peers(group):
             is_default_rule = method.update_rule is None
             method = replace(method, update_rule=(method.update_rule or UpdateRule()).changed(local_steps, overlap))
         self.optimizers, self.phase, self._steps = optimizers, Phase.IDLE, [0] * len(optimizers)
@@ -120,7 +122,7 @@ class UpdateExchanger:
         def parameters() -> Mapping[str, Tensor]:
             check_updates(method, optimizers)
             warn_of_evaluation(optimizers)
-            if is_default_rule:  # others have the densities of their papers
+            if is_default_rule:  # methods with a rule have the densities of their papers
                 warn_of_density(method, optimizers)
             return exchanged_parameters(model, optimizers)[0]
 
@@ -136,38 +138,38 @@ class UpdateExchanger:
             exchanged="update",
         )
         self._rates = Rates(session.comm, optimizers, session.device)
-        self._others = OtherSteps(optimizers, model)
+        self._unattached = UnattachedOptimizerCheck(optimizers, model)
         try:
-            self._become_rank_0s()
+            self._broadcast_weights()
             self._rates.compare()
             worker = Worker(session.stream, session.over_nccl, session.look, session.end_by, session.free_device)
             self.updates = DeltaExchange(session.reducer, model, optimizers, buffers, worker)
-        except BaseException as error:  # such as too little memory for a copy of the weights
+        except BaseException as error:  # for example, too little memory for a copy of the weights
             session.fail(error)
-            self._others.close()
+            self._unattached.close()
             session.close(pending=session.over_nccl)
             raise
         for optimizer in optimizers:
             have_hooks_called(optimizer)
         self._hooks = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
-            *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # others see equal weights
+            *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # later hooks see equal weights
         ]
         wrap("step", self._scaled_step)
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
-        self._by_hand = ChangesByHand(others, self.updates.has)
+        self._untracked = UntrackedUpdateCheck(others, self.updates.has)
         self._overlap: BackwardOverlap | None = None
-        self._unshared = False  # whether parameters that no update changes may differ among ranks
+        self._unshared = False  # whether parameters without updates may differ among ranks
         worker.start()
 
     @property
     def reducer(self) -> Reducer:
-        """Compresses and exchanges; its state is what a checkpoint needs."""
+        """The reducer, which compresses and exchanges. A checkpoint needs its state."""
         return self._session.reducer
 
     @property
     def comm(self) -> ProcessGroupComm:
-        """The reducer's wire."""
+        """The reducer's connection to the other ranks."""
         return self._session.comm
 
     @property
@@ -181,35 +183,35 @@ class UpdateExchanger:
 
     @property
     def in_step(self) -> bool:
-        """Whether an optimizer's step is under way, its exchange included, or was interrupted, or has failed."""
+        """Whether an optimizer's step or its exchange is running, was interrupted, or has failed."""
         return self.phase is not Phase.IDLE
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are steps whose exchange is still to come or to end, so that weights differ among ranks."""
+        """Whether steps wait for the start or the end of their exchange, so that weights differ among ranks."""
         return self.updates.is_pending or any(steps % self._rule.local_steps for steps in self._steps)
 
     @property
     def is_consistent(self) -> bool:
-        """Whether residuals and weights belong together: no exchange is under way, pending or failed."""
+        """Whether residuals and weights belong together: no exchange is running, pending or failed."""
         return self.phase in (Phase.IDLE, Phase.STEPPING) and not self.is_pending and self._session.error is None
 
     def begin(self) -> None:
-        """Start from rank 0's weights, whatever has happened to them since the exchange was made."""
-        self._become_rank_0s()
+        """Start from rank 0's weights, which may have changed since this object was made."""
+        self._broadcast_weights()
         for optimizer in self.optimizers:
             self.updates.begin(optimizer)
 
-    def _become_rank_0s(self) -> None:
-        if (model := self._others.model) is not None:
+    def _broadcast_weights(self) -> None:
+        if (model := self._unattached.model) is not None:
             tensors = [*(param.detach() for param in model.parameters()), *self._buffers.at_start.values()]
             broadcast_differing(self.comm, tensors, self._session.device)
 
-    # A step of an optimizer:
+    # Steps of an optimizer.
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if step_depth(optimizer) > 1:  # `step` of a class from which the optimizer's derives
+        if step_depth(optimizer) > 1:  # the optimizer's `step` has called that of a base class
             return None
         begin, changed = partial(self._begin_step, optimizer), partial(self.updates.changed, optimizer)
         return begin_step(optimizer, args, kwargs, begin, changed)
@@ -221,7 +223,7 @@ class UpdateExchanger:
         taken = self._steps[self.optimizers.index(optimizer)] % steps
         if taken == 0:
             self.updates.begin(optimizer, unless)
-        elif not self.updates.is_pending:  # an exchange cannot be completed in the middle of a period
+        elif not self.updates.is_pending:  # an exchange cannot complete between local steps
             self.updates.refresh_parameters()
         if steps > 1 and taken == steps - 1:
             self.updates.begin_last_step(optimizer)
@@ -246,25 +248,25 @@ class UpdateExchanger:
 
     @contextlib.contextmanager
     def one_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Exchange at the end of the block if the optimizer has not stepped in it.
+        """Exchange at the end of the block, even if the optimizer has not stepped in it.
 
-        A gradient scaler may leave a step out on one rank, and the others exchange.
+        A gradient scaler may skip a step on one rank, but the other ranks exchange.
         """
         index = self.optimizers.index(optimizer)
         before = self._steps[index]
         yield
         if self._steps[index] == before:
-            self._begin_step(optimizer)  # a rank that leaves the step out starts from the same weights as the others
+            self._begin_step(optimizer)  # a rank that skips the step starts from the same weights as the others
             self._after_step(optimizer, stepped=False)
 
-    # Within backward:
+    # Overlap with backward.
 
     def overlapped(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure of a step; the exchange overlaps backward, as far as `BackwardOverlap` can.
+        """Return a closure for a step whose exchange overlaps backward, if `BackwardOverlap` allows it.
 
         Args:
-            optimizer: of torch, the only one, with an exchange after each step; its step gets the closure.
-            closure: forward and backward; after it nobody looks at the gradients before the step or changes them.
+            optimizer: the only optimizer, one of torch, with an exchange after each step. Its step gets the closure.
+            closure: runs forward and backward. Between the closure and the step, no code reads or changes gradients.
         """
         if self._overlap is None:
             speaks = self.comm.rank == 0
@@ -272,11 +274,11 @@ class UpdateExchanger:
         return partial(self._overlap.run_closure, closure, self._failed)
 
     def before_backward(self) -> None:
-        """Called right before backward: a training step may have backward passes of its own before."""
+        """Watch the backward pass that begins now. Earlier backward passes in the training step are not watched."""
         if self._overlap is not None and self._overlap.in_closure:
             self._overlap.watch()
 
-    # Exchanges:
+    # Exchanges.
 
     def _exchange(self, optimizer: Optimizer, stepped: bool | None) -> None:
         overlap = self._overlap if self._overlap is not None and self._overlap.has_begun else None
@@ -296,31 +298,31 @@ class UpdateExchanger:
         self._session.launching()
 
     def _during(self, exchange: Callable[[], None]) -> None:
-        """Run `exchange`, record its failure, and time for how long training waits."""
+        """Run `exchange`, record its failure, and measure how long training waits."""
         self._begin_exchange()
-        self._by_hand.look()
+        self._untracked.look()
         started = time.perf_counter()
         try:
             exchange()
         except Exception as error:
             self._failed(error)
-            if self._session.error is not error:  # it has freed the device, and knows why
+            if self._session.error is not error:  # that error has freed the device, and names the cause
                 raise self._session.error from error  # type: ignore[misc]
             raise
         self._session.launched(self._session.stream if self.updates.is_pending else None)
-        self.reducer.seconds["exposed"] += time.perf_counter() - started  # what does not hide behind backward
+        self.reducer.seconds["exposed"] += time.perf_counter() - started  # time that does not overlap with backward
 
     def _failed(self, error: BaseException) -> None:
         self.phase = Phase.FAILED
         self._session.abort(error)
 
-    @torch.inference_mode(False)  # other threads and later steps update what it makes
+    @torch.inference_mode(False)  # other threads and later steps change its tensors
     @torch.no_grad()
     def exchange_pending(self, write: bool = True) -> None:
-        """Exchange what optimizers have changed in steps whose exchange is still to come. All ranks call it.
+        """Exchange the deltas of steps that have not been exchanged yet. All ranks call it.
 
         Args:
-            write: False completes a pending exchange, and the model gets its weights before the next step only.
+            write: if False, a pending exchange completes, but the model gets its weights only before the next step.
         """
         if self._session.error is not None:
             raise self._session.error
@@ -342,11 +344,12 @@ class UpdateExchanger:
             self._share_others()
 
     def _share_others(self) -> None:
-        """Make parameters equal that no update changes, as those of a momentum encoder: the module may change them.
+        """Broadcast the parameters without updates from rank 0, because the module may change them.
 
-        They become rank 0's, as buffers do: a mean of unit vectors is no unit vector, and a checkpoint has rank 0's.
+        A momentum encoder does so, for example. The value of rank 0 is used, as for buffers: a checkpoint contains this
+        value, and a mean may be invalid. For example, a mean of unit vectors is not a unit vector.
         """
-        model = self._others.model
+        model = self._unattached.model
         if model is None:
             return
         others = [x.detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
@@ -359,10 +362,10 @@ class UpdateExchanger:
         if self.updates.is_pending and self.updates.ends_soon() and self._session.device_is_done():
             self.updates.complete()
         elif self.updates.is_pending:
-            log.warning("An exchange of updates has not ended in time: what other ranks have sent in it is lost.")
+            log.warning("An exchange of updates has not ended in time: the entries of other ranks in it are lost.")
 
     def agreed_weights(self) -> Mapping[int, Tensor]:
-        """Return the weights that all ranks agreed on last, by the id of the parameter, if the model has others."""
+        """Return the last agreed weights by id of the parameter; empty if the model has these weights."""
         under_way = not self.is_consistent and (self._overlap is not None or self.updates.is_pending)
         return self.updates.weights if under_way or self.updates.is_stale else {}
 
@@ -371,15 +374,15 @@ class UpdateExchanger:
         return self.is_consistent
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that training has failed on this one."""
+        """Report to the other ranks that training has failed on this one."""
         self._session.fail(error)
 
     def close(self) -> None:
-        """Leave the group. May be called twice, and after a failure."""
+        """Leave the group. It may be called twice, and after a failure."""
         for hook in self._hooks:
             hook.remove()
         unwrap("step", self._scaled_step)
-        self._others.close()
+        self._unattached.close()
         if self._overlap is not None:
             self._overlap.close()
         ended = self.updates.close()
@@ -388,7 +391,7 @@ class UpdateExchanger:
 
 
 def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError unless the updates of these optimizers can be exchanged by a method."""
+    """Raise ValueError unless a method can exchange the updates of these optimizers."""
     if not method.aggregator.averages:
         raise ValueError(
             f"{method} makes no mean of what ranks send, so it cannot exchange updates. Exchange gradients, by "
@@ -408,7 +411,7 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
 
 
 def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
-    """Warn on rank 0 of optimizers that evaluate other weights than they train: those are of each rank's own state."""
+    """Warn on rank 0 of optimizers whose weights for evaluation come from state that differs among ranks."""
     for optimizer in optimizers:
         if evaluates_other_weights(optimizer) and dist.get_rank() == 0:
             log.warning(
@@ -430,16 +433,16 @@ def warn_of_density(method: Method, optimizers: Sequence[Optimizer]) -> None:
 
 
 def scales_gradient(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's steps are linear in its gradients, as those of torch's SGD."""
+    """Return whether an optimizer's steps are linear in its gradients, as with torch's SGD."""
     return isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD)
 
 
 def evaluates_other_weights(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has an `eval`, as schedule-free ones do, which makes weights for evaluation."""
+    """Return whether an optimizer has an `eval` that makes weights for evaluation, as schedule-free ones do."""
     return callable(getattr(optimizer, "eval", None))
 
 
 def exchange_of(optimizer: Optimizer) -> UpdateExchanger | None:
-    """Return what exchanges an optimizer's updates, if anything does."""
+    """Return the exchanger of an optimizer's updates, if there is one."""
     owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
     return next((owner for owner in owners if isinstance(owner, UpdateExchanger)), None)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.hooks.misuse import RefuseDDP, attached, check_optimizers, keep_attached
-from lightning_sparse.hooks.session import told_to_others
+from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method, resolve_updates
@@ -84,7 +84,7 @@ def attach_updates(
         RuntimeError: there is no process group.
         RankFailure: other ranks use other settings, or do not attach.
     """
-    with told_to_others():
+    with report_errors_to_peers():
         if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"attach_updates(model={type(model).__name__}(...)): give the model itself, and then its optimizer. "

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks import Exchanger, tell_or_ask
+from lightning_sparse.hooks import Exchanger, report_or_diagnose
 
 
 class Training:
@@ -64,7 +64,7 @@ class Training:
         if self.exchanger is not None:
             self.exchanger.fail(error)
         elif dist.is_initialized():
-            tell_or_ask(error)
+            report_or_diagnose(error)
 
     def failed(self, text: str) -> RuntimeError:
         """Report to the other ranks what has failed on this one, and return it as an error to raise."""

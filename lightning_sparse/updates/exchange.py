@@ -1,7 +1,7 @@
-"""The exchange of optimizer updates: what optimizers have changed of all segments, on one rank.
+"""The exchange of optimizer updates for all segments of one rank.
 
-Each rank steps its own optimizer on its own gradient. Then it sends a compressed part of what the optimizer has changed
-(the delta), and all ranks apply the mean:
+Each rank steps its own optimizer on its local gradient. The optimizer's change of the weights is the delta. The rank
+sends a compressed part of the delta, and all ranks apply the mean:
 
     updates = DeltaExchange(reducer, model, [optimizer])
     updates.begin(optimizer)        # present weights are the agreed ones
@@ -10,7 +10,7 @@ Each rank steps its own optimizer on its own gradient. Then it sends a compresse
 
 The arithmetic is in `lightning_sparse.updates.segment`. Overlap changes only when a segment is exchanged. Within
 backward a thread exchanges each segment as soon as it has been stepped (`start`). With overlap="next_step" the exchange
-is awaited at the next one of the same optimizer, or by `complete`.
+is awaited at the next exchange of the same optimizer, or by `complete`.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates.parameters import exchanged_parameters, rests
+from lightning_sparse.updates.parameters import exchanged_parameters, ids_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
 
 
 class DeltaExchange:
-    """The segments of a model's parameters, and the exchange of what optimizers change of them.
+    """The segments of a model's parameters, and the exchange of their deltas.
 
     Args:
-        reducer: of `exchanged="update"`; set up here, unless it has been for the same parameters.
+        reducer: a reducer with `exchanged="update"`. It is set up here, unless it has been for the same parameters.
         model: the model; its weights are equal on all ranks.
-        optimizers: its optimizers.
-        buffers: with overlap="next_step" returns the buffers that become rank 0's with each exchange, by name.
-        worker: the thread that exchanges beside the training thread; None makes one.
+        optimizers: the optimizers of the model.
+        buffers: with overlap="next_step", returns the buffers to broadcast from rank 0 in each exchange, by name.
+        worker: the thread that exchanges in parallel with the training thread; None makes one.
 
     Attributes:
         parameters: the exchanged parameters by name, in registration order.
-        segments: in the order of the reducer's layout.
+        segments: the segments in the order of the reducer's layout.
 
     Raises:
-        ValueError: a parameter belongs to two optimizers, or is not the model's; or see `Reducer.setup`.
+        ValueError: a parameter belongs to two optimizers or not to the model, or `Reducer.setup` raises it.
     """
 
     segment_kind: type[UpdateSegment] = UpdateSegment
-    """The class of the segments; benchmarks vary it."""
+    """The class of the segments. Benchmarks replace it."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class DeltaExchange:
             reducer.setup(self.parameters, numbers)
         self._lay_out(self.parameters, optimizer_of)
         self._begun: set[Optimizer] = set()
-        self._new: list[str] = []  # parameters that become rank 0's after their first exchange
-        self._futures: list[Future[Any]] = []  # of the exchange that another thread is at
-        self._rank_0s: dict[str, Tensor] = {}  # copies of buffers, which the pending exchange makes rank 0's
+        self._new: list[str] = []  # parameters to broadcast from rank 0 after their first exchange
+        self._futures: list[Future[Any]] = []  # of the exchange that the worker runs
+        self._buffer_copies: dict[str, Tensor] = {}  # copies of buffers, which the pending exchange broadcasts
 
     def _lay_out(self, weights: Mapping[str, Tensor], optimizer_of: Mapping[str, Optimizer]) -> None:
         assert self._reducer.layout is not None
@@ -93,21 +93,21 @@ class DeltaExchange:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an exchange with overlap="next_step" has begun and not been completed."""
+        """Whether an exchange with overlap="next_step" has begun, but is not complete."""
         return any(each.ahead is not None for each in self.segments)
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model lacks the weights of an exchange that has been completed."""
+        """Whether the model lacks the weights of a completed exchange."""
         return any(each.is_stale for each in self.segments)
 
     @property
     def weights(self) -> dict[int, Tensor]:
-        """The weights that all ranks agreed on last, by the id of the parameter."""
+        """The last agreed weights, by the id of the parameter."""
         return {id(self.parameters[name]): w for each in self.segments for name, w in each.agreed.items()}
 
     def has(self, param: Tensor) -> bool:
-        """Return whether a parameter is among those exchanged."""
+        """Return whether a parameter is exchanged."""
         return any(param is each for each in self.parameters.values())
 
     def of(self, optimizer: Optimizer) -> list[UpdateSegment]:
@@ -116,7 +116,7 @@ class DeltaExchange:
 
     @property
     def note(self) -> str:
-        """One sentence about what is exchanged."""
+        """One sentence about the exchange."""
         method, size = self._reducer.method, self._reducer.comm.size
         optimizers = {each.optimizer for each in self.segments}
         return self._rule.note(optimizers, method.density if method.is_sparse else None, size)
@@ -125,14 +125,14 @@ class DeltaExchange:
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
-        """Take an optimizer's present weights for agreed ones; call it before the optimizer steps.
+        """Take an optimizer's present weights as the agreed ones; call it before the optimizer steps.
 
-        Weights are equal on all ranks after an exchange, and stay equal if every rank then makes the same change, by
-        clipping them or by loading a checkpoint. Parameters that the optimizer was given since then are taken in.
+        Weights are equal on all ranks after an exchange. They stay equal if every rank makes the same change, such as
+        clipping weights or loading a checkpoint. Parameters that the optimizer was given since then are added.
 
         Args:
-            optimizer: which steps next.
-            unless: a flag on the device; if it is set, the weights of the last call stay.
+            optimizer: the optimizer that steps next.
+            unless: a flag on the device. If it is set, the weights of the last call stay.
         """
         self.refresh_parameters()
         self._begun.add(optimizer)
@@ -140,7 +140,7 @@ class DeltaExchange:
             frozen = {name for name in each.segment.names if not self.parameters[name].requires_grad}
             if frozen != each.frozen:
                 self.complete()  # a pending exchange has no update of a frozen parameter
-                if self._rule.local_steps > 1 or self._rule.delayed:  # ranks may have changed it by unequal weights
+                if self._rule.local_steps > 1 or self._rule.delayed:  # ranks may have changed it differently
                     self._new += each.frozen - frozen
             each.frozen = frozen
         self._write_stale()
@@ -149,21 +149,20 @@ class DeltaExchange:
 
     @torch.no_grad()
     def begin_last_step(self, optimizer: Optimizer) -> None:
-        """Note the weights before the last of several local steps, whose change tells the unspent momentum."""
+        """Record the weights before the last of several local steps, whose change gives the unspent momentum."""
         for each in self.of(optimizer):
             each.note_last_step(_groups_of(optimizer))
 
     @torch.no_grad()
     def changed(self, optimizer: Optimizer) -> Tensor | None:
-        """Return a flag on the device: whether an optimizer's weights have changed since `begin`; None without any."""
+        """Return a flag on the device: whether weights of an optimizer have changed since `begin`; None without any."""
         different = [flag for each in self.of(optimizer) for flag in each.differs]
         return torch.stack(different).any() if different else None
 
     def refresh_parameters(self) -> None:
-        """Take in parameters that optimizers were given since the last step; call it before each step."""
+        """Add parameters that optimizers were given since the last step; call it before each step."""
         model = self._model()
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        present = {id(param) for group in groups for param in group["params"] if not rests(param)}
+        present = ids_of_exchanged(self._optimizers)
         if model is None or present == {*map(id, self.parameters.values())}:
             return
         if self.is_pending:
@@ -193,19 +192,19 @@ class DeltaExchange:
 
     @torch.no_grad()
     def exchange(self, optimizer: Optimizer, *, stepped: bool | None = True) -> None:
-        """Exchange what an optimizer has changed since `begin`. Then its weights are equal on all ranks.
+        """Exchange an optimizer's deltas since `begin`. Afterwards its weights are equal on all ranks.
 
-        With overlap="next_step" complete the exchange before, and begin this one. If it fails, weights are again those
-        that all ranks agreed on last.
+        With overlap="next_step", complete the previous exchange and begin this one. After a failure the model has the
+        last agreed weights.
 
         Args:
-            optimizer: whose deltas.
-            stepped: whether the optimizer has just taken its step; False if it left the step out, None if steps were
-                taken earlier.
+            optimizer: the optimizer of the deltas.
+            stepped: whether the optimizer has just taken its step. False: it skipped the step. None: it took its steps
+                earlier.
 
         Raises:
             NonFiniteGradient: a delta is not finite on some rank. With overlap="next_step" the next exchange raises it.
-            RankFailure: another rank has failed, or is out of step.
+            RankFailure: another rank has failed, or is at another step.
             RuntimeError: `begin` was not called before the step.
         """
         if self._rule.delayed:
@@ -233,16 +232,16 @@ class DeltaExchange:
             self._share_new(optimizer)
 
     def start(self, optimizer: Optimizer) -> Callable[[UpdateSegment, torch.cuda.Event | None], None]:
-        """Begin an exchange whose segments come one by one, in any order; `finish` ends it.
+        """Begin an exchange whose segments are submitted one by one, in any order; `finish` ends it.
 
         Returns:
-            A function that hands a segment which has been stepped to the worker, with an event behind its step on CUDA.
-            Segments are exchanged in the layout's order.
+            A function that submits a stepped segment to the worker, on CUDA with an event after its step. Segments are
+            exchanged in the layout's order.
         """
         order, groups = self._start(optimizer), _groups_of(optimizer)
         waiting: dict[int, Callable[[], Future[Any]]] = {}
         futures = self._futures = list[Future[Any]]()
-        if (stream := self._worker.stream) is not None:  # a state that an exchange replaces may be of another stream
+        if (stream := self._worker.stream) is not None:  # an exchange may replace a state of another stream
             for x in (x for state in self._reducer.states for x in state.values()):
                 x.record_stream(stream)
 
@@ -256,7 +255,7 @@ class DeltaExchange:
 
     @torch.no_grad()
     def finish(self, optimizer: Optimizer) -> None:
-        """Wait until all submitted segments have been exchanged; raises as `exchange` does."""
+        """Wait until all submitted segments have been exchanged. It raises the same errors as `exchange`."""
         futures, self._futures = self._futures, []
         try:
             self._worker.wait(futures)
@@ -269,7 +268,7 @@ class DeltaExchange:
 
     @torch.no_grad()
     def abandon(self, optimizer: Optimizer) -> None:
-        """End an exchange whose backward has failed: exchange no further segment, and restore the agreed weights."""
+        """Abandon an exchange after a failed backward: skip the remaining segments, and restore the agreed weights."""
         self._worker.drop(self._futures)
         self._futures = []
         self._restore(self.of(optimizer))
@@ -282,9 +281,9 @@ class DeltaExchange:
         return self.of(optimizer)
 
     def _share_new(self, optimizer: Optimizer) -> None:
-        """Broadcast from rank 0 layers that were created or unfrozen during training: ranks may differ in them.
+        """Broadcast layers from rank 0 that were created or unfrozen during training, because ranks may differ in them.
 
-        After their first exchange: that is where ranks whose parameters differ are told so.
+        Do so after their first exchange, because that exchange reports ranks with different parameters.
         """
         ours = {name for each in self.of(optimizer) for name in each.segment.names}
         if new := [name for name in self._new if name in ours]:
@@ -292,12 +291,12 @@ class DeltaExchange:
             broadcast(self._reducer.comm, tensors, tensors[0].device)
         self._new = [name for name in self._new if name not in ours]
 
-    # A pending exchange:
+    # A pending exchange.
 
     def _exchange_later(self, pending: Sequence[PendingExchange]) -> None:
         self._reducer.in_flight = True
-        self._rank_0s = {name: buffer.clone() for name, buffer in self._buffers().items()}
-        copies, reducer = list(self._rank_0s.values()), self._reducer
+        self._buffer_copies = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        copies, reducer = list(self._buffer_copies.values()), self._reducer
 
         def finish() -> None:
             for each in pending:
@@ -308,15 +307,15 @@ class DeltaExchange:
         self._futures = [self._worker.launch(finish, [x for each in pending for x in each.tensors])]
 
     def wait(self) -> None:
-        """Wait for the pending exchange, on CUDA in the current stream; raise what it has raised."""
+        """Wait for the pending exchange, on CUDA in the current stream; raise its error."""
         self._worker.wait(self._futures)
 
     def ends_soon(self) -> bool:
-        """Return whether the exchange that another thread is at ends soon, and without an error."""
+        """Return whether the exchange in the worker ends within `JOIN_SECONDS`, without an error."""
         return not wait(self._futures, JOIN_SECONDS).not_done and not any(each.exception() for each in self._futures)
 
     def _wait_or_restore(self) -> None:
-        """Wait for the pending exchange. If it has failed, restore weights; after an interrupt it goes on."""
+        """Wait for the pending exchange. If it has failed, restore weights. An interrupt does not stop it."""
         try:
             self.wait()
         except Exception:
@@ -325,13 +324,14 @@ class DeltaExchange:
 
     @torch.no_grad()
     def complete(self, write: bool = True) -> None:
-        """Complete the pending exchange, if any: weights are equal on all ranks. Needs no other rank to call it.
+        """Complete the pending exchange, if any, so that weights are equal on all ranks.
 
-        Changes since it began go into the residual; without a residual they stay in the weights.
+        Other ranks need not call it. Changes since the exchange began go into the residual. Without a residual they
+        stay in the weights.
 
         Args:
-            write: False leaves buffers, and gives the model its weights before the next step only: backward may need
-                those that it has.
+            write: if False, buffers stay, and the model gets its new weights only before the next step, because
+                backward may need the present ones.
         """
         if not self._rule.delayed:
             return
@@ -342,15 +342,15 @@ class DeltaExchange:
             self._write_stale()
             for param, change in kept:
                 param.sub_(change)
-            present, rank_0s = self._buffers(), self._rank_0s
-            self._rank_0s = {}
-            for name in present.keys() & rank_0s.keys():
-                if present[name].shape == rank_0s[name].shape:
-                    present[name].copy_(rank_0s[name])
+            present, copies = self._buffers(), self._buffer_copies
+            self._buffer_copies = {}
+            for name in present.keys() & copies.keys():
+                if present[name].shape == copies[name].shape:
+                    present[name].copy_(copies[name])
         self._reducer.raise_deferred()
 
     def close(self) -> bool:
-        """End the worker; return whether nothing is being exchanged any more, without an error."""
+        """End the worker; return whether its exchange has ended without an error."""
         ended = self.ends_soon()
         self._worker.end()
         return ended
@@ -361,12 +361,12 @@ class DeltaExchange:
                 each.write()
 
     def _restore(self, segments: Sequence[UpdateSegment] = ()) -> None:
-        """Give the model the weights that all ranks agreed on last, of pending segments and of these."""
+        """Write the last agreed weights of the pending segments, and of the given ones, into the model."""
         pending = [each for each in self.segments if each.ahead is not None]
         for each in (*segments, *(each for each in pending if each not in segments)):
             each.restore_()
         if self._rule.delayed:
-            self._reducer.in_flight = True  # its state is of no complete step
+            self._reducer.in_flight = True  # its state belongs to no complete step
 
 
 def _groups_of(optimizer: Optimizer) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""The parameters of a model that optimizers step, and what ranks that exchange their updates compare."""
+"""The parameters whose updates are exchanged, and the settings that ranks compare before training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def exchanged_parameters(
     """Return the parameters of a model that optimizers step, by name, in registration order.
 
     Returns:
-        The parameters, the optimizer of each, and the optimizer's number.
+        The parameters, the optimizer of each, and the index of this optimizer; all by name.
 
     Raises:
-        ValueError: a parameter belongs to two optimizers, is not the model's, or shares memory with another one.
+        ValueError: a parameter belongs to two optimizers or not to the model, or shares memory with another parameter.
     """
     names = {id(param): name.replace("_orig_mod.", "") for name, param in model.named_parameters()}  # of torch.compile
     found: dict[str, Optimizer] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if rests(param):
+                if is_excluded(param):
                     continue
                 name = names.get(id(param))
                 if name is None:
@@ -49,13 +49,19 @@ def exchanged_parameters(
     return params, found, {name: optimizers.index(optimizer) for name, optimizer in found.items()}
 
 
-def rests(param: Tensor) -> bool:
-    """Return whether a parameter is frozen and of a dtype that cannot be exchanged, as quantized weights are."""
+def ids_of_exchanged(optimizers: Sequence[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that optimizers step and ranks exchange."""
+    params = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+    return {id(param) for param in params if param.requires_grad or not is_excluded(param)}
+
+
+def is_excluded(param: Tensor) -> bool:
+    """Return whether a parameter is frozen and has a dtype that cannot be exchanged, as quantized weights have."""
     return not param.requires_grad and param.dtype not in REDUCIBLE
 
 
 def check_no_overlap(params: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if two parameters have elements in common: each would send the same change."""
+    """Raise ValueError if two parameters share elements, because both would send the same change."""
     places = sorted(
         (StorageWeakRef(param.untyped_storage()).cdata, param.storage_offset(), name)
         for name, param in params.items()
@@ -74,7 +80,7 @@ def check_no_overlap(params: Mapping[str, Tensor]) -> None:
 def others_settings(
     model: nn.Module, optimizers: Sequence[Optimizer], buffers: Iterable[tuple[str, Tensor]]
 ) -> Mapping[str, list[str]]:
-    """Return what has to be equal on all ranks, beside the parameters that are exchanged."""
+    """Return the settings that must be equal on all ranks, in addition to the exchanged parameters."""
     params, optimizer_of, numbers = exchanged_parameters(model, optimizers)
     rest: dict[str, Tensor] = {
         name: param for name, param in model.named_parameters() if id(param) not in {*map(id, params.values())}
@@ -94,7 +100,7 @@ def others_settings(
 
 
 def described(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return name, shape and dtype of each of some tensors, for ranks to compare."""
+    """Return the name, shape and dtype of each tensor, for ranks to compare."""
     return [
         f"{name.replace('_orig_mod.', '')}{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         for name, x in tensors.items()
@@ -102,6 +108,6 @@ def described(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers in an option of an optimizer, such as a rate or betas; none of a flag, or of parameters."""
+    """Return the numbers in an optimizer's option, such as a rate or betas. Flags and parameters have none."""
     values = value if isinstance(value, tuple) else (value,)
     return [float(x) for x in values if isinstance(x, float) or (isinstance(x, Tensor) and x.numel() == 1)]

@@ -1,17 +1,17 @@
 """One segment of exchanged updates: its weights, its deltas, and the arithmetic of one exchange.
 
-With w the weights that all ranks agree on, and x what this rank's optimizer has made of them:
+Let w be the weights that all ranks agree on, and x this rank's weights after its optimizer has stepped from w:
 
     delta = w − x;   u = residual + delta + unspent momentum;   x ← w − mean of the entries sent by all ranks
 
-With overlap="next_step" the exchange ends one step later. A rank applies its own entries c at once, so it goes on from
-y = w − c; at its next exchange, with x what its optimizer has made of y,
+With overlap="next_step" the exchange ends one step later. A rank applies its own entries c at once, so its next step
+starts from y = w − c. At the next exchange, x are its weights after its optimizer has stepped from y:
 
     delta = y − x;   w ← w − mean of the c sent last;   c ← entries sent of u;   x ← w − c
 
-So w is equal on all ranks, and nothing is lost; each gradient is taken at weights that lack the other ranks' last
-updates. The idea is that of DaSGD (Zhou et al. 2020, arXiv 2006.00441) and of eager updates (Kale et al. 2025, arXiv
-2502.12996), for sparse updates with error feedback.
+So w is equal on all ranks, and no change is lost. But each gradient is computed at weights that lack the other ranks'
+last updates. The idea is that of DaSGD (Zhou et al. 2020, arXiv 2006.00441) and of eager updates (Kale et al. 2025,
+arXiv 2502.12996). Here it is applied to sparse updates with error feedback.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from lightning_sparse.update_rule import UpdateRule
 
 
 class _Step(NamedTuple):
-    """What an optimizer has done to a segment in its last step.
+    """The last step of an optimizer, for the parameters of one segment.
 
     Attributes:
-        stepped: of each parameter, whether the optimizer had a gradient for it.
-        skipped: on the device, 1 if a gradient scaler made a fused optimizer leave the step out; None without one.
+        stepped: for each parameter, whether the optimizer had a gradient for it.
+        skipped: a scalar on the device, 1 if a gradient scaler made a fused optimizer skip the step; None without one.
     """
 
     stepped: list[bool]
@@ -46,12 +46,13 @@ class _Step(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """A rank's own entries, which it has applied before the other ranks' are there.
+    """A rank's own entries, which it has applied before the other ranks' entries have arrived.
 
     Attributes:
-        mean: 1-D fp32; holds the mean of all ranks when the exchange has completed.
-        indices: where y differs from w: int64, perhaps padded with the segment's length; None is everywhere.
-        w: the agreed weights there.
+        mean: 1-D fp32; the mean of all ranks after the exchange has completed.
+        indices: indices of the elements in which y and w differ, int64. They may be padded with the segment's length.
+            None: all elements.
+        w: the agreed weights of these elements.
     """
 
     mean: Tensor
@@ -64,18 +65,19 @@ class UpdateSegment:
 
     Args:
         segment: the segment.
-        parameters: by name; changed in place.
+        parameters: the model's parameters by name; changed in place.
         weights: the agreed weights by name; copied.
         optimizer: the optimizer of these parameters.
         reducer: compresses and exchanges.
 
     Attributes:
-        segment, optimizer: as given.
-        frozen: names of parameters that were frozen before the step of their optimizer. Those that still are belong to
-            the module: it may change them itself, as a momentum encoder, and an exchange leaves them alone.
-        weights: the weights that the rank's next step starts from, by name.
+        segment: the given segment.
+        optimizer: the given optimizer.
+        frozen: names of parameters that were frozen before the step of their optimizer. Parameters that are still
+            frozen belong to the module, which may change them, as a momentum encoder does. An exchange skips them.
+        weights: the weights from which this rank's next step starts, by name.
         ahead: this rank's own entries, while an exchange with overlap="next_step" is pending; else None.
-        is_stale: whether the model lacks the agreed weights of an exchange that has completed.
+        is_stale: whether the model lacks the agreed weights of a completed exchange.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class UpdateSegment:
         self.segment, self.optimizer, self._reducer = segment, optimizer, reducer
         self._params = {name: parameters[name] for name in segment.names}
         parts = [weights[name].detach().reshape(-1) for name in segment.names]
-        self._flat = torch.cat([*parts, parts[0].new_zeros(1)])  # one element more, for the indices of padding
+        self._flat = torch.cat([*parts, parts[0].new_zeros(1)])  # one more element, for the indices of padding
         self._flat_weights = segment.views(self._flat[:-1])
         self.weights = self._shaped(self._flat_weights)
         self.frozen: set[str] = set()
@@ -112,7 +114,7 @@ class UpdateSegment:
 
     @property
     def agreed(self) -> dict[str, Tensor]:
-        """The weights that all ranks agreed on last, by name; without frozen parameters, which belong to the module."""
+        """The last agreed weights by name, without frozen parameters, which belong to the module."""
         agreed = self.weights
         if self.ahead is not None:
             flat = self._flat.clone()
@@ -124,15 +126,15 @@ class UpdateSegment:
     def _still_frozen(self) -> set[str]:
         return {name for name in self.frozen if not self._params[name].requires_grad}
 
-    # Before and after a step of the optimizer:
+    # Before and after a step of the optimizer.
 
     def take_weights(self, names: Iterable[str] | None = None, unless: Tensor | None = None) -> None:
-        """Take the present weights for agreed ones: of all parameters, or of some.
+        """Take the present weights of all parameters, or of some, as the agreed ones.
 
-        If an exchange is pending, only frozen parameters are taken.
+        If an exchange is pending, only the weights of frozen parameters are taken.
 
         Args:
-            names: of the parameters; None is all.
+            names: names of the parameters; None is all of them.
             unless: a flag on the device; if it is set, the weights stay.
         """
         chosen = self._params if names is None else names
@@ -146,7 +148,7 @@ class UpdateSegment:
             torch._foreach_copy_([w for w, _ in pairs], [param for _, param in pairs])
 
     def note_last_step(self, groups: Mapping[int, Any]) -> None:
-        """Before the last of several local steps: keep what tells its change from that of the steps before.
+        """Record weights before the last of several local steps, to separate its change from earlier ones.
 
         Args:
             groups: parameter groups by id of the parameter.
@@ -157,19 +159,19 @@ class UpdateSegment:
             self._references = last_step_references(self._flat_weights, flat, ours)
 
     def note_step(self, *, skipped: bool = False) -> None:
-        """After a step: note which parameters the optimizer has stepped; none if it `skipped` the step."""
+        """Record after a step which parameters the optimizer has stepped; none if it `skipped` the step."""
         stepped = [param.grad is not None and not skipped for param in self._params.values()]
         self._step = _Step(stepped, getattr(self.optimizer, "found_inf", None))
 
     @property
     def differs(self) -> list[Tensor]:
-        """Flags on the device, one per parameter: whether its weights differ from those before the step."""
+        """Flags on the device, one per parameter: whether its weights differ from `weights`."""
         return [(self.weights[name] != param).any() for name, param in self._params.items()]
 
-    # An exchange:
+    # An exchange.
 
     def exchange_(self, groups: Mapping[int, Any]) -> None:
-        """Exchange the delta; afterwards weights are equal on all ranks.
+        """Exchange the delta. Afterwards weights are equal on all ranks.
 
         Args:
             groups: parameter groups by id of the parameter.
@@ -178,13 +180,13 @@ class UpdateSegment:
         reducer, segment, residual = self._reducer, self.segment, self._residual
         params, weights = [*self._params.values()], self._flat_weights
         alone = reducer.comm.size == 1 and not self._rule.has_outer_step
-        # Lossless on one rank: no round trip, as x - (x - w) may differ from w by rounding.
+        # On one rank, a lossless exchange leaves weights unchanged: w - (w - x) may differ from x by rounding.
         leaves_weights = (
             alone and reducer.method.compressor.is_exact(reducer.density) and (residual is None or not residual.any())
         )
         in_place = not leaves_weights and all(x.dtype == torch.float32 and x.is_contiguous() for x in params)
         flat = [x.reshape(-1) for x in params]  # copies, if weights are not contiguous
-        if in_place:  # saves as much memory as the segment has, and a pass over it
+        if in_place:  # saves the memory of the segment, and one pass over it
             deltas = flat
         else:
             deltas = segment.views(torch.empty(segment.numel, dtype=torch.float32, device=flat[0].device))
@@ -200,12 +202,12 @@ class UpdateSegment:
         if in_place:
             return
         torch._foreach_copy_(params, [x.view(shape) for x, shape in zip(deltas, segment.shapes, strict=True)])
-        if residual is not None:  # it keeps what rounding has added to the weights
+        if residual is not None:  # it keeps the rounding error of the weights
             changes_(deltas, [x.reshape(-1) for x in params], deltas, segment.bounds)
             torch._foreach_add_(segment.views(residual), deltas)
 
     def begin_(self, groups: Mapping[int, Any]) -> PendingExchange:
-        """Apply the pending mean, compress the delta, and apply this rank's own entries until the next mean is there.
+        """Apply the pending mean, compress the delta, and apply this rank's own entries until the next mean arrives.
 
         Returns:
             The exchange; `Reducer.finish` completes it, perhaps in another thread.
@@ -227,7 +229,7 @@ class UpdateSegment:
         """Write the deltas, rescaled, and begin their exchange.
 
         Returns:
-            The exchange; and the moments, if they have to be cleared where entries are sent.
+            The exchange; and the moments, if they must be cleared at the sent entries, else None.
         """
         segment, weights, rule = self.segment, self._flat_weights, self._rule
         size, references, find = self._reducer.comm.size, self._references, None
@@ -235,7 +237,7 @@ class UpdateSegment:
         clears = self._clears and self._step is not None
         pays = clears and rule.momentum == "pay_out"
         if pays and rule.local_steps > 1 and references is None:
-            pays = clears = False  # the change of the last step is not known
+            pays = clears = False  # the change of the last step is unknown
         moments = self._moments(groups) if rescales or clears else None
         rescaling = moments.rescaling(size) if moments is not None and rescales else None
         changes_(deltas, weights, stepped, segment.bounds, rescaling)
@@ -251,7 +253,7 @@ class UpdateSegment:
         kind, params, step = moments_of(self.optimizer), self._params, self._step
         assert kind is not None
         stepped = step.stepped if step is not None else [False] * len(params)
-        # Leave the momentum of frozen parameters alone, and that of parameters without a step.
+        # Leave the momentum of frozen parameters and of parameters without a step unchanged.
         states = [
             self.optimizer.state.get(param, {}) if has_step and name not in self._still_frozen else {}
             for (name, param), has_step in zip(params.items(), stepped, strict=True)
@@ -265,13 +267,13 @@ class UpdateSegment:
         density = self._reducer.density if self._reducer.method.is_sparse else None
         return self._rule.clears_momentum(self.optimizer, density)
 
-    # A pending exchange:
+    # A pending exchange.
 
     def complete_(self) -> list[tuple[Tensor, Tensor]]:
         """Apply the pending mean to the agreed weights. Changes since the exchange began go into the residual.
 
         Returns:
-            Without a residual these changes stay in the weights: the parameters, and what to subtract from each.
+            The parameters, and the amounts to subtract to keep these changes in the weights; empty with a residual.
         """
         assert self.ahead is not None
         self.take_weights(self.frozen)
@@ -292,7 +294,7 @@ class UpdateSegment:
         exact = torch.sub(flat.float(), mean, out=mean)
         flat.copy_(exact)
         if flat.dtype != torch.float32 and residual is not None:
-            residual.add_(torch.sub(flat.float(), exact, out=exact))  # it keeps what rounding has added to the weights
+            residual.add_(torch.sub(flat.float(), exact, out=exact))  # it keeps the rounding error
         for name, weight in frozen.items():
             self.weights[name].copy_(weight)
 
@@ -301,14 +303,14 @@ class UpdateSegment:
         self.ahead = None
 
     def write(self) -> None:
-        """Give the model the weights that its next step starts from; frozen parameters are left alone."""
+        """Write the weights from which the next step starts into the model, except those of frozen parameters."""
         frozen = self._still_frozen
         if names := [name for name in self._params if name not in frozen]:
             torch._foreach_copy_([self._params[name] for name in names], [self.weights[name] for name in names])
         self.is_stale = False
 
     def restore_(self) -> None:
-        """Give the model the weights that all ranks agreed on last: training has failed."""
+        """Write the last agreed weights into the model, after training has failed."""
         if self.ahead is not None:
             self._step_back(self.ahead)
         with contextlib.suppress(RuntimeError):  # CUDA may be broken

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import Method, RankFailure, Reducer, attach, attach_updates, exchange_pending, method
 from lightning_sparse.comm import POLL, process_group
 from lightning_sparse.compressors import TopK
-from lightning_sparse.hooks import UpdateExchanger, tell_or_ask
+from lightning_sparse.hooks import UpdateExchanger, report_or_diagnose
 from lightning_sparse.hooks.session import Session
 from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import run_ranks
@@ -200,7 +200,7 @@ def broken_by_the_end_of_the_store(rank: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as broken:
         dist.all_reduce(torch.ones(1))
-    tell_or_ask(broken.value)
+    report_or_diagnose(broken.value)
     return str(broken.value)
 
 
