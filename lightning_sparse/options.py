@@ -1,7 +1,7 @@
-"""The options of `SparseDDPStrategy`, `attach` and `Reducer`: what each may be, with one error for what it may not.
+"""The options of `SparseDDPStrategy`, `attach` and `Reducer`, and the check of their values.
 
-Each check returns the value to go on with: numbers of numpy become Python's, so that the ranks' settings, compared as
-text, are equal, and so that a seed draws the same numbers whatever its type.
+Each check returns the checked value. NumPy numbers become Python numbers: ranks compare their settings as text, and
+random numbers are drawn from the text of the seed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ExchangeMode = Literal["auto", "gradient", "update"]
 
 
 class Option(NamedTuple):
-    """What an option may be.
+    """The valid values of an option.
 
     Attributes:
-        kind: its type; a bool is no number.
-        is_valid: whether a value of that type is in range.
-        requirement: the rest of the sentence that begins with option and value.
-        choices: all values, if they are names.
+        kind: the type of the values; a bool is no number.
+        is_valid: returns whether a value of this type is in range.
+        requirement: the end of the error message, after the option and its value.
+        choices: all valid values, if they are names.
     """
 
     kind: type | tuple[type, ...]
@@ -86,12 +86,12 @@ def check(name: str, value: Any, owner: str = "", options: Mapping[str, Option] 
 
     Args:
         name: a key of `options`.
-        value: what the user gave.
-        owner: the class whose option it is, if there are several.
-        options: what each option may be.
+        value: the user's value.
+        owner: the class that has the option, if several have an option of this name.
+        options: the valid values of each option.
 
     Raises:
-        ValueError: a value of another type, or out of range.
+        ValueError: the value has another type, or is out of range.
     """
     option = options[name]
     number = option.kind in (Real, Integral)
@@ -104,23 +104,23 @@ def check(name: str, value: Any, owner: str = "", options: Mapping[str, Option] 
 
 
 def suggestion(given: Any, known: Iterable[str]) -> str:
-    """Return what ends an error about an unknown name: a question for the nearest known one, or nothing."""
+    """Return the end of an error about an unknown name: a question that names the most similar known one, or ""."""
     near = difflib.get_close_matches(str(given), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names of some, for an error that should not grow with their number."""
+    """Return the first of several names, so that an error message stays short."""
     return ", ".join(names[:most]) + " and others" * (len(names) > most)
 
 
 def check_optional(name: str, value: Any) -> Any:
-    """Return the value of an option that may be left out, None then; otherwise as `check` does."""
+    """Return the checked value of an option that may be None."""
     return None if value is None else check(name, value)
 
 
 def check_density(owner: str, density: Any) -> float:
-    """Return the density of a compressor, or of a warm-up."""
+    """Return the checked density of a compressor or of a warm-up."""
     value: float = check("density", density, owner)
     return value
 
@@ -132,20 +132,20 @@ class _HasDensity(Protocol):
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """The options of `Reducer`, which `attach`, `attach_updates` and `SparseDDPStrategy` have, too: checked once, here.
+    """The options that `Reducer`, `attach`, `attach_updates` and `SparseDDPStrategy` share. They are checked here only.
 
     Attributes:
-        granularity: what is compressed together: "layer", "bucket" or "model" (see `Layout.of`).
+        granularity: the unit of compression: "layer", "bucket" or "model" (see `Layout.of`).
         bucket_cap_mb: size of a "bucket" in MiB.
-        density_warmup: densities to use in turn before the method's own, from dense to sparse; None if none are given.
-        density_warmup_steps: number of steps for each density of `density_warmup`; None is an epoch each.
-        seed: of all random choices; equal on all ranks.
-        loss_scale: a function that returns what the loss is multiplied with, as `GradScaler.get_scale` does, or None.
-        on_nonfinite: without a loss scale, what a gradient with a NaN or an infinity means: "raise" or "skip".
-        clip_norm: largest 2-norm of a rank's own gradient, or None.
+        density_warmup: densities to use in turn before the method's density, from dense to sparse; None: the default.
+        density_warmup_steps: number of steps for each density of `density_warmup`; None: one epoch each.
+        seed: the seed of all random choices; equal on all ranks.
+        loss_scale: a function that returns the factor on the loss, such as `GradScaler.get_scale`, or None.
+        on_nonfinite: reaction to a NaN or an infinity in a gradient, without a loss scale: "raise" or "skip".
+        clip_norm: largest 2-norm of a rank's local gradient, or None.
 
     Raises:
-        ValueError: a value of another type or out of range; or steps of a warm-up without its densities.
+        ValueError: a value has another type or is out of range, or a warm-up has steps but no densities.
     """
 
     granularity: Granularity = "bucket"
@@ -171,11 +171,11 @@ class ReducerOptions:
                 object.__setattr__(self, field.name, check(field.name, value))
 
     def check_method(self, method: _HasDensity, counts_epochs: bool = True) -> None:
-        """Raise ValueError if the warm-up does not go with a method, or lasts epochs which nobody counts.
+        """Raise ValueError if the method supports no density warm-up, or if the warm-up needs epochs but gets none.
 
         Args:
-            method: whose density comes after the warm-up.
-            counts_epochs: whether there is somebody who counts epochs; outside of Lightning nobody does.
+            method: the method, whose density follows the warm-up.
+            counts_epochs: whether epochs are counted; only Lightning counts them.
         """
         if self.density_warmup and method.density is None:
             raise ValueError(f"density_warmup={self.density_warmup!r}: {method!r} has no density to warm up.")
@@ -186,12 +186,12 @@ class ReducerOptions:
             )
 
     def settings(self) -> dict[str, str]:
-        """Return the options by name, as text, by which ranks compare theirs."""
+        """Return the options by name, as text that ranks compare."""
         return {name: "given" if callable(value) else repr(value) for name, value in vars(self).items()}
 
 
 def _densities(given: Any) -> tuple[float, ...] | None:
-    """Return the densities of a warm-up; None if none are given."""
+    """Return the checked densities of a warm-up; None if none are given."""
     try:
         if isinstance(given, str):
             raise TypeError

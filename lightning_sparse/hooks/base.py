@@ -1,4 +1,4 @@
-"""What a strategy, or `attach`, needs of an exchange, whatever ranks exchange."""
+"""The interface of `GradientExchanger` and `UpdateExchanger`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Exchanger(Protocol):
 
     @property
     def reducer(self) -> Reducer:
-        """Compresses and exchanges; its state belongs in a checkpoint."""
+        """The reducer, which compresses and exchanges. A checkpoint needs its state."""
 
     @property
     def comm(self) -> ProcessGroupComm:

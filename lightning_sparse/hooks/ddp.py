@@ -51,29 +51,29 @@ def attach(
     """Replace the gradient all-reduce of `ddp` by a compressed exchange. All ranks call it, before the first backward.
 
     Args:
-        ddp: the wrapped model; its communication hook is set.
-        method: a name in `METHODS`, or a `Method` made of own parts.
-        density: fraction of entries to send, in (0, 1]; None keeps the method's own. Only beside a name.
-        granularity: what is compressed together: "layer", "bucket" (of the size of DDP's own buckets) or "model".
-        seed: of all random choices; equal on all ranks.
+        ddp: the wrapped model; `attach` sets its communication hook.
+        method: a name in `METHODS`, or a custom `Method`.
+        density: fraction of entries to send, in (0, 1]; None takes the method's default. Only with a name.
+        granularity: the unit of compression: "layer", "bucket" (of the size of DDP's buckets) or "model".
+        seed: the seed of all random choices; equal on all ranks.
         density_warmup: densities to use in turn before `density`, `density_warmup_steps` steps each.
         density_warmup_steps: number of steps for each density of `density_warmup`.
-        loss_scale: the `get_scale` of a GradScaler, where one is used. Where a gradient overflows on any rank, all
-            ranks get NaN, so that all scalers leave the step out, and no residual changes.
-        on_nonfinite: without a loss scale, what a gradient with a NaN or an infinity means: "raise" NonFiniteGradient
-            on all ranks, or "skip": all ranks get NaN gradients, no residual changes, and it is yours to leave the
-            optimizer step out.
-        clip_norm: largest 2-norm of a rank's own gradient, before compression. Clipping afterwards would destroy what
-            has already left the residuals.
-        timeout: how long to wait for other ranks; None takes the default process group's.
-        **options: further options of a method given by name, such as `rank=2` of "powersgd".
+        loss_scale: the `get_scale` of a GradScaler, if you use one. If a gradient overflows on any rank, all ranks get
+            NaN. Then all scalers skip the step, and no residual changes.
+        on_nonfinite: reaction to a NaN or an infinity in a gradient, without a loss scale. "raise": all ranks raise
+            NonFiniteGradient. "skip": all ranks get NaN gradients, and no residual changes; skip the optimizer step
+            then.
+        clip_norm: largest 2-norm of a rank's local gradient, before compression. Clip here and not after the exchange:
+            that would destroy entries that have already left the residuals.
+        timeout: time to wait for other ranks; None takes the default process group's.
+        **options: further options of a method that is given by name, such as `rank=2` of "powersgd".
 
     Returns:
-        The reducer at work: its `comm` counts bytes, its `state_dict` holds what a checkpoint needs.
+        The reducer. Its `comm` counts bytes, and its `state_dict` returns the state for a checkpoint.
 
     Raises:
-        TypeError, ValueError: an option, a parameter or a feature of DDP that cannot be used; the message says which.
-        RankFailure: other ranks use other settings, or do not attach.
+        TypeError, ValueError: an option, a parameter or a feature of DDP is not supported; the message names it.
+        RankFailure: other ranks have different settings, or do not attach.
     """
     with report_errors_to_peers(getattr(ddp, "process_group", None)):
         if not isinstance(ddp, DistributedDataParallel):
@@ -109,13 +109,13 @@ def exchange_gradients(
     from_rank_0: Mapping[str, Tensor] | None = None,
     optimizers: Sequence[Optimizer] = (),
 ) -> GradientExchanger:
-    """Do what `attach` does, and return the communication thread.
+    """Attach as `attach` does, and return the exchanger.
 
     Args:
         ddp, method, timeout: see `attach`.
-        options: of the reducer, but for the size of a bucket, which is DDP's.
-        from_rank_0: tensors that become rank 0's, by name, where `ddp` was made with init_sync=False.
-        optimizers: to compare the learning rates of.
+        options: options of the reducer. The size of a bucket is taken from DDP.
+        from_rank_0: tensors to broadcast from rank 0, by name, if `ddp` was made with init_sync=False.
+        optimizers: the optimizers whose learning rates are compared among ranks.
     """
     states = from_rank_0 or {}
 
@@ -134,20 +134,20 @@ def exchange_gradients(
     )
     session.reducer.takes_buckets(parameters())
     rates = Rates(session.comm, optimizers, ddp.device)
-    thread = GradientExchanger(session, ddp, parameters(), rates)
+    exchanger = GradientExchanger(session, ddp, parameters(), rates)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
-        rates.compare()  # and connects, which must not happen within backward
+        rates.compare()  # and connects the ranks, which must not happen during backward
         if session.stream is not None:
             session.dry_run(parameters())
-        ddp.register_comm_hook(thread, on_bucket)
+        ddp.register_comm_hook(exchanger, on_bucket)
     except BaseException as error:
-        thread.fail(error)
-        thread.close()
+        exchanger.fail(error)
+        exchanger.close()
         raise
     detach(ddp.module)
-    weakref.finalize(ddp, thread.close)  # when the model is collected, or the interpreter exits
-    return thread
+    weakref.finalize(ddp, exchanger.close)  # when the model is collected, or the interpreter exits
+    return exchanger
 
 
 def on_bucket(state: GradientExchanger, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -157,7 +157,7 @@ def on_bucket(state: GradientExchanger, bucket: dist.GradBucket) -> torch.future
 
 
 def check_no_hook(ddp: DistributedDataParallel) -> None:
-    """Raise ValueError if the model has a communication hook: DDP takes one, and never another one."""
+    """Raise ValueError if the model has a communication hook: DDP takes one, and only once."""
     if any(isinstance(state, GradientExchanger) for state in hook_states(ddp)):
         raise ValueError(
             "attach was called on this DistributedDataParallel before, and DDP takes one communication hook in its "
@@ -179,7 +179,7 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     """Return the parameters that DDP reduces, by name, in registration order.
 
     Raises:
-        TypeError, ValueError: the model or DDP uses something that cannot be combined with compression.
+        TypeError, ValueError: the model or DDP uses a feature that compression does not support.
     """
     for option, given in (
         ("skip_all_reduce_unused_params", getattr(ddp, "skip_all_reduce_unused_params", False)),

@@ -1,4 +1,4 @@
-"""Exchange of what optimizers change, instead of gradients, for plain torch training loops and for the strategy.
+"""Exchanges the updates of optimizers, instead of gradients, in plain torch training loops.
 
     reducer = attach_updates(model, optimizer, "topk", density=0.01)
     for batch in batches:                       # on every rank
@@ -6,7 +6,7 @@
         loss(model, batch).backward()           # the rank's own gradient: no DistributedDataParallel
         optimizer.step()                        # and the exchange: afterwards weights are equal on all ranks
 
-What is exchanged is in `lightning_sparse.updates`, and `update_exchange.py` does it.
+`lightning_sparse.updates` has the arithmetic, and `update_exchange.py` the hooks of the optimizers.
 """
 
 from __future__ import annotations
@@ -52,37 +52,37 @@ def attach_updates(
     timeout: timedelta | None = None,
     **options: Any,
 ) -> Reducer:
-    """Exchange optimizers' updates of `model` after their steps. All ranks call it, before the first step.
+    """Exchange the optimizers' updates of `model` after their steps. All ranks call it, before the first step.
 
-    The model is not wrapped: each rank steps on its own gradient. Weights and buffers become rank 0's at once. Called
-    again, with other optimizers of the same model, it takes the place of the earlier one.
+    The model is not wrapped: each rank steps on its local gradient. The call broadcasts weights and buffers from rank
+    0. A second call for the same model, with other optimizers, replaces the first one.
 
     Args:
         model: the model, on its device.
         optimizer: its optimizer, or several of them.
-        method: a name in `METHODS`, or a `Method` made of own parts.
-        density: fraction of entries to send, in (0, 1]; only beside a name. None is 0.003 in two bits each, more with
-            more than four ranks, after a warm-up; or a method's own if it has an `UpdateRule`.
-        granularity: what is compressed together: "layer", "bucket" or "model".
+        method: a name in `METHODS`, or a custom `Method`.
+        density: fraction of entries to send, in (0, 1]; only with a name. None is 0.003 with two-bit values, after a
+            density warm-up, and more with more than four ranks. A method with an `UpdateRule` has its own default.
+        granularity: the unit of compression: "layer", "bucket" or "model".
         bucket_cap_mb: size of a "bucket" in MiB.
-        local_steps: number of steps of an optimizer before each exchange; None keeps the method's own, 1 for most. With
+        local_steps: number of steps of an optimizer before each exchange; None takes the method's, mostly 1. With
             more than one, call `exchange_pending` before weights are evaluated or saved, and at the end.
-        overlap: "next_step": the next step goes on during an exchange, for links of high latency, see `UpdateRule`.
-            Call `exchange_pending` in the same places; nothing but optimizers may change weights then.
-        seed: of all random choices; equal on all ranks.
-        density_warmup: densities to use in turn before `density`, `density_warmup_steps` exchanges each. None is 8, 4
-            and 2 times the density, 15 exchanges each, if no density is given, else none; () is none.
+        overlap: "next_step" exchanges during the next step, for links of high latency; see `UpdateRule`. Call
+            `exchange_pending` in the same places. Only optimizers may change weights then.
+        seed: the seed of all random choices; equal on all ranks.
+        density_warmup: densities to use in turn before `density`, `density_warmup_steps` exchanges each; () is none.
+            None is 8, 4 and 2 times the density, 15 exchanges each, if no density is given; otherwise it is none.
         density_warmup_steps: number of exchanges for each density of `density_warmup`.
-        timeout: how long to wait for other ranks; None takes the default process group's.
-        **options: further options of a method given by name, such as `value_format="int8"` of "topk".
+        timeout: time to wait for other ranks; None takes the default process group's.
+        **options: further options of a method that is given by name, such as `value_format="int8"` of "topk".
 
     Returns:
-        The reducer at work: its `comm` counts bytes, its `state_dict` holds the residuals.
+        The reducer. Its `comm` counts bytes, and its `state_dict` returns the residuals.
 
     Raises:
-        TypeError, ValueError: an option, a parameter or an optimizer that cannot be used; the message says which.
+        TypeError, ValueError: an option, a parameter or an optimizer is not supported; the message names it.
         RuntimeError: there is no process group.
-        RankFailure: other ranks use other settings, or do not attach.
+        RankFailure: other ranks have different settings, or do not attach.
     """
     with report_errors_to_peers():
         if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
@@ -90,7 +90,7 @@ def attach_updates(
                 f"attach_updates(model={type(model).__name__}(...)): give the model itself, and then its optimizer. "
                 f"DistributedDataParallel would send all gradients as well."
             )
-        model = getattr(model, "_orig_mod", model)  # of torch.compile, whose result nobody may keep
+        model = getattr(model, "_orig_mod", model)  # torch.compile returns a wrapper, which the caller may drop
         optimizers = check_optimizers(optimizer)
         stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -119,7 +119,7 @@ def attach_updates(
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
     if (earlier := attached(model)) is not None:
-        earlier.end_if_soon()  # before weights become rank 0's
+        earlier.end_if_soon()  # before weights are broadcast from rank 0
     exchange = UpdateExchanger(
         model,
         optimizers,
@@ -137,13 +137,13 @@ def attach_updates(
 
 
 def exchange_pending(optimizer: Optimizer) -> None:
-    """Exchange what an optimizer of `attach_updates` has changed since its last exchange, or end one that goes on.
+    """Exchange the delta of an optimizer of `attach_updates` since its last exchange, or complete a pending exchange.
 
-    Then weights are equal on all ranks: before they are evaluated or saved, and at the end. All ranks call it; nothing
-    happens where nothing is pending.
+    Afterwards weights are equal on all ranks. Call it on all ranks before weights are evaluated or saved, and at the
+    end. Without a pending exchange or delta it does nothing.
 
     Raises:
-        ValueError: its updates are not exchanged.
+        ValueError: the optimizer's updates are not exchanged.
         NonFiniteGradient, RankFailure: as in a step.
     """
     exchange = exchange_of(optimizer)

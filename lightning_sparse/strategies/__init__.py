@@ -1,8 +1,8 @@
 """The strategy under both of Lightning's names, `pytorch_lightning` and `lightning.pytorch`.
 
-Importing this package registers the strategy names with whichever is installed. The two modules have a class for each.
-`SparseDDPStrategy` here is one of them, and works with the Trainers of both names: each takes it for a strategy of its
-own, and an object changes its class if the Trainer is of the other name.
+Importing this package registers the strategy names with each installed one. The two modules have a class for each name.
+`SparseDDPStrategy` here is one of these classes, and it works with the Trainers of both names. Each Trainer accepts it
+as one of its strategies. If a Trainer has the other name, the strategy changes its class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The strategy's checkpoints: sidecar files beside Lightning's own, and errors that reach all ranks."""
+"""The strategy's checkpoints: sidecar files beside Lightning's checkpoint, and errors that reach all ranks."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ NAMED = 8
 class Checkpoints:
     """Saves and restores the reducer's state, and the optimizers' states if they differ among ranks.
 
-    All ranks call `save` and `load_optimizers` together; `remove` acts on rank 0 alone, as ranks may hold different
-    paths for one checkpoint. With the next save, and at the end of training, rank 0 tells the others which sidecar
-    files it has removed, for each node may have a disk of its own.
+    All ranks call `save` and `load_optimizers` together. `remove` acts on rank 0 alone, because ranks may have
+    different paths for one checkpoint. Nodes may have separate disks. So rank 0 reports the removed sidecar files to
+    the other ranks, with the next save and at the end of training.
 
     Args:
         strategy: the strategy that Lightning calls.
 
     Attributes:
         strategy: the strategy. A copy of the strategy has a copy of this object.
-        reducer: the reducer of the running or the last fit. It outlives fit, so that a checkpoint can be written
-            afterwards, but copies have none.
+        reducer: the reducer of the running fit, or of the last one, so that a checkpoint can be written afterwards.
+            Copies have none.
         loaded_from: the path of the checkpoint that was loaded last.
         is_consistent: whether the reducer's state belongs to a complete step.
     """
@@ -50,8 +50,8 @@ class Checkpoints:
         self.reducer: Reducer | None = None
         self.is_consistent = True
         self.loaded_from: Any = None
-        self._saves = Saves()  # on rank 0
-        self._has_saved = False  # on all ranks
+        self._saves = Saves()  # filled on rank 0
+        self._has_saved = False  # equal on all ranks
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "reducer": None}
@@ -76,10 +76,10 @@ class Checkpoints:
         Args:
             checkpoint: its content.
             filepath: its path on this rank.
-            write: Lightning's way to write it.
-            remove: Lightning's way to remove another one.
+            write: Lightning's function that writes it.
+            remove: Lightning's function that removes a checkpoint.
         """
-        # A checkpoint of weights alone is not made to resume from.
+        # Training does not resume from a checkpoint of weights alone.
         saved = self._write_sidecar(checkpoint, filepath) if "optimizer_states" in checkpoint else None
         path, tag = saved or (sidecars.absolute(filepath), None)
         save = self._saves.begin(path, tag) if self.strategy.is_global_zero else None
@@ -100,7 +100,7 @@ class Checkpoints:
         """Write this rank's sidecar file and its tag into the checkpoint.
 
         Returns:
-            Rank 0's path of the checkpoint and the tag; None if the checkpoint gets no residuals.
+            Rank 0's path of the checkpoint, and the tag; None if the checkpoint gets no residuals.
         """
         reducer = self.reducer
         if reducer is None:
@@ -117,7 +117,7 @@ class Checkpoints:
         own = self._own_optimizer_states(reducer)
         try:
             sidecars.write(path, tag, {**reducer.state_dict(), **own})
-        except Exception as caught:  # raised on all ranks, so that none waits for another
+        except Exception as caught:  # raised on all ranks below, so that none waits for another
             error = caught
         if errors := self._gather_errors(self._error_message(error)):
             sidecars.remove_own(path, tag, self._rank, self._size)
@@ -132,26 +132,26 @@ class Checkpoints:
             "size": reducer.comm.size,
             "step": reducer.step,
             "skipped": reducer.skipped,
-            # By which a change of the checkpoint shows, even one that a hook makes while it is saved.
+            # They reveal later changes of the checkpoint, also by a hook while it is saved.
             **(sidecars.fingerprints(own) if self.strategy.is_global_zero else {}),
         }
         return path, tag
 
     def _own_optimizer_states(self, reducer: Reducer) -> dict[str, Any]:
-        """Return the optimizers' states, on the host, where they differ from rank to rank."""
+        """Return the optimizers' states, on the host, if they differ among ranks."""
         if reducer.exchanged == "gradient":
             return {}
         return {"optimizers": {str(i): _plain(each.state_dict()) for i, each in enumerate(self.strategy.optimizers)}}
 
     def _agree(self, reducer: Reducer, filepath: Any) -> tuple[str, str] | None:
-        """Agree on rank 0's path and on a tag; None if the ranks' residuals are not of the same step.
+        """Agree on rank 0's path and on a tag; None if the ranks' residuals belong to different steps.
 
-        Ranks may build different paths, from a metric that was logged without sync_dist for example. Rank 0 writes the
-        checkpoint, so all sidecar files lie beside its path.
+        Ranks may build different paths, for example from a metric that was logged without sync_dist. Rank 0 writes the
+        checkpoint, so all sidecar files are beside its path.
         """
         exchanger, interrupted = self.strategy.exchanger, self.strategy.interrupted
         if self.strategy.may_be_alone and exchanger is not None:
-            # A callback may save on an exception of this rank alone: the other ranks would wait for it in backward.
+            # A callback may save on an exception of this rank alone. The other ranks would wait for it in backward.
             exchanger.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
         if exchanger is not None:
             self.is_consistent = exchanger.drain()
@@ -174,7 +174,7 @@ class Checkpoints:
 
     def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""
-        # Any other CheckpointIO may have written the checkpoint in spite of the error, or may do so later.
+        # Any other CheckpointIO may have written the checkpoint despite the error, or may write it later.
         failed = error is not None and writes_at_once(self.strategy.checkpoint_io)
         own = self._error_message(error), failed, self._saves.take_pruned()
         messages, failures, pruned = zip(*self._gather(own), strict=True)
@@ -188,15 +188,15 @@ class Checkpoints:
         ) from error
 
     def _prune(self, pruned: Mapping[str, set[str]]) -> None:
-        """Remove sidecar files as rank 0 has done it, on a disk of this node."""
+        """Remove on this node's disk the sidecar files that rank 0 has removed."""
         for path, keep in pruned.items() if self._rank else ():
             try:
                 sidecars.prune(path, keep)
-            except Exception as error:  # not worth ending a training for
+            except Exception as error:  # a leftover file is no reason to end training
                 warn_of_files_left(path, error)
 
     def end_training(self) -> None:
-        """Remove sidecar files on all nodes, once training has ended; all ranks call it."""
+        """Remove sidecar files on all nodes at the end of training. All ranks call it."""
         if self._has_saved:
             self._prune(self._gather(self._saves.take_pruned())[0])
 
@@ -215,15 +215,15 @@ class Checkpoints:
         return [text for text in self._gather(own) if text]
 
     def remove(self, filepath: Any, remove: Callable[[Any], None]) -> None:
-        """Remove a checkpoint and its sidecar files, by Lightning's way to remove the checkpoint."""
+        """Remove a checkpoint, by Lightning's function `remove`, and its sidecar files."""
         if self.strategy.is_global_zero:
             self._saves.remove(sidecars.absolute(filepath), filepath, remove)
 
     def close(self, teardown: Callable[[], None], remove: Callable[[Any], None]) -> None:
-        """Wait for all saves, by Lightning's `teardown`; remove files whose removal had to wait, by its `remove`."""
+        """Wait for all saves in Lightning's `teardown`; then remove the files whose removal was deferred."""
         try:
             teardown()
-            self._saves.confirm_earlier()  # CheckpointIO.teardown has waited for all of them
+            self._saves.confirm_earlier()  # CheckpointIO.teardown has waited for all saves
         finally:
             self._saves.sweep(remove)
 
@@ -232,12 +232,12 @@ class Checkpoints:
 
         Args:
             checkpoint: the content of the checkpoint at `loaded_from`.
-            load: Lightning's way to load the optimizers' states.
+            load: Lightning's function that loads the optimizers' states.
         """
         self._load_rank_0s_optimizers(checkpoint, load)
         info = checkpoint.get(sidecars.KEY)
         reducer = self.reducer
-        if reducer is None:  # as in a process that has forked or spawned the ranks
+        if reducer is None:  # this process has forked or spawned the ranks, for example
             if info is not None:
                 log.warning(
                     f"The residuals of {str(self.loaded_from)!r} are not loaded: they belong to processes that train, "
@@ -275,7 +275,7 @@ class Checkpoints:
                 f"example. All ranks take the changed values from the checkpoint, and the others from their sidecar "
                 f"files: {listed(changed, NAMED)}."
             )
-        # A stranger's checkpoint may ask for a million files: each rank sends, and the warning names, a few.
+        # A foreign checkpoint may claim a million files. So each rank sends only a few, and the warning names a few.
         lost = sorted({rank for ranks in self._gather(missing[: NAMED + 1]) for rank in ranks})
         if lost and self._rank == 0:
             names = [sidecars.name(info["tag"], rank, info["size"]) for rank in lost]
@@ -287,7 +287,7 @@ class Checkpoints:
     def _load_own_optimizers(
         self, checkpoint: Mapping[str, Any], info: Mapping[str, Any], own: Any, changed: list[str]
     ) -> None:
-        """Load the optimizers' states of this rank, but for values that were changed in the checkpoint.
+        """Load the optimizers' states of this rank, except for values that were changed in the checkpoint.
 
         Args:
             checkpoint: its content.
@@ -314,7 +314,7 @@ class Checkpoints:
         needed = [*map(_options, optimizers)]
         try:
             load(checkpoint)
-        except Exception as caught:  # for states of another kind a KeyError, in some of torch's
+        except Exception as caught:  # a KeyError, for example, for the state of another kind of optimizer
             error = caught
         found = map(_missing_options_message, optimizers, needed, checkpoint["optimizer_states"])
         foreign = next(filter(None, found), None)
@@ -329,14 +329,14 @@ class Checkpoints:
 
 
 def _options(optimizer: Optimizer) -> list[str]:
-    """Return which options all parameter groups of an optimizer have; not those that schedulers keep there."""
+    """Return the optimizer's options that all its parameter groups have; schedulers add other keys."""
     return [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
 
 
 def _missing_options_message(optimizer: Optimizer, needed: Sequence[str], loaded: Mapping[str, Any]) -> str | None:
-    """Return which options an optimizer lacks after a state was loaded, whose parameter groups it has taken over.
+    """Return an error message if an optimizer lacks options after it has loaded a state with its parameter groups.
 
-    Adam's suffice for AdamW; of those of older versions torch adds what is new when it loads them.
+    AdamW can load Adam's parameter groups. When torch loads a state of an older version, it adds the new options.
     """
     lacks = [key for key in needed if any(key not in group for group in optimizer.param_groups)]
     if not lacks:
@@ -349,7 +349,7 @@ def _missing_options_message(optimizer: Optimizer, needed: Sequence[str], loaded
 
 
 def _plain(value: Any) -> Any:
-    """Return what a sidecar file may hold: tensors on the host, and Python's numbers, where schedules left numpy's."""
+    """Return a value as a sidecar file may hold it: tensors on the host, and Python numbers for NumPy numbers."""
     if isinstance(value, Tensor):
         return value.cpu()
     if isinstance(value, Mapping):

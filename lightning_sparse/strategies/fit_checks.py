@@ -1,4 +1,4 @@
-"""What the strategy checks when fit starts: optimizers, gradient clipping and the placement of ranks."""
+"""Checks and warnings at the start of a fit: optimizers, momenta and the placement of ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_sparse.methods import Method
 log = logging.getLogger(__name__)
 
 SIGNS = ("lion", "sign", "tiger", "rprop")
-"""Parts of the names of optimizers whose steps have one size for all elements: Lion, SignSGD, DAdaptLion, ..."""
+"""Parts of the names of optimizers whose steps have the same size for all elements: Lion, SignSGD, DAdaptLion, ..."""
 
 
 def takes_signs(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer steps by signs, as far as its name says. RMSprop and AdamW do not."""
+    """Return whether an optimizer steps by signs, judged by its name. RMSprop and AdamW do not."""
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     return any(each in name for name in names for each in SIGNS)
 
 
 def reason_for_gradients(optimizer: Optimizer) -> str | None:
-    """Return why gradients are better to exchange than the updates of this optimizer; None if updates are better.
+    """Return the reason to exchange gradients with this optimizer; None if updates are better.
 
     Updates are better for every optimizer that does not merely scale the gradient. So only the exceptions are listed.
     """
@@ -39,13 +39,13 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
 
 
 def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether a parameter belongs to several optimizers, so that their updates cannot be exchanged."""
+    """Return whether a parameter belongs to several optimizers; then their updates cannot be exchanged."""
     owned = [{id(param) for group in x.param_groups for param in group["params"]} for x in optimizers]
     return sum(map(len, owned)) > len(set().union(*owned))
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:
-    """Raise ValueError for an optimizer that evaluates the gradient several times a step."""
+    """Raise ValueError for an optimizer that evaluates the gradient several times per step."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ValueError(
             f"LBFGS does not work with {method}: it evaluates the gradient several times a step and compares the "
@@ -55,9 +55,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:
 
 
 def closure_called_twice_message(optimizer: Optimizer, method: Method) -> str:
-    """Return the error message for an optimizer that has evaluated its closure twice in a step."""
+    """Return the error message for an optimizer that has called its closure twice in a step."""
     instead = "Use an optimizer"
-    if method.aggregator.averages:  # else it cannot exchange updates
+    if method.aggregator.averages:  # otherwise it does not support updates
         instead = "Set exchange='update' of the strategy, which takes such optimizers but for LBFGS; or use one"
     return (
         f"{type(optimizer).__name__} evaluates its closure several times a step, each with an exchange of gradients. "
@@ -94,7 +94,7 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
 
 
 def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None:
-    """Warn if a method keeps a momentum, and an optimizer another one of that."""
+    """Warn if the method and an optimizer both keep a momentum."""
     with_momentum = [
         x for x in optimizers if any(each.get("momentum") or each.get("betas", (0,))[0] for each in x.param_groups)
     ]
@@ -110,7 +110,7 @@ def check_placement(nodes: Sequence[int], ranks_per_node: int) -> None:
 
     Args:
         nodes: the node of each rank.
-        ranks_per_node: number of ranks that add up their gradients densely.
+        ranks_per_node: number of consecutive ranks that add up their gradients densely.
     """
     for first in range(0, len(nodes), ranks_per_node):
         together = nodes[first : first + ranks_per_node]

@@ -35,7 +35,7 @@ class GradientTraining(Training):
     Args:
         strategy: the strategy, whose model is wrapped.
         method: the compression method.
-        options: of the reducer; the loss scale is taken from the strategy's precision plugin.
+        options: options of the reducer. The loss scale is taken from the strategy's precision plugin.
         timeout: see `attach`.
     """
 
@@ -43,8 +43,8 @@ class GradientTraining(Training):
 
     def __init__(self, strategy: SparseDDP, method: Method, options: ReducerOptions, timeout: timedelta | None) -> None:
         self._strategy, self._method, self._skips = strategy, method, options.on_nonfinite == "skip"
-        self._own_scaler: torch.amp.GradScaler | None = None  # of the LightningModule, once it has scaled a loss
-        self._reductions = 0  # steps reduced before the present backward
+        self._own_scaler: torch.amp.GradScaler | None = None  # the LightningModule's, after its first scaled loss
+        self._reductions = 0  # number of reduced steps before the present backward pass
         assert isinstance(strategy.model, DistributedDataParallel)
         scaler = self._lightnings_scaler
         self.exchanger = exchange_gradients(
@@ -77,7 +77,7 @@ class GradientTraining(Training):
         return scale(scaler, outputs)
 
     def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
-        """Have the reducer use the loss scale of a GradScaler that is not Lightning's."""
+        """Let the reducer use the loss scale of a GradScaler that is not Lightning's."""
         if scaler in (self._lightnings_scaler, self._own_scaler):
             return
         module = type(self._strategy.lightning_module).__name__
@@ -88,7 +88,7 @@ class GradientTraining(Training):
                 f"loss scale. Use one GradScaler for all losses, or precision='16-mixed' and none."
             )
         self._own_scaler = scaler
-        # Between two backward passes: the communication thread, which reads it, has nothing to do.
+        # No backward pass is running, so the worker thread does not read it now.
         self.exchanger.reducer.gradient_check.get_scale = scaler.get_scale
         if self._strategy.global_rank == 0:
             self._strategy.inform(
@@ -104,10 +104,10 @@ class GradientTraining(Training):
         if not model.require_backward_grad_sync:
             post_backward()
             return
-        # With static_graph and manual optimization, Lightning makes DDP reduce the first gradients here.
+        # With static_graph and manual optimization, Lightning lets DDP reduce the first gradients here.
         with self.exchanger.after_backward():
             post_backward()
-        # DDP would report gradients that it has not exchanged in the next forward, after the optimizer has used them.
+        # DDP reports gradients that it has not exchanged in the next forward pass. The optimizer has used them by then.
         self.exchanger.check_reduced(self._reductions)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -124,7 +124,7 @@ class GradientTraining(Training):
 
 
 def _from_rank_0(ddp: DistributedDataParallel, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Return what DDP, made with `options`, would make rank 0's as it is made, by name."""
+    """Return the tensors by name that DDP's constructor, with these options, would broadcast from rank 0."""
     if not options.get("init_sync", True):
         return {}
     states: dict[str, Tensor] = {name: param.detach() for name, param in ddp.module.named_parameters()}
@@ -134,7 +134,7 @@ def _from_rank_0(ddp: DistributedDataParallel, options: dict[str, Any]) -> dict[
 
 
 def _without_nonfinite(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    """Call the closure, and leave an optimizer without gradients, so that it does nothing, where they are all NaN."""
+    """Call the closure. If all gradients are NaN, remove them, so that the optimizer's step does nothing."""
     result = closure()
     grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
     firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]

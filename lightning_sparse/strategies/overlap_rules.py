@@ -1,4 +1,4 @@
-"""Why updates are exchanged after backward instead of during it, if anything needs all gradients first."""
+"""Finds out whether something needs all gradients before a step, so that updates are exchanged after backward."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_sparse.options import Overlap, ReducerOptions
 from lightning_sparse.strategies.training import enabled_scaler
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
-"""Lightning's hooks between backward and an optimizer's step, of modules and callbacks."""
+"""Lightning's hooks of modules and callbacks between backward and an optimizer's step."""
 OF_MODULES = ("configure_gradient_clipping", "clip_gradients", "optimizer_step", "backward")
-"""Methods of a LightningModule alone that see gradients before the step."""
+"""Further methods of a LightningModule that have access to gradients before the step."""
 
 
 def overlap_blocker(
     trainer: Any, module: Any, namespace: str, method: Method, overlap: Overlap, options: ReducerOptions
 ) -> str:
-    """Return why an exchange waits for the end of backward; "" if segments may be stepped during backward.
+    """Return why an exchange starts after backward; "" if it may start during backward.
 
     Args:
-        trainer: Lightning's Trainer, whose strategy trains.
+        trainer: Lightning's Trainer.
         module: the LightningModule.
         namespace: Lightning's name.
-        method: the method at work.
+        method: the method of the reducer.
         overlap: the strategy's option.
         options: the options of the strategy's reducer.
     """

@@ -1,4 +1,4 @@
-"""Which saves are in place: rank 0's record, which decides when sidecar files may be removed."""
+"""Rank 0's record of saves. It decides when sidecar files may be removed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Save:
     """One call of `CheckpointIO.save_checkpoint`.
 
     Attributes:
-        tag: of its sidecar files; None for a checkpoint without any.
-        returned: whether the call has returned without an error; until then its outcome is unknown.
-        written: whether the checkpoint is known to have been written.
-        executor_error: the executor of AsyncCheckpointIO sets it after this save: to the error of this or an earlier
-            save, or None.
+        tag: the tag of its sidecar files; None for a checkpoint without sidecar files.
+        returned: whether the call has returned without an error. Until then its outcome is unknown.
+        written: whether the checkpoint is known to be written.
+        executor_error: the error of this or an earlier save, or None. The executor of AsyncCheckpointIO sets it after
+            this save.
     """
 
     tag: str | None
@@ -41,23 +41,23 @@ class Save:
 class Saves:
     """The saves whose sidecar files cannot be pruned yet, oldest first, by path of the checkpoint.
 
-    The format of a checkpoint is its CheckpointIO's own, so checkpoints are never read here. A save is in place
+    Each CheckpointIO has its format, so this class never reads checkpoints. A save is in place
 
-    - once `save_checkpoint` has returned, if the CheckpointIO is one of Lightning's own that write at once;
-    - once its executor has finished the save without an error, if the CheckpointIO is an AsyncCheckpointIO;
-    - for any other CheckpointIO, once the next save has returned: it may write asynchronously. This keeps the sidecar
-      files of one save more than needed.
+    - when `save_checkpoint` has returned, for the CheckpointIOs of Lightning that write at once;
+    - when the executor has finished the save without an error, for AsyncCheckpointIO;
+    - when the next save has returned, for any other CheckpointIO, because it may write asynchronously. This keeps the
+      sidecar files of one save more than necessary.
 
-    The sidecar files of the newest save that is in place, and of all later ones, stay.
+    The sidecar files of the newest save in place stay, and the sidecar files of all later saves.
     """
 
     def __init__(self) -> None:
         self._saves: dict[str, list[Save]] = {}
-        self._unwanted: dict[str, Any] = {}  # checkpoints to remove once they are in place
-        self._pruned: dict[str, set[str]] = {}  # tags kept, by path, of what other ranks have not heard of yet
+        self._unwanted: dict[str, Any] = {}  # checkpoints to remove when they are in place
+        self._pruned: dict[str, set[str]] = {}  # kept tags by path, not yet reported to other ranks
 
     def begin(self, path: str, tag: str | None) -> Save:
-        """Record a save before `CheckpointIO.save_checkpoint` is called, as even Ctrl-C may leave a checkpoint."""
+        """Record a save before `CheckpointIO.save_checkpoint` is called, because even Ctrl-C may leave a checkpoint."""
         save = Save(tag)
         self._saves.setdefault(path, []).append(save)
         self._unwanted.pop(path, None)
@@ -65,9 +65,9 @@ class Saves:
         return save
 
     def take_pruned(self) -> dict[str, set[str]]:
-        """Return which tags were kept of the checkpoints whose sidecar files were pruned since the last call, by path.
+        """Return the kept tags of the checkpoints whose sidecar files were pruned since the last call, by path.
 
-        Other ranks prune alike: they may have a disk of their own.
+        Other ranks may have another disk. They prune the same sidecar files.
         """
         pruned, self._pruned = self._pruned, {}
         return pruned
@@ -78,19 +78,19 @@ class Saves:
         save.returned, save.written, save.executor_error = True, writes_at_once(io), _executor_error(io)
 
     def confirm_earlier(self) -> None:
-        """Take all saves that have returned for written: a later save has returned, or the CheckpointIO has ended."""
+        """Mark all returned saves as written, because a later save has returned or the CheckpointIO has ended."""
         for save in (save for saves in self._saves.values() for save in saves):
             save.written = save.returned
 
     def remove(self, path: str, filepath: Any, remove: Callable[[Any], None]) -> None:
-        """Remove a checkpoint and its sidecar files, once no save of it is pending.
+        """Remove a checkpoint and its sidecar files, when no save of it is pending.
 
         Args:
             path: absolute path of the checkpoint.
-            filepath: its path as Lightning gives it.
+            filepath: its path from Lightning.
             remove: `CheckpointIO.remove_checkpoint`.
         """
-        # Removed while AsyncCheckpointIO has yet to write it, the checkpoint would appear afterwards and stay.
+        # If a checkpoint is removed before AsyncCheckpointIO writes it, it appears afterwards and stays.
         if any(save.returned and not save.in_place for save in self._saves.get(path, [])):
             self._unwanted[path] = filepath
         else:
@@ -103,7 +103,7 @@ class Saves:
         sidecars.prune(path, keep)
 
     def sweep(self, remove: Callable[[Any], None]) -> None:
-        """Remove the sidecar files of overwritten checkpoints, and the checkpoints whose removal had to wait."""
+        """Remove the sidecar files of overwritten checkpoints, and the checkpoints whose removal was deferred."""
         for path, saves in list(self._saves.items()):
             last = max((index for index, save in enumerate(saves) if save.in_place), default=None)
             if last is None:
@@ -116,7 +116,7 @@ class Saves:
                         self.remove(path, self._unwanted.pop(path), remove)
                         continue
                 self._prune(path, {save.tag for save in saves if save.tag is not None})
-            except Exception as error:  # not worth ending a training for
+            except Exception as error:  # a leftover file is no reason to end training
                 warn_of_files_left(path, error)
 
 
@@ -126,12 +126,12 @@ def warn_of_files_left(path: str, error: Exception) -> None:
 
 
 def writes_at_once(io: Any) -> bool:
-    """Whether a CheckpointIO is known to have written a checkpoint when `save_checkpoint` returns, and only then."""
+    """Return whether a CheckpointIO is known to write a checkpoint within `save_checkpoint`, and only there."""
     return type(io).__module__.startswith(("lightning_fabric.plugins.io.", "lightning.fabric.plugins.io."))
 
 
 def _executor_error(io: Any) -> Future[BaseException | None] | None:
-    """Return a future of the error of AsyncCheckpointIO, set once all its saves so far have ended; None for others."""
+    """Return a future of AsyncCheckpointIO's error, set when all its saves so far have ended; None for others."""
     asynchronous = [layer for layer in _layers(io) if any(map(_is_async, type(layer).__mro__))]
     return pending_error(asynchronous[0]) if len(asynchronous) == 1 else None
 
@@ -143,5 +143,5 @@ def _layers(io: Any) -> Iterator[Any]:
 
 
 def _is_async(cls: type) -> bool:
-    """Whether this is AsyncCheckpointIO, of either of Lightning's namespaces."""
+    """Return whether this is AsyncCheckpointIO, of either of Lightning's namespaces."""
     return f"{cls.__module__}.{cls.__name__}".endswith(".plugins.io.async_plugin.AsyncCheckpointIO")

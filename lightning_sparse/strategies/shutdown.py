@@ -1,8 +1,9 @@
-"""SIGTERM while Lightning trains: all ranks end after the same batch, wherever each is when the signal comes.
+"""SIGTERM during training: all ranks end after the same batch, wherever each rank is when the signal arrives.
 
-Lightning 2.6 broadcasts in each batch whether rank 0 was told, and all ranks wait for it: a round trip, and on CUDA for
-the device. Its handler of the signal is a collective, too, which may meet another one of other ranks: gloo then aborts
-their processes. Here no rank waits until one is told or training ends: a thread of each looks into the store.
+Lightning 2.6 broadcasts in each batch whether rank 0 has received SIGTERM. All ranks wait for this round trip, and on
+CUDA for the device. Lightning's signal handler calls a collective, too. If other ranks call another collective at that
+time, gloo aborts their processes. Here a thread of each rank polls the store. No rank waits before a rank has received
+the signal or training ends.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class CoordinatedShutdown:
-    """Takes the place of what Lightning does about SIGTERM, from before it sets its handlers until `close`.
+    """Replaces Lightning's handling of SIGTERM, from before Lightning sets its handlers until `close`.
 
     Args:
-        trainer: Lightning's.
-        comm: the exchange's.
-        launched: whether another process has launched the ranks, by fork or spawn. It waits for their result, for ever
-            if they end with exit status 0; and callbacks do not hear of exceptions.
+        trainer: Lightning's Trainer.
+        comm: the connection of the exchange.
+        launched: whether another process has started the ranks, by fork or spawn. That process waits for their result,
+            and for ever if they end with exit status 0. Callbacks do not get the exception then.
     """
 
     def __init__(self, trainer: Any, comm: ProcessGroupComm, *, launched: bool) -> None:
@@ -34,41 +35,41 @@ class CoordinatedShutdown:
         self._undo = replace_sigterm_notifier(trainer, self._on_sigterm)
 
     def begin(self, *, validation: bool = False) -> None:
-        """Have Lightning end training after the batch that begins, if that is the one that ranks have agreed on."""
+        """Let Lightning end training after the batch that begins now, if the ranks have agreed on this batch."""
         if not self._ends and self._termination.begin(validation=validation):
             self._end()
 
     def finish(self) -> None:
-        """End on all ranks if one was told in the last batch, after which none begins."""
+        """End on all ranks if a rank has received the signal in the last batch of training."""
         if self._termination.finish():
             self._end()
             raise sigterm_exception(self._trainer)
 
     def ends_by(self, error: BaseException | None) -> bool:
-        """Return whether it is by this error that Lightning ends training, on all ranks after the same batch."""
+        """Return whether Lightning ends training by this error, on all ranks after the same batch."""
         return self._ends and isinstance(error, sigterm_exception(self._trainer))
 
     def explain(self, error: BaseException) -> None:
-        """Give that error a text, and this process exit status 1, if it was another rank that was told to end."""
+        """If another rank received SIGTERM, set the error's message and this process's exit status 1."""
         if isinstance(error, SystemExit) and self.ends_by(error) and not self._termination.requested:
             error.code = self._reason()
             error.args = (error.code,)
 
     def close(self) -> None:
-        """Say no more to other ranks. The handler stays until Lightning removes it, after the strategy's teardown."""
+        """Report nothing more to other ranks. Lightning removes the handler after the strategy's teardown."""
         self._termination.end()
         self._undo()
 
     def leave(self) -> None:
-        """Keep rank 0's process, which hosts the store, until no rank needs it any more, if training ended in order."""
-        if os.getpid() == self._pid:  # no forked child
+        """After a regular end of training, keep rank 0's process, which hosts the store, until no rank needs it."""
+        if os.getpid() == self._pid:  # not in a forked child
             self._termination.wait_for_peers()
 
     def _end(self) -> None:
         self._ends = True
         if self._launched:
             raise sigterm_exception(self._trainer)(self._reason())
-        if self._termination.requested:  # the other ranks end with this text
+        if self._termination.requested:  # the other ranks end with this message
             log.warning(self._reason())
         receive_sigterm(self._trainer)
 
@@ -76,11 +77,11 @@ class CoordinatedShutdown:
         return f"{self._termination.reason} So all ranks end after the same batch."
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # a forked child, which is no rank
+        if os.getpid() != self._pid:  # a forked child is no rank
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         launcher = self._trainer.strategy.launcher
         if not self._termination.requested and launcher is not None:
-            launcher.kill(number)  # the ranks that this one has launched
+            launcher.kill(number)  # the ranks that this process has started
         self._termination.request()

@@ -1,4 +1,4 @@
-"""The strategy without its base class: Lightning has two namespaces, and each needs a real subclass of its own."""
+"""The strategy without its base class. Lightning has two namespaces, and each needs a subclass of its DDPStrategy."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ else:
 
 
 def _destroy_process_group(pid: int) -> None:
-    """Destroy the process groups before the interpreter of process `pid` ends, as Lightning does for NCCL.
+    """Destroy the process groups before the interpreter of process `pid` exits, as Lightning does for NCCL.
 
-    Otherwise gloo's threads free Python objects during the interpreter's exit, which sometimes aborts the process
-    (pytorch issue 179291). The groups in a forked child are its parent's.
+    Otherwise gloo's threads free Python objects while the interpreter exits, which sometimes aborts the process
+    (pytorch issue 179291). A forked child must not destroy the groups of its parent.
     """
     if dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()
@@ -70,7 +70,7 @@ UNSUPPORTED = {
     "param_to_hook_all_reduce": BYPASS,
     "skip_all_reduce_unused_params": BYPASS,
 }
-"""Options of Lightning's DDPStrategy and torch's DistributedDataParallel that are refused, and why."""
+"""Unsupported options of Lightning's DDPStrategy and torch's DistributedDataParallel, and the reasons."""
 
 FIND_UNUSED = {
     f"_find_unused_parameters_{str(value).lower()}": {"find_unused_parameters": value} for value in (True, False)
@@ -79,37 +79,39 @@ FIND_UNUSED = {
 
 
 class SparseDDP(DDPStrategy):
-    """Data-parallel training that sends a small part of each gradient and keeps the rest for later steps.
+    """Data-parallel training that sends a small part of each gradient or update and keeps the rest for later steps.
 
     Args:
-        method: a name in `lightning_sparse.METHODS`, or a `Method` made of own parts.
-        density: fraction of entries to send, in (0, 1]; None is the method's own, 0.001. Of updates None is 0.003, in
-            two bits each, more with more than four ranks, after a warm-up, unless the method has an `UpdateRule`.
-        granularity: what is compressed together: each "layer", each "bucket" of `bucket_cap_mb`, or the whole "model".
+        method: a name in `lightning_sparse.METHODS`, or a custom `Method`.
+        density: fraction of entries to send, in (0, 1]. None takes the method's default, 0.001 for most. If updates are
+            exchanged, None is 0.003 with two-bit values, after a density warm-up, and more with more than four ranks.
+            A method with an `UpdateRule` keeps its default.
+        granularity: the unit of compression: each "layer", each "bucket" of `bucket_cap_mb`, or the whole "model".
         density_warmup: densities to use in turn before `density`, an epoch each, or `density_warmup_steps` steps each.
-            None is no warm-up; of updates, if no density is given, 8, 4 and 2 times the density, 15 exchanges each.
+            None is no warm-up. If updates are exchanged and no density is given, None is 8, 4 and 2 times the density,
+            15 exchanges each.
         density_warmup_steps: number of optimizer steps, or of exchanges of updates, for each density of
             `density_warmup`.
-        seed: of the method's random choices.
-        on_nonfinite: what a gradient with a NaN or an infinity means where no gradient scaler is at work: "raise" an
-            error on all ranks, or "skip" the step: on all ranks, counted in `reducer.skipped`, where gradients are
-            exchanged; on this rank alone, which then sends of its residual, where updates are.
-        clip_norm: largest 2-norm of a worker's own gradient, before compression; use it in place of Trainer's
-            gradient_clip_val, which destroys what has already left the residuals.
-        hierarchical: add up densely inside each node, and compress only between nodes: for several devices behind one
-            network card. Nodes must have equal numbers of devices.
-        exchange: what ranks exchange: the "gradient", or the "update" that each rank's optimizer makes of its own
+        seed: the seed of the method's random choices.
+        on_nonfinite: reaction to a NaN or an infinity in a gradient, without a gradient scaler. "raise": an error on
+            all ranks. "skip" with gradients: all ranks skip the step, and `reducer.skipped` counts it. "skip" with
+            updates: this rank alone skips its optimizer step, and it sends a part of its residual.
+        clip_norm: largest 2-norm of a worker's local gradient, before compression. Use it in place of Trainer's
+            gradient_clip_val, which destroys entries that have already left the residuals.
+        hierarchical: add up densely inside each node, and compress only between nodes. It is for several devices that
+            share a network card. All nodes must have the same number of devices.
+        exchange: the exchanged quantity: the "gradient", or the "update" that each rank's optimizer makes of its local
             gradient. "auto" takes updates for a sparse method, unless the optimizer is torch's SGD, takes signs, or
             evaluates other weights than it trains.
-        local_steps: number of optimizer steps before each exchange of updates; None keeps the method's own, 1 for most.
-        overlap: what goes on during an exchange of updates. "backward": the rest of backward, unless something needs
-            all gradients before a step. "next_step": the next step, for links of high latency: a rank's weights change
-            by what it has sent itself, until the mean is there. "none": nothing.
-        **kwargs: further options of a method given by name, such as `levels=7` of "qsgd"; and those of Lightning's
-            DDPStrategy and torch's DistributedDataParallel.
+        local_steps: number of optimizer steps before each exchange of updates; None takes the method's, mostly 1.
+        overlap: the work during an exchange of updates. "backward": the rest of backward, unless something needs all
+            gradients before a step. "next_step": the next step, for links of high latency; until the mean arrives, a
+            rank applies the entries that it has sent. "none": no work.
+        **kwargs: further options of a method that is given by name, such as `levels=7` of "qsgd", and the options of
+            Lightning's DDPStrategy and torch's DistributedDataParallel.
 
     Attributes:
-        reducer: the algorithm and its state; there from the start of `fit`.
+        reducer: the algorithm and its state; it exists from the start of `fit`.
     """
 
     _namespace: ClassVar[str]
@@ -138,12 +140,12 @@ class SparseDDP(DDPStrategy):
         for option, why in UNSUPPORTED.items():
             if unsupported.get(option) not in (None, False):
                 raise ValueError(f"{type(self).__name__}({option}=...): {why.format(option=option)}")
-        # Lightning's DDPStrategy and DistributedDataParallel look at their options when the model is wrapped, or never.
+        # Lightning's DDPStrategy and DistributedDataParallel check their options when the model is wrapped, or never.
         makers = [DistributedDataParallel, *(cls for cls in type(self).__mro__ if "__init__" in vars(cls))]
         known = {name for cls in makers for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
         own = {name: kwargs.pop(name) for name in method_options(type(self).__name__, known, method, kwargs)}
         check_optional("timeout", kwargs.get("timeout"))
-        # With an explicit size DDP's buckets hold the same parameters as our segments, so no segment waits for two.
+        # With an explicit size, DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
         reducer_options = ReducerOptions(
@@ -158,7 +160,7 @@ class SparseDDP(DDPStrategy):
         self._options = StrategyOptions(
             method, density, own, reducer_options, hierarchical, exchange, local_steps, overlap
         )
-        # Those that are refused by name, so that the command line does not offer them.
+        # Unsupported options are passed by name, so that the command line does not offer them.
         super().__init__(
             ddp_comm_state=None,
             ddp_comm_hook=None,
@@ -171,16 +173,16 @@ class SparseDDP(DDPStrategy):
             **kwargs,
         )
         ours = ddp_options(self)
-        for option in UNSUPPORTED:  # which not every version of torch has
+        for option in UNSUPPORTED:  # not every version of torch has them
             ours.pop(option, None)
-        ours["bucket_cap_mb"] = reducer_options.bucket_cap_mb  # a number of Python's
+        ours["bucket_cap_mb"] = reducer_options.bucket_cap_mb  # a Python number
         self._training = Training()
         self._checkpoints = Checkpoints(self)
         self._rendezvous = Rendezvous()
         self._shutdown: CoordinatedShutdown | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the exchange of the present fit, which belongs to this process: a copy begins its own."""
+        """Exclude the present fit, which belongs to this process: a copy starts a new one."""
         return {**super().__getstate__(), "_training": Training(), "_shutdown": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -190,27 +192,27 @@ class SparseDDP(DDPStrategy):
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the running or the last fit."""
+        """The reducer of the running fit, or of the last one."""
         if self._checkpoints.reducer is None:
             raise RuntimeError("The strategy has a reducer only from the start of fit.")
         return self._checkpoints.reducer
 
     @property
     def exchanger(self) -> Exchanger | None:
-        """Exchanges gradients or updates during a fit."""
+        """The exchanger of the running fit; None if no fit is running."""
         return self._training.exchanger
 
     def inform(self, text: str) -> None:
-        """Log at INFO: through Lightning's logger, which shows it, unless the program has set up logging itself."""
+        """Log at INFO, through Lightning's logger, which shows it, unless the program has configured logging."""
         lightnings = logging.getLogger(self._namespace)
         (log if lightnings.propagate else lightnings).info(text)
 
     @property
     def accelerator(self) -> Any:
-        """The accelerator; a Trainer sets its own before anything else, which shows by which name it knows Lightning.
+        """The accelerator. A Trainer sets it before anything else, and its class tells Lightning's name.
 
         Raises:
-            TypeError: the Trainer is of Lightning's other name, and this class is derived from ours.
+            TypeError: the Trainer has Lightning's other name, and this class is a user's subclass.
         """
         return self._accelerator
 
@@ -223,7 +225,7 @@ class SparseDDP(DDPStrategy):
         self._accelerator = accelerator
 
     def _begin_anew(self, namespace: str) -> None:
-        """Become a new strategy of the same options, for Lightning's other name."""
+        """Become a new strategy with the same options, for Lightning's other name."""
         module = f"{__package__}.{namespace.replace('.', '_')}"
         twin, arguments = import_module(module).SparseDDPStrategy, self._arguments
         if SparseDDP not in type(self).__bases__:
@@ -233,11 +235,11 @@ class SparseDDP(DDPStrategy):
             )
         self.__dict__.clear()
         self.__class__ = twin
-        self.__init__(**arguments)  # type: ignore[misc]  # with what the base class of this name makes
+        self.__init__(**arguments)  # type: ignore[misc]  # with the attributes of this name's base class
 
     @property
     def _launched(self) -> bool:
-        """Whether another process launches the ranks, by fork or spawn."""
+        """Whether another process starts the ranks, by fork or spawn."""
         return bool(self._arguments.get("start_method", "popen") != "popen")
 
     def _configure_launcher(self) -> None:
@@ -246,10 +248,10 @@ class SparseDDP(DDPStrategy):
 
     @property
     def launcher(self) -> Any:
-        """What starts the ranks.
+        """The launcher of the ranks.
 
         Raises:
-            RuntimeError: this process is in the process group of an earlier fit, in which new ranks would wait.
+            RuntimeError: this process is in the process group of an earlier fit, so new ranks would wait for ever.
         """
         launcher = super().launcher
         if launcher is None or self._launching_process != os.getpid() or not dist.is_initialized():
@@ -271,13 +273,13 @@ class SparseDDP(DDPStrategy):
             atexit.register(_destroy_process_group, os.getpid())
 
     def configure_ddp(self) -> None:
-        """Do nothing yet: `setup_optimizers`, which comes next, decides whether the model is wrapped."""
+        """Do nothing. `setup_optimizers` comes next and decides whether to wrap the model."""
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = ddp_options(self)
         syncs = options.get("init_sync", True)
         try:
-            options["init_sync"] = False  # DDP would send all weights; we send those that differ
+            options["init_sync"] = False  # DDP sends all weights; we send only tensors that differ
             return super()._setup_model(model)  # type: ignore[no-any-return]
         finally:
             options["init_sync"] = syncs
@@ -287,12 +289,12 @@ class SparseDDP(DDPStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        self._checkpoints.reducer = None  # free the residuals of an earlier fit before new ones are allocated
+        self._checkpoints.reducer = None  # free the residuals of an earlier fit before allocating new ones
         method = self._options.with_nodes(self.num_processes)
         what, why = self._options.choose(self.optimizers)
         ranks: list[Any] = [None] * self.world_size
         assert self.model is not None
-        # Dtypes too: where they differ, gloo aborts a process when DDP makes all weights rank 0's.
+        # Compare dtypes, too: if they differ, gloo aborts a process when DDP broadcasts the weights.
         dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in self.model.parameters()})
         optimizers = [type(optimizer).__name__ for optimizer in self.optimizers]
         dist.all_gather_object(ranks, f"{what} of {' and '.join(dtypes)} by {' and '.join(optimizers)}")
@@ -301,7 +303,7 @@ class SparseDDP(DDPStrategy):
                 f"Ranks differ in what they exchange: {', '.join(f'rank {i}: {x}' for i, x in enumerate(ranks))}. "
                 f"Give all ranks the same optimizers, the same precision and the same exchange."
             )
-        if what == "gradient" and method.compresses:  # where ranks are alike, so that all of them hear of it
+        if what == "gradient" and method.compresses:  # all ranks have the same optimizers here, so all raise the error
             check_optimizers(self.optimizers, method)
         if what == "update":
             self._training = UpdateTraining(self, self._options, method, self._timeout)
@@ -379,12 +381,12 @@ class SparseDDP(DDPStrategy):
 
     @property
     def may_be_alone(self) -> bool:
-        """Whether an error has ended training, perhaps on this rank alone."""
+        """Whether an error has ended training, and perhaps on this rank alone."""
         return self.interrupted and not (self._shutdown is not None and self._shutdown.ends_by(sys.exc_info()[1]))
 
     def all_ranks_present(self) -> bool:
         """Return whether all ranks will join the collective that this rank is about to call."""
-        # A process that has forked the ranks has no process group, nor its module a trainer.
+        # A process that has forked the ranks has no process group, and its module has no trainer.
         return not dist.is_initialized() or not self.may_be_alone or self._rendezvous.all_ranks_present()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -398,7 +400,7 @@ class SparseDDP(DDPStrategy):
         super().on_exception(exception)
         if self._shutdown is not None:
             self._shutdown.explain(exception)
-        atexit.unregister(_destroy_process_group)  # would wait for collectives that may never complete
+        atexit.unregister(_destroy_process_group)  # it would wait for collectives that may never complete
         self._training.fail(exception)
 
     def teardown(self) -> None:
@@ -439,7 +441,7 @@ class SparseDDP(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Add `<method>_ddp` of every method, with Lightning's suffixes; and its aliases `<method>`, `ddp_<method>`."""
+        """Add `<method>_ddp` of each method with Lightning's suffixes, and its aliases `<method>` and `ddp_<method>`."""
         starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
         for method in METHODS:
             for suffix, start_method in starts.items():

@@ -1,4 +1,4 @@
-"""The strategy's own options, checked once, and the exchange that they mean for an optimizer."""
+"""The options of the strategy, and the choice between gradients and updates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_sparse.update_rule import UpdateRule
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """The options of `SparseDDPStrategy`, but for Lightning's.
+    """The options of `SparseDDPStrategy`, without Lightning's. They are checked here only.
 
     Attributes:
         given, density: the method and the density as the user gave them.
-        own: the options of a method that is given by name.
+        own: the further options of a method that is given by name.
         reducer: the options of the reducer.
         hierarchical, exchange, local_steps, overlap: see `SparseDDPStrategy`.
         method: the method of these options, for an exchange of gradients.
 
     Raises:
-        ValueError: a value out of range, or options that exclude each other.
+        ValueError: a value is out of range, or options exclude each other.
     """
 
     given: str | Method
@@ -57,7 +57,7 @@ class StrategyOptions:
             check_updates(self.method, ())
 
     def _check_gradients(self) -> None:
-        """Raise ValueError for options that gradients cannot be exchanged with."""
+        """Raise ValueError for options that an exchange of gradients does not support."""
         if self.method.update_rule is not None:
             raise ValueError(
                 f"exchange='gradient' with {self.method}: it is made to exchange updates. Leave exchange out, or take "
@@ -75,7 +75,7 @@ class StrategyOptions:
             )
 
     def choose(self, optimizers: Sequence[Optimizer]) -> tuple[str, str]:
-        """Return what ranks exchange, "update" or "gradient", and the reason."""
+        """Return the exchanged quantity, "update" or "gradient", and the reason for it."""
         if self.exchange != "auto":
             return self.exchange, f"exchange={self.exchange!r}"
         if self.method.update_rule is not None:
@@ -95,7 +95,7 @@ class StrategyOptions:
         return "gradient", "the optimizer" + "".join(f": {name} {reason}" for name, reason in reasons[:1])
 
     def with_nodes(self, ranks_per_node: int) -> Method:
-        """Return the method of a fit with so many ranks on each node."""
+        """Return the method of a fit with `ranks_per_node` ranks on each node."""
         return _two_level(self.method, ranks_per_node) if self.hierarchical else self.method
 
     def for_updates(self, method: Method, ranks: int) -> tuple[Method, ReducerOptions]:

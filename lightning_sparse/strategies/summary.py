@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
-    """Return one sentence about a run that is set up, a note, and the command that shows it in TensorBoard."""
+    """Return one sentence about the run, the note, and the command that shows the run in TensorBoard."""
     assert reducer.layout is not None
     method, ranks, segments = reducer.method, reducer.comm.size, len(reducer.layout.segments)
     text = f"{method} on {ranks} rank{'s' if ranks > 1 else ''}"
@@ -38,8 +38,8 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
 
 
 def summary_writers(trainer: pl.Trainer) -> list[SummaryWriter]:
-    """Return TensorBoard's writers among the loggers, on rank 0, whichever of Lightning's names a logger is from."""
-    from torch.utils.tensorboard import SummaryWriter  # takes a third of a second
+    """Return the writers of all TensorBoard loggers, of either of Lightning's namespaces; rank 0 only."""
+    from torch.utils.tensorboard import SummaryWriter  # the import takes a third of a second
 
     experiments = [getattr(logger, "experiment", None) for logger in trainer.loggers]
     return [experiment for experiment in experiments if isinstance(experiment, SummaryWriter)]

@@ -1,4 +1,4 @@
-"""A fit that exchanges optimizers' updates. The model is not wrapped."""
+"""A fit that exchanges the updates of optimizers. The model is not wrapped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UpdateTraining(Training):
     Args:
         strategy: the strategy.
         options: its options.
-        method: the compression method of this fit, with the ranks of a node.
+        method: the compression method of this fit, see `StrategyOptions.with_nodes`.
         timeout: see `attach_updates`.
     """
 
@@ -57,7 +57,7 @@ class UpdateTraining(Training):
             *options.for_updates(method, strategy.world_size),
             local_steps=options.local_steps,
             overlap=options.overlap,
-            # None, torch's own default, is True; from a configuration file all defaults come by name.
+            # None, torch's default, means True. A configuration file passes all defaults explicitly.
             broadcast_buffers=ddp.get("broadcast_buffers") is not False,
             forward_sync_buffers=ddp.get("forward_sync_buffers"),
             timeout=timeout,
@@ -93,14 +93,14 @@ class UpdateTraining(Training):
         self.exchanger.before_backward()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        # Once more: a callback may have come, or gradient_clip_val have been set, since training began.
+        # Checked again: a callback may have been added, or gradient_clip_val set, since training began.
         if not self._overlap_blocker and not self._why_not_overlapped():
             closure = self.exchanger.overlapped(optimizer, closure)
         with self.exchanger.one_step(optimizer):
             return step(self._checked(optimizer, closure))
 
     def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure after which this rank's own gradient is clipped, or left out if it is not finite."""
+        """Return a closure that also clips this rank's gradient, or removes it if it is not finite."""
         clip_norm, skips = self._options.reducer.clip_norm, self._options.reducer.on_nonfinite == "skip"
         if clip_norm is None and (not skips or self._scaler):
             return closure
@@ -111,7 +111,7 @@ class UpdateTraining(Training):
             grads = [_values(param) for param in params if param.grad is not None]
             norm = _total_norm(grads)
             if skips and not math.isfinite(norm) and not all(grad.isfinite().all() for grad in grads):
-                # This rank sends what is in its residual, and the others go on.
+                # This rank sends a part of its residual, and the other ranks take the step.
                 rank = self._strategy.global_rank
                 log.warning(f"A gradient is not finite on rank {rank}: its optimizer leaves the step out.")
                 optimizer.zero_grad()
@@ -122,10 +122,9 @@ class UpdateTraining(Training):
         return checked
 
     def _call_before_callbacks(self) -> Any:
-        """Have pending updates exchanged before callbacks swap or average weights: Lightning calls strategies last.
+        """Add a callback that exchanges pending updates before other callbacks swap or average weights.
 
-        Returns:
-            The callback that does it.
+        Lightning calls strategies after callbacks.
         """
         first = import_module(self._strategy._namespace).Callback()
         first.on_validation_start = first.on_train_end = self.exchange_pending
@@ -163,30 +162,30 @@ class UpdateTraining(Training):
                 )
 
     def _exchange_for_averages(self, trainer: Any, *_: Any) -> None:
-        """Have pending updates exchanged at the end of an epoch, if a callback averages weights then."""
+        """Exchange pending updates at the end of an epoch if a callback averages weights then."""
         by_epoch = import_module(self._strategy._namespace).callbacks.StochasticWeightAveraging
         for callback in trainer.callbacks:
             if isinstance(callback, by_epoch) or _averages(callback, epoch_idx=trainer.current_epoch):
                 self.exchange_pending()
 
     def refresh_parameters(self) -> None:
-        # Callbacks such as BaseFinetuning give optimizers parameters as fit starts.
+        # Callbacks such as BaseFinetuning add parameters to optimizers when fit starts.
         self.exchanger.updates.refresh_parameters()
 
     def state_dict(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         exchanger = self.exchanger
-        # A checkpoint has the weights of all ranks, unless one rank writes it as an error ends its training.
+        # A checkpoint has weights of all ranks, unless one rank writes it because an error ends its training.
         if exchanger.in_step:
             pass
         elif self._strategy.may_be_alone:
             exchanger.end_if_soon()
         else:
-            # A signal's handler may save in the middle of a batch, whose backward needs the weights that there are.
+            # A signal handler may save in the middle of a batch. Its backward pass needs the present weights.
             write = not _within_batch(self._trainer)
             with contextlib.suppress(RankFailure) if self._strategy.interrupted else contextlib.nullcontext():
                 exchanger.exchange_pending(write)
         state = state_dict()
-        # An error's handler may, too, and in the middle of a step.
+        # An error handler may save in the middle of a step. Then the model does not have the agreed weights.
         before = exchanger.agreed_weights()
         for name, param in self._module.named_parameters(remove_duplicate=False):
             if id(param) in before and name in state:
@@ -195,7 +194,7 @@ class UpdateTraining(Training):
 
 
 def _values(param: torch.nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient; of a sparse one, such as an embedding's, the values, one for each place."""
+    """Return a parameter's gradient. For a sparse gradient, such as an embedding's, return its coalesced values."""
     assert param.grad is not None
     if not param.grad.is_sparse:
         return param.grad
@@ -204,7 +203,7 @@ def _values(param: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _total_norm(grads: list[torch.Tensor]) -> float:
-    """Return the 2-norm of all gradients together, in fp32 at least, and in fp64 where that is out of range."""
+    """Return the 2-norm of all gradients together, in fp32 at least, and in fp64 if fp32 overflows."""
     halves, others = [[grad for grad in grads if (grad.dtype.itemsize == 2) is half] for half in (True, False)]
     norms = [*torch._foreach_norm(halves, 2, torch.float32)] if halves else []
     norms += torch._foreach_norm(others, 2) if others else []
@@ -217,13 +216,16 @@ def _total_norm(grads: list[torch.Tensor]) -> float:
 
 
 def _within_batch(trainer: Any) -> bool:
-    """Return whether a batch is being trained on."""
+    """Return whether training is in the middle of a batch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(trainer.training and progress.started > progress.processed)
 
 
 def _averages(callback: Any, **when: int) -> bool:
-    """Return whether a callback such as WeightAveraging averages weights then; others may mean something else by it."""
+    """Return whether a callback such as WeightAveraging averages weights then.
+
+    Other callbacks may have a `should_update` with another meaning.
+    """
     try:
         return bool(callback.should_update(**when))
     except (AttributeError, TypeError):
