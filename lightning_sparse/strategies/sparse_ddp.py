@@ -441,7 +441,7 @@ class SparseDDP(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Add `<method>_ddp` of each method with Lightning's suffixes, and its aliases `<method>` and `ddp_<method>`."""
+        """Add `<method>_ddp` of each method, with Lightning's suffixes and aliases `<method>` and `ddp_<method>`."""
         starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
         for method in METHODS:
             for suffix, start_method in starts.items():
