@@ -3,8 +3,8 @@
     indices = chunktopk(u, k=4)  # int64, ascending; of each 4,096 elements four
 
 On the CPU block maxima narrow each chunk down, as in `select.py`: its k largest entries lie in the k blocks with the
-largest maxima. On CUDA a chunk is one program, which holds it in registers and finds its threshold bit by bit: one pass
-over the data, one launch.
+largest maxima. On CUDA one program selects from one chunk: it holds the chunk in registers and finds the threshold bit
+by bit. So the data is read once, in one launch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -31,13 +31,13 @@ AT_A_TIME = 256 * CHUNK
 
 
 def chunktopk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) -> Tensor:
-    """Return where the k entries of largest magnitude of each chunk are.
+    """Return the indices of the k entries of largest magnitude of each chunk.
 
     Args:
         u: 1-D, fp32. Left as it is.
         k: how many of each full chunk, 1 to `CHUNK`.
-        k_last: how many of what is left at the end, at most k, and at most all.
-        stats: of `u`, with the block of `block_size(CHUNK, k)`, where there is one already. Not used on CUDA.
+        k_last: number of entries of the elements behind the last full chunk, at most k.
+        stats: statistics of `u`, with the block of `block_size(CHUNK, k)`, or None. Not used on CUDA.
 
     Returns:
         int64 indices, ascending. NaN counts as larger than infinity; of equal magnitudes the lowest index comes first.
@@ -91,14 +91,14 @@ check_ascending.by("triton")(lambda indices, numel: None)
 
 
 def _by_maxima(blocks: Tensor, maxima: Tensor, k: int) -> Tensor:
-    """Return where the k largest magnitudes of each chunk are, ascending, given all blocks of the chunks."""
+    """Return the indices of the k largest magnitudes of each chunk, ascending, given all blocks of the chunks."""
     block = blocks.shape[1]
     chosen = _largest_of_rows(maxima.view(-1, CHUNK // block), k)
     # k entries of a chunk reach the least of its chosen maxima.
     least = maxima.index_select(0, chosen).view(-1, k).amin(1)
     found = blocks.index_select(0, chosen).bitwise_and_(MAGNITUDE).view(-1, k * block)
     hits = nonzero(found >= least.unsqueeze(1))
-    # A table with a row of them for each chunk, filled up with what is never chosen.
+    # A table with a row of hits for each chunk, filled up with -1, which is never chosen.
     row, cuts = _cuts(hits, k * block, len(least))
     widest = int(cuts.diff().max())
     table = torch.full((len(least), widest), -1, dtype=torch.int32, device=least.device)
@@ -110,13 +110,13 @@ def _by_maxima(blocks: Tensor, maxima: Tensor, k: int) -> Tensor:
 
 
 def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
-    """Return where the k largest numbers of each row are, int64, as if it were flat; of equal ones the first."""
+    """Return the flat int64 indices of the k largest numbers of each row; of equal numbers the first ones."""
     count, width = rows.shape
     least = torch.topk(rows, k, dim=1, sorted=False).values.amin(1)
     hits = nonzero(rows >= least.unsqueeze(1))
     if hits.numel() == count * k:
         return hits
-    # Of those that are equal to the least, as many of a row as there is room for beside the larger ones.
+    # Numbers equal to the least fill the room that the larger numbers of their row leave.
     row, cuts = _cuts(hits, width, count)
     tied = rows.view(-1).index_select(0, hits) == least.index_select(0, row)
     ties = torch.nn.functional.pad(tied.cumsum(0), (1, 0))
@@ -126,7 +126,7 @@ def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
 
 
 def _cuts(hits: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each of some ascending positions, and where each row begins among them, and their number."""
+    """Return the row of each ascending position, and the bounds of each row among the positions, (rows + 1)."""
     row = hits // width
     return row, torch.searchsorted(row, torch.arange(rows + 1, device=row.device))
 
@@ -151,7 +151,7 @@ def _chunktopk(bits, indices, numel, k, k_last, CHUNK: tl.constexpr):
         bit = bit >> 1
     above = (found > limit).to(tl.int32)
     ties = (found == limit).to(tl.int32)
-    # One sum for both counts, in the upper and the lower half of 32 bits; of what is before each element.
+    # One prefix sum for both counts, in the upper and the lower half of 32 bits.
     both = (above << 16) | ties
     before = tl.cumsum(both) - both
     room = wanted - tl.sum(above)

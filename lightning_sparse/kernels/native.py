@@ -1,7 +1,7 @@
 """The loops in C of cpu/, compiled when the package is installed; dispatch.py says when they run.
 
-The loops work in one thread, as ranks on CPUs do, without Python's lock. Where they were not compiled, plain torch does
-the same in a dozen operations or more, and takes two to six times as long.
+The loops run in one thread, as ranks on CPUs do, and release Python's lock. Without them plain torch does the same work
+in a dozen operations or more. A log line says so, once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_sparse.kernels.launch import KERNELS
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_cpu.pyd" if os.name == "nt" else "_cpu.so")
-"""What setup.py builds, for `ctypes`."""
+"""The library that setup.py builds, for `ctypes`."""
 NEWEST = "add_delta_with_payout"
 """A function that builds of older versions lack."""
 
 
 def uses_native(x: Tensor) -> bool:
-    """Return whether the loops of cpu/ work on `x`: on the CPU where they were compiled, unless the environment forces.
+    """Return whether the loops of cpu/ work on `x`: on the CPU, if they were compiled, unless the environment forces.
 
     Tensors of other types, such as torch's fake ones, may have no memory.
     """
@@ -37,7 +37,7 @@ def uses_native(x: Tensor) -> bool:
 def takes(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether the loops of cpu/ work on tensors, on one device, as they lie: contiguous ones of fp32.
 
-    Those that are None do not count.
+    None entries are ignored.
     """
     there = [x for x in tensors if x is not None]
     fits = all(type(x) is Tensor and x.dtype is torch.float32 and x.is_contiguous() for x in there)
@@ -49,14 +49,14 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled loops, or None."""
     if not LIBRARY.exists():
         _warn(
-            "The loops in C were not compiled, so work on the CPU takes two to six times as long. Install the package "
+            "The loops in C were not compiled, so work on the CPU takes at least twice as long. Install the package "
             "where there is a C compiler."
         )
         return None
     try:
         found = ctypes.CDLL(str(LIBRARY))
     except OSError as error:  # of another machine
-        _warn(f"The loops in C cannot be loaded, so work on the CPU takes two to six times as long: {error}.")
+        _warn(f"The loops in C cannot be loaded, so work on the CPU takes at least twice as long: {error}.")
         return None
     if not hasattr(found, NEWEST):
         _warn("The loops in C are of an older version, so the CPU is slower. Install the package again.")
@@ -71,13 +71,13 @@ def _warn(text: str) -> None:
 
 
 def table(tensors: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:
-    """Return where parameters begin in a segment, and their addresses, 0 where there is None: int64, for cpu/segment.h.
+    """Return the offsets of parameters in a segment, and their addresses, 0 for None: int64, for cpu/segment.h.
 
     Unlike a `gradient_table` it is not kept: new gradients lie elsewhere in each step, and it is made in microseconds.
 
     Args:
-        tensors: of each parameter, contiguous; they have to be kept for as long as the table is used.
-        bounds: where each begins in the segment, and the segment's length as the last one.
+        tensors: one per parameter, contiguous; the caller keeps them while the table is in use.
+        bounds: offset of each parameter in the segment, and the segment's length as the last one.
 
     Raises:
         ValueError: a tensor has not its parameter's length.
@@ -105,7 +105,7 @@ def run(name: str, *args: Tensor | float | None) -> None:
 
 
 def check_part(name: str, part: Tensor, least: int) -> None:
-    """Raise ValueError for a part of a payload that is too short: kernels would read what lies behind it."""
+    """Raise ValueError for a part of a payload that is too short: kernels would read behind its end."""
     if part.numel() < least:
         raise ValueError(
             f"The payload's {name} have {part.numel()} elements, but the segment takes {least}: decode a payload in "

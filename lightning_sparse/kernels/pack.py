@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 LOWER = {8: torch.uint8, 16: torch.int16}
-"""Widths of the lower bits, beside 0, and what holds them."""
+"""Width of the lower bits, besides 0, to the dtype that holds them."""
 
 TILE = 1024
 """Indices that one program of the kernels works on."""
 
 BYTES = 512
-"""Bytes of upper bits that one program of the kernels works on, eight times as many bits."""
+"""Bytes of upper bits that one program of the kernels works on."""
 
 
 ADDED_UP = 4096
@@ -53,7 +53,7 @@ def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[T
         indices: int64, (..., n), each row ascending, distinct, n at most `capacity`; `numel` at the end of a row stands
             for no index.
         numel: all indices are below.
-        capacity: what there is room for in a row.
+        capacity: number of indices that a row has room for.
         width: of the lower bits: 0, 8 or 16.
     """
     size, device = upper_bytes(numel, capacity, width), indices.device
@@ -89,11 +89,11 @@ def pack_entries_(
     lower: Sequence[Tensor],
     numel: int,
 ) -> None:
-    """Write what `pack_bits` returns, how many indices there are, and values, in one launch; by Triton.
+    """Write the result of `pack_bits`, the number of indices, and the values, in one launch; by Triton.
 
     Args:
         indices: as in `pack_bits`.
-        values: fp32, as many.
+        values: fp32, one per index.
         count, out, words, lower: int32, (..., 1), fp32, (..., capacity), int32, (..., n), and of `LOWER`: zeros, their
             rows evenly spaced in memory; overwritten. `out` may be None: then the values are not written.
         numel: as in `pack_bits`.
@@ -223,7 +223,7 @@ def check_indices(indices: Tensor, numel: int, count: Tensor | None = None) -> T
     return indices
 
 
-# Every kernel ignores what is not below `numel`.
+# Every kernel ignores indices that are not below `numel`.
 check_indices.by("triton")(lambda indices, numel, count=None: indices.long().clamp_(min=0))
 
 
@@ -280,7 +280,7 @@ def _pack(
     if VALUES:
         tl.store(out + row * out_each + place, tl.load(values + positions, mask=valid, other=0.0), mask=valid)
     if COUNTS:
-        # The last index of a row says how many they are; where there is none, nothing is written.
+        # The program with a row's last index writes their number; a row without indices keeps its zero.
         after = tl.load(indices + positions + 1, mask=valid & (place + 1 < each), other=numel)
         tl.store(count + row * count_each, (place + 1).to(tl.int32), mask=valid & (after >= numel))
 
@@ -340,7 +340,7 @@ def _unpack(
     if WIDTH > 0:
         index |= tl.load(lower + row * lower_each + rank, mask=valid, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
     tl.store(out + row * capacity + rank, index, mask=valid)
-    # Padding, where no index comes: there are more bits than places.
+    # Padding behind the indices: there are more bits than places.
     place = start * 8 + tl.arange(0, TILE * 8)
     behind = tl.minimum(whole, room)
     tl.store(out + row * capacity + place, tl.zeros_like(place) + numel, mask=(place >= behind) & (place < capacity))

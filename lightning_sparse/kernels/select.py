@@ -28,16 +28,16 @@ BLOCKS_PER_ENTRY = 3
 """With fewer blocks than this per entry wanted, too many blocks hold one."""
 
 SCANNED = 64
-"""Elements of a block where loops in C look into all blocks."""
+"""Elements of a block if loops in C look into all blocks."""
 
 
 def topk_indices(u: Tensor, k: int, stats: BlockStats | None = None) -> Tensor:
-    """Return where the k entries of largest magnitude are.
+    """Return the indices of the k entries of largest magnitude.
 
     Args:
         u: 1-D, fp32. Left as it is.
         k: how many; more than there are means all.
-        stats: of `u`, with the block of `block_size(len(u), k)`, where there is one already.
+        stats: statistics of `u`, with the block of `block_size(len(u), k)`, or None.
 
     Returns:
         min(k, len(u)) int64 indices, ascending. NaN counts as larger than infinity; of equal magnitudes the lowest
@@ -79,12 +79,12 @@ def magnitude_bits(owner: str, u: Tensor) -> Tensor:
 
 
 def block_size(numel: int, k: int) -> int:
-    """Return how many elements share a maximum; 1 where maxima would not pay."""
+    """Return how many elements share a maximum; 1 if maxima would not pay."""
     return next((block for block in (64, 32, 16) if numel >= BLOCKS_PER_ENTRY * block * k), 1)
 
 
 def block_maxima(numel: int, k: int) -> BlockStats | None:
-    """Return statistics with room for the block maxima that the k largest are found by; None where they do not pay."""
+    """Return statistics with room for the block maxima that help to find the k largest; None if they do not pay."""
     block = block_size(numel, k)
     return BlockStats(numel, block) if block > 1 else None
 
@@ -174,7 +174,7 @@ def _entries_of_blocks(
         block: elements per block, a power of two.
         threshold: smallest magnitude wanted, as bits.
         enough: so many are wanted, the first of equal ones: once they are found, later ones have to be larger than the
-            threshold. Without this a constant or mostly zero input would return all it has.
+            threshold. Otherwise a constant or mostly zero input would return all its entries.
     """
     if blocks is not None and bits.numel() % block:
         blocks = torch.cat([blocks, blocks.new_tensor([bits.numel() // block])])
@@ -196,7 +196,7 @@ def _entries_of_blocks(
 
 
 def nonzero(mask: Tensor) -> Tensor:
-    """Return where a bool mask is true, int64, ascending, as if it were flat."""
+    """Return the flat indices of the true elements of a bool mask, int64, ascending."""
     mask = mask.view(-1)
     numel = mask.numel()
     if mask.is_cuda or numel < 1 << 14 or numel % 8 or int(mask.count_nonzero()) > numel >> 4:

@@ -1,4 +1,4 @@
-"""Uniform random numbers that are a function of a key and a position, made where they are needed.
+"""Uniform random numbers that are a function of a key and a position.
 
     add_uniform_(x, key)    # x[i] += a number in (-1/2, 1/2) that belongs to element i; the nearest whole number is x,
                             # rounded up or down at random, so that its expectation is x
@@ -30,8 +30,9 @@ GOLDEN = 0x9E3779B9
 def add_uniform_(x: Tensor, key: int, start: int = 0) -> Tensor:
     """Add the numbers of elements `start` and on to `x` (1-D, fp32), in place, and return it.
 
-    The numbers are odd multiples of 2⁻¹⁶ in (-1/2, 1/2), each as likely as any other. So the expectation of what x +
-    number is rounded to is x, to 2⁻¹⁶, and whole numbers, even with errors of fp32, stay what they are.
+    The numbers are odd multiples of 2⁻¹⁶ in (-1/2, 1/2), each as likely as any other. Rounded to
+    the nearest whole number, x + number has the expectation x, to 2⁻¹⁶. Whole numbers do not change, even with errors
+    of fp32.
 
     Args:
         x: overwritten.
@@ -49,14 +50,14 @@ def add_uniform_(x: Tensor, key: int, start: int = 0) -> Tensor:
 
 
 def key_and_step(key: int) -> tuple[int, int]:
-    """Return what is hashed for the first two elements, and by how much it grows from two to two, modulo 2³²."""
+    """Return the word to hash for the first two elements, and its increment for each next two, modulo 2³²."""
     # Another odd step for each key: the sequences of two keys are not the same one, shifted.
     return _int32(key), _int32((key >> 32 ^ GOLDEN) | 1)
 
 
 @kernel()
 def _noise(index, key, step, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Return the numbers of elements, given int64 positions, what `key_and_step` returns, and `FACTORS`."""
+    """Return the numbers of elements, given int64 positions, the result of `key_and_step`, and `FACTORS`."""
     word = key + (index // 2).to(tl.int32) * step
     word = (word ^ (word >> 15)) * FIRST
     word = (word ^ (word >> 16)) * SECOND
