@@ -74,12 +74,14 @@ def verdict(table: pd.DataFrame) -> str:
     accuracy = best["accuracy_percent"]
     gaps = {name: accuracy["SGD"] - accuracy[name] for name in METHODS if name != "SGD"}
     each = {name: f"{name} ({sent[name]:.1f} bits) {-gap:+.1f}" for name, gap in gaps.items()}
-    qsgd, others = (", ".join(each[name] for name in each if name.startswith("QSGD") == kind) for kind in (True, False))
+    halves = [each[name] for name in each if name.startswith("QSGD")]
+    coarse, fine = (", ".join(half) for half in (halves[:2], halves[2:]))
+    others = ", ".join(each[name] for name in each if not name.startswith("QSGD"))
     worse = best["loss"]["1-bit"] / best["loss"]["1-bit, feedback"]
     yes = max(gaps["QSGD, s = 15"], gaps["TernGrad"], gaps["1-bit, feedback"]) < 2 and worse > 1
     return (
-        f"{held(yes)}the test accuracy of SGD is {accuracy['SGD']:.1f} %. The differences in points are {qsgd}. For "
-        f"the other methods they are {others}. Without error feedback, the training loss of 1-bit SGD is "
+        f"{held(yes)}the test accuracy of SGD is {accuracy['SGD']:.1f} %. The differences in points are {coarse}. "
+        f"With more levels they are {fine}. For the other methods they are {others}. Without error feedback, the training loss of 1-bit SGD is "
         f"{worse:.1f}× that with it."
     )
 
