@@ -581,6 +581,7 @@ def test_a_trainer_can_be_copied_within_and_after_a_training_and_its_copy_trains
             ours = [] if type(how) is pl.strategies.DDPStrategy else [CommunicationMonitor(), GradientDistribution()]
             run = trainer(how, 2, callbacks=ours, logger=pl.loggers.CSVLogger(tmp_path), log_every_n_steps=1)
             run.fit(Copies(), Loader(rank, 2, 2))
+            assert not any(type(each) is pl.Callback for each in run.callbacks)  # a fit removes its callback
             weights = []
             for each in (copy.deepcopy(run), run):
                 net, each.fit_loop.max_epochs = Net(), 2

@@ -1,5 +1,6 @@
 """The strategy under both Lightning namespaces, with every launcher."""
 
+import copy
 import json
 import os
 import pickle
@@ -143,6 +144,14 @@ def test_registering_twice_is_harmless():
         before = set(namespace.strategies.StrategyRegistry)
         cls.register_strategies(namespace.strategies.StrategyRegistry)
         assert set(namespace.strategies.StrategyRegistry) == before
+
+
+def test_each_copy_of_a_strategy_has_checkpoints_for_itself():
+    strategy = SparseDDPStrategy("topk")
+    for copied in (copy.copy(strategy), copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert copied._checkpoints.strategy is copied
+        assert copied._checkpoints is not strategy._checkpoints
+    assert strategy._checkpoints.strategy is strategy
 
 
 def test_strategy_survives_pickling_before_fit():
