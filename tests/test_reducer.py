@@ -182,9 +182,9 @@ def test_without_memory_nothing_is_kept():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 1}, "state is of rank 1, here it is 0"),
-        ({"size": 3}, "state is of size 3, here it is 1"),
-        ({"version": 1}, "state is of version 1"),
+        ({"rank": 1}, "state has rank 1, but 0 is needed"),
+        ({"size": 3}, "state has size 3, but 1 is needed"),
+        ({"version": 1}, "state has version 1, but 2 is needed"),
         ({"elements": {"residual": {"v": torch.zeros(4)}}}, "differ in their parameters: v, w"),
         ({"elements": {"residual": {"w": torch.zeros(5)}}}, r"'w' has shape \(5,\), not \(4,\)"),
     ],

@@ -94,7 +94,7 @@ def test_selection_is_timed_where_what_is_chosen_is_right(tmp_path, monkeypatch)
     config = {"largest": 100, "density": 0.01, "turns": 1, "seed": 0}
     with pytest.raises(SystemExit, match="--largest 100: give at least 10,000"):
         frame.reproduce(gaussiank_selection.FINDING, config, tmp_path)
-    with pytest.raises(SystemExit, match=r"--density 2\.0: is a share"):
+    with pytest.raises(SystemExit, match=r"--density 2\.0: must be a share"):
         frame.reproduce(gaussiank_selection.FINDING, {**config, "largest": 10_000, "density": 2.0}, tmp_path)
 
 
@@ -313,7 +313,7 @@ def test_memsgd_runs_on_a_file(tmp_path, capsys):
     path = tmp_path / "data.svm"
     path.write_text("".join(f"{1 - 2 * (row % 2)} {row % 7 + 1}:1 {row % 5 + 8}:-0.5\n" for row in range(40)))
     command.main(["memsgd", "--data", str(path), "--steps", "8", "--out", str(tmp_path)])
-    assert "on file data" in capsys.readouterr().out
+    assert "On file data" in capsys.readouterr().out
 
 
 def test_bits_to_an_error_by_hand():

@@ -120,7 +120,7 @@ def test_the_published_counter_example(size):
 def test_the_row():
     assert str(method("efsignsgd")) == "ScaledSign() + Residual() + Mean() + UpdateRule(momentum='keep', rescale=False)"
     with pytest.raises(
-        TypeError, match="'efsignsgd' has no option 'density'; it has every, momentum, rescale, outer_lr, outer_m"
+        TypeError, match="'efsignsgd' has no option 'density'; it has local_steps, momentum, rescale, outer_lr, outer_m"
     ):
         method("efsignsgd", density=0.1)
 

@@ -47,5 +47,5 @@ def test_cases_are_all_methods_and_encodings_and_nodes_of_eight_only():
 
 def test_refuses_what_is_wrong(monkeypatch):
     monkeypatch.setattr(Residual, "update", Memory.update)  # which keeps nothing
-    with pytest.raises(RuntimeError, match=r"topk: .* of an entry is lost among 2 ranks"):
+    with pytest.raises(RuntimeError, match=r"topk: .* of an entry is lost with 2 ranks"):
         volume.measure("topk", 2, NUMEL, 0.001, "compact")
