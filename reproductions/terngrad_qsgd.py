@@ -81,8 +81,8 @@ def verdict(table: pd.DataFrame) -> str:
     yes = max(gaps["QSGD, s = 15"], gaps["TernGrad"], gaps["1-bit, feedback"]) < 2 and worse > 1
     return (
         f"{held(yes)}the test accuracy of SGD is {accuracy['SGD']:.1f} %. The differences in points are {coarse}. "
-        f"With more levels they are {fine}. For the other methods they are {others}. Without error feedback, the training loss of 1-bit SGD is "
-        f"{worse:.1f}× that with it."
+        f"With more levels they are {fine}. For the other methods they are {others}. "
+        f"Without error feedback, the training loss of 1-bit SGD is {worse:.1f}× that with it."
     )
 
 
