@@ -1,4 +1,4 @@
-"""Compressors, one file per method."""
+"""Compressors, one file for each method."""
 
 from lightning_sparse.compressors.base import Compressor, Entries, Identity, Payload, Update
 from lightning_sparse.compressors.gaussiank import GaussianK

@@ -1,10 +1,10 @@
-"""Compressors: one rank's `u` to a payload and back. No communication, no hidden state.
+"""Compressors encode one rank's `u` as a payload and decode payloads. They do not communicate and hide no state.
 
-    payload, update = compressor.compress(u, ctx)   # what goes on the wire, and the part of u that it stands for
+    payload, update = compressor.compress(u, ctx)   # the payload to send, and the part of u that it represents
     compressor.decode(payload, ctx)                 # the same update, on any rank
 
 A payload is a tuple of tensors whose shapes follow from the segment's length and the density. The update is exact: it
-holds the values after rounding, so that u - update is what the residual has to keep.
+holds the values after rounding, so the residual keeps exactly u - update.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Payload = tuple[Tensor, ...]
 class Entries(NamedTuple):
     """Some elements of a segment: int64 `indices`, ascending, and fp32 `values`, both of shape (..., n).
 
-    Rows are several lists, to be added in order. A row may be padded at its end with the index `numel`, the segment's
-    length, and the value 0: so the host need not know how many entries there are, which on CUDA it would have to wait
-    for.
+    Each row is a list of entries, and the lists are added in order. A row may be padded at its end with the index
+    `numel`, the segment's length, and the value 0. With padding the host need not know the number of entries, for
+    which it would have to wait on CUDA.
     """
 
     indices: Tensor
@@ -47,7 +47,7 @@ Update = Tensor | Entries
 
 
 def check_length(u: Tensor, ctx: Context) -> None:
-    """Raise ValueError unless `u` is as long as its segment: kernels go by the segment."""
+    """Raise ValueError unless `u` has the length of its segment, on which the kernels rely."""
     numel = ctx.segment.numel
     if u.shape != (numel,):
         raise ValueError(
@@ -67,12 +67,12 @@ def add_(x: Tensor, update: Update, scale: float = 1.0) -> Tensor:
 
 
 def exact_values(u: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
-    """Return what `u` has from each start to its stop, one after the other, as a new tensor."""
+    """Return the elements of `u` from each start to its stop, concatenated, as a new tensor."""
     return torch.cat([u[:0], *(u[start:stop] for start, stop in places)])
 
 
 def write_exact_(update: Tensor, places: Sequence[tuple[int, int]], values: Tensor) -> None:
-    """Write what `exact_values` returned to its places in `update`."""
+    """Write the values that `exact_values` returned to the same ranges of `update`."""
     if places:
         parts = [update[start:stop] for start, stop in places]
         torch._foreach_copy_(parts, list(values.split([len(part) for part in parts])))
@@ -85,43 +85,43 @@ def drop_padding(entries: Entries, numel: int) -> Entries:
 
 
 class Compressor(abc.ABC):
-    """A local, stateless code for one segment's `u` (1-D, fp32)."""
+    """Encodes and decodes one segment's `u` (1-D, fp32) on one rank."""
 
     state: tuple[StateSpec, ...] = ()
-    """What it keeps in the segment's state."""
+    """The tensors that the compressor keeps in the segment's state."""
 
     summable: bool = False
-    """Whether the updates of different ranks are at the same indices, so that their values can be summed on the way."""
+    """Whether the ranks' updates have the same indices, so that their values can be summed during the exchange."""
 
     exposes_nonfinite: bool = False
-    """Whether a NaN or an infinity in u always is among the update's values; if not, all of u is scanned."""
+    """Whether a NaN or an infinity in u always appears among the update's values. If not, all of u is scanned."""
 
     by_parameter: bool = False
-    """Whether a payload is made parameter by parameter: that of two segments joined is both payloads, part by part."""
+    """Whether each parameter is encoded by itself: joining two segments joins their payloads, part by part."""
 
     approximates: bool = True
     """Whether the update approximates u, so that the mean of the ranks' updates can be compressed again."""
 
     @property
     def contracts(self) -> bool:
-        """Whether ‖u − update‖ is below ‖u‖ in expectation: else a residual would grow without bound."""
+        """Whether ‖u − update‖ is below ‖u‖ in expectation. Otherwise a residual would grow without bound."""
         return True
 
     @abc.abstractmethod
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        """Return the payload for `u`, which is left as it is, and the update that the payload stands for.
+        """Return the payload for `u`, and the update that the payload represents. `u` is not changed.
 
         Raises:
-            TypeError: `u` is not fp32, where kernels need it so.
-            ValueError: `u` is not as long as its segment, where they go by that.
+            TypeError: `u` is not fp32, and the kernels need fp32.
+            ValueError: `u` does not have its segment's length, and the kernels rely on it.
         """
 
     @abc.abstractmethod
     def decode(self, payload: Payload, ctx: Context) -> Update:
-        """Return the update that a payload stands for.
+        """Return the update that a payload represents.
 
         Raises:
-            ValueError: no `compress` makes such a payload. Not where Triton works: the host does not look.
+            ValueError: `compress` never returns such a payload. Triton kernels do not check, as the host would wait.
         """
 
     @abc.abstractmethod
@@ -133,13 +133,13 @@ class Compressor(abc.ABC):
         return None
 
     def is_exact(self, density: float | None) -> bool:
-        """Return whether the update is u, to the last bit, at a density; None where the compressor has none."""
+        """Return whether the update equals u to the last bit. `density` is None if the compressor has none."""
         return False
 
     def mean(self, payloads: Payload, ctx: Context) -> Update:
         """Decode the gathered payloads, one row of each part per rank, and average them in rank order."""
         size = len(payloads[0])
-        # Scaled by a power of two as they are added: sums stay in range, and the mean has the same bits.
+        # Each update is scaled by a power of two: sums stay in range, and the mean has the same bits.
         scale = 0.5 ** (size - 1).bit_length()
         total = torch.zeros(ctx.segment.numel, dtype=torch.float32, device=payloads[0].device)
         for row in range(size):
@@ -149,7 +149,7 @@ class Compressor(abc.ABC):
 
 @dataclass(frozen=True)
 class Identity(Compressor):
-    """Sends everything. With the `AllReduceMean` aggregator this is what DDP does."""
+    """Sends everything. With the `AllReduceMean` aggregator it is equivalent to DDP."""
 
     summable = True
 

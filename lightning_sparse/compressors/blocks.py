@@ -1,4 +1,4 @@
-"""Blocks: all values in 4 or 8 bits, with a scale for each block."""
+"""Blocks: quantizes all values to 4 or 8 bits, with a scale for each block."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from lightning_sparse.options import check
 class Blocks(Compressor):
     """Q(v) = s · round(v / s) for each block v of consecutive elements of a parameter, with s = max|v| / L.
 
-    Block-wise quantization: Dettmers et al. 2022, arXiv 2110.02861; here with even steps, L = 7 or 127 on either side
-    of 0. s travels in bf16, rounded up, so that the largest value stays within L steps. Parameters of less than two
-    dimensions, biases and norms, travel exactly, in fp32.
+    This is block-wise quantization (Dettmers et al. 2022, arXiv 2110.02861) with even steps, L = 7 or 127 on either
+    side of 0. The scale s is sent in bf16, rounded up, so that the largest value stays within L steps. Parameters with
+    fewer than two dimensions, such as biases and norms, are sent exactly, in fp32.
 
     Attributes:
-        bits: 4 or 8, of each value.
-        block: elements that share a scale. Of Student's t with 3 degrees of freedom, the relative error in 4 bits is
-            0.14 with blocks of 32 (0.563 bytes an element), 0.18 with 64 (0.531), 0.23 with 128 (0.516).
+        bits: bits of each value, 4 or 8.
+        block: number of elements that share a scale. In 4 bits, values from Student's t with 3 degrees of freedom have
+            these relative errors: 0.14 in blocks of 32 (0.563 bytes per element), 0.18 in blocks of 64 (0.531), 0.23
+            in blocks of 128 (0.516).
     """
 
     bits: int
     block: int = 64
 
-    exposes_nonfinite = True  # the scale of a block with a NaN or an infinity is one
+    exposes_nonfinite = True  # a NaN or an infinity makes the scale of its block non-finite
     by_parameter = True
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class Blocks(Compressor):
 
 @functools.lru_cache(maxsize=4096)
 def _places(segment: Segment) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return start and stop of a segment's parameters of two or more dimensions that have elements, and of others."""
+    """Return starts and stops of non-empty parameters with two or more dimensions, and those of all with fewer."""
     bounds = list(zip(segment.shapes, pairwise(segment.bounds), strict=True))
     matrices = tuple(place for shape, place in bounds if len(shape) > 1 and place[0] < place[1])
     return matrices, tuple(place for shape, place in bounds if len(shape) < 2)

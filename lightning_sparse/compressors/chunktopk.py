@@ -1,4 +1,4 @@
-"""ChunkTopK: the entries of largest magnitude of each 4,096."""
+"""ChunkTopK: selects the entries of largest magnitude in each chunk of 4,096 elements."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from lightning_sparse.layout import Segment
 class ChunkTopK(Sparsifier):
     """Sends the k = density · 4096 entries of largest magnitude of each chunk of 4,096 consecutive elements.
 
-    The selection of DeMo (Peng et al. 2024, arXiv 2411.19870) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706). No
-    part of a model is starved by one with larger gradients, and a chunk needs to know of no other. Of each chunk at
-    least one entry is sent; of n elements that are left at the end density · n. Of equal magnitudes the lowest index
-    comes first. An index travels as its place in the chunk, in 12 bits; how many there are of each chunk is known.
+    DeMo (Peng et al. 2024, arXiv 2411.19870) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) select in this way.
+    Every part of a model gets its share, even if the gradients of another part are larger. Chunks do not depend on each
+    other. Each chunk sends at least one entry; a last chunk of n < 4,096 elements sends density · n, at least one. Of
+    equal magnitudes the lowest index comes first. An index is sent as its 12-bit position in the chunk. The number of
+    entries per chunk is known, so it is not sent.
 
         >>> import torch
         >>> u = torch.zeros(8192)
@@ -34,8 +35,8 @@ class ChunkTopK(Sparsifier):
 
     Attributes:
         density: fraction of entries to send, in (0, 1]; rounded to a multiple of 1/4096.
-        value_format: "float32", "bfloat16", "int8", "int4", or "int2" as in SparseLoCo, 2.5 bits; the rounding error
-            stays in the residual.
+        value_format: "float32", "bfloat16", "int8", "int4", or "int2", which takes 2.5 bits as in SparseLoCo. The
+            rounding error stays in the residual.
     """
 
     density: float = 0.001
@@ -76,14 +77,14 @@ class ChunkTopK(Sparsifier):
 
 
 def _pack_places(places: Tensor) -> Tensor:
-    """Return int64 places below 4096, 1-D, as bytes: two places in three of them."""
+    """Pack int64 positions below 4096, 1-D, into bytes: two positions in three bytes."""
     first, other = torch.nn.functional.pad(places, (0, places.numel() % 2)).view(-1, 2).unbind(1)
     both = first | other << 12
     return torch.stack([both & 255, both >> 8 & 255, both >> 16], 1).to(torch.uint8).view(-1)
 
 
 def _unpack_places(packed: Tensor, count: int) -> Tensor:
-    """Return the int64 places of `_pack_places`, (..., count)."""
+    """Return the int64 positions that `_pack_places` packed, (..., count)."""
     low, middle, high = packed.long().unflatten(-1, (-1, 3)).unbind(-1)
     both = low | middle << 8 | high << 16
     return torch.stack([both & 4095, both >> 12], -1).flatten(-2)[..., :count]

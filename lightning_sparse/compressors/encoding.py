@@ -1,4 +1,4 @@
-"""How entries travel: a count, values and indices, of sizes that follow from the segment's length and the capacity.
+"""Encodes entries as a count, values and indices, whose sizes follow from the segment's length and the capacity.
 
     payload, rounded = encoding.encode(entries, numel, capacity)   # rounded: the same entries with decoded values
     encoding.decode(payload, numel, capacity)                      # rounded, padded to the capacity
@@ -6,19 +6,20 @@
 Indices are exact in every format. The rounding error of a value format stays in the residual, because the update is
 the rounded one.
 
-"compact" indices are Elias-Fano coded (Elias 1974; Fano 1971): the lower w bits of each as they are, w = 0, 8 or 16,
-and the differences of the upper bits in unary, as one bit array. k indices below d take about w + 1 + d / (2ʷ k) bits
-each, for the best w: 12.9 bits at a density of 0.001.
+"compact" indices are Elias-Fano coded (Elias 1974; Fano 1971). The lower w bits of each index are stored unchanged,
+with w = 0, 8 or 16. The differences of the upper bits are stored in unary, as one bit array. With the best w, each of k
+indices below d takes about w + 1 + d / (2ʷ k) bits: 12.9 bits at a density of 0.001.
 
-"int8" and "int4" values are even steps of a scale, as in `Blocks`, one for each 64 entries in the order of the indices.
-What is selected is alike in magnitude: of the largest thousandth of a Gaussian, 4 bits have a relative error of 0.055,
-of all of it, in blocks of as many, one of 0.11; of Student's t with 5 degrees of freedom 0.09 and 0.15.
+"int8" and "int4" values are even steps of a scale, as in `Blocks`. Each 64 entries, in the order of the indices, share
+a scale. Selected entries have similar magnitudes, so their error is smaller. In 4 bits, the largest thousandth of
+Gaussian values has a relative error of 0.055; all values, in blocks of 64, have 0.11. For Student's t with 5 degrees of
+freedom the errors are 0.09 and 0.15.
 
-"int2" values are a sign and one of two magnitudes, which are the means of the larger and of the smaller magnitudes of
-128 entries: 2.5 bits each. Those above the mean magnitude are the larger ones; if there are zeros, which stay zero, all
-others. Ten entries or fewer travel in fp32, which is no longer. It is a codebook of bin means as SparseLoCo has it
-(Sarfi et al. 2025, arXiv 2508.15706), for each 128 entries instead of each tensor, as a segment may have layers of
-very different scale.
+"int2" values are a sign and one of two magnitudes: 2.5 bits each. The two magnitudes are the means of the larger and of
+the smaller magnitudes among 128 entries. An entry is larger if it exceeds the mean magnitude. If there are zeros, they
+stay zero, and all other entries count as larger. Ten entries or fewer are sent in fp32, which takes no more bytes.
+SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) uses such a codebook of bin means for each tensor. Here each group of
+128 entries has one, because a segment may hold layers of very different scale.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ IndexFormat = Literal["compact", "int32"]
 ValueFormat = Literal["float32", "bfloat16", "int8", "int4", "int2"]
 BITS = {"int8": 8, "int4": 4}
 BLOCK = 64
-"""Entries that share a scale, of 2 bytes."""
+"""Number of entries that share a scale of 2 bytes."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """A format of the indices and one of the values.
+    """The formats of indices and values.
 
     Attributes:
         index_format: "compact" or "int32".
-        value_format: "float32", "bfloat16", "int8" and "int4" with a scale for each 64 entries, or "int2" with two fp32
-            magnitudes for each 128 of them.
+        value_format: "float32"; "bfloat16"; "int8" or "int4", with a scale for each 64 entries; or "int2", with two
+            fp32 magnitudes for each 128 entries.
     """
 
     index_format: IndexFormat = "compact"
@@ -67,7 +68,7 @@ class Encoding:
     def encode(self, entries: Entries, numel: int, capacity: int) -> tuple[Payload, Entries]:
         """Return entries, (..., n) with n at most `capacity`, as a payload, and the entries with decoded values.
 
-        Several rows become as many payloads, the rows of each part.
+        Each row of the entries becomes one payload: a row of each part.
         """
         return _encode(*entries, numel, capacity, self)
 
@@ -75,7 +76,7 @@ class Encoding:
         """Return the entries of one payload or of several, as rows; each row is padded to `capacity`.
 
         Raises:
-            ValueError: no `encode` makes such a payload. Not where Triton works: the host does not look.
+            ValueError: `encode` never returns such a payload. Triton kernels do not check, as the host would wait.
         """
         split = 1 + value_parts(capacity, self.value_format)
         indices = decode_indices(payload[split:], payload[0], numel, capacity, self.index_format)
@@ -127,10 +128,10 @@ def decode_indices(parts: Payload, count: Tensor, numel: int, capacity: int, ind
     """Return the int64 indices of `encode_indices`, (..., capacity), padded.
 
     Args:
-        count: how many they are, int32, (..., 1).
+        count: number of indices in each row, int32, (..., 1).
 
     Raises:
-        ValueError: no `encode_indices` makes such bytes. Not where Triton works: the host does not look.
+        ValueError: `encode_indices` never returns such bytes. Triton kernels do not check, as the host would wait.
     """
     width = _lower_bits(numel, capacity, index_format)
     check_counts(count, capacity)
@@ -142,7 +143,7 @@ def decode_indices(parts: Payload, count: Tensor, numel: int, capacity: int, ind
 
 
 def format_of(capacity: int, value_format: ValueFormat) -> ValueFormat:
-    """Return in which format so many values travel: fp32 in place of "int2" if they are too few to be shorter in it."""
+    """Return the format in which `capacity` values are sent: fp32 instead of "int2" if "int2" takes no fewer bytes."""
     few = value_format == "int2" and 0 < 4 * capacity <= sum(
         size * dtype.itemsize for size, dtype in _two_bits(capacity)
     )
@@ -150,13 +151,13 @@ def format_of(capacity: int, value_format: ValueFormat) -> ValueFormat:
 
 
 def value_parts(capacity: int, value_format: ValueFormat) -> int:
-    """Return how many tensors `encode_values` makes."""
+    """Return the number of tensors that `encode_values` returns."""
     value_format = format_of(capacity, value_format)
     return 2 if value_format in BITS or value_format == "int2" else 1
 
 
 def value_bytes(capacity: int, value_format: ValueFormat) -> int:
-    """Return the size in bytes of what `encode_values` makes."""
+    """Return the size in bytes of the tensors that `encode_values` returns."""
     value_format = format_of(capacity, value_format)
     if bits := BITS.get(value_format):
         return 2 * -(-capacity // BLOCK) + -(-capacity * bits // 8)
@@ -210,7 +211,7 @@ def _two_bits(capacity: int) -> list[tuple[int, torch.dtype]]:
 
 
 def _lower_bits(numel: int, capacity: int, index_format: IndexFormat) -> int | None:
-    """Return how many lower bits of an index are stored as they are; None where four bytes an index are no more."""
+    """Return the number of lower bits of an index that are stored unchanged; None if int32 takes no more bytes."""
     if index_format == "int32":
         return None
     sizes = {width: upper_bytes(numel, capacity, width) + width // 8 * capacity for width in (0, *LOWER)}
@@ -219,7 +220,7 @@ def _lower_bits(numel: int, capacity: int, index_format: IndexFormat) -> int | N
 
 
 def _fill(x: Tensor, size: int) -> Tensor:
-    """Return `x` with zeros behind, as long as `size`."""
+    """Return `x` padded at the end with zeros to the length `size`."""
     if x.shape[-1] == size:
         return x
     out = torch.zeros(*x.shape[:-1], size, dtype=x.dtype, device=x.device)

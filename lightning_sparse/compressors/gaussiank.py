@@ -1,4 +1,4 @@
-"""GaussianK: the entries above a threshold that would leave k of them if `u` were Gaussian."""
+"""GaussianK: selects the entries above a threshold that k entries would exceed if `u` were Gaussian."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class GaussianK(Sparsifier):
     """Sends the entries whose magnitude exceeds a threshold taken from the mean μ and deviation σ of `u`.
 
     Shi et al. 2019, arXiv 1911.08772. The first threshold is μ + zσ with z = Φ⁻¹(1 - ρ/2), two-sided as in the
-    authors' code. Real gradients have heavier tails than a Gaussian, so it has to be refined:
+    authors' code. Real gradients have heavier tails than a Gaussian, so the threshold is refined:
 
-    - "bracket" keeps thresholds that are known to be too low and too high and looks in between until 2k/3 to 4k/3
-      entries are left; where ties or clusters do not allow that, it selects the k largest. The default.
-    - "paper" is the published loop, for reproduction: at most three tests, the threshold halved below 2k/3 entries
-      and multiplied by 1.5 above 4k/3. It forgets what it has learned: on Laplace input at density 0.005 the tests see
-      3.78k, 0.52k and again 10.19k entries, and that is what it sends. Therefore it has room for 12k entries; the
-      largest 12k are sent where it finds more, and the largest k where it finds none.
+    - "bracket", the default, searches between a threshold that is too low and one that is too high. It stops when 2k/3
+      to 4k/3 entries are left. If ties or clusters do not allow that, it selects the k largest.
+    - "paper" is the published loop, for reproduction. It tests at most three thresholds. Below 2k/3 entries it halves
+      the threshold, and above 4k/3 it multiplies the threshold by 1.5. The loop does not use earlier tests: on Laplace
+      input at density 0.005 it finds 3.78k, then 0.52k, then 10.19k entries, and sends the last. Therefore a payload
+      has room for 12k entries. If the loop finds more, the largest 12k are sent; if it finds none, the largest k.
 
     Attributes:
         density: fraction ρ of entries to send, in (0, 1]; at least one is sent.
         index_format: "compact" (about 13 bits at density 0.001) or "int32".
         value_format: "float32", "bfloat16", "int8", "int4" or "int2"; the rounding error stays in the residual.
-        refine: what to do about a threshold that leaves too many or too few.
+        refine: "bracket" or "paper", the search for a threshold that leaves neither too many entries nor too few.
     """
 
     density: float = 0.001
@@ -71,13 +71,13 @@ class GaussianK(Sparsifier):
         capacity = self.capacity(numel, ctx.density)
         if 0 < indices.numel() <= capacity:
             return indices
-        # Nothing is above the threshold of a `u` with a NaN or an infinity, whose moments are NaN.
+        # If `u` has a NaN or an infinity, its moments are NaN, and no entry exceeds the threshold.
         return topk_indices(u, capacity if indices.numel() else k)
 
 
 def _published_loop(u: Tensor, k: int, z: float) -> Tensor:
-    """Return the indices that the published loop ends with."""
-    magnitude_bits("GaussianK", u)  # refuses what is not 1-D fp32
+    """Return the indices that the published loop finds last."""
+    magnitude_bits("GaussianK", u)  # raises an error unless `u` is 1-D fp32
     t = u.mean() + z * u.std()
     magnitudes = u.abs()
     for _ in range(3):

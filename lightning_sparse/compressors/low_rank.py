@@ -1,4 +1,4 @@
-"""LowRank: each matrix as a product of two thin ones. The aggregator `PowerSGD` sums both factors over the ranks."""
+"""LowRank: approximates each matrix by a product of two thin ones, which `PowerSGD` sums over the ranks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.options import check
 
 DEPENDENT = 1e-6
-"""A column of P counts as linearly dependent if the share of its norm that is orthogonal to the columns before it is at
-most this: about ten roundings of fp32."""
+"""A column of P counts as linearly dependent if at most this share of its norm is orthogonal to earlier columns. The
+share is about ten roundings of fp32."""
 
 
 @dataclass(frozen=True)
 class LowRank(Compressor):
     """M ≈ P̂ Qᵀ with P = M Q₀, P̂ an orthonormal basis of P's columns, and Q = Mᵀ P̂: one step of subspace iteration.
 
-    Vogels et al. 2019, arXiv 1905.13727. M (n, m) is a parameter of two or more dimensions, all but the first
-    flattened; P̂ is (n, rank), Q (m, rank). Q₀ is the Q of the step before, its columns scaled to length 1, so that over
-    the steps P̂ turns to the largest singular vectors. At first, and where a column was zero, because M had a lower
-    rank, it is drawn at random, the same on all ranks.
+    Vogels et al. 2019, arXiv 1905.13727. M (n, m) is a parameter with two or more dimensions, all but the first
+    flattened; P̂ is (n, rank), Q (m, rank). Q₀ is the Q of the previous step, its columns scaled to length 1, so P̂
+    approaches the largest singular vectors over the steps. In the first step Q₀ is drawn at random, the same on all
+    ranks. A column that was zero, because M had a lower rank, is drawn anew in the same way.
 
-    M travels as it is, exactly, where (n + m) · rank < n · m / 2 does not hold, and so do parameters of less than two
-    dimensions. What P̂ Qᵀ = P̂ P̂ᵀ M leaves out is the residual's. A matrix of a rank up to `rank` comes back exactly, up
-    to rounding: its columns are all in the span of P.
+    M is sent exactly unless (n + m) · rank < n · m / 2. So are parameters with fewer than two dimensions. The residual
+    keeps M − P̂ Qᵀ = M − P̂ P̂ᵀ M. A matrix whose rank is at most `rank` is restored up to rounding: all of its columns
+    are in the span of P.
 
-    Payload: P̂ of all matrices, Qᵀ of all matrices, and what travels exactly; each 1-D, fp32.
+    Payload: P̂ of all matrices, Qᵀ of all matrices, and the values that are sent exactly; each 1-D, fp32.
 
     Attributes:
         rank: number of columns of P̂ and Q, 1 or more.
@@ -60,7 +60,7 @@ class LowRank(Compressor):
         return payload, self.decode(payload, ctx)
 
     def left_products(self, u: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Return M Q₀ of all matrices, and what travels exactly. Both hold a NaN or an infinity if `u` does."""
+        """Return M Q₀ of all matrices, and the values to send exactly. A NaN or an infinity in `u` appears in them."""
         check_length(u, ctx)
         parts = _parts(ctx.segment, self.rank)
         exact, starts = exact_values(u, parts.exact), self._starts(parts, u.device, ctx)
@@ -70,9 +70,9 @@ class LowRank(Compressor):
     def _starts(self, parts: _Parts, device: torch.device, ctx: Context) -> list[Tensor]:
         """Return Q₀ of all matrices, each (rank, columns), with rows of length 1."""
         known = ctx.state.get("right")
-        # With another rank, or in another partition, it starts anew.
+        # After a change of the rank or of the partition, Q₀ is drawn anew.
         units = [_unit(x) for x in parts.right_views(known)] if known is not None and len(known) == parts.right else []
-        # NaN is a row that was zero. On CUDA the host does not know of any: there numbers are drawn in every step.
+        # NaN marks a row that was zero. On CUDA the host does not look for one, so numbers are drawn in every step.
         if units and device.type == "cpu" and not any(bool(unit[:, 0].isnan().any()) for unit in units):
             return units
         drawn = torch.zeros(parts.right, dtype=torch.float32, device=device)
@@ -81,20 +81,21 @@ class LowRank(Compressor):
         return [torch.where(x.isnan(), start, x) for x, start in zip(units, starts, strict=True)] if units else starts
 
     def orthonormal(self, products: Tensor, ctx: Context) -> Tensor:
-        """Return an orthonormal basis of the columns of each P; a column that depends on those before becomes zero."""
+        """Return an orthonormal basis of the columns of each P; a column that depends on earlier ones becomes zero."""
         parts = _parts(ctx.segment, self.rank)
         if products.device.type == "cpu":
             return bases(products, [rows for _, _, rows, _ in parts.matrices], self.rank, DEPENDENT)
         made = []
         for product in parts.left_views(products):
             basis, triangle = torch.linalg.qr(product)
-            # NaN for a column of zeros, which gets any direction; and for what is too large, so that it shows.
+            # The share is NaN for a column of zeros, which gets an arbitrary direction. It is also NaN if numbers
+            # overflow, so that the overflow stays visible.
             across = triangle.diagonal().abs() / triangle.abs().amax(0)
             made.append(torch.where(across < DEPENDENT, 0, basis).reshape(-1))
         return torch.cat([products[:0], *made])
 
     def right_products(self, u: Tensor, left: Tensor, ctx: Context) -> Tensor:
-        """Return P̂ᵀ M of all matrices, one after the other."""
+        """Return P̂ᵀ M of all matrices, concatenated."""
         return low_rank.right_products(u, _parts(ctx.segment, self.rank).matrices, left, self.rank)
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
@@ -113,19 +114,19 @@ class LowRank(Compressor):
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Return rows of length 1, (rank, m); NaN for those that are zero."""
-    # In fp64: the squares of large numbers overflow, those of small ones vanish.
+    """Return the rows, (rank, m), scaled to length 1; rows of zeros become NaN."""
+    # In fp32 the squares of large numbers overflow, and the squares of small ones vanish.
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     return (rows / lengths).float()
 
 
 class _Parts(NamedTuple):
-    """Which elements of a segment travel as matrices of low rank, and which exactly.
+    """Divides a segment into parameters that are sent as low-rank matrices and parameters that are sent exactly.
 
     Attributes:
-        rank: of the matrices.
-        matrices: start and stop in the segment, rows and columns of each.
-        exact: start and stop of the others.
+        rank: number of columns of the factors.
+        matrices: start and stop in the segment, rows and columns of each low-rank matrix.
+        exact: start and stop in the segment of each other parameter.
     """
 
     rank: int
@@ -134,20 +135,20 @@ class _Parts(NamedTuple):
 
     @property
     def left(self) -> int:
-        """Elements of the left factors."""
+        """Number of elements of all left factors."""
         return self.rank * sum(rows for _, _, rows, _ in self.matrices)
 
     @property
     def right(self) -> int:
-        """Elements of the right factors."""
+        """Number of elements of all right factors."""
         return self.rank * sum(columns for *_, columns in self.matrices)
 
     def left_views(self, flat: Tensor) -> list[Tensor]:
-        """Cut left factors, one after the other, into views, (rows, rank)."""
+        """Split concatenated left factors into views, (rows, rank)."""
         return [x.view(-1, self.rank) for x in flat.split([self.rank * rows for _, _, rows, _ in self.matrices])]
 
     def right_views(self, flat: Tensor) -> list[Tensor]:
-        """Cut right factors, one after the other, into views, (rank, columns)."""
+        """Split concatenated right factors into views, (rank, columns)."""
         return [x.view(self.rank, -1) for x in flat.split([self.rank * columns for *_, columns in self.matrices])]
 
 

@@ -1,11 +1,11 @@
 """Sparsifiers: compressors that send some entries of `u`, in O(k) after the selection.
 
-@dataclass(frozen=True)
-class EveryNth(Sparsifier):
-    density: float = 0.001
+    @dataclass(frozen=True)
+    class EveryNth(Sparsifier):
+        density: float = 0.001
 
-    def choose(self, u, k, ctx):
-        return torch.linspace(0, u.numel() - 1, k, device=u.device).long()
+        def choose(self, u, k, ctx):
+            return torch.linspace(0, u.numel() - 1, k, device=u.device).long()
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lightning_sparse.options import check_density
 
 
 def selection_bound(k: int) -> int:
-    """Return ⌈4k/3⌉: how many entries a threshold method may send before it falls back to exact selection."""
+    """Return ⌈4k/3⌉, the most entries that a threshold method sends before it falls back to exact selection."""
     return math.ceil(4 * k / 3)
 
 
 class Sparsifier(Compressor):
     """Sends some entries of `u`: their count, indices and values.
 
-    A subclass is a frozen dataclass with a field `density` and a method `choose`, and with the two formats as fields
-    where users may set them (see `compressors/encoding.py`).
+    A subclass is a frozen dataclass with a field `density` and a method `choose`. If users may set the two formats,
+    make them fields, too (see `compressors/encoding.py`).
     """
 
     density: float
@@ -53,25 +53,25 @@ class Sparsifier(Compressor):
         """Choose about k entries of `u` (1-D, fp32, k ≤ len(u)) to send.
 
         Returns:
-            int64 indices, ascending and distinct, at most `capacity` of them; may be padded at the end with `len(u)`.
+            At most `capacity` int64 indices, ascending and distinct; they may be padded at the end with `len(u)`.
         """
 
     def select(self, u: Tensor, density: float | None = None) -> Tensor:
-        """Return the indices of the entries of `u` (1-D, fp32) that would be sent, int64, ascending, not padded."""
+        """Return the indices of the entries of `u` (1-D, fp32) to send: int64, ascending, without padding."""
         chosen = self.choose(u, self.count(u.numel(), density), Context.of(u.numel(), density=density))
         return chosen[chosen < u.numel()]
 
     def count(self, numel: int, density: float | None = None) -> int:
-        """Return k, how many of `numel` entries a density asks for: at least one where there is one."""
+        """Return k, the number of entries to send of `numel` elements: at least one unless `numel` is 0."""
         return min(numel, max(1, round((self.density if density is None else density) * numel)))
 
     def capacity(self, numel: int, density: float | None = None) -> int:
-        """Return how many entries a payload has room for: k, unless the selection may overshoot."""
+        """Return the most entries that a payload can hold: k, or more if the selection may exceed k."""
         return self.count(numel, density)
 
     @property
     def encoding(self) -> Encoding:
-        """How the entries travel."""
+        """The format in which entries are sent."""
         return Encoding(self.index_format, self.value_format)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:
@@ -84,12 +84,12 @@ class Sparsifier(Compressor):
         return self.encode(self.entries(u, ctx), ctx)
 
     def entries(self, u: Tensor, ctx: Context) -> Entries:
-        """Return the chosen entries of `u`, not rounded."""
+        """Return the chosen entries of `u`, before rounding."""
         indices = self.choose(u, self.count(u.numel(), ctx.density), ctx)
         return Entries(indices, gather(u, indices))
 
     def encode(self, entries: Entries, ctx: Context) -> tuple[Payload, Entries]:
-        """Return a payload with these entries, at most `capacity` of them, and the entries after rounding."""
+        """Return a payload that holds these entries, at most `capacity`, and the entries after rounding."""
         numel = ctx.segment.numel
         return self.encoding.encode(entries, numel, self.capacity(numel, ctx.density))
 

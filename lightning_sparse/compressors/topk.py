@@ -1,4 +1,4 @@
-"""TopK: the entries of largest magnitude."""
+"""TopK: selects the entries of largest magnitude."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sparse.kernels.select import block_maxima, topk_indices
 
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """Sends the k = density * d entries of largest magnitude, exactly; of equal ones the lowest index first.
+    """Sends exactly the k = density * d entries of largest magnitude; of equal ones the lowest index comes first.
 
     Aji and Heafield 2017, arXiv 1704.05021.
 

@@ -1,10 +1,11 @@
-"""Orthonormal bases on the CPU that have the same bits on all ranks, whatever their processors, threads and libraries.
+"""Orthonormal bases on the CPU whose bits do not depend on a rank's processor, threads and libraries.
 
-    basis = bases(products, rows, rank, dependent)    # of matrices (rows, rank), one after the other
+    basis = bases(products, rows, rank, dependent)    # of concatenated matrices, (rows, rank) each
 
-LAPACK's differ from one processor, and number of threads, to another, and ranks' weights with them. Here columns are
-made orthogonal in fp64, twice, to those before. Only sums could differ: their terms are rounded to multiples of a
-number so large that all sums are exact (Demmel and Nguyen 2013, "Fast reproducible floating-point summation").
+LAPACK's bases depend on the processor and on the number of threads, so the ranks' weights would drift apart. Here each
+column is made orthogonal to all earlier columns, twice, in fp64. Only sums could depend on the processor. Their terms
+are rounded to multiples of a number so large that all sums are exact (Demmel and Nguyen 2013, "Fast reproducible
+floating-point summation").
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from lightning_sparse.kernels.launch import kept
 def bases(products: Tensor, rows: Sequence[int], rank: int, dependent: float) -> Tensor:
     """Return an orthonormal basis of the columns of each matrix, 1-D fp32, in the same order.
 
-    A column becomes zero if the part of it that is orthogonal to those before has at most `dependent` times its norm.
+    A column becomes zero if its part that is orthogonal to earlier columns has at most `dependent` times its norm.
 
     Args:
-        products: matrices, (rows, rank) each, one after the other, 1-D fp32.
-        rows: of each matrix.
-        rank: number of columns of all.
+        products: concatenated matrices, (rows, rank) each, 1-D fp32.
+        rows: number of rows of each matrix.
+        rank: number of columns of every matrix.
     """
     out = torch.empty_like(products)
     sizes = [rank * count for count in rows]
@@ -54,13 +55,13 @@ def _write_basis_(given: Tensor, basis: Tensor, dependent: float) -> None:
         for other in columns * 2:
             column -= other * _dot(other, column)
         after = _dot(column, column)
-        is_zero = after <= before * dependent * dependent < math.inf  # NaN and infinities show
+        is_zero = after <= before * dependent * dependent < math.inf  # NaN and infinities stay visible
         columns.append(torch.zeros_like(column) if is_zero else column / math.sqrt(after))
         basis[:, number] = columns[-1]
 
 
 def _dot(x: Tensor, y: Tensor) -> float:
-    """Return the product of two vectors; its sums are exact, but for NaN and infinity."""
+    """Return the dot product of two vectors; its sums are exact unless they are NaN or infinite."""
     terms = x * y
     bound = len(terms) * float(terms.abs().amax())
     large = math.ldexp(3, math.frexp(bound)[1]) if 0 < bound <= 1e300 else 0.0

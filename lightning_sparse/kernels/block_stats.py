@@ -1,12 +1,12 @@
-"""What one pass over u can find out for the selection, if possible the same pass that makes u.
+"""Block maxima and moments of u for the selection, computed in one pass, if possible in the pass that forms u.
 
     stats = BlockStats(len(u), block=64)
-    add_with_stats_(u, parts, grads, 1.0, stats)   # u += gradients, and stats.maxima is there
-    stats = BlockStats(len(u), block=64).read(u)  # where u is there already
+    add_with_stats_(u, parts, grads, 1.0, stats)   # u += gradients; fills stats.maxima
+    stats = BlockStats(len(u), block=64).read(u)   # of a u that is complete
 
-On CPU the data is worked on in chunks that stay in cache, because a fresh temporary of u's length costs more than
-reading u: its pages have to be mapped first. On CUDA one launch, wherever the gradients lie, reads gradient and u,
-and writes u and its maxima: about 12 bytes an element.
+On the CPU the data is processed in chunks that stay in cache. A fresh temporary of u's length would cost more than
+reading u, because its pages have to be mapped first. On CUDA one launch reads the gradients, at any addresses, and u,
+and writes u and its maxima: about 12 bytes per element.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -29,49 +29,49 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 MAGNITUDE = 0x7FFFFFFF
-"""The bits of an fp32 number without its sign."""
+"""Mask of the bits of an fp32 number except its sign."""
 
 CHUNK = 1 << 20
-"""Elements that are worked on at a time: 4 MB, or a fifth of the data where that is less, but not below 0.5 MB."""
+"""Most elements to process at a time: 4 MB. Chunks have a fifth of the data if that is less, but at least 0.5 MB."""
 
 
 class BlockStats:
-    """Block maxima of a vector, and its moments where they are wanted.
+    """Block maxima of a vector and, on request, its moments.
 
     Args:
-        numel: its length.
-        block: elements that share a maximum, a power of two up to 64. A block of one is its own maximum: nothing is
-            stored then.
-        moments: whether the sums for mean and deviation are wanted.
+        numel: length of the vector.
+        block: number of elements that share a maximum, a power of two up to 64. With 1, no maxima are stored.
+        moments: whether to compute the sums for mean and deviation.
 
     Attributes:
         maxima: largest magnitude of each full block, int32, as bits without the sign; NaN counts as larger than
-            infinity. What is left at the end belongs to no block. None until the vector was read, and with block 1.
-        partial: where the kernel was at work, (tiles, 2): sums of each tile's elements and of their squares, fp32; they
-            stay on the device.
+            infinity. Elements behind the last full block belong to no block. None with block 1, and until the vector
+            has been read.
+        partial: sums of each tile's elements and of their squares, (tiles, 2) fp32, on the device. Only Triton kernels
+            set it.
     """
 
     def __init__(self, numel: int, block: int, *, moments: bool = False) -> None:
         self.numel = numel
         self.block = block
         self.moments = moments
-        self.done = False  # whether the vector was read
+        self.done = False  # whether the vector has been read
         self.maxima: Tensor | None = None
         self.partial: Tensor | None = None
         self._total = self._squares = 0.0
 
     def read(self, u: Tensor) -> BlockStats:
-        """Read a vector that is there already (1-D, fp32)."""
+        """Compute the statistics of a complete vector (1-D, fp32)."""
         _read(u, self)
         return self
 
     def over(self, u: Tensor, form: Callable[[int, int], None] | None = None, size: int | None = None) -> BlockStats:
-        """Read a vector by plain torch or in C, little at a time, after each part of it has been formed.
+        """Compute the statistics by plain torch or in C, part by part, after forming each part.
 
         Args:
             u: 1-D, fp32.
-            form: called with the bounds of each part: writes it.
-            size: of the parts, a multiple of 64.
+            form: function that writes a part of `u`, given its bounds; None if `u` is complete.
+            size: number of elements of a part, a multiple of 64.
         """
         size = size or chunk_size(self.numel)
         assert size % self.block == 0
@@ -92,7 +92,7 @@ class BlockStats:
         return self
 
     def mean_and_deviation(self) -> tuple[float, float]:
-        """Return mean and standard deviation; precise enough for a threshold that will be refined."""
+        """Return mean and standard deviation, precise enough for a threshold that is refined later."""
         if self.partial is not None:
             self._total, self._squares = self.partial.sum(0, dtype=torch.float64).tolist()
         mean = self._total / self.numel
@@ -121,9 +121,9 @@ def _read_by_triton(u: Tensor, stats: BlockStats) -> None:
 
 
 def for_kernel(stats: BlockStats | None, u: Tensor, tiles: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Return what a kernel that makes u by tiles is given for its block statistics: tensors to fill in, and constants.
+    """Return the arguments that let a kernel compute block statistics of tiles of u: tensors to fill, and constants.
 
-    A tensor that is not wanted is `u`, and is left alone.
+    If a statistic is not wanted, its tensor is `u`, and the kernel does not write it.
     """
     maxima = partial = u
     if stats is not None and stats.block > 1:
@@ -139,7 +139,7 @@ def for_kernel(stats: BlockStats | None, u: Tensor, tiles: int) -> tuple[tuple[T
 def _by_triton(
     u: Tensor, stats: BlockStats | None, grads: Sequence[Tensor], bounds: Sequence[int], scale: float | Tensor
 ) -> None:
-    """Add gradients of one dtype, or none, to u, and compute its block statistics if there are `stats`: one launch."""
+    """Add gradients of one dtype, if any, to u, and fill `stats` unless it is None, in one launch."""
     numel = u.numel()
     tiles = -(-numel // TILE)
     outputs, constants = for_kernel(stats, u, tiles)
@@ -181,7 +181,7 @@ def _add_with_stats(
     TILE: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """`table` is of `gradient_table`; `typed` only says the gradients' dtype."""
+    """`table` comes from `gradient_table`; `typed` only gives the gradients' dtype."""
     tile = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, TILE // BLOCK)
     within = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -192,7 +192,7 @@ def _add_with_stats(
             factor = tl.load(scale)
         address = tl.load(table + 2 * many + tile)
         if address != 0:
-            # Loads without a mask are 16 bytes wide whatever the length is, from memory that is aligned.
+            # Loads without a mask from aligned memory are 16 bytes wide, whatever the length is.
             if address % 16 == 0:
                 grad = tl.load(tl.multiple_of(address.to(tl.pointer_type(typed.dtype.element_ty)), 16) + within)
             else:
@@ -200,7 +200,7 @@ def _add_with_stats(
             x = tl.fma(grad.to(tl.float32), factor, tl.load(u + offsets))
             tl.store(u + offsets, x)
         else:
-            # Seldom: little at a time, so that this does not take the registers that the other way needs.
+            # This rare case works on small parts, so that it takes no registers from the common case.
             for part in range(TILE // PART):
                 index = tile * TILE + part * PART + tl.arange(0, PART)
                 valid = index < numel
@@ -229,7 +229,7 @@ def _store_stats(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write block maxima and sums of a tile, (TILE // BLOCK, BLOCK), that has zeros behind the end."""
+    """Write block maxima and sums of a tile, (TILE // BLOCK, BLOCK), which is padded with zeros."""
     if MAXIMA:
         largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
         rows = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
@@ -242,14 +242,14 @@ def _store_stats(
 def add_with_stats_(
     u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, stats: BlockStats | None
 ) -> Tensor:
-    """Add `scale` times the gradients to u (1-D, fp32), in place, and compute block statistics of the sum on the way.
+    """Add `scale` times the gradients to u (1-D, fp32), in place, and compute block statistics of the sum.
 
     Args:
         u: overwritten with the sum.
-        bounds: where each gradient starts in u, and its length as the last one.
-        grads: 1-D, of any floating dtype; left as they are.
+        bounds: start of each gradient in u, and u's length as the last one.
+        grads: 1-D, of any floating dtype; not changed.
         scale: factor on the gradients: a number, or an fp32 scalar on u's device.
-        stats: of u's length, filled; None adds only.
+        stats: statistics to fill, of u's length; None if they are not wanted.
     """
     _add_and_read(u, bounds, grads, scale, stats)
     return u
@@ -283,12 +283,12 @@ def _add_and_read_by_triton(
 
 
 def overlaps(bounds: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the index of each part that lies in a range at least partly, and where it begins and ends within it.
+    """Yield the index of each part that overlaps a range, and the start and stop of the overlap.
 
     Args:
-        bounds: where each part starts, and where the last one ends.
-        start: of the range.
-        stop: behind its end.
+        bounds: start of each part, and the end of the last one.
+        start: start of the range.
+        stop: end of the range, exclusive.
     """
     index = bisect.bisect_right(bounds, start) - 1
     while index < len(bounds) - 1 and bounds[index] < stop:
@@ -306,5 +306,5 @@ def _add(targets: Sequence[Tensor], terms: Sequence[Tensor], scale: float | Tens
 
 
 def chunk_size(numel: int) -> int:
-    """Return the length of a chunk: a multiple of every block size."""
+    """Return the length of a chunk, a multiple of every block size."""
     return max(1 << 17, min(CHUNK, numel // 5 // 64 * 64))

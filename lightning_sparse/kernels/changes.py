@@ -1,4 +1,4 @@
-"""What optimizers have changed of a segment's parameters, rescaled where that is wanted: one pass over the weights."""
+"""Computes the changes that optimizers made to a segment's parameters, optionally rescaled, in one pass."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def changes_(
 
     Args:
         out: 1-D fp32, one per parameter; overwritten. It may be `stepped`.
-        weights: w, 1-D, of any floating dtype.
-        stepped: x, in the same way.
+        weights: w of each parameter, 1-D, of any floating dtype.
+        stepped: x of each parameter, 1-D, of any floating dtype.
         bounds: offsets of the parameters in the segment, and its length as the last one.
         rescaled: f and r of each parameter, each 1-D fp32, on their device.
     """
@@ -85,14 +85,14 @@ def _changes(
     TILE: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The first three are of `gradient_table`; `typed` and `typed_after` only say the dtypes of the other two."""
+    """The first three come from `gradient_table`; `typed` and `typed_after` only give the dtypes of w and x."""
     tile = tl.program_id(0).to(tl.int64)
     to = tl.load(outs + 2 * many + tile)
     if to != 0:
         before = tl.load(weights + 2 * many + tile)
         after = tl.load(stepped + 2 * many + tile)
         within = tl.arange(0, TILE)
-        # Loads without a mask are 16 bytes wide from memory that is aligned.
+        # Loads without a mask from aligned memory are 16 bytes wide.
         if (to | before | after) % 16 == 0:
             w = tl.load(tl.multiple_of(before.to(tl.pointer_type(typed.dtype.element_ty)), 16) + within).to(tl.float32)
             x = tl.load(tl.multiple_of(after.to(tl.pointer_type(typed_after.dtype.element_ty)), 16) + within).to(

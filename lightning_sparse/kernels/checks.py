@@ -1,11 +1,11 @@
-"""What is checked of every exchange where Triton works, in a launch each: checksums, received messages, sent entries.
+"""Triton kernels that check every exchange: checksums, received messages and sent entries, one launch for each.
 
-    write_header_(messages, fingerprint, status, ...)   # and the checksum
-    weigh(words, within, of_block)                       # Σ weight · word, of each row, in parts
-    worst_status(messages, sums, sent, senders, ...)     # the worst status in any message
-    note_broken(u, indices, own, worst, ok)              # and this rank's own, if an entry of u is not finite
+    write_header_(messages, fingerprint, status, ...)    # header, checksum
+    weigh(words, within, of_block)                       # weighted sums
+    worst_status(messages, sums, sent, senders, ...)     # of all messages
+    note_broken(u, indices, own, worst, ok)              # unless u is finite
 
-The same by numpy is in `framing.py` and `exchange.py`. Statuses are explained there.
+`framing.py` and `exchange.py` do the same with NumPy and explain the statuses.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 1024
-"""Words that one program weighs, and entries that one looks at."""
+"""Number of words that one program weighs, and of entries that one program checks."""
 
 ROWS, PARTS = 16, 64
-"""Messages that are judged at a time, and parts of their sums."""
+"""Number of messages checked at a time, and of parts of their sums."""
 
 
 def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor) -> None:
@@ -33,7 +33,7 @@ def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor)
 
     Args:
         sums: int64, one for each row of `words`, evenly spaced in memory; overwritten.
-        words: (..., n), whole numbers, rows evenly spaced in memory.
+        words: integers, (..., n), whose rows are evenly spaced in memory.
         within, of_block: weights, int64.
     """
     rows, count = sums.numel(), words.shape[-1]
@@ -45,7 +45,7 @@ def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor)
 
 
 def weigh(words: Tensor, within: Tensor, of_block: Tensor) -> Tensor:
-    """Return sums of weighted words, see `add_weighted_`, of each row and tile: int64, (rows, tiles)."""
+    """Return the sum of weighted words of each row and tile, int64, (rows, tiles); see `add_weighted_`."""
     rows, count = words.shape
     tiles = -(-count // TILE)
     sums = torch.empty(rows, tiles, dtype=torch.int64, device=words.device)
@@ -63,7 +63,7 @@ def write_header_(
         messages: uint8, (..., n), n a multiple of 8; overwritten.
         fingerprint: below 2⁶³, or an int64 scalar on the device.
         status: int64 scalar.
-        start: a whole number.
+        start: an integer.
         within, of_block: weights, int64.
     """
     count = messages.shape[-1] // 4 - 2
@@ -103,7 +103,7 @@ def _add_weighted(
     weight = tl.load(within + positions % block, mask=valid, other=0)
     weight *= tl.load(of_block + positions // block, mask=valid, other=0)
     if HEADER:
-        # The four words of the header are those that are written here; nobody reads them from memory.
+        # This program writes the four words of the header, so it does not read them from memory.
         word = tl.load(words + row * words_each + positions, mask=valid & (positions >= 4), other=0).to(tl.int64)
         own = fingerprint
         if LOAD:
@@ -138,18 +138,18 @@ def worst_status(
     late: int,
     ok: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the least of `worst` and of what each message says, an int64 scalar, and whether it is `ok`, a bool.
+    """Return the least of `worst` and of all messages' statuses, an int64 scalar, and whether it is `ok`, a bool.
 
     Args:
-        messages: int64, (P, words): a fingerprint, a status, anything, a checksum.
-        sums: int64, (P, n): what adds up to the weighted sum of all words of each but its checksum.
-        sent: the fingerprint that each must have, below 2⁶³, or an int64 scalar.
-        senders: int64, (P), or one for all: the status to which the error codes are added.
+        messages: int64, (P, words): fingerprint, status, contents and checksum of each message.
+        sums: int64, (P, n): parts of the weighted sum of each message's words except its checksum.
+        sent: the fingerprint that each message must have, below 2⁶³, or an int64 scalar.
+        senders: int64, (P), or one for all messages: the status to which an error code is added.
         worst: int64 scalar.
-        intact: what sum and checksum must add up to.
-        corrupt: code of a message that does not.
-        late: code of a message with another fingerprint.
-        ok: the status where there is no error.
+        intact: the sum that a message's parts and its checksum must have.
+        corrupt: error code of a message with another sum.
+        late: error code of a message with another fingerprint.
+        ok: the status without an error.
     """
     out, fine = torch.empty_like(worst), torch.empty((), dtype=torch.bool, device=worst.device)
     args = (messages, sums, sent, senders, worst, out, fine, len(messages), messages.shape[-1], sums.shape[-1])
@@ -205,15 +205,15 @@ def _worst_status(
 
 
 def note_broken(u: Tensor, indices: Tensor | None, own: int, worst: Tensor, ok: int, *, place: bool = True) -> Tensor:
-    """Return the least of `worst` and of `own` plus the first index where `u` is not finite, as a new int64 scalar.
+    """Return the least of `worst` and of `own` plus the index of the first non-finite element, a new int64 scalar.
 
     Args:
         u: 1-D, fp32, or of another floating dtype.
-        indices: where to look, int64, 1-D; may be padded with `len(u)`. None looks everywhere.
-        own: what the index is added to.
-        worst: int64 scalar; if it is not `ok`, it stays.
-        ok: what it is where nothing is known.
-        place: whether the index is added; else it is `own`, wherever the element is.
+        indices: indices to check, int64, 1-D; may be padded with `len(u)`. None checks all elements.
+        own: the number to which the index is added.
+        worst: int64 scalar; if it is not `ok`, it is returned unchanged.
+        ok: the status without an error.
+        place: whether to add the index to `own`; if False, `own` alone counts.
     """
     out = worst.clone()
     if count := u.numel() if indices is None else indices.numel():
@@ -243,8 +243,8 @@ def _note_broken(
     valid = index < numel
     bits = tl.load(u + index, mask=valid, other=0.0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     first = tl.min(tl.where(valid & (bits >= 0x7F800000), index, numel))
-    # Minima do not depend on the order; what was known before is read where nobody writes.
+    # Minima do not depend on the order. The earlier status is read from `worst`, which no program writes.
     if first < numel:  # noqa: SIM102 (`and` is not for tensors)
         if tl.load(worst) == OK:
-            # int64 by the sum: Triton may take `own` for a narrower number.
+            # The sum is int64, although Triton may treat `own` as a narrower number.
             tl.atomic_min(out, own + (first if PLACE else tl.zeros_like(first)), sem="relaxed")

@@ -1,10 +1,10 @@
 """The k entries of largest magnitude of each chunk of consecutive elements.
 
-    indices = chunktopk(u, k=4)  # int64, ascending; of each 4,096 elements four
+    indices = chunktopk(u, k=4)  # int64, ascending; four of each 4,096 elements
 
-On the CPU block maxima narrow each chunk down, as in `select.py`: its k largest entries lie in the k blocks with the
-largest maxima. On CUDA one program selects from one chunk: it holds the chunk in registers and finds the threshold bit
-by bit. So the data is read once, in one launch.
+On the CPU block maxima narrow down the search, as in `select.py`. A chunk's k largest entries lie in the k blocks with
+the largest maxima. On CUDA one program selects from one chunk. It holds the chunk in registers and finds the threshold
+bit by bit. So one launch reads the data once.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 CHUNK = 4096
-"""Consecutive elements that are selected from together: a place among them takes 12 bits."""
+"""Number of consecutive elements of a chunk: a position in a chunk takes 12 bits."""
 
 AT_A_TIME = 256 * CHUNK
-"""Elements that are worked on at a time on the CPU, which bounds the memory that is needed."""
+"""Number of elements to process at a time on the CPU, to bound the memory that is needed."""
 
 
 def chunktopk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) -> Tensor:
     """Return the indices of the k entries of largest magnitude of each chunk.
 
     Args:
-        u: 1-D, fp32. Left as it is.
-        k: how many of each full chunk, 1 to `CHUNK`.
-        k_last: number of entries of the elements behind the last full chunk, at most k.
+        u: 1-D, fp32; not changed.
+        k: number of entries of each full chunk, 1 to `CHUNK`.
+        k_last: number of entries among the elements behind the last full chunk, at most k.
         stats: statistics of `u`, with the block of `block_size(CHUNK, k)`, or None. Not used on CUDA.
 
     Returns:
@@ -51,7 +51,7 @@ def chunktopk(u: Tensor, k: int, k_last: int, stats: BlockStats | None = None) -
 
 @operation
 def _select(bits: Tensor, k: int, k_last: int, stats: BlockStats | None) -> Tensor:
-    # Also of CPUs with the loops in C: so a little at a time, and by block maxima.
+    # CPUs with the loops in C use this code, too. So it processes little at a time, and uses block maxima.
     u, full = bits.view(torch.float32), bits.numel() // CHUNK
     end, block = full * CHUNK, block_size(CHUNK, k)
     maxima = ensure_stats(stats, u, block).maxima if full else None
@@ -77,16 +77,16 @@ def _select_by_triton(bits: Tensor, k: int, k_last: int, stats: BlockStats | Non
 
 @operation
 def check_ascending(indices: Tensor, numel: int) -> None:
-    """Check indices, (..., n), none of them negative. With Triton nothing is checked, as the host would wait.
+    """Check non-negative indices, (..., n). Triton kernels do not check, as the host would wait.
 
     Raises:
-        ValueError: they do not ascend, without repetition, below `numel`.
+        ValueError: the indices are not strictly ascending, or not below `numel`.
     """
     if indices.numel() and not bool((indices[..., -1] < numel).all() & (indices.diff() > 0).all()):
         raise ValueError(f"A payload holds indices of {numel} elements that do not ascend: it is corrupt.")
 
 
-# The host would have to wait.
+# Triton kernels do not check, as the host would have to wait.
 check_ascending.by("triton")(lambda indices, numel: None)
 
 
@@ -94,11 +94,11 @@ def _by_maxima(blocks: Tensor, maxima: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest magnitudes of each chunk, ascending, given all blocks of the chunks."""
     block = blocks.shape[1]
     chosen = _largest_of_rows(maxima.view(-1, CHUNK // block), k)
-    # k entries of a chunk reach the least of its chosen maxima.
+    # At least k entries of a chunk reach the least of its chosen maxima.
     least = maxima.index_select(0, chosen).view(-1, k).amin(1)
     found = blocks.index_select(0, chosen).bitwise_and_(MAGNITUDE).view(-1, k * block)
     hits = nonzero(found >= least.unsqueeze(1))
-    # A table with a row of hits for each chunk, filled up with -1, which is never chosen.
+    # The table has a row of hits for each chunk. Rows are padded with -1, which is never chosen.
     row, cuts = _cuts(hits, k * block, len(least))
     widest = int(cuts.diff().max())
     table = torch.full((len(least), widest), -1, dtype=torch.int32, device=least.device)
@@ -116,7 +116,7 @@ def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
     hits = nonzero(rows >= least.unsqueeze(1))
     if hits.numel() == count * k:
         return hits
-    # Numbers equal to the least fill the room that the larger numbers of their row leave.
+    # Numbers equal to the least fill the places that the larger numbers of their row leave.
     row, cuts = _cuts(hits, width, count)
     tied = rows.view(-1).index_select(0, hits) == least.index_select(0, row)
     ties = torch.nn.functional.pad(tied.cumsum(0), (1, 0))
@@ -126,7 +126,7 @@ def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
 
 
 def _cuts(hits: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each ascending position, and the bounds of each row among the positions, (rows + 1)."""
+    """Return the row of each position, and the bounds of each row among the ascending positions, (rows + 1)."""
     row = hits // width
     return row, torch.searchsorted(row, torch.arange(rows + 1, device=row.device))
 
@@ -135,14 +135,14 @@ def _cuts(hits: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
 def _chunktopk(bits, indices, numel, k, k_last, CHUNK: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     positions = chunk * CHUNK + tl.arange(0, CHUNK)
-    # Loads without a mask are 16 bytes wide whatever the length is.
+    # Loads without a mask are 16 bytes wide, whatever the length is.
     if (chunk + 1) * CHUNK <= numel:
         found = tl.load(bits + positions) & 0x7FFFFFFF
         wanted = k
     else:
         found = tl.where(positions < numel, tl.load(bits + positions, mask=positions < numel, other=0) & 0x7FFFFFFF, -1)
         wanted = k_last
-    # The largest number that `wanted` magnitudes reach, from the highest bit on.
+    # Find the largest number that `wanted` magnitudes reach, from the highest bit down.
     limit = 0
     bit = 1 << 30
     while bit > 0:
@@ -151,7 +151,7 @@ def _chunktopk(bits, indices, numel, k, k_last, CHUNK: tl.constexpr):
         bit = bit >> 1
     above = (found > limit).to(tl.int32)
     ties = (found == limit).to(tl.int32)
-    # One prefix sum for both counts, in the upper and the lower half of 32 bits.
+    # One prefix sum serves both counts, in the upper and the lower half of 32 bits.
     both = (above << 16) | ties
     before = tl.cumsum(both) - both
     room = wanted - tl.sum(above)

@@ -3,8 +3,8 @@
     packed = pack_codes(codes, 5)          # 5 bytes for every 8 codes below 2⁵
     unpack_codes(packed, 5, len(codes))    # the codes again
 
-Codes of 1, 2, 4 or 8 bits fill bytes: the first code of a byte is in its lowest bits. Codes of other widths are sent as
-several planes of such widths, one behind the other, the lower bits first: 5 bits are a plane of 4 and a plane of 1.
+Codes of 1, 2, 4 or 8 bits fill bytes: the first code of a byte is in its lowest bits. Codes of other widths are split
+into planes of such widths, which are concatenated, the lower bits first. 5 bits are a plane of 4 and a plane of 1.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 1024
-"""Codes of a program of Triton's."""
+"""Number of codes that one Triton program processes."""
 
 
 def code_bytes(numel: int, bits: int) -> int:
-    """Return how many bytes `numel` codes take: `bits` for every 8 codes."""
+    """Return the number of bytes of `numel` codes: `bits` bytes for every 8 codes."""
     return -(-numel // 8) * bits
 
 
 @operation
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Return codes (1-D, integers from 0 to 2^bits - 1, bits up to 15) as bytes, uint8 of `code_bytes`."""
+    """Pack codes (1-D, integers from 0 to 2^bits - 1, up to 15 bits) into `code_bytes` bytes, uint8."""
     padded = torch.nn.functional.pad(codes.int(), (0, -codes.numel() % 8))
     planes = [padded[:0]]
     for shift, width in _planes(bits):
@@ -60,7 +60,7 @@ def _pack_in_c(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """Return the codes that `pack_codes` was given (1-D, of `numel`): uint8, or int16 if they have more than 8 bits."""
+    """Return the `numel` codes that `pack_codes` packed, 1-D: uint8, or int16 if they have more than 8 bits."""
     native.check_part("codes", packed, code_bytes(numel, bits))
     return _unpack(packed.contiguous(), bits, numel)  # a column of gathered messages is not contiguous
 
@@ -110,12 +110,12 @@ def _planes(bits: int) -> list[tuple[int, int]]:
 
 @kernel("count", "groups")
 def _pack_codes(codes, packed, count, groups, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Write the bytes of every bit plane of `count` codes, which lie in `groups` of 8."""
+    """Write the bytes of all bit planes of `count` codes, in `groups` groups of 8."""
     tile = tl.program_id(0).to(tl.int64)
     for step in tl.static_range(4):
-        # Planes of 8, 4, 2 and 1 bits, where BITS has such a one. Before it lie those of more bits.
+        # Planes of 8, 4, 2 and 1 bits, if BITS has such a plane. Planes of more bits come first.
         if BITS >> (3 - step) & 1:
-            places = tile * (TILE >> step) + tl.arange(0, TILE >> step)  # of its bytes, with 1 << step codes each
+            places = tile * (TILE >> step) + tl.arange(0, TILE >> step)  # bytes of the plane, with 1 << step codes each
             byte = tl.zeros([TILE >> step], tl.int32)
             for number in tl.static_range(1 << step):
                 index = (places << step) + number
@@ -128,7 +128,7 @@ def _pack_codes(codes, packed, count, groups, BITS: tl.constexpr, TILE: tl.const
 
 @kernel("count", "groups")
 def _unpack_codes(packed, codes, count, groups, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Write the first `count` codes that the bit planes of `groups` of 8 codes hold."""
+    """Write the first `count` codes from bit planes of `groups` groups of 8 codes."""
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     code = tl.zeros([TILE], tl.int32)
     for step in tl.static_range(4):
@@ -141,14 +141,14 @@ def _unpack_codes(packed, codes, count, groups, BITS: tl.constexpr, TILE: tl.con
 
 
 def region_codes(numel: int, size: int) -> int:
-    """Return how many codes each of `size` regions has: equally many, a multiple of 8."""
+    """Return the number of codes of each of `size` regions: the same for all, a multiple of 8."""
     return -(-numel // (8 * size)) * 8
 
 
 def in_regions(packed: Tensor, bits: int, size: int) -> Tensor:
-    """Return packed codes of 1, 2, 4 or 8 bits (1-D) region by region, as rows; zeros fill up the last ones.
+    """Return packed codes of 1, 2, 4 or 8 bits (1-D) as rows, one for each region; zeros pad the last rows.
 
-    Codes of these widths have one plane, so a row is what `pack_codes` makes of the region.
+    Codes of these widths have one plane, so a row equals the packed codes of its region.
     """
     each = code_bytes(region_codes(packed.numel() // bits * 8, size), bits)
     return torch.nn.functional.pad(packed, (0, each * size - packed.numel())).view(size, each)

@@ -1,7 +1,7 @@
-"""One function for each operation, whatever its tensors are: Triton on CUDA, C on the CPU, else plain torch.
+"""One function for each operation chooses its implementation: Triton on CUDA, C on the CPU, else plain torch.
 
     @operation
-    def double(x: Tensor) -> Tensor:    # the reference: plain torch, as simple as it can be
+    def double(x: Tensor) -> Tensor:    # the reference: the simplest plain torch
         return 2 * x
 
     @double.by("triton")
@@ -10,11 +10,11 @@
     @double.by("native", when=lambda x: x.is_contiguous())
     def _double_in_c(x: Tensor) -> Tensor: ...
 
-    double(x)                           # the implementation for x
+    double(x)                           # the implementation for x's backend
     double.reference(x)                 # plain torch, for x on any device
 
-Callers do not ask which backend works on their tensors. An operation without an implementation for that backend, or
-whose implementation does not take the arguments, runs its reference.
+Callers need not know the backend of their tensors. If an operation has no implementation for that backend, or the
+implementation does not support the arguments, the reference runs.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Backend = Literal["triton", "native"]
 
 
 def backend_of(x: Tensor) -> Backend | None:
-    """Return which kernels work on `x`: Triton's, those in C, or None."""
+    """Return the backend of the kernels for `x`: "triton", "native" (C), or None."""
     if uses_triton(x):
         return "triton"
     return "native" if uses_native(x) else None
 
 
 class Operation(Generic[P, R]):
-    """A function with one implementation for each backend, which the first tensor among the arguments chooses.
+    """A function with one implementation for each backend; the first tensor among the arguments decides the backend.
 
     Attributes:
-        reference: the implementation in plain torch, which takes all devices.
+        reference: the implementation in plain torch, for all devices.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
@@ -55,11 +55,11 @@ class Operation(Generic[P, R]):
     def by(
         self, *backends: Backend, when: Callable[..., bool] | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorate the implementation for some backends.
+        """Register the decorated implementation for some backends.
 
         Args:
             backends: "triton", or "native", which is C.
-            when: whether the implementation takes these arguments; None takes all.
+            when: returns whether the implementation supports the arguments; None supports all.
         """
 
         def add(implementation: Callable[P, R]) -> Callable[P, R]:
@@ -76,7 +76,7 @@ class Operation(Generic[P, R]):
 
 
 operation = Operation
-"""Decorator of a reference."""
+"""Decorator that makes an operation of its reference."""
 
 
 def _first_tensor(args: Any) -> Tensor | None:

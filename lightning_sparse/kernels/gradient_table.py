@@ -1,7 +1,7 @@
-"""Where a segment's gradients lie in memory, for kernels that go through all of them in one launch.
+"""Tables of gradients' addresses, for kernels that process all gradients of a segment in one launch.
 
-table = gradient_table(grads, bounds)   # int64, on the device; kept, as gradients stay where they are
-_address(table, index, many, STEPS)     # in a kernel: the address and the gradient's start, of each index
+    table = gradient_table(grads, bounds)   # int64, on the device; cached, as addresses rarely change
+    _address(table, index, many, STEPS)     # in a kernel: address and start of each index's gradient
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 4096
-"""Consecutive elements of a segment that the table knows about together."""
+"""Number of consecutive elements of a segment that share an entry of the table's third part."""
 
 
 def gradient_table(grads: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:
-    """Return where gradients lie, int64, on their device: kept for as long as they lie there.
+    """Return a table of the gradients' addresses, int64, on their device; it is cached for these addresses.
 
-    The first part has the start of each gradient in the segment, the second part its address. The third part has, of
-    each tile of 4,096 elements, the address of the first where all of them are of one gradient, and 0 elsewhere.
+    The first part holds the start of each gradient in the segment, and the second part its address. The third part has
+    a number for each tile of 4,096 elements. If all of them belong to one gradient, it is the address of the tile's
+    first element, else 0.
 
     Args:
         grads: 1-D, contiguous, of one dtype. The address of None is 0; at least one is not None.
-        bounds: where each gradient starts in the segment, and the segment's length as the last one.
+        bounds: start of each gradient in the segment, and the segment's length as the last one.
     """
     some = next(grad for grad in grads if grad is not None)
     addresses, size = tuple(0 if grad is None else grad.data_ptr() for grad in grads), some.element_size()
@@ -50,14 +51,14 @@ def gradient_table(grads: Sequence[Tensor | None], bounds: Sequence[int]) -> Ten
 
 
 def bisections(count: int) -> int:
-    """Return how many steps `_bisect` takes among so many starts."""
+    """Return the number of steps that `_bisect` needs for `count` starts."""
     return (count - 1).bit_length()
 
 
 @kernel()
 def _bisect(starts, index, many, STEPS: tl.constexpr):
-    """Return which of `many` ascending starts, the first of them 0, is the last at each index or before it."""
-    # It is one of first, ..., behind - 1.
+    """Return the number of the last of `many` ascending starts, the first one 0, that is at most each index."""
+    # The result is one of first, ..., behind - 1.
     first = (index * 0).to(tl.int32)
     behind = first + many
     for _ in range(STEPS):
@@ -70,6 +71,6 @@ def _bisect(starts, index, many, STEPS: tl.constexpr):
 
 @kernel()
 def _address(table, index, many, STEPS: tl.constexpr):
-    """Return, of the gradients that have the indices, the address in memory and the start in the segment, int64."""
+    """Return the address in memory and the start in the segment of each index's gradient, int64."""
     first = _bisect(table, index, many, STEPS)
     return tl.load(table + many + first), tl.load(table + first)

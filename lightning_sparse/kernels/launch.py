@@ -1,4 +1,4 @@
-"""The choice between plain torch and Triton, and kernels that import Triton only when the first is launched."""
+"""Chooses between plain torch and Triton, and imports Triton only when the first kernel is launched."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ OPTIONS = {"enable_fp_fusion": True}
 """Triton compiler options: fuse a product and a sum into one instruction (the default up to 3.9, off from 3.10)."""
 
 CHUNK = 1 << 17
-"""Elements that are worked on at a time on the CPU, where they stay in cache from one operation to the next."""
+"""Number of elements to process at a time on the CPU, so that they stay in cache between operations."""
 
 _loading = threading.Lock()
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Return whether Triton kernels work on `x`: on CUDA where Triton is installed, unless the environment says else.
+    """Return whether to use Triton kernels for `x`: on CUDA if Triton is installed, unless the environment decides.
 
     Triton needs compute capability 7.0.
 
     Raises:
-        ValueError: the environment variable `LIGHTNING_SPARSE_KERNELS` holds something else than "torch" or "triton".
+        ValueError: the environment variable `LIGHTNING_SPARSE_KERNELS` is neither "torch" nor "triton".
     """
     forced = os.environ.get(KERNELS)
     if forced is None:
@@ -57,7 +57,7 @@ def _has_triton() -> bool:
 @functools.cache
 def _is_able(device: int) -> bool:
     if not torch.cuda.is_available():
-        return True  # a tensor that only says that it is there
+        return True  # a tensor that only claims to be on CUDA
     able = torch.cuda.get_device_capability(device) >= (7, 0)
     if not able:
         log.warning("Selection on CUDA by plain torch, which is slower: the device is too old for Triton's kernels.")
@@ -65,12 +65,12 @@ def _is_able(device: int) -> bool:
 
 
 def at_a_time(x: Tensor) -> int:
-    """Return how many elements of `x` to work on at a time, a multiple of 8."""
+    """Return the number of elements of `x` to process at a time, a multiple of 8."""
     return -(-CHUNK // 8) * 8 if x.device.type == "cpu" else sys.maxsize // 8 * 8
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device, without the host waiting until it is there."""
+    """Copy a tensor of the host to a device; the host does not wait for the copy."""
     if device.type != "cuda" or x.is_cuda:
         return x.to(device)
     pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x)
@@ -78,25 +78,25 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def same_dtype(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors, of which there is one at least, have one dtype."""
+    """Return whether all tensors, at least one, have the same dtype."""
     return len({x.dtype for x in tensors}) == 1
 
 
 KEPT = 1 << 26
-"""The most bytes of constant tensors that are cached; then the cache is emptied."""
+"""Most bytes of cached constant tensors. If a new tensor exceeds the limit, the cache is cleared first."""
 KEEPS: tuple[type[Tensor], ...] = (Tensor,)
-"""Types of tensors that are cached: others, such as torch's fake tensors, belong to a mode that ends."""
+"""Types of tensors that are cached. Others, such as torch's fake tensors, belong to a mode that ends."""
 
 
 class Cache:
-    """Constant tensors, and the bytes that they take on the device: 512 or more each."""
+    """Constant tensors, and the number of bytes that they take on the device, at least 512 each."""
 
     def __init__(self) -> None:
         self.tensors: dict[Hashable, Tensor] = {}
         self.nbytes = 0
 
     def add(self, key: Hashable, x: Tensor) -> None:
-        """Keep a tensor; none of the others if they would be too many."""
+        """Add a tensor; first clear the cache if it would exceed `KEPT`."""
         self.nbytes += max(512, x.nbytes)
         if self.nbytes > KEPT:
             self.tensors.clear()
@@ -108,21 +108,21 @@ _kept = Cache()
 
 
 def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """Return the tensor that `make` returns, made once for each key, device and stream; nobody may change it.
+    """Return the result of `make` from a cache, with one tensor for each key, device and stream. Do not change it.
 
     Args:
-        key: what the tensor depends on, beside its device.
-        like: a tensor of the kind and on the device that it shall have.
-        make: called where it is not there yet.
+        key: all values on which the tensor depends, except its device.
+        like: a tensor of the type and on the device of the result.
+        make: function that makes the tensor if the cache does not have it.
     """
     if type(like) not in KEEPS:
         return make()
-    # A cache for each stream: another one is not ordered after the copy to the device, nor before the memory is freed.
+    # Streams have separate tensors: another stream may run before the copy to the device, or after the free.
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
     found = _kept.tensors.get((key, like.device, stream))
     if found is None:
         found = make()
-        # Within a CUDA graph's capture the copy to the device only happens when that graph is replayed, if ever.
+        # During the capture of a CUDA graph nothing is copied. The copy happens when the graph is replayed, if ever.
         if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
             _kept.add((key, like.device, stream), found)
     return found
@@ -131,8 +131,8 @@ def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
 class Kernel:
     """Stands in for a Triton kernel in its module until the first of them is launched.
 
-    The first launch replaces every stand-in in the module, and in modules that it imports stand-ins from, by the
-    compiled kernel, and adds `tl` to their globals, so that kernels can call each other.
+    The first launch replaces every stand-in in the module by the compiled kernel, and adds `tl` to the globals. It does
+    the same in modules from which this module imports stand-ins, so that kernels can call each other.
     """
 
     def __init__(self, function: Callable[..., Any], plain: tuple[str, ...]) -> None:
@@ -163,7 +163,7 @@ class Kernel:
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """Run as many programs of a kernel as are asked for, on the device of its first argument, a tensor."""
+    """Run `programs` programs of a kernel on the device of its first argument, a tensor."""
     kernel = kernel.load() if isinstance(kernel, Kernel) else kernel
     with torch.cuda.device_of(args[0]):
         kernel[(programs,)](*args, **OPTIONS, **constants)
@@ -173,7 +173,7 @@ def kernel(*plain: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a module's function as a Triton kernel.
 
     Args:
-        plain: arguments of which it does not matter whether they are 1 or a multiple of 16: no variant is compiled for
-            these cases.
+        plain: names of integer arguments for which Triton compiles no variants. By default it compiles one for the
+            number 1, and one for multiples of 16.
     """
     return lambda function: Kernel(function, plain)

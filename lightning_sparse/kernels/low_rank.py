@@ -1,12 +1,12 @@
-"""Products of a segment's matrices with thin ones, on the CPU all in one call in C: for PowerSGD.
+"""Products of a segment's matrices with thin ones, for PowerSGD; on the CPU one call in C computes all of them.
 
     left_products(u, matrices, right, rank)          # M Qᵀ
     right_products(u, matrices, left, rank)          # Pᵀ M
     write_products_(u, matrices, left, right, rank)  # M = P Q
 
-`matrices` has start and stop in the segment, rows and columns of each M. The P, (rows,
-rank), of all matrices lie one after the other in `left`, and the Q, (rank, columns), in `right`. All are 1-D, fp32. An
-element of P Q is summed up in the order of P's columns, without fusing, so plain torch can do it with the same bits.
+`matrices` holds start and stop in the segment, rows and columns of each M. `left` concatenates the P, (rows, rank), of
+all matrices, and `right` the Q, (rank, columns). All are 1-D, fp32. An element of P Q is summed in the order of P's
+columns, without fused operations. So plain torch can compute the same bits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_sparse.kernels.launch import kept
 Matrices = Sequence[tuple[int, int, int, int]]
 
 KINDS = ("left", "right", "product")
-"""What is written. cpu/low_rank.c goes by this order."""
+"""Kinds of results. cpu/low_rank.c relies on this order."""
 
 
 ROWS = 64
-"""Rows of a matrix that plain torch multiplies at a time on the CPU, where they stay in a cache."""
+"""Number of rows of a matrix that plain torch multiplies at a time on the CPU, so that they stay in a cache."""
 
 
 @operation
@@ -48,7 +48,7 @@ def _left_in_c(u: Tensor, matrices: Matrices, right: Tensor, rank: int) -> Tenso
 def right_products(u: Tensor, matrices: Matrices, left: Tensor, rank: int) -> Tensor:
     """Return Pᵀ M of each matrix in `u`."""
     pairs = zip(_factors(left, matrices, rank, 2), _matrices(u, matrices), strict=True)
-    # Twice as fast on the CPU as with Mᵀ, or with a Pᵀ that is not contiguous.
+    # On the CPU this is 2× faster than a product with Mᵀ, or with a Pᵀ that is not contiguous.
     return torch.cat([u[:0], *((factor.view(-1, rank).mT.contiguous() @ matrix).view(-1) for factor, matrix in pairs)])
 
 
@@ -61,7 +61,7 @@ def _right_in_c(u: Tensor, matrices: Matrices, left: Tensor, rank: int) -> Tenso
 
 @operation
 def write_products_(u: Tensor, matrices: Matrices, left: Tensor, right: Tensor, rank: int) -> None:
-    """Write P Q of each matrix to where it is in `u`: on CPUs with the same bits whatever libraries a rank has."""
+    """Write P Q of each matrix to its place in `u`. On CPUs the bits do not depend on a rank's libraries."""
     factors = zip(_factors(left, matrices, rank, 2), _factors(right, matrices, rank, 3), strict=True)
     for matrix, (p, q) in zip(_matrices(u, matrices), factors, strict=True):
         basis, coefficients = p.view(-1, rank), q.view(rank, -1)

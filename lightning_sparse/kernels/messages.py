@@ -1,4 +1,4 @@
-"""Where the parts of a message lie in it, for kernels that write them there; see `framing.py`."""
+"""The layout of messages, for kernels that write parts into them directly; see `framing.py`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 HEADER_BYTES = 16
-"""Bytes of fingerprint and status at the start of a message."""
+"""Number of bytes of fingerprint and status at the start of a message."""
 CHECKSUM_BYTES = 8
-"""Bytes of the checksum at the end of a message."""
+"""Number of bytes of the checksum at the end of a message."""
 
 
 def aligned(nbytes: int) -> int:
-    """Return how many bytes a part takes in a message: a multiple of 8."""
+    """Return the number of bytes of a part in a message, a multiple of 8."""
     return (nbytes + 7) // 8 * 8
 
 
 class Parts(tuple[Tensor, ...]):
-    """Zeros for what is sent, which lie in a message already, so that `framing.seal` need not copy them.
+    """Payload tensors, zeros at first, that are views of a message, so that `framing.seal` need not copy them.
 
     Attributes:
-        messages: with room for header and checksum; None once it is sealed.
-        starts: of the parts, in bytes.
+        messages: messages with room for header and checksum; None once they are sealed.
+        starts: offset of each part in a message, in bytes.
     """
 
     messages: Tensor | None
@@ -31,7 +31,7 @@ class Parts(tuple[Tensor, ...]):
 
     @staticmethod
     def of(lead: Sequence[int], lengths: Sequence[tuple[int, torch.dtype]], device: torch.device) -> Parts:
-        """Return tensors of (*lead, length), with one message for all, or with `lead` for each row."""
+        """Return zeros of the shapes (*lead, length). They share one message, or, with `lead`, one for each row."""
         starts = [HEADER_BYTES]
         for length, dtype in lengths:
             starts.append(starts[-1] + aligned(length * dtype.itemsize))
@@ -44,6 +44,6 @@ class Parts(tuple[Tensor, ...]):
         return parts
 
     def words(self, index: int) -> Tensor:
-        """Return a part, and what lies behind it, as words of 4 bytes: parts are filled up with zeros to 8."""
+        """Return a part and the rest of the message as words of 4 bytes; zeros pad parts to a multiple of 8 bytes."""
         assert self.messages is not None
         return self.messages.view(torch.int32)[..., self.starts[index] // 4 :]

@@ -1,7 +1,7 @@
-"""The loops in C of cpu/, compiled when the package is installed; dispatch.py says when they run.
+"""The C loops of cpu/, compiled when the package is installed; dispatch.py decides when they run.
 
 The loops run in one thread, as ranks on CPUs do, and release Python's lock. Without them plain torch does the same work
-in a dozen operations or more. A log line says so, once.
+in a dozen operations or more, and one log line reports that.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("_cpu.pyd" if os.name == "nt" else "_cpu.so")
 """The library that setup.py builds, for `ctypes`."""
 NEWEST = "add_delta_with_payout"
-"""A function that builds of older versions lack."""
+"""A function that libraries of older versions lack."""
 
 
 def uses_native(x: Tensor) -> bool:
-    """Return whether the loops of cpu/ work on `x`: on the CPU, if they were compiled, unless the environment forces.
+    """Return whether to use the loops of cpu/ for `x`: on the CPU, if compiled, unless the environment decides.
 
     Tensors of other types, such as torch's fake ones, may have no memory.
     """
@@ -35,7 +35,7 @@ def uses_native(x: Tensor) -> bool:
 
 
 def takes(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether the loops of cpu/ work on tensors, on one device, as they lie: contiguous ones of fp32.
+    """Return whether the loops of cpu/ can use tensors on one device without a copy: contiguous ones of fp32.
 
     None entries are ignored.
     """
@@ -55,7 +55,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:  # of another machine
+    except OSError as error:  # built on another machine
         _warn(f"The loops in C cannot be loaded, so work on the CPU takes at least twice as long: {error}.")
         return None
     if not hasattr(found, NEWEST):
@@ -65,22 +65,23 @@ def library() -> ctypes.CDLL | None:
 
 
 def _warn(text: str) -> None:
-    """Warn on rank 0, or in a process that is no rank."""
+    """Warn on rank 0, or in a process without a rank."""
     if os.environ.get("RANK", "0") == "0" and os.environ.get("LOCAL_RANK", "0") == "0":
         log.warning(text)
 
 
 def table(tensors: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:
-    """Return the offsets of parameters in a segment, and their addresses, 0 for None: int64, for cpu/segment.h.
+    """Return a table for cpu/segment.h, int64: offsets of parameters in a segment, and their addresses, 0 for None.
 
-    Unlike a `gradient_table` it is not kept: new gradients lie elsewhere in each step, and it is made in microseconds.
+    Unlike a `gradient_table` it is not cached: gradients have new addresses in each step, and a table takes
+    microseconds to make.
 
     Args:
-        tensors: one per parameter, contiguous; the caller keeps them while the table is in use.
+        tensors: one per parameter, contiguous; the caller keeps them alive while the table is in use.
         bounds: offset of each parameter in the segment, and the segment's length as the last one.
 
     Raises:
-        ValueError: a tensor has not its parameter's length.
+        ValueError: a tensor does not have its parameter's length.
     """
     for x, start, stop in zip(tensors, bounds[:-1], bounds[1:], strict=True):
         if x is not None and x.numel() != stop - start:
@@ -93,19 +94,19 @@ def run(name: str, *args: Tensor | float | None) -> None:
     """Call a function of cpu/.
 
     Args:
-        name: of the function, which returns nothing.
-        args: tensors on the CPU, contiguous, as pointers, and None as the null pointer; whole numbers as int64_t,
-            others as double.
+        name: name of the function, which returns nothing.
+        args: contiguous tensors on the CPU, which are passed as pointers; None, as the null pointer; integers, as
+            int64_t; and floats, as double.
 
     Raises:
-        TypeError: a tensor of floats that are not fp32, which C would read as such; or one that may have no memory.
-        ValueError: a tensor that is elsewhere, or not contiguous.
+        TypeError: a tensor holds floats that are not fp32, which C would misread, or may have no memory.
+        ValueError: a tensor is on another device, or is not contiguous.
     """
     getattr(library(), name)(*[_argument(name, x) for x in args])
 
 
 def check_part(name: str, part: Tensor, least: int) -> None:
-    """Raise ValueError for a part of a payload that is too short: kernels would read behind its end."""
+    """Raise ValueError if a part of a payload is too short, because kernels would read behind its end."""
     if part.numel() < least:
         raise ValueError(
             f"The payload's {name} have {part.numel()} elements, but the segment takes {least}: decode a payload in "

@@ -1,13 +1,13 @@
-"""Ascending indices as bits: the lower bits as they are, of the upper ones the differences, in unary.
+"""Packs ascending indices: stores their lower bits unchanged, and the differences of their upper bits in unary.
 
     upper, *lower = pack_bits(indices, numel=1000, capacity=16, width=8)
     unpack_bits(upper, lower, count, numel=1000, capacity=16, width=8)  # the indices again, padded to 16
 
-Elias 1974; Fano 1971. Bit (index >> width) + i of `upper` is set for the i-th index.
+This is Elias-Fano coding (Elias 1974; Fano 1971). Bit (index >> width) + i of `upper` is set for the i-th index.
 
-On CUDA the host must not wait for a count. So lists of indices have a fixed length there, and are padded at the end
-with the number of elements, which is no index; values that belong to it are zero. So are several lists of different
-lengths, on any device, which are the rows of one tensor.
+On CUDA the host must not wait for a count. So lists of indices have a fixed length there. They are padded at the end
+with the number of elements, which is not a valid index. Values of the padding are zero. On any device, lists of
+different lengths are padded in the same way to form the rows of one tensor.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 LOWER = {8: torch.uint8, 16: torch.int16}
-"""Width of the lower bits, besides 0, to the dtype that holds them."""
+"""Maps the width of the lower bits, unless it is 0, to the dtype that holds them."""
 
 TILE = 1024
-"""Indices that one program of the kernels works on."""
+"""Number of indices that one program of the kernels processes."""
 
 BYTES = 512
-"""Bytes of upper bits that one program of the kernels works on."""
+"""Number of bytes of upper bits that one program of the kernels processes."""
 
 
 ADDED_UP = 4096
-"""With more tiles than these, their counts are added up beforehand, and not by each program for those before it."""
+"""With more tiles than this, a prefix sum of their counts is computed first; otherwise each program sums them."""
 
 
 def upper_bytes(numel: int, capacity: int, width: int) -> int:
-    """Return how many bytes the upper bits take."""
+    """Return the number of bytes that the upper bits take."""
     return (capacity + (numel >> width) + 8) // 8
 
 
@@ -50,11 +50,11 @@ def pack_bits(indices: Tensor, numel: int, capacity: int, width: int) -> tuple[T
     """Return indices as upper bits, uint8 of `upper_bytes`, and, unless `width` is 0, `capacity` lower parts.
 
     Args:
-        indices: int64, (..., n), each row ascending, distinct, n at most `capacity`; `numel` at the end of a row stands
-            for no index.
-        numel: all indices are below.
-        capacity: number of indices that a row has room for.
-        width: of the lower bits: 0, 8 or 16.
+        indices: int64, (..., n), with n at most `capacity`. Each row is ascending and distinct, and may be padded with
+            `numel` at the end.
+        numel: number of elements; all indices are below it.
+        capacity: most indices that a row can hold.
+        width: number of lower bits: 0, 8 or 16.
     """
     size, device = upper_bytes(numel, capacity, width), indices.device
     *lead, each = indices.shape
@@ -94,8 +94,10 @@ def pack_entries_(
     Args:
         indices: as in `pack_bits`.
         values: fp32, one per index.
-        count, out, words, lower: int32, (..., 1), fp32, (..., capacity), int32, (..., n), and of `LOWER`: zeros, their
-            rows evenly spaced in memory; overwritten. `out` may be None: then the values are not written.
+        count: int32, (..., 1). Like the next three, zeros whose rows are evenly spaced in memory; overwritten.
+        out: fp32, (..., capacity); None if the values are not to be written.
+        words: int32, (..., n).
+        lower: tensors of a dtype of `LOWER`, (..., capacity), or none.
         numel: as in `pack_bits`.
     """
     width = next(width for width, dtype in {0: None, **LOWER}.items() if not lower or dtype == lower[0].dtype)
@@ -133,17 +135,17 @@ def _launch_pack(
 
 @operation
 def unpack_bits(upper: Tensor, lower: Sequence[Tensor], count: Tensor, numel: int, capacity: int, width: int) -> Tensor:
-    """Return the indices that `pack_bits` was given, int64, (..., capacity), padded with `numel`.
+    """Return the indices that `pack_bits` packed, int64, (..., capacity), padded with `numel`.
 
     Args:
         upper: uint8, (..., `upper_bytes`).
-        lower: of `pack_bits`.
-        count: how many they are, int32, (..., 1).
-        numel, capacity, width: of `pack_bits`.
+        lower: as returned by `pack_bits`.
+        count: number of indices in each row, int32, (..., 1).
+        numel, capacity, width: as given to `pack_bits`.
 
     Raises:
-        ValueError: the payload holds more or fewer indices, or others. With Triton this is not checked, as the host
-            would wait: from a corrupt payload come wrong indices, none of them negative.
+        ValueError: the number of indices differs from `count`, or the indices are not valid. Triton kernels do not
+            check, as the host would wait: a corrupt payload yields wrong indices, none of them negative.
     """
     *lead, size = upper.shape
     out = torch.full((*lead, capacity), numel, dtype=torch.int64, device=upper.device)
@@ -169,7 +171,7 @@ def _unpack_by_triton(
     counts = torch.empty(*lead, tiles, dtype=torch.int32, device=upper.device)
     out = torch.empty(*lead, capacity, dtype=torch.int64, device=upper.device)
     (low,) = lower or (upper,)
-    # Rows are where they came, evenly spaced in a message.
+    # Rows are still in the received messages, evenly spaced.
     each = [part.stride(-2) if lead else 0 for part in (upper, low, count)]
     launch(_count_bits, counts.numel(), upper, counts, size, tiles, each[0], TILE=BYTES)
     added_up = tiles > ADDED_UP
@@ -180,33 +182,33 @@ def _unpack_by_triton(
 
 @operation
 def check_counts(count: Tensor, capacity: int) -> None:
-    """Check received numbers of entries. With Triton nothing is checked, as the host would wait.
+    """Check received numbers of entries. Triton kernels do not check, as the host would wait.
 
     Raises:
-        ValueError: a number below 0 or above `capacity`.
+        ValueError: a number is below 0 or above `capacity`.
     """
     wrong = [given for given in count.view(-1).tolist() if not 0 <= given <= capacity]
     if wrong:
         raise ValueError(f"A payload for at most {capacity} entries says it holds {wrong[0]}: it is corrupt.")
 
 
-# The host would have to wait.
+# Triton kernels do not check, as the host would have to wait.
 check_counts.by("triton")(lambda count, capacity: None)
 
 
 @operation
 def check_indices(indices: Tensor, numel: int, count: Tensor | None = None) -> Tensor:
-    """Return received indices, (..., n), as int64. With Triton they are clamped instead of checked.
+    """Return received indices, (..., n), as int64. Triton kernels clamp the indices instead of checking them.
 
     So corrupt indices cannot access memory out of range, and the host does not wait for the device.
 
     Args:
         indices: received, of any integer dtype.
-        numel: all indices are below; `numel` at the end is padding.
-        count: how many they have to be, (..., 1); None is any number.
+        numel: number of elements; all indices are below it, except padding at the end, which is `numel`.
+        count: expected number of indices in each row, (..., 1); None accepts any number.
 
     Raises:
-        ValueError: they do not ascend, without repetition, within `numel` elements; or they are more or fewer.
+        ValueError: the indices are not strictly ascending, or not within `numel` elements, or their number is wrong.
     """
     indices = indices.long()
     if indices.numel():
@@ -229,7 +231,7 @@ check_indices.by("triton")(lambda indices, numel, count=None: indices.long().cla
 
 @operation
 def gather(u: Tensor, indices: Tensor) -> Tensor:
-    """Return `u[indices]`, and zero for padding, `len(u)`."""
+    """Return `u[indices]`; the value of padding, whose index is `len(u)`, is zero."""
     if not indices.numel() or int(indices[-1]) < u.numel():
         return u.index_select(0, indices)
     valid = indices < u.numel()
@@ -265,14 +267,14 @@ def _pack(
     VALUES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # In 64 bits, as rows times their length may exceed 32.
+    # Positions have 64 bits, because the number of all indices may exceed 32 bits.
     positions = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + positions, mask=positions < total, other=numel)
     valid = index < numel
     row = positions // each
     place = positions - row * each
     bit = (index >> WIDTH) + place
-    # The order of these additions to a set does not matter.
+    # These bits may be set in any order.
     word = words + row * words_each + (bit >> 5)
     tl.atomic_or(word, (1 << (bit & 31)).to(tl.int32), mask=valid, sem="relaxed")
     if WIDTH > 0:
@@ -280,7 +282,7 @@ def _pack(
     if VALUES:
         tl.store(out + row * out_each + place, tl.load(values + positions, mask=valid, other=0.0), mask=valid)
     if COUNTS:
-        # The program with a row's last index writes their number; a row without indices keeps its zero.
+        # The program that has a row's last index writes the count; a row without indices keeps its zero.
         after = tl.load(indices + positions + 1, mask=valid & (place + 1 < each), other=numel)
         tl.store(count + row * count_each, (place + 1).to(tl.int32), mask=valid & (after >= numel))
 
@@ -313,7 +315,7 @@ def _unpack(
     ADDED_UP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`counts` says how many bits are set in a tile, or, added up, in a tile and those before it in its row."""
+    """`counts` holds the number of set bits in each tile, or its prefix sum over the tiles of a row if `ADDED_UP`."""
     row = tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0) - row * tiles
     start = tile * TILE
@@ -340,7 +342,7 @@ def _unpack(
     if WIDTH > 0:
         index |= tl.load(lower + row * lower_each + rank, mask=valid, other=0).to(tl.int64) & ((1 << WIDTH) - 1)
     tl.store(out + row * capacity + rank, index, mask=valid)
-    # Padding behind the indices: there are more bits than places.
+    # Write the padding behind the indices. There are more bits than indices, so all of it is written.
     place = start * 8 + tl.arange(0, TILE * 8)
     behind = tl.minimum(whole, room)
     tl.store(out + row * capacity + place, tl.zeros_like(place) + numel, mask=(place >= behind) & (place < capacity))

@@ -1,6 +1,6 @@
 """Computes u = residual + delta + unspent momentum in one pass.
 
-    payout = Payout(coefficients, references)         # references: nothing is computed yet
+    payout = Payout(coefficients, references)         # computes nothing yet
     u = add_with_payout_(residual, bounds, deltas, 1.0, payout, stats)
 
 On CUDA one launch reads the deltas, the references and the residual, and writes the residual, u and the block maxima.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 AT_A_TIME = 1 << 23
-"""Most elements that plain torch works on at a time on CUDA, a multiple of 64: temporaries have 32 MB."""
+"""Most elements that plain torch processes at a time on CUDA, a multiple of 64: temporaries take 32 MB."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Payout:
 
     Attributes:
         coefficients: a and b of each parameter, (2, parameters) fp32, on their device; both 0 without momentum.
-        references: 1-D, contiguous, of one floating dtype, one per parameter; None if b does not count.
-        factors: f of each parameter, by which its delta was rescaled, 1-D fp32, on their device; None is 1.
+        references: reference of each parameter, 1-D, contiguous, of one floating dtype; None if b is not used.
+        factors: f of each parameter, the factor on its delta, 1-D fp32, on their device; None means 1.
     """
 
     coefficients: Tensor
@@ -57,15 +57,15 @@ def add_with_payout_(
     payout: Payout,
     stats: BlockStats | None,
 ) -> Tensor:
-    """Add `scale` times the deltas to the residual, in place; return that plus the payout, a new tensor.
+    """Add `scale` times the deltas to the residual, in place; return the sum plus the payout as a new tensor.
 
     Args:
         residual: 1-D fp32, of the segment's length; overwritten.
-        bounds: where each delta starts in it, and its length as the last one.
-        deltas: 1-D, of any floating dtype; left as they are.
+        bounds: start of each delta in the residual, and the residual's length as the last one.
+        deltas: 1-D, of any floating dtype; not changed.
         scale: factor on the deltas: a number, or an fp32 scalar on their device.
         payout: the unspent momentum.
-        stats: of the result, filled; None adds only.
+        stats: statistics of the result, to fill; None if they are not wanted.
     """
     u = torch.empty_like(residual)
     references = payout.references or ()
@@ -101,7 +101,7 @@ def add_with_payout_(
 def _by_loop(
     u: Tensor, residual: Tensor, bounds: Sequence[int], deltas: Sequence[Tensor], scale: float | Tensor, payout: Payout
 ) -> Callable[[int, int], None]:
-    """Return what forms a part of u in C."""
+    """Return a function that forms a part of u in C, given its bounds."""
     tables = [None if each is None else table(each, bounds) for each in (deltas, payout.references)]
     args = u, residual, *tables, payout.coefficients, payout.factors, float(scale), len(deltas), len(u)
     return functools.partial(run, "add_delta_with_payout", *args)
@@ -118,7 +118,7 @@ def _by_triton(
 ) -> None:
     tiles = -(-u.numel() // TILE)
     outputs, constants = for_kernel(stats, u, tiles)
-    deltas = [x.contiguous() for x in deltas]  # the kernel reads them
+    deltas = [x.contiguous() for x in deltas]  # the kernel reads raw memory
     references = payout.references or deltas
     launch(
         _add_with_payout,
@@ -168,7 +168,7 @@ def _add_with_payout(
     TILE: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Two tables are of `gradient_table`; `delta_dtype` and `reference_dtype` only give dtypes."""
+    """`deltas` and `references` come from `gradient_table`; `delta_dtype` and `reference_dtype` only give dtypes."""
     tile = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, TILE // BLOCK)
     within = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -179,7 +179,7 @@ def _add_with_payout(
     at_delta = tl.load(deltas + 2 * many + tile)
     at_reference = tl.load(references + 2 * many + tile)
     if at_delta != 0 and at_reference != 0:
-        # Loads without a mask are 16 bytes wide whatever the length is, from memory that is aligned.
+        # Loads without a mask from aligned memory are 16 bytes wide, whatever the length is.
         if (at_delta | at_reference) % 16 == 0:
             delta = tl.load(tl.multiple_of(at_delta.to(tl.pointer_type(delta_dtype.dtype.element_ty)), 16) + within)
             w = delta
@@ -203,7 +203,7 @@ def _add_with_payout(
         x = kept + unspent
         tl.store(u + offsets, x)
     else:
-        # Seldom: little at a time, so that this does not take the registers that the other way needs.
+        # This rare case works on small parts, so that it takes no registers from the common case.
         for part in range(TILE // PART):
             index = tile * TILE + part * PART + tl.arange(0, PART)
             valid = index < numel

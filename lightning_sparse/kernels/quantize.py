@@ -1,7 +1,7 @@
-"""Blocks of some parameters in 4 or 8 bits, all of them in one call; `compressors/blocks.py` says what they are.
+"""Quantizes blocks of several parameters to 4 or 8 bits in one call; see `compressors/blocks.py`.
 
-scales, codes, update = quantize(u, places, bits, block)        # and the dequantized values
-dequantize(scales, codes, places, bits, block, len(u))          # the same values
+    scales, codes, update = quantize(u, places, bits, block)        # update: the dequantized values
+    dequantize(scales, codes, places, bits, block, len(u))          # the same values
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Places = Sequence[tuple[int, int]]
 
 TILE = 4096
-"""Elements of a program."""
+"""Number of elements that one program processes."""
 
 
 @operation
@@ -34,18 +34,18 @@ def quantize(u: Tensor, places: Places, bits: int, block: int) -> tuple[Tensor, 
     """Return scales, codes and the dequantized values of the blocks of some parameters.
 
     Args:
-        u: 1-D, fp32; left as it is.
-        places: start and stop of each parameter, none of them empty; a parameter begins with a block of its own.
+        u: 1-D, fp32; not changed.
+        places: start and stop of each parameter, none of them empty. A new block begins at each start.
         bits: 4 or 8.
-        block: elements of a block, even; the last block of a parameter may have fewer.
+        block: number of elements of a block, even; the last block of a parameter may have fewer.
 
     Returns:
-        scales, bf16, 1-D; codes, uint8, 1-D; and values, fp32, as long as `u`, undefined outside of the places.
+        Scales, bf16, 1-D; codes, uint8, 1-D; and values, fp32, of `u`'s length, undefined outside of the places.
     """
     rows = torch.cat([u[:0], *(pad(u[start:stop], (0, (start - stop) % block)) for start, stop in places)])
     rows = rows.view(-1, block)
     scales = scale_of(rows.abs().amax(1, keepdim=True), bits)
-    # A block of zeros has the scale 0, no other one is below the least number above 0.
+    # Only a block of zeros has the scale 0. All other scales are at least the smallest number above 0.
     steps = (rows / scales.clamp(min=2.0**-149)).round_()
     update = torch.empty_like(u)
     _write_(update, places, block, steps * scales)
@@ -64,7 +64,7 @@ def _quantize_by_kernels(u: Tensor, places: Places, bits: int, block: int) -> tu
 
 @operation
 def dequantize(scales: Tensor, codes: Tensor, places: Places, bits: int, block: int, numel: int) -> Tensor:
-    """Return the dequantized values, fp32, of a segment's length; arguments and values as of `quantize`."""
+    """Return the values that `quantize` returned, fp32, of length `numel`; see `quantize` for the arguments."""
     update = torch.empty(numel, dtype=torch.float32, device=codes.device)
     steps = unpack_steps(codes.view(-1, block * bits // 8), bits)
     _write_(update, places, block, steps * scales.view(-1, 1))
@@ -79,33 +79,33 @@ def _dequantize_by_kernels(scales: Tensor, codes: Tensor, places: Places, bits: 
 
 
 def block_count(places: Places, block: int) -> int:
-    """Return how many blocks parameters have."""
+    """Return the number of blocks of all parameters."""
     return sum(-(-(stop - start) // block) for start, stop in places)
 
 
 def scale_of(largest: Tensor, bits: int) -> Tensor:
-    """Return the scale of blocks with these largest magnitudes, fp32, as a number of bf16; NaN and infinity stay."""
+    """Return scales of blocks, given their largest magnitudes: fp32, rounded to bf16; NaN and infinity stay."""
     levels = (1 << bits - 1) - 1
     exact = largest / levels
     nearest = exact.bfloat16()
     scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
-    # L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value.
+    # L steps must not overflow. So the largest numbers are rounded down: L + 1/2 steps still reach the value.
     too_large = (scale.float() * levels == math.inf) & (exact < math.inf)
     return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16).float()
 
 
 def pack_steps(steps: Tensor, bits: int) -> Tensor:
-    """Return whole numbers of steps, -L to L, (..., even) in fp32, as bytes, (..., even * bits / 8), uint8."""
+    """Pack integer steps from -L to L, (..., n) fp32 with an even n, into bytes, (..., n * bits / 8), uint8."""
     if bits == 8:
         return steps.to(torch.int8).view(torch.uint8)
-    # The first half of a row in the lower four bits, the other in the upper ones, each 8 higher than it is. Sums of
-    # signed bytes wrap around.
+    # The lower four bits hold the first half of a row, and the upper ones the other half, each plus 8. Sums of signed
+    # bytes wrap around.
     first, other = steps.chunk(2, -1)
     return torch.add(first, other, alpha=16).to(torch.int8).add_(8 + 16 * 8 - 256).view(torch.uint8)
 
 
 def unpack_steps(packed: Tensor, bits: int) -> Tensor:
-    """Return the numbers of steps that `pack_steps` was given, in fp32."""
+    """Return the steps that `pack_steps` packed, fp32."""
     if bits == 8:
         return packed.view(torch.int8).float()
     return torch.cat([packed & 15, packed >> 4], -1).float().sub_(8)
@@ -125,7 +125,7 @@ def _call(
         return
     if scales.dtype is not torch.bfloat16:
         raise TypeError(f"Scales of blocks are torch.bfloat16, but got {scales.dtype}: decode what compress returned.")
-    # The interpreter's numpy does not know bf16's bits; 16 bits are 16 bits.
+    # NumPy, which Triton's interpreter uses, does not support bf16, so kernels take the bits as int16.
     arguments = (x, _table(places, block, x), scales.view(torch.int16), codes, *out)
     if backend_of(x) == "native":
         native.run(name, *arguments, len(places), bits, block)
@@ -137,7 +137,7 @@ def _call(
 
 
 def _table(places: Places, block: int, like: Tensor) -> Tensor:
-    """Return the number of each parameter's first block, its start and its stop, int64 (3, parameters); kept."""
+    """Return the number of each parameter's first block, its start and its stop, int64 (3, parameters), cached."""
 
     def make() -> Tensor:
         starts, stops = torch.tensor(places, dtype=torch.int64, device="cpu").T
@@ -158,11 +158,14 @@ def _halves(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return where the two halves of this program's blocks are: 4 bits have an element of each in a byte.
+    """Return the offsets of the two halves of this program's blocks; in 4 bits a byte holds an element of each half.
 
-    That is, of each block: its number; whether there is such a block; the offsets in the segment of its first half's
-    elements; which of these, and which of the other half's, there are; the offsets of the first half's codes; and which
-    of these there are.
+    For each block, the function returns:
+
+    - its number, and whether such a block exists;
+    - the offsets in the segment of its first half's elements;
+    - masks of the existing elements in the first half, and in the other half;
+    - the offsets of the first half's codes, and a mask of the existing codes.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < rows
@@ -198,21 +201,21 @@ def _quantize(
     )
     x = tl.load(u + first, mask=has_first, other=0.0)
     y = tl.load(u + first + BLOCK // 2, mask=has_other, other=0.0)
-    # Magnitudes as whole numbers, of which NaN is the largest, above infinity.
+    # Magnitudes are compared as integers: NaN is larger than infinity.
     bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     largest = tl.max(bits, 1).to(tl.float32, bitcast=True)
-    # max / L, up to the next number of bf16.
+    # Round max / L up to the next number of bf16.
     levels = ((1 << (BITS - 1)) - 1) * 1.0
     exact = tl.div_rn(largest, tl.full([ROWS], levels, tl.float32))
     high = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     high = tl.where(exact != exact, 0x7FC0, high)
-    # L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value.
+    # L steps must not overflow. So the largest numbers are rounded down: L + 1/2 steps still reach the value.
     too_large = ((high << 16).to(tl.float32, bitcast=True) * levels == float("inf")) & (exact < float("inf"))
     high = tl.where(too_large, high - 1, high)
     tl.store(scales + row, high.to(tl.int16), mask=present)
     scale = (high << 16).to(tl.float32, bitcast=True)[:, None]
     divisor = tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x)
-    # To the nearest whole number, of two the even one: below 2²² a sum with 1.5 · 2²³ has no place for more.
+    # Round to the nearest integer, of two to the even one: for |x| < 2²², x + 1.5 · 2²³ has no fraction bits.
     x = (tl.div_rn(x, divisor) + 12582912.0) - 12582912.0
     y = (tl.div_rn(y, divisor) + 12582912.0) - 12582912.0
     if BITS == 4:

@@ -1,4 +1,4 @@
-"""By which factors updates are rescaled, see `lightning_sparse.momentum`: two launches for all of a segment."""
+"""Computes the factors that rescale updates in two launches per segment; see `lightning_sparse.momentum`."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 PIECE = 8192
-"""Elements of a parameter that one program adds up."""
+"""Number of elements of a parameter that one program sums."""
 AT_A_TIME = 256
-"""Pieces whose sums one program adds up at a time."""
+"""Number of pieces whose sums one program adds up at a time."""
 
 
 def rescaling(
@@ -36,11 +36,11 @@ def rescaling(
 
     Args:
         first: m of each parameter, 1-D, contiguous; None if it has no moments. At least one is not None.
-        second: v of each, in the same way.
-        bounds: where each parameter starts in the segment, and the segment's length as the last one.
-        numbers: (4, parameters) fp32, on their device: 1 − β₁ᵗ and 1 − β₂ᵗ, the corrections of both moments' bias; c,
-            the part of a gradient's noise that is in the first moment, or -1 for a parameter without moments; and the
-            share of the weights that decoupled weight decay has subtracted.
+        second: v of each parameter, in the same form.
+        bounds: start of each parameter in the segment, and the segment's length as the last one.
+        numbers: (4, parameters) fp32, on their device. The first two rows are the bias corrections 1 − β₁ᵗ and
+            1 − β₂ᵗ. The third is c, the part of a gradient's noise in the first moment, or -1 without moments. The
+            last is the decay, the share of the weights that decoupled weight decay subtracted.
         size: P, the number of ranks.
     """
     there = [x for x in (*first, *second) if x is not None]
@@ -89,7 +89,7 @@ def _by_triton(
 
 @kernel("many", "pieces")
 def _sums(firsts, seconds, moment, table, partial, many, pieces, PIECE: tl.constexpr):
-    """`firsts` and `seconds` are of `gradient_table`; `moment` only says the moments' dtype."""
+    """`firsts` and `seconds` come from `gradient_table`; `moment` only gives the moments' dtype."""
     piece = tl.program_id(0)
     number = tl.load(table + 2 * many + 2 + piece)
     length = tl.load(table + many + 2 + number) - tl.load(table + many + 1 + number)
@@ -118,7 +118,7 @@ def _factors(partial, table, numbers, out, size, many, pieces, AT_A_TIME: tl.con
     ratio = tl.sum(first) / (correction * correction) / tl.where(mean < 1e-37, 1e-37, mean)
     noise = tl.load(numbers + 2 * many + number)
     signal = (ratio - noise) / (1 - noise)
-    signal = tl.where(signal < 0, 0.0, tl.where(signal > 1, 1.0, signal))  # NaN stays
+    signal = tl.where(signal < 0, 0.0, tl.where(signal > 1, 1.0, signal))  # NaN stays NaN
     factor = 1 / tl.sqrt(signal + (1 - signal) / size)
     factor = tl.where(noise < 0, 1.0, factor)
     tl.store(out + number, factor)

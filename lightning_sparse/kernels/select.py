@@ -1,17 +1,17 @@
-"""The k entries of largest magnitude, at about the cost of reading the data.
+"""Selects the k entries of largest magnitude, at about the cost of reading the data.
 
     indices = topk_indices(u, k)  # int64, ascending; exact; of equal magnitudes the lowest index first
 
-Block maxima make this cheap. Let T be the k-th largest of the maxima of blocks of B consecutive elements. At least k
-elements reach T, so the k largest lie in blocks whose maximum reaches T, and k blocks are enough: if m < k maxima
-exceed T, the first k - m blocks that equal it hold the first k - m elements that equal it. At density 0.001 and B = 64
-this leaves 6.4 % of the data to look at. It is the delegate idea of Dr. Top-k (Gaihre et al. 2021, arXiv 2109.08219).
+Block maxima make this cheap. Let T be the k-th largest maximum of blocks of B consecutive elements. At least k elements
+reach T, so the k largest lie in blocks whose maximum reaches T. k such blocks are enough: if m < k maxima exceed T, the
+first k - m blocks with the maximum T hold the first k - m elements equal to T. At density 0.001 and B = 64, 6.4 % of
+the data remain to be searched. Dr. Top-k (Gaihre et al. 2021, arXiv 2109.08219) calls such maxima delegates.
 
-Magnitudes are compared as integers, the bits without the sign: the order of |u|, with NaN above infinity above all
-finite numbers, so that whatever is broken is selected and seen.
+Magnitudes are compared as integers, by their bits without the sign. This is the order of |u|. NaN is larger than
+infinity, so non-finite entries are always selected and detected.
 
-The CPU's algorithm is in this file, by loops in C; the kernels for CUDA are in `select_triton.py`. Plain torch needs no
-block maxima: it looks at all of the data.
+This file has the algorithm for the CPU, with loops in C. The kernels for CUDA are in `select_triton.py`. Plain torch
+searches all of the data and needs no block maxima.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.select_triton import topk_triton
 
 BLOCKS_PER_ENTRY = 3
-"""With fewer blocks than this per entry wanted, too many blocks hold one."""
+"""Fewest blocks per selected entry: with fewer, too many blocks hold an entry."""
 
 SCANNED = 64
-"""Elements of a block if loops in C look into all blocks."""
+"""Number of elements of a block when loops in C search all blocks."""
 
 
 def topk_indices(u: Tensor, k: int, stats: BlockStats | None = None) -> Tensor:
     """Return the indices of the k entries of largest magnitude.
 
     Args:
-        u: 1-D, fp32. Left as it is.
-        k: how many; more than there are means all.
+        u: 1-D, fp32; not changed.
+        k: number of entries; if `u` has fewer, all are selected.
         stats: statistics of `u`, with the block of `block_size(len(u), k)`, or None.
 
     Returns:
@@ -57,7 +57,7 @@ def topk_indices(u: Tensor, k: int, stats: BlockStats | None = None) -> Tensor:
 
 
 def ensure_stats(stats: BlockStats | None, u: Tensor, block: int, *, moments: bool = False) -> BlockStats:
-    """Return block statistics of `u`: those given, if they have been filled, or new ones."""
+    """Return `stats` if they are filled and fit, else new block statistics of `u`."""
     if (
         stats is not None
         and stats.done
@@ -66,11 +66,11 @@ def ensure_stats(stats: BlockStats | None, u: Tensor, block: int, *, moments: bo
     ):
         return stats
     new = BlockStats(u.numel(), block, moments=moments)
-    return new.read(u) if block > 1 or moments else new  # otherwise there is nothing to find out
+    return new.read(u) if block > 1 or moments else new  # otherwise there is nothing to compute
 
 
 def magnitude_bits(owner: str, u: Tensor) -> Tensor:
-    """Return `u` seen as int32: its magnitudes, once the sign bit is masked out. Raise unless it is 1-D fp32."""
+    """Return an int32 view of `u`, whose bits without the sign are magnitudes. Raise unless `u` is 1-D fp32."""
     if u.dim() != 1:
         raise ValueError(f"{owner}: u must be 1-D, got shape {tuple(u.shape)}. Flatten it first.")
     if u.dtype != torch.float32:
@@ -79,12 +79,12 @@ def magnitude_bits(owner: str, u: Tensor) -> Tensor:
 
 
 def block_size(numel: int, k: int) -> int:
-    """Return how many elements share a maximum; 1 if maxima would not pay."""
+    """Return the number of elements that share a maximum; 1 if maxima would not save time."""
     return next((block for block in (64, 32, 16) if numel >= BLOCKS_PER_ENTRY * block * k), 1)
 
 
 def block_maxima(numel: int, k: int) -> BlockStats | None:
-    """Return statistics with room for the block maxima that help to find the k largest; None if they do not pay."""
+    """Return statistics to fill with block maxima for finding the k largest; None if maxima would not save time."""
     block = block_size(numel, k)
     return BlockStats(numel, block) if block > 1 else None
 
@@ -111,7 +111,7 @@ def _from_maxima_in_c(bits: Tensor, stats: BlockStats, k: int) -> Tensor:
 
 @operation
 def largest(bits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return indices, ascending, and magnitudes of the k largest, 0 < k <= len(bits), looking at all of them."""
+    """Return ascending indices and magnitudes of the k largest, 0 < k <= len(bits); searches all elements."""
     magnitudes = bits & MAGNITUDE
     least = torch.topk(magnitudes, k, sorted=False).values.amin()
     above, ties = magnitudes > least, magnitudes == least
@@ -133,23 +133,23 @@ def _largest_in_c(bits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def kth_in_c(bits: Tensor, k: int) -> int:
-    """Return the k-th largest magnitude, as bits, by C."""
+    """Return the bits of the k-th largest magnitude; computed in C."""
     result = torch.empty(1, dtype=torch.int64, device=bits.device)
     native.run("kth_largest", bits.contiguous(), result, len(bits), k)
     return int(result)
 
 
 def count_reaching(bits: Tensor, threshold: int) -> int:
-    """Return how many magnitudes reach a threshold."""
+    """Return the number of magnitudes that reach a threshold."""
     size = chunk_size(bits.numel())
-    scratch = torch.empty(min(size, bits.numel()), dtype=torch.int32, device=bits.device)  # which stays in the cache
+    scratch = torch.empty(min(size, bits.numel()), dtype=torch.int32, device=bits.device)  # stays in the cache
     chunks = (torch.bitwise_and(part, MAGNITUDE, out=scratch[: part.numel()]) for part in bits.split(size))
     return sum(int((chunk >= threshold).count_nonzero()) for chunk in chunks)
 
 
 @operation
 def entries_reaching(bits: Tensor, stats: BlockStats, threshold: int) -> tuple[Tensor, Tensor]:
-    """Return indices, ascending, and magnitudes of all entries that reach a threshold."""
+    """Return ascending indices and magnitudes of all entries that reach a threshold."""
     magnitudes = bits & MAGNITUDE
     indices = (magnitudes >= threshold).nonzero().squeeze(1)
     return indices, magnitudes.index_select(0, indices)
@@ -166,21 +166,21 @@ def _reaching_in_c(bits: Tensor, stats: BlockStats, threshold: int) -> tuple[Ten
 def _entries_of_blocks(
     bits: Tensor, blocks: Tensor | None, block: int, threshold: int, enough: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return indices, ascending, and magnitudes of the entries of some blocks, and of the end, that reach a threshold.
+    """Return ascending indices and magnitudes of the entries in some blocks, and at the end, that reach a threshold.
 
     Args:
         bits: int32, 1-D.
-        blocks: which blocks to look into, int64, ascending; None is all.
-        block: elements per block, a power of two.
-        threshold: smallest magnitude wanted, as bits.
-        enough: so many are wanted, the first of equal ones: once they are found, later ones have to be larger than the
-            threshold. Otherwise a constant or mostly zero input would return all its entries.
+        blocks: numbers of the blocks to search, int64, ascending; None searches all.
+        block: number of elements per block, a power of two.
+        threshold: bits of the smallest magnitude wanted.
+        enough: number of entries wanted, the first of equal ones. Once they are found, later entries must exceed the
+            threshold. Otherwise all entries of a constant or mostly zero input would be returned.
     """
     if blocks is not None and bits.numel() % block:
         blocks = torch.cat([blocks, blocks.new_tensor([bits.numel() // block])])
     many, size = -(-bits.numel() // block) if blocks is None else len(blocks), CHUNK // 32 // block
     count = torch.zeros(1, dtype=torch.int64, device=bits.device)
-    indices = torch.empty(min(size, many) * block + 1, dtype=torch.int64, device=bits.device)  # of one call
+    indices = torch.empty(min(size, many) * block + 1, dtype=torch.int64, device=bits.device)  # for one call
     magnitudes = torch.empty(len(indices), dtype=torch.int32, device=bits.device)
     limits = block, bits.numel(), max(threshold, 0), bits.numel() if enough is None else enough
     parts, before = [], 0
@@ -201,7 +201,7 @@ def nonzero(mask: Tensor) -> Tensor:
     numel = mask.numel()
     if mask.is_cuda or numel < 1 << 14 or numel % 8 or int(mask.count_nonzero()) > numel >> 4:
         return mask.nonzero().squeeze(1)
-    # Few are true: find the groups of eight that hold one, as 64-bit words, then look into these. Three times faster.
+    # Few elements are true: find 64-bit words with a true element, then search these. 3× faster than one nonzero().
     words = mask.view(torch.int64).nonzero().squeeze(1)
     within = mask.view(-1, 8).index_select(0, words).view(-1).nonzero().squeeze(1)
     return words.index_select(0, within >> 3).mul_(8).add_(within & 7)

@@ -1,4 +1,4 @@
-"""The kernels of `select_triton.py`: what each program does."""
+"""The kernels of `select_triton.py`."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 4096
-"""Elements that one program of the kernels looks at; below 2^15, so that two counts fit into 32 bits."""
+"""Number of elements that one program searches; below 2^15, so that two counts fit into 32 bits."""
 
 PART = 512
-"""Elements at a time of those kept of a tile, usually one in sixty."""
+"""Number of a tile's kept elements to process at a time. Usually one in sixty is kept."""
 
 SCRATCH = 4 * 256 + 16
-"""Numbers that a selection works with: a histogram of each digit; after each digit the digits so far and how many are
-still wanted of those that have them, at `FOUND`; and how many are selected."""
+"""Size of a selection's scratch memory. It begins with a histogram of each digit. From `FOUND` on it has two numbers
+for each digit: the digits found so far, and the number of entries still wanted among the entries with these digits.
+Then the number of selected entries follows."""
 
 FOUND = 4 * 256
 THRESHOLD = FOUND + 6
-"""Where the k-th largest magnitude is, in the end; behind it how many of its equals are selected."""
+"""Offset of the k-th largest magnitude in the scratch memory. The number of selected entries equal to it follows."""
 
 
 @kernel()
@@ -38,9 +39,9 @@ def _magnitudes(
     TILE: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Return a tile's magnitudes, -1 where there is nothing, and where in `bits` they are, a row for each block.
+    """Return a tile's magnitudes, with a row for each block, and their positions in `bits`.
 
-    Of kept elements it is a part of the tile, from `start` on.
+    A missing element has the magnitude -1. If elements were kept, the result is a part of the tile, from `start` on.
     """
     tile = tl.program_id(0).to(tl.int64)
     if KEPT:
@@ -54,7 +55,7 @@ def _magnitudes(
             blocks = tl.load(indices + rows, mask=rows < count, other=0)
         positions = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         valid = tl.broadcast_to((rows < count)[:, None], [TILE // BLOCK, BLOCK])
-        # Loads are 16 bytes wide where a whole row is there or not; only in the last tile it may be cut short.
+        # Loads are 16 bytes wide if rows are complete or missing. Only in the last tile a row may be incomplete.
         if (tl.max(blocks) + 1) * BLOCK <= numel:
             found = tl.load(bits + positions, mask=valid, other=0)
         else:
@@ -66,7 +67,7 @@ def _magnitudes(
 
 @kernel()
 def _number(indices, KEPT: tl.constexpr, PART: tl.constexpr):
-    """Return how many elements of a tile to look at: one part, or, of kept elements, as many as `indices` says."""
+    """Return the number of elements of a tile to search: `PART`, or the number of kept elements, from `indices`."""
     number = PART
     if KEPT:
         number = tl.load(indices + tl.program_id(0))
@@ -75,9 +76,9 @@ def _number(indices, KEPT: tl.constexpr, PART: tl.constexpr):
 
 @kernel()
 def _digit(counts, k, limits, DIGIT: tl.constexpr, LIMITED: tl.constexpr):
-    """Return the first digits, of eight bits each, of the k-th largest number, from the histogram of the last of them.
+    """Return the first digits, of eight bits each, of the k-th largest number, from the last digit's histogram.
 
-    Program 0 stores the digits found so far and the remaining count behind the histograms, for the next kernel.
+    Program 0 stores these digits and the number of entries still wanted behind the histograms, for the next kernel.
     """
     bins = tl.arange(0, 256)
     count = tl.load(counts + (DIGIT - 1) * 256 + bins)
@@ -128,12 +129,12 @@ def _histogram(
     number = _number(indices, KEPT, PART)
     while start < number:
         found, _ = _magnitudes(bits, indices, numel, count, start, KEPT, GATHER, BLOCK, TILE, PART)
-        found = tl.reshape(found, [PART], can_reorder=True)  # an order would cost a way through shared memory
+        found = tl.reshape(found, [PART], can_reorder=True)  # keeping the order would go through shared memory
         candidate = found >= 0
         if DIGIT > 0:
             candidate &= (found >> (32 - 8 * DIGIT)) == prefix
         digits = (found >> (24 - 8 * DIGIT)) & 255
-        # Whole numbers: their sum does not depend on the order. A histogram takes as long for few as for many.
+        # Sums of integers do not depend on the order. A histogram of few elements takes no less time.
         if tl.sum(candidate.to(tl.int32)) > PART // 64:
             many = tl.histogram(digits, 256, mask=candidate)
             tl.atomic_add(bins + tl.arange(0, 256), many, mask=many > 0, sem="relaxed")
@@ -174,7 +175,7 @@ def _keep(
     slots = tl.cumsum(one) - one
     tl.store(kept + tile * TILE + slots, found, mask=keep)
     tl.store(places + tile * TILE + slots, tl.arange(0, TILE).to(tl.int16), mask=keep)
-    # A histogram of these few costs less than one of all.
+    # A histogram of the few kept elements costs less than one of all elements.
     tl.debug_barrier()
     start = 0
     while start < number:
@@ -220,11 +221,11 @@ def _count(
 
 @kernel()
 def _slots(found, limit, room, above_first, ties_first, PART: tl.constexpr):
-    """Return magnitudes in order, where in the result each is written, and whether it is."""
+    """Return magnitudes in order, the slot of each in the result, and whether it is selected."""
     found = tl.reshape(found, [PART])
     above = (found > limit).to(tl.int32)
     ties = (found == limit).to(tl.int32)
-    # One sum for both counts, in the upper and the lower half of 32 bits; of what is before each element.
+    # One prefix sum serves both counts, in the upper and the lower half of 32 bits.
     both = (above << 16) | ties
     before = tl.cumsum(both) - both
     ties_before = ties_first + (before & 0xFFFF)
@@ -289,7 +290,7 @@ def _write(
         tl.store(out + slots, tl.reshape(positions.to(tl.int32), [PART]), mask=chosen)
         if TOPS:
             tl.store(tops + slots, found, mask=chosen)
-    if END:  # noqa: SIM102 (known when it is compiled, unlike the rest)
+    if END:  # noqa: SIM102 (a compile-time constant, unlike `tile`)
         if tile == 0:
             tl.store(out + size, numel.to(tl.int64))
     if PAD:

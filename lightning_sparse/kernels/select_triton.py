@@ -1,8 +1,9 @@
-"""Exact top-k by Triton: a radix select of the threshold, a count per tile, and writing in order.
+"""Exact top-k by Triton: a radix select finds the threshold, each tile counts its entries, and writes them in order.
 
-The same steps serve the block maxima and, of the chosen blocks (see `select.py`), the elements that reach the least of
-these maxima. Those are copied once, so that the steps need not read the blocks again. All shapes follow from k, so the
-host never waits for the device; no program waits for another, and no result depends on which comes first.
+These steps run first on the block maxima. They run again on the elements of the chosen blocks (see `select.py`) that
+reach the least of these maxima. Those elements are copied once, so that the steps need not read the blocks again. All
+shapes follow from k, so the host never waits for the device. No program waits for another, and the result does not
+depend on their order.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from lightning_sparse.kernels.select_kernels import (
 )
 
 ADDED_UP = 4096
-"""With more tiles than these, counts are added up beforehand, and not by each program for those before it."""
+"""With more tiles than this, a prefix sum of the counts is computed first; otherwise each program sums them."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the kernels look at: some blocks of `bits` (int32, 1-D), or all of it.
+    """The elements that kernels search: some blocks of `bits` (int32, 1-D), or all of them.
 
     Attributes:
-        bits: numbers, of which the sign bit is ignored.
-        indices: which blocks, int64, ascending; None is all of them.
-        size: elements per block, a power of two. The last block may be cut short.
+        bits: numbers whose sign bit is ignored.
+        indices: numbers of the blocks, int64, ascending; None means all blocks.
+        size: number of elements per block, a power of two. The last block may have fewer.
     """
 
     bits: Tensor
@@ -46,30 +47,30 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """How many blocks these are."""
+        """The number of blocks."""
         return -(-self.bits.numel() // self.size) if self.indices is None else self.indices.numel()
 
     @property
     def tiles(self) -> int:
-        """How many programs look at them."""
+        """The number of programs that search them."""
         return -(-self.count * self.size // TILE)
 
     def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Run a kernel over all tiles."""
         gathered = self.indices is not None
-        warps = 8 if self.size > 1 else 16  # an index for each element takes registers
+        warps = 8 if self.size > 1 else 16  # with one index per element, a program needs more registers
         shape = {"KEPT": False, "GATHER": gathered, "BLOCK": self.size, "TILE": TILE, "PART": TILE, "num_warps": warps}
         indices = self.bits if self.indices is None else self.indices
         launch(kernel, self.tiles, self.bits, indices, self.bits.numel(), self.count, *args, **shape | constants)
 
 
 class Kept:
-    """The elements of some blocks that reach a bound, copied tile by tile; and the histogram of their first digit.
+    """Copies the elements of some blocks that reach a bound, tile by tile, and computes their first digit's histogram.
 
     Args:
-        blocks: where to look.
+        blocks: the blocks to search.
         bound: int32, on the device.
-        counts: zeros of `SCRATCH`, for the selection from these.
+        counts: zeros of size `SCRATCH`, for the selection from the kept elements.
     """
 
     def __init__(self, blocks: Blocks, bound: Tensor, counts: Tensor) -> None:
@@ -90,13 +91,13 @@ class Kept:
 
 
 def topk_triton(bits: Tensor, k: int, maxima: Tensor | None, size: int) -> Tensor:
-    """Return the int64 indices of the k largest magnitudes (int32, 1-D), ascending; by Triton.
+    """Return the int64 indices of the k largest magnitudes, ascending; by Triton.
 
     Args:
-        bits: at least k.
-        k: how many.
-        maxima: of the full blocks, at least k; None to look at all.
-        size: elements per block.
+        bits: int32, 1-D, at least k.
+        k: number of indices.
+        maxima: maxima of the full blocks, at least k; None searches all elements.
+        size: number of elements per block.
     """
     counts = zeros(bits.device)
     if maxima is None:
@@ -106,14 +107,14 @@ def topk_triton(bits: Tensor, k: int, maxima: Tensor | None, size: int) -> Tenso
 
 
 def zeros(device: torch.device) -> Tensor:
-    """Return what two selections work with, see `SCRATCH`."""
+    """Return the scratch memory of two selections, zeros; see `SCRATCH`."""
     return torch.zeros(2, SCRATCH, dtype=torch.int32, device=device)
 
 
 def blocks_of_largest(
     bits: Tensor, maxima: Tensor, size: int, k: int, counts: Tensor, tops: Tensor | None = None
 ) -> Blocks:
-    """Return the blocks of the k largest maxima, and the end of `bits`, which belongs to no full block."""
+    """Return the blocks of the k largest maxima, and the block at the end of `bits` if it is not full."""
     return Blocks(bits, select(Blocks(maxima), counts, k, k, tops=tops, end=maxima.numel() * size < bits.numel()), size)
 
 
@@ -127,16 +128,16 @@ def select(
     tops: Tensor | None = None,
     end: bool = False,
 ) -> Tensor:
-    """Return the int64 indices of the k largest magnitudes of a source that holds so many, ascending; by Triton.
+    """Return the int64 indices of the k largest magnitudes of a source, at least k, ascending; by Triton.
 
     Args:
-        source: where to look.
-        counts: of `SCRATCH`, zeros but for what `source` has counted.
-        k: how many.
+        source: the elements to search.
+        counts: size `SCRATCH`; zeros except the histogram that `source` has computed.
+        k: number of indices.
         size: the length of the result; with `limits` it is padded with `len(bits)`.
-        limits: int32, on the device: where the second number is not exceeded, all of `source` are selected.
-        tops: int32 of `size`, to be overwritten with the magnitudes.
-        end: whether to add the number of all elements that there are, as one index more.
+        limits: int32, on the device: if `source` has at most `limits[1]` elements, all of them are selected.
+        tops: int32 of length `size`; overwritten with the magnitudes.
+        end: whether to append the number of all elements as one more index.
     """
     limited = limits is not None
     _digits(source, counts, k, limits)
@@ -153,7 +154,7 @@ def select(
 
 
 def kth_largest(blocks: Blocks, k: int) -> Tensor:
-    """Return the k-th largest magnitude as one int32 on the device, by Triton: radix select, eight bits at a time."""
+    """Return the k-th largest magnitude as one int32 on the device, by Triton: a radix select with 8-bit digits."""
     counts = torch.zeros(SCRATCH, dtype=torch.int32, device=blocks.bits.device)
     _digits(blocks, counts, k, None)
     launch(_threshold, 1, counts, k)
@@ -161,7 +162,7 @@ def kth_largest(blocks: Blocks, k: int) -> Tensor:
 
 
 def _digits(source: Blocks | Kept, counts: Tensor, k: int, limits: Tensor | None) -> None:
-    """Count the digits of those that have the digits before in common with the k-th largest."""
+    """Compute the histogram of each digit, of numbers that share all earlier digits with the k-th largest one."""
     for digit in range(isinstance(source, Kept), 4):
         args = (counts, k, counts if limits is None else limits)
         source.launch(_histogram, *args, DIGIT=digit, LIMITED=limits is not None)

@@ -1,11 +1,11 @@
-"""Entries above a threshold that starts at a Gaussian's and is refined until about k are left.
+"""Selects entries above a threshold, which starts at a Gaussian's and is refined until about k entries exceed it.
 
-After one pass for block maxima and one for the moments, the maxima say where to look: a block whose maximum does not
-reach the threshold has nothing to offer, and more than 4k/3 blocks that do are more than 4k/3 entries, without looking
-into any.
+One pass computes the block maxima, and one the moments. Then the maxima narrow down the search. If a block's maximum
+does not reach the threshold, none of its entries does. If more than 4k/3 maxima reach the threshold, so do more than
+4k/3 entries, and no block needs to be searched.
 
-On CUDA one program counts, among the largest 4k/3 + 1 maxima, what reaches a threshold, and the whole search runs
-there. The result has a fixed length and is padded: the host waits for nothing.
+On CUDA one program runs the whole search. It counts the maxima that reach a threshold, among the largest 4k/3 + 1. The
+result has a fixed length and is padded, so the host never waits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 OCTAVE = 1 << 23
-"""A factor of two, in bits."""
+"""A factor of two, as a difference of bits."""
 
 AT_A_TIME = 4096
-"""Maxima that the kernel counts at a time."""
+"""Number of maxima that the kernel counts at a time."""
 
 ROUNDS = 12
-"""Thresholds to try before the k largest are selected: enough to pin one down to 0.1 % once it is bracketed."""
+"""Most thresholds to try before the k largest are selected: enough to find one to 0.1 % once it is bracketed."""
 
 
 def gaussian_indices(u: Tensor, k: int, z: float, stats: BlockStats | None = None) -> Tensor:
-    """Return where the magnitude of `u` exceeds a threshold that leaves 2k/3 to 4k/3 entries.
+    """Return the indices of entries whose magnitude exceeds a threshold that leaves 2k/3 to 4k/3 entries.
 
     Args:
-        u: 1-D, fp32. Left as it is.
-        k: how many entries are wanted, 0 < k < len(u).
-        z: where the search starts, in standard deviations beyond the absolute mean.
-        stats: of `u`, with the block of `block_size(len(u), k)` and moments, where there is one already.
+        u: 1-D, fp32; not changed.
+        k: number of entries wanted, 0 < k < len(u).
+        z: the first threshold, in standard deviations above the absolute mean.
+        stats: statistics of `u`, with the block of `block_size(len(u), k)` and moments, or None.
 
     Returns:
-        int64 indices, ascending: of everything beyond a threshold, or of the k largest where none was found. Where
-        Triton works they are padded with `len(u)` to a length of 4k/3, see `kernels/pack.py`.
+        int64 indices, ascending, of the entries beyond the threshold, or of the k largest if no threshold was found.
+        Triton kernels pad them with `len(u)` to a length of 4k/3; see `kernels/pack.py`.
     """
     bits = magnitude_bits("gaussian_indices", u)
     return _search_and_select(bits, k, z, ensure_stats(stats, u, block_size(bits.numel(), k), moments=True))
@@ -68,17 +68,17 @@ def _search_and_select(bits: Tensor, k: int, z: float, stats: BlockStats) -> Ten
     maxima = bits if stats.maxima is None else stats.maxima
     mean, deviation = stats.mean_and_deviation()
     fewest, most = -(-2 * k // 3), 4 * k // 3
-    # A NaN or an infinity makes the moments NaN, large numbers overflow, small ones vanish, constants have no spread:
-    # nothing to start from.
+    # Without a positive, finite deviation there is no first threshold. A NaN or an infinity makes the moments NaN,
+    # large numbers overflow, small ones vanish, and constants have no spread.
     rounds = ROUNDS if 0 < deviation < math.inf else 0
-    # In bits, a step of the exponent is a factor of two and the middle of two numbers about their geometric mean.
+    # In bits, an octave is a factor of two, and the middle of two numbers is about their geometric mean.
     low, high, threshold = 0, MAGNITUDE, _bits(abs(mean) + z * deviation) + 1
     for _ in range(rounds):
-        # Every block that passes has an entry to send, and few have two: so the maxima alone tell when to look.
+        # Every block that passes has an entry to send, and few have two. So the maxima decide when to search blocks.
         passing = count_reaching(maxima, threshold)
         if fewest <= passing <= most:
             indices, magnitudes = entries_reaching(bits, stats, threshold)
-            # More than 4k/3 crowd in few blocks; then the k largest lie at hand.
+            # If few blocks hold more than 4k/3 entries, the k largest are among the entries found.
             return indices if len(indices) <= most else indices.index_select(0, largest(magnitudes, k)[0])
         if passing > most:
             low = threshold
@@ -104,15 +104,15 @@ def _bits(x: float) -> int:
 def _by_triton(bits: Tensor, k: int, z: float, stats: BlockStats) -> Tensor:
     maxima, fewest, most = bits if stats.maxima is None else stats.maxima, -(-2 * k // 3), min(4 * k // 3, bits.numel())
     counts = zeros(bits.device)
-    # No more blocks than these can hold the entries above any threshold that leaves enough and not too many.
+    # If a threshold leaves at most `most` entries, these blocks hold all of them.
     tops = torch.empty(min(most + 1, maxima.numel()), dtype=torch.int32, device=bits.device)
     blocks = blocks_of_largest(bits, maxima, stats.block, tops.numel(), counts[0], tops)
     limits = torch.empty(2, dtype=torch.int32, device=bits.device)
     assert stats.partial is not None
-    double = struct.unpack("<q", struct.pack("<d", z))[0]  # as an argument z itself would lose half of its digits
+    double = struct.unpack("<q", struct.pack("<d", z))[0]  # Triton would pass a float as fp32
     args = (tops, stats.partial, counts[0, THRESHOLD:], limits, tops.numel(), len(stats.partial), stats.numel, double)
     launch(_search, 1, *args, fewest, most, ROUNDS=ROUNDS, TILE=AT_A_TIME, num_warps=16)
-    # Where none was found, or more than 4k/3 crowd in few blocks, the k largest, which lie in these blocks, too.
+    # If no threshold was found, or more than 4k/3 entries exceed it, the k largest are selected from the same blocks.
     return select(Kept(blocks, limits, counts[1]), counts[1], k, most, limits=limits)
 
 
@@ -131,9 +131,9 @@ def _search(
     ROUNDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store the smallest magnitude that is sent, and `most`; or, if none was found, the least of `tops`, and -1.
+    """Store the smallest magnitude to send, and `most`; or, if no threshold was found, the least of `tops`, and -1.
 
-    `tops` are the largest maxima, `double` are the bits of z.
+    `tops` holds the largest maxima, and `double` the bits of z.
     """
     total = tl.zeros([TILE], dtype=tl.float64)
     squares = tl.zeros([TILE], dtype=tl.float64)
@@ -147,7 +147,7 @@ def _search(
     deviation = tl.sqrt(tl.maximum(tl.sum(squares) / numel - mean * mean, 0.0))
     first = (tl.abs(mean) + double.to(tl.float64, bitcast=True) * deviation).to(tl.float32)
     threshold = first.to(tl.int32, bitcast=True) + 1
-    # As in the loop above: without a spread there is nothing to start from.
+    # As in the loop above, there is no first threshold without a spread.
     rounds = tl.where((deviation > 0) & (deviation < float("inf")) & (threshold > 0), ROUNDS, 0)
     low = 0
     high = 0x7FFFFFFF
@@ -169,7 +169,7 @@ def _search(
             else:
                 high = threshold
             if (low > 0) & (high < 0x7FFFFFFF):
-                # Without a sum that would need 32 bits.
+                # low + high could exceed 31 bits.
                 threshold = low + (high - low) // 2
             elif low > 0:
                 threshold = low + tl.minimum(0x7FFFFFFF - low, 1 << 22)

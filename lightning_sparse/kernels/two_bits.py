@@ -1,10 +1,10 @@
-"""Values in two bits: a sign, and one of two magnitudes of each group of 128.
+"""Rounds values to two bits: a sign, and one of two magnitudes of each group of 128 values.
 
-    update = round_to_two_bits(values, table, packed)   # writes both; returns the decoded values
+    update = round_to_two_bits(values, table, packed)   # writes both tensors; returns the decoded values
     two_bit_values(table, packed, 1000)                 # these values again
 
-The larger magnitude is the mean of those above the mean magnitude, the smaller one that of the others. If there are
-zeros, which stay zero, the larger one is the mean of all others.
+The larger magnitude is the mean of all magnitudes above a group's mean magnitude. The smaller one is the mean of the
+others. If there are zeros, they stay zero, and the larger one is the mean of all other magnitudes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 GROUP = 128
-"""Values that share two magnitudes."""
+"""Number of values that share two magnitudes."""
 GROUPS = 4
-"""Groups of a program."""
+"""Number of groups that one program processes."""
 
 
 @operation
 def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
     """Write the magnitudes and the codes of values; return the decoded values, fp32, of the same shape.
 
-    Value i of a quarter of a group has the bits 2i and 2i + 1 of its byte: whether it is larger, and negative.
+    Value i of quarter q of a group has bits 2q and 2q + 1 of byte i: whether it is larger, and whether it is negative.
 
     Args:
-        values: fp32, (..., n); left as they are. A group without n values has zeros in place of the others.
+        values: fp32, (..., n); not changed. Zeros pad the last group.
         table: fp32, (..., 2 · groups): the smaller and the larger magnitude. Overwritten.
         packed: uint8, (..., 32 · groups). Overwritten.
     """
@@ -45,7 +45,7 @@ def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
     rows = torch.zeros(*lead, groups * GROUP, dtype=torch.float32, device=values.device)
     rows[..., :each] = values
     rows = rows.view(*lead, groups, GROUP)
-    magnitudes = rows.abs().double()  # in which sums of so few are exact, and stay in range
+    magnitudes = rows.abs().double()  # in fp64 these sums do not depend on the order, and stay in range
     zeros = magnitudes.amin(-1, keepdim=True) == 0
     larger = magnitudes > torch.where(zeros, 0, magnitudes.mean(-1, keepdim=True))
     means = [(magnitudes * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (larger.logical_not(), larger)]
@@ -81,7 +81,7 @@ def _round_in_c(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
 
 
 def two_bit_values(table: Tensor, packed: Tensor, count: int) -> Tensor:
-    """Return the first `count` values of each row, fp32, that `round_to_two_bits` has written."""
+    """Return the first `count` values of each row, fp32, from the magnitudes and codes of `round_to_two_bits`."""
     groups = packed.shape[-1] // (GROUP // 4)
     native.check_part("magnitudes", table, 2 * math.prod(packed.shape[:-1]) * groups)
     return _values_of(packed, table, count)

@@ -1,7 +1,7 @@
-"""Adding sparse terms to the residual, and writing a segment's result into its gradients.
+"""Adds sparse terms to the residual, and writes a segment's result into its gradients.
 
-Terms are added one after the other, in the order given, and the indices of one are distinct: so results do not depend
-on which thread comes first, and kernels need no atomic additions.
+Terms are added in the order given, one after the other. The indices of a term are distinct. So results do not depend on
+the order of threads, and kernels need no atomic additions.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 1024
-"""Entries that one program of the kernels adds."""
+"""Number of entries that one program of the kernels adds."""
 
 
 def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
@@ -32,7 +32,7 @@ def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0)
     Args:
         x: overwritten at the indices.
         indices: int64, distinct; may be padded, see `kernels/pack.py`.
-        values: fp32, as many.
+        values: fp32, one per index.
         scale: factor on the values.
     """
     if not uses_triton(x):
@@ -67,16 +67,16 @@ def write_entries_(
         bounds: offsets of the parameters in the segment, and its length as the last one.
         terms: (int64 indices into the segment, ascending; fp32 values), added in this order, so that the result is
             the same on all ranks. They may be padded, see `kernels/pack.py`.
-        step_ok: a bool scalar on the device; where it is false, zeros are written. None is true.
+        step_ok: a bool scalar on the device; if it is false, zeros are written. None means true.
 
     Returns:
-        The rounding error of 16-bit gradients, as (indices, values); None where all gradients are fp32.
+        The rounding error of 16-bit gradients, as (indices, values); None if all gradients are fp32.
     """
     rounded = any(grad.dtype != torch.float32 for grad in grads)
     torch._foreach_zero_(list(grads))
     if _in_one_launch(grads):
         if rounded and len(terms) > 1:
-            # Each element has to be summed up in fp32 before it is rounded once.
+            # Sum each element in fp32, so that it is rounded only once.
             terms = [coalesce(terms, bounds[-1])]
         cast = [(indices, cast_saturating(values, grads[0].dtype)) for indices, values in terms]
         _add_to_all(grads, bounds, cast, step_ok)
@@ -102,15 +102,15 @@ def write_entries_(
                 grad.index_add_(0, where, fitting)
                 if rounded:
                     errors.append(what - fitting.float())
-    # Without the padding, whose values are 0.
+    # Leave out the padding, whose values are 0.
     return (indices[: cuts[-1]], torch.cat([*errors, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
 
 
 def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indices: Tensor) -> None:
-    """Set tensors to zero at some places, in place.
+    """Set tensors to zero at some indices, in place.
 
     Args:
-        tensors: one per parameter, 1-D, contiguous; None where there is nothing to set.
+        tensors: one per parameter, 1-D, contiguous; None if the parameter has none.
         bounds: offsets of the parameters in the segment, and its length as the last one.
         indices: int64, into the segment, ascending; may be padded, see `kernels/pack.py`.
     """
@@ -133,7 +133,7 @@ def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indi
 def _by_loop(
     tensors: Sequence[Tensor | None], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor | None]]
 ) -> None:
-    """Add terms in C, or set to zero where they have no values."""
+    """Add terms in C; if a term has no values, set the tensors to zero at its indices."""
     places = table(tensors, bounds)
     for indices, values in terms:
         assert values is None or len(values) == len(indices)
@@ -143,7 +143,7 @@ def _by_loop(
 
 @kernel("count", "numel", "many")
 def _clear(table, typed, indices, count, numel, many, TILE: tl.constexpr, STEPS: tl.constexpr):
-    """`table` is of `gradient_table`; `typed` only says the tensors' dtype."""
+    """`table` comes from `gradient_table`; `typed` only gives the tensors' dtype."""
     positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + positions, mask=positions < count, other=numel)
     addresses, starts = _address(table, index, many, STEPS)
@@ -152,14 +152,14 @@ def _clear(table, typed, indices, count, numel, many, TILE: tl.constexpr, STEPS:
 
 
 def _in_one_launch(grads: Sequence[Tensor]) -> bool:
-    """Return whether a kernel can go through all of them."""
+    """Return whether one kernel launch can process all gradients."""
     return uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads)
 
 
 def _add_to_all(
     grads: Sequence[Tensor], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor]], step_ok: Tensor | None
 ) -> None:
-    """Add terms, by Triton, to gradients of the values' dtype, wherever they lie: one launch for each term."""
+    """Add terms, by Triton, to gradients of the values' dtype at any addresses, with one launch for each term."""
     table, steps = gradient_table(grads, bounds), bisections(len(grads))
     for indices, values in terms:
         if count := indices.numel():
@@ -182,11 +182,11 @@ def _add_to_many(
     STEPS: tl.constexpr,  # Triton 3.6's interpreter takes no tensor as a range, with NumPy 2.5
     WHEN: tl.constexpr,
 ):
-    """`table` is of `gradient_table`; `typed` only says the gradients' dtype."""
+    """`table` comes from `gradient_table`; `typed` only gives the gradients' dtype."""
     positions = tl.program_id(0) * TILE + tl.arange(0, TILE)
     index = tl.load(indices + positions, mask=positions < count, other=numel)
     if WHEN:
-        # Then no index is below. (Triton 3.9's interpreter makes an integer of a mask & a scalar, and refuses it.)
+        # If not ok, no index is valid. (Triton 3.9's interpreter makes an integer of a mask & a scalar, and fails.)
         numel = tl.where(tl.load(step_ok), numel, 0)
     valid = index < numel
     value = tl.load(values + positions, mask=valid, other=0.0)
@@ -196,7 +196,7 @@ def _add_to_many(
 
 
 def _write_to_all(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, step_ok: Tensor | None) -> None:
-    """Write a dense result of the gradients' dtype to them, by Triton: one launch for all."""
+    """Write a dense result to all gradients, which have its dtype, in one launch; by Triton."""
     if programs := -(-bounds[-1] // TABLE_TILE):
         table = gradient_table(grads, bounds)
         args = (table, out, table if step_ok is None else step_ok, bounds[-1], len(grads))
@@ -216,7 +216,7 @@ def _write_to_many(
     STEPS: tl.constexpr,
     WHEN: tl.constexpr,
 ):
-    """`table` is of `gradient_table`."""
+    """`table` comes from `gradient_table`."""
     tile = tl.program_id(0).to(tl.int64)
     ok = True
     if WHEN:
@@ -237,7 +237,7 @@ def _write_to_many(
 
 
 def cast_saturating(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round finite values to a dtype; what is too large for it becomes its largest number, not infinity."""
+    """Round finite values to a dtype; values out of its range become its largest number, not infinity."""
     if dtype == values.dtype:
         return values
     largest = torch.finfo(dtype).max
@@ -245,9 +245,9 @@ def cast_saturating(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def coalesce(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
-    """Add up sparse terms of `numel` elements in the order given; return each index once, ascending, with its fp32 sum.
+    """Sum sparse terms of `numel` elements in the order given; return each index once, ascending, with its fp32 sum.
 
-    The terms may be padded, and then the result is; by Triton always, to the length of all terms together.
+    If the terms are padded, so is the result. Triton always pads the result to the total length of all terms.
     """
     indices = torch.cat([term[0] for term in terms])
     if not uses_triton(indices):
@@ -255,7 +255,7 @@ def coalesce(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor
     indices = indices.sort().values
     again = torch.zeros_like(indices, dtype=torch.bool)
     torch.eq(indices[1:], indices[:-1], out=again[1:])
-    # What is padded is zero, and is added behind the others.
+    # Padding has the value zero, and follows all indices.
     return _summed(torch.where(again, numel, indices).sort().values, terms)
 
 
@@ -267,7 +267,7 @@ def _summed(indices: Tensor, terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Te
 
 
 def lookup(positions: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the entries' values at the positions, 0 where they have none; both ascend and may be padded."""
+    """Return the entries' values at the positions, 0 at other positions; both ascend and may be padded."""
     indices, values = entries
     if not indices.numel():
         return values.new_zeros(positions.shape)
@@ -276,9 +276,9 @@ def lookup(positions: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def drop_empty(entries: tuple[Tensor, Tensor], numel: int) -> tuple[Tensor, Tensor]:
-    """Drop padding, wherever it is, and entries of value 0; by Triton they become padding at the end.
+    """Drop padding, at any position, and entries of value 0; Triton turns them into padding at the end.
 
-    The indices of the others ascend; those above `numel`, which are corrupt, are among them.
+    The indices of the other entries ascend. Corrupt indices, which are above `numel`, are not dropped.
     """
     indices, values = entries
     valid = (indices != numel) & (values != 0)
@@ -294,8 +294,8 @@ def write_dense_(
     """Overwrite gradients with a dense result (1-D fp32, of the segment's length), or with zeros, see `write_entries_`.
 
     Returns:
-        The rounding error of 16-bit gradients, of the segment's length; None where all gradients are fp32, or there is
-        no error feedback.
+        The rounding error of 16-bit gradients, of the segment's length; None if all gradients are fp32, or there is no
+        error feedback.
     """
     parts = [out[start:stop] for start, stop in pairwise(bounds)]
     if _in_one_launch(grads):
