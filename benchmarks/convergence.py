@@ -13,7 +13,7 @@ dense" holds if the upper end is below 1.
     python -m benchmarks.convergence --part momentum   # gradients against updates, with momentum 0.9
 
 Each command does the trainings that `convergence_PART.csv` lacks. `convergence.csv` contains the comparison by case.
-Dense training determines the numbers of epochs: after 4 epochs each of five seeds ends at 98 % or more, and after 2
+Dense training determines the numbers of epochs. After 4 epochs each of five seeds ends at 98 % or more, and after 2
 epochs their mean does. The residual delays parts of the gradient, which then arrive together, and momentum prolongs
 their effect. So each method has, at each density, its best learning rate and momentum from one grid. The search used 3
 epochs on another fold with other seeds, too few to distinguish neighbours in the grid.

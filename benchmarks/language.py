@@ -114,8 +114,8 @@ TRIED = [
     ("final", "sgd", ["topk", "gaussiank"], [0.02]),
 ]
 """Part, optimizer, methods and rates. With AdamW and sparse gradients, the best rate for 250 and 500 steps is not the
-best for 1,000 steps. So after topk and gaussiank, the other sparse methods were not tried in short runs. bf16 and
-gaussiank updates use ddp's rate; gaussiank with SGD uses topk's."""
+best for 1,000 steps. So after topk and gaussiank, the other sparse methods were not tried in short runs. The methods
+bf16 and gaussiank updates use ddp's rate; gaussiank with SGD uses topk's."""
 REPEATED = {
     **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", DEFAULT, *IN_EACH_STEP[2:5])},
     **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates", DELAYED, DEFAULT)},

@@ -1,4 +1,4 @@
-"""Where compression pays: link bandwidth against model size, coloured by the speed-up over stock ddp.
+"""Maps the speed-up over stock ddp: a colour for each link bandwidth and model size.
 
     python -m benchmarks.map           # compute map.csv, and draw map.png
     python -m benchmarks.map --figure  # draw map.png from map.csv

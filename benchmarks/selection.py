@@ -10,12 +10,14 @@ repetition immediately after. Times are medians of all repetitions with 20th and
     python -m benchmarks.selection --parts cuda                        # on the GPU
     python -m benchmarks.selection --parts cuda --rehearse --numel 20000 --out /tmp/rehearsal
 
-Output: `results/selection_cpu.csv`. Its parts are "selection" of a Gaussian `u`; "step", a whole step of error
-feedback; "hostile" inputs; and "memory", the additional peak memory of a process for one selection. On CUDA the output
-is `results/selection_cuda.csv`, with cold times from CUDA events. The floor is the time that memory bandwidth allows: a
-step must read the gradient, and read and write the residual. These are 12 bytes per element, at the rate at which the
-card copies. "scratch" is the peak memory in addition to gradient and residual, as a share of the residual. "within"
-says whether TopK stays within `LIMITS` times the floor, and within `SCRATCH_LIMIT`.
+Output: `results/selection_cpu.csv`, with four parts. "selection" selects from a Gaussian `u`, and "hostile" from
+difficult inputs. "step" is a whole step of error feedback. "memory" is the additional peak memory of a process for one
+selection.
+
+On CUDA the output is `results/selection_cuda.csv`, with cold times from CUDA events. The floor is the time that memory
+bandwidth allows: a step must read the gradient, and read and write the residual. These are 12 bytes per element, at the
+rate at which the card copies. "scratch" is the peak memory in addition to gradient and residual, as a share of the
+residual. "within" says whether TopK stays within `LIMITS` times the floor, and within `SCRATCH_LIMIT`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Train over a slow link with top-k and with stock DDP, and compare the training times. `make demo` runs this script.
 
-python examples/demo.py
+    python examples/demo.py
 
 Two workers train a convolutional network of 2.1 million parameters on handwritten digits with AdamW. They train first
 with strategy="topk_ddp" and then with strategy="ddp". Each training ends when the test loss is below 0.2, or after one

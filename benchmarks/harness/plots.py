@@ -180,7 +180,7 @@ def bars(
 
 
 def problems(figure: Any) -> list[str]:
-    """Return what makes a figure hard to read: texts that are too small, outside or overlapping, and too many lines."""
+    """Return a figure's problems for readers: texts that are too small, outside or overlapping, and too many lines."""
     figure.draw_without_rendering()
     wrong = []
     scale = min(1.0, WIDTH / figure.get_figwidth())

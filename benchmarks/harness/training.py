@@ -193,7 +193,7 @@ def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> Non
     """Time steps of each method in turn, in several rounds.
 
     Args:
-        contestants: columns of the table, steps between exchanges, and trainee of each method.
+        contestants: for each method, columns of the table, steps between exchanges, and trainee.
         out: file of the job's results.
     """
     for _, _, trainee in contestants:  # DDP rebuilds its buckets in the second step

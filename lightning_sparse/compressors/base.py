@@ -38,7 +38,7 @@ class Entries(NamedTuple):
 
     @property
     def lists(self) -> list[tuple[Tensor, Tensor]]:
-        """The rows, one after the other."""
+        """The rows as a list of (indices, values)."""
         return [(self.indices, self.values)] if self.indices.dim() == 1 else list(zip(*self, strict=True))
 
 

@@ -6,6 +6,8 @@
 
         def choose(self, u, k, ctx):
             return torch.linspace(0, u.numel() - 1, k, device=u.device).long()
+
+This example is a complete sparsifier. The base class encodes and decodes the chosen entries.
 """
 
 from __future__ import annotations

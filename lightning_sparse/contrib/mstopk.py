@@ -29,8 +29,8 @@ class MSTopK(Sparsifier):
     one that leaves more. From the entries between the two it sends a run with a random start.
 
     After N rounds the two thresholds are neighbours on a grid of 2^N steps, and the entry of rank k + 1 lies between
-    them. This implementation computes them from that entry. Block maxima find it faster than N passes could count. m
-    is the start of the grid, and here the mean of 65,536 evenly spaced magnitudes. If more than 9k/8 entries reach the
+    them. This implementation computes them from that entry. Block maxima find it faster than N passes could count. The
+    grid starts at m, here the mean of 65,536 evenly spaced magnitudes. If more than 9k/8 entries reach the
     lower threshold (because they are equal, or because N is small), the k largest entries are sent.
 
         >>> import torch

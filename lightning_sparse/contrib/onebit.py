@@ -17,7 +17,7 @@ class OneBit(TwoValues):
     """Replaces each element by the mean of the non-negative, or of the negative, elements of its column.
 
     Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
-    Speech DNNs", Interspeech. A column of the paper's weight matrix W, in Wᵀv, belongs to one output. torch stores the
+    Speech DNNs", Interspeech. A column of the paper's weight matrix W, in Wᵀv, belongs to one output. Torch stores the
     transpose, so a column is the row `weight[i]` here, with all further dimensions. A vector is one column. These two
     values minimize the error for threshold 0.
 

@@ -51,13 +51,14 @@ class SIDCo(Sparsifier):
 
     - exponential: a − m ln δ
     - generalised Pareto: a + λ(1 − δ^κ)/κ with κ = (m²/v − 1)/2, λ = m(m²/v + 1)/2; for κ → 0, a − λ ln δ
-    - gamma, in the first stage, followed by generalised Pareto: m/α times the upper quantile δ of Γ(α), with
-      α = (3 − s + √((s − 3)² + 24s))/12s and s = ln m − mean(ln |u|).
+    - gamma in the first stage, generalised Pareto later. The threshold of gamma is m/α times the upper quantile δ of
+      Γ(α), with α = (3 − s + √((s − 3)² + 24s))/12s and s = ln m − mean(ln |u|).
 
     Moments are computed from at most 65,536 evenly spaced elements. Exact moments of each stage would need another
     pass, which takes longer than exact selection. Zeros have no logarithm, so the first stage fits the other
-    magnitudes, and takes the share of zeros into account. The k largest entries are sent in two cases: there is no fit,
-    for example for equal magnitudes, or fewer than 2k/3 or more than 4k/3 entries reach the threshold.
+    magnitudes, and takes the share of zeros into account. If there is no fit, for
+    example for equal magnitudes, the k largest entries are sent. They are also sent if fewer than 2k/3 or more than
+    4k/3 entries reach the threshold.
 
     The number of stages adapts in each segment. It changes by one if, in 5 steps, the mean number of entries above the
     thresholds is above 1.2k or below 0.8k. (The number is counted in blocks with one or more such entries.) The paper
@@ -166,8 +167,8 @@ def gamma_threshold(mean: Tensor, mean_of_logs: Tensor, fraction: Tensor) -> Ten
     s = mean.log() - mean_of_logs
     shape = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
     log = fraction.log()
-    # Newton's steps start at an upper bound (Boucheron et al. 2013, section 2.4) and never pass the root, because
-    # log Q, of the upper tail Q, is a falling and concave function of log y.
+    # Newton's steps start at an upper bound (Boucheron et al. 2013, section 2.4) and never pass the root. The reason is
+    # that log Q, for the upper tail Q, is a falling and concave function of log y.
     y = shape + (-2 * shape * log).sqrt() - log
     for _ in range(NEWTON):
         tail = torch.special.gammaincc(shape, y)

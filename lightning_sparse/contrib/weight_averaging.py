@@ -1,9 +1,11 @@
 """Lightning's `WeightAveraging`, or a minimal version of it for releases before Lightning 2.6, which do not have it.
 
-from lightning_sparse.contrib.memsgd import QuadraticAverage
-from lightning_sparse.contrib.weight_averaging import WeightAveraging
+    from lightning_sparse.contrib.memsgd import QuadraticAverage
+    from lightning_sparse.contrib.weight_averaging import WeightAveraging
 
-Trainer(callbacks=WeightAveraging(avg_fn=QuadraticAverage(shift + 1)))
+    Trainer(callbacks=WeightAveraging(avg_fn=QuadraticAverage(shift + 1)))
+
+This example averages the weights as in the paper of Mem-SGD.
 """
 
 from __future__ import annotations

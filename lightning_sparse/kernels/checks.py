@@ -2,8 +2,8 @@
 
     write_header_(messages, fingerprint, status, ...)    # header, checksum
     weigh(words, within, of_block)                       # weighted sums
-    worst_status(messages, sums, sent, senders, ...)     # of all messages
-    note_broken(u, indices, own, worst, ok)              # unless u is finite
+    worst_status(messages, sums, sent, senders, ...)     # in messages
+    note_broken(u, indices, own, worst, ok)              # in u
 
 `framing.py` and `exchange.py` do the same with NumPy and explain the statuses.
 """

@@ -1,7 +1,9 @@
 """Tables of gradients' addresses, for kernels that process all gradients of a segment in one launch.
 
-    table = gradient_table(grads, bounds)   # int64, on the device; cached, as addresses rarely change
-    _address(table, index, many, STEPS)     # in a kernel: address and start of each index's gradient
+    table = gradient_table(grads, bounds)   # int64, on the device, cached
+    _address(table, index, many, STEPS)     # in a kernel: address and start, for each index
+
+A table is valid until an address changes. Gradients usually keep their addresses between steps.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 

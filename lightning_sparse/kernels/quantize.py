@@ -2,6 +2,8 @@
 
     scales, codes, update = quantize(u, places, bits, block)        # update: the dequantized values
     dequantize(scales, codes, places, bits, block, len(u))          # the same values
+
+`places` holds start and stop of each parameter in `u`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 

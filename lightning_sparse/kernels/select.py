@@ -3,9 +3,10 @@
     indices = topk_indices(u, k)  # int64, ascending; exact; of equal magnitudes the lowest index first
 
 Block maxima make this cheap. Let T be the k-th largest maximum of blocks of B consecutive elements. At least k elements
-reach T, so the k largest lie in blocks whose maximum reaches T. k such blocks are enough: if m < k maxima exceed T, the
-first k - m blocks with the maximum T hold the first k - m elements equal to T. At density 0.001 and B = 64, 6.4 % of
-the data remain to be searched. Dr. Top-k (Gaihre et al. 2021, arXiv 2109.08219) calls such maxima delegates.
+reach T, so the k largest lie in blocks whose maximum reaches T. It is enough to search k such blocks. If m < k maxima
+exceed T, the first k - m blocks with the maximum T hold the first k - m elements equal to T. At density 0.001 and
+B = 64, 6.4 % of the data remain to be searched. Dr. Top-k (Gaihre et al. 2021, arXiv 2109.08219) calls such maxima
+delegates.
 
 Magnitudes are compared as integers, by their bits without the sign. This is the order of |u|. NaN is larger than
 infinity, so non-finite entries are always selected and detected.

@@ -18,8 +18,8 @@ PART = 512
 
 SCRATCH = 4 * 256 + 16
 """Size of a selection's scratch memory. It begins with a histogram of each digit. From `FOUND` on it has two numbers
-for each digit: the digits found so far, and the number of entries still wanted among the entries with these digits.
-Then the number of selected entries follows."""
+for each digit: the digits found so far, and the number of wanted entries that have them. Then the number of selected
+entries follows."""
 
 FOUND = 4 * 256
 THRESHOLD = FOUND + 6

@@ -33,7 +33,8 @@ GROUPS = 4
 def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
     """Write the magnitudes and the codes of values; return the decoded values, fp32, of the same shape.
 
-    Value i of quarter q of a group has bits 2q and 2q + 1 of byte i: whether it is larger, and whether it is negative.
+    Value i of quarter q of a group has bits 2q and 2q + 1 of byte i. The first bit says whether the value is
+    larger, the second whether it is negative.
 
     Args:
         values: fp32, (..., n); not changed. Zeros pad the last group.
@@ -45,7 +46,7 @@ def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
     rows = torch.zeros(*lead, groups * GROUP, dtype=torch.float32, device=values.device)
     rows[..., :each] = values
     rows = rows.view(*lead, groups, GROUP)
-    magnitudes = rows.abs().double()  # in fp64 these sums do not depend on the order, and stay in range
+    magnitudes = rows.abs().double()  # in fp64 these sums are accurate and stay in range
     zeros = magnitudes.amin(-1, keepdim=True) == 0
     larger = magnitudes > torch.where(zeros, 0, magnitudes.mean(-1, keepdim=True))
     means = [(magnitudes * chosen).sum(-1) / chosen.sum(-1).clamp(min=1) for chosen in (larger.logical_not(), larger)]

@@ -1,14 +1,14 @@
-"""Selection by a threshold that was estimated: samples to estimate it from, and what it leaves.
+"""Selects entries by an estimated threshold: draws samples for the estimate, and finds the entries that reach it.
 
     bits = magnitude_bits("owner", u)
     threshold = kth_magnitude(sampled(bits, 100_000, seed), 100)  # for example
     indices_reaching(bits, k, threshold, fewest, most, stats)
 
-No estimate is trusted: where it leaves too few entries or too many, the k largest are selected.
+If an estimate leaves too few entries or too many, the k largest are selected instead.
 
-On the CPU a threshold is cheaper than exact selection: the block maxima say where to look, and no histogram is needed.
-On CUDA the host must not wait for a count, so the largest entries are selected exactly, a third more than are wanted,
-and the threshold decides among them.
+On the CPU a threshold is cheaper than exact selection: the block maxima narrow down the search, and no histogram is
+needed. On CUDA the host must not wait for a count. So one entry more than the most that may be sent is selected
+exactly, and the threshold decides among these entries.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def sampled(bits: Tensor, size: int, seed: int) -> Tensor:
     """Return the magnitudes of evenly spaced elements, int32.
 
     Args:
-        bits: int32, 1-D, of `magnitude_bits`.
-        size: how many are wanted: `size` to 3 · `size` come, all where there are no more.
-        seed: says where the first one is.
+        bits: int32, 1-D, from `magnitude_bits`.
+        size: number of elements wanted; the result has `size` to 3 · `size`, or all if there are no more.
+        seed: determines the first element.
     """
-    # Odd, so that it shares no factor with the usual lengths of rows: the sample would consist of a few columns.
+    # Odd, so that it shares no factor with usual row lengths. Otherwise the sample would consist of a few columns.
     stride = max(1, bits.numel() // size) - 1 | 1
     return bits[seed % stride :: stride] & MAGNITUDE
 
@@ -59,21 +59,22 @@ def _kth_in_c(magnitudes: Tensor, k: int) -> Tensor:
 
 @operation
 def indices_reaching(bits: Tensor, k: int, thresholds: Tensor, fewest: int, most: int, stats: BlockStats) -> Tensor:
-    """Return where magnitudes reach a threshold.
+    """Return the indices of entries whose magnitude reaches a threshold.
 
     Args:
-        bits: int32, 1-D, of `magnitude_bits`.
-        k: how many entries are wanted, 0 < k < len(bits).
-        thresholds: int32, 1-D, on the device, descending: the first one that at least `fewest` entries reach, counts.
-        fewest, most: entries, fewest <= k <= most. If no threshold leaves so many, the k largest are selected.
-        stats: of the vector, with the block of `block_size(len(bits), k)`.
+        bits: int32, 1-D, from `magnitude_bits`.
+        k: number of entries wanted, 0 < k < len(bits).
+        thresholds: int32, 1-D, on the device, descending. The first one that at least `fewest` entries reach is used.
+        fewest, most: limits of the number of entries, fewest <= k <= most. If it is out of range, the k largest entries
+            are selected.
+        stats: statistics of the vector, with the block of `block_size(len(bits), k)`.
 
     Returns:
-        int64 indices, ascending. Where Triton works they are padded with `len(bits)` to a length of `most`.
+        int64 indices, ascending. Triton kernels pad them with `len(bits)` to the length `most`.
     """
     maxima = bits if stats.maxima is None else stats.maxima
     for threshold in thresholds.tolist():
-        # Every block that passes has an entry.
+        # Every block that passes has at least one entry.
         if count_reaching(maxima, threshold) > most:
             break
         indices, magnitudes = entries_reaching(bits, stats, threshold)
@@ -90,7 +91,7 @@ def _among_the_largest(bits: Tensor, k: int, thresholds: Tensor, fewest: int, mo
     indices, magnitudes = largest_entries(bits, most + 1, stats)
     reached = magnitudes >= thresholds.unsqueeze(1)
     counts = reached.sum(1)
-    # The first of the largest: a one, or the first zero where no threshold leaves enough.
+    # argmax returns the first one, or the first zero if no threshold leaves enough entries.
     first = (counts >= fewest).int().argmax().view(1)
     keep, count = reached.index_select(0, first)[0], counts.index_select(0, first)
     keep = torch.where((count >= fewest) & (count <= most), keep, largest_mask(magnitudes, k))
@@ -98,7 +99,7 @@ def _among_the_largest(bits: Tensor, k: int, thresholds: Tensor, fewest: int, mo
 
 
 def largest_entries(bits: Tensor, count: int, stats: BlockStats) -> tuple[Tensor, Tensor]:
-    """Return int64 indices, ascending, and int32 magnitudes of the `count` largest, or of all where there are fewer."""
+    """Return ascending int64 indices and int32 magnitudes of the `count` largest, or of all if there are fewer."""
     if count >= bits.numel():
         return torch.arange(bits.numel(), device=bits.device), bits & MAGNITUDE
     indices = topk_from_maxima(bits, stats, count)
@@ -122,7 +123,7 @@ def _mask_by_triton(magnitudes: Tensor, k: int) -> Tensor:
 
 @operation
 def keep_indices(indices: Tensor, keep: Tensor, size: int, numel: int) -> Tensor:
-    """Return the indices, ascending, where `keep` is true, at most `size`; by Triton padded with `numel` to `size`."""
+    """Return the ascending indices whose `keep` is true, at most `size`; Triton pads them with `numel` to `size`."""
     return indices[keep]
 
 
@@ -133,7 +134,7 @@ def _keep_and_pad(indices: Tensor, keep: Tensor, size: int, numel: int) -> Tenso
 
 @operation
 def blocks_reaching(bits: Tensor, threshold: Tensor, stats: BlockStats) -> Tensor:
-    """Return how many blocks hold a magnitude that reaches a threshold, int32 on the device, as a scalar there."""
+    """Return the number of blocks that hold a magnitude of at least an int32 threshold; a scalar on the device."""
     maxima = bits if stats.maxima is None else stats.maxima
     return torch.tensor(count_reaching(maxima, int(threshold)), device=bits.device)
 
@@ -146,9 +147,9 @@ def _blocks_by_triton(bits: Tensor, threshold: Tensor, stats: BlockStats) -> Ten
 
 @operation
 def narrowed(magnitudes: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    """Return those magnitudes for which the mask `above` is true, and the mask of these; with Triton all, and `above`.
+    """Return the magnitudes for which the mask `above` is true, and their mask; Triton returns both unchanged.
 
-    To leave some out, the host has to wait for their number.
+    To leave out magnitudes, the host would have to wait for their number.
     """
     return magnitudes[above], above[above]
 

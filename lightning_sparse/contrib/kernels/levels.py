@@ -1,9 +1,9 @@
-"""Values rounded at random to a few levels of their bucket's norm, with a few launches or one call: QSGD's rounding.
+"""Rounds values at random to a few levels of their bucket's norm, in a few launches or one call, as QSGD does.
 
-    norms, packed, update = round_to_levels(u, levels, bits, bucket, key)    # what is sent, and what it stands for
+    norms, packed, update = round_to_levels(u, levels, bits, bucket, key)    # payload and update
     level_values(norms, packed, levels, bits, bucket, len(u))                # the same update
 
-A norm is summed up as row_numbers.py says.
+row_numbers.py describes how norms are summed.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 1024
-"""Elements of a program."""
+"""Number of elements that one program processes."""
 
 
 @operation
 def round_to_levels(u: Tensor, levels: int, bits: int, bucket: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norm of each bucket, packed codes, and the values that they stand for, fp32.
+    """Return the norm of each bucket, packed codes, and the values that they represent, fp32.
 
     Args:
-        u: 1-D, fp32; left as it is.
-        levels: above 0, of a norm; 0 has the code `levels`.
-        bits: of a code, at most 8.
-        bucket: elements that share a norm.
-        key: of the `add_uniform_` numbers by which is rounded.
+        u: 1-D, fp32; not changed.
+        levels: number of levels above 0; the code of 0 is `levels`.
+        bits: number of bits of a code, at most 8.
+        bucket: number of elements that share a norm.
+        key: key of the random numbers for rounding; see `add_uniform_`.
     """
-    # The last bucket, if not full, is a piece of its own, with zeros behind.
+    # If the last bucket is not full, it is padded with zeros and forms a separate piece.
     rows, full = pad(u, (0, -len(u) % bucket)).view(-1, bucket), len(u) // bucket
     pieces = [*rows[:full].split(max(1, at_a_time(u) // bucket)), rows[full:]]
     norms = torch.cat([_norms(piece) for piece in pieces])
     steps = _of_elements(norms / levels, bucket, len(u))
     x = u / torch.where(steps > 0, steps, 1)
-    # The largest value may be above its norm by rounding, and so its level above those that there are.
+    # By rounding, the largest value may exceed its norm. Then its level would exceed `levels`.
     add_uniform_(x, key).round_().clamp_(-levels, levels)
     codes = x.to(torch.int8).add_(levels).view(torch.uint8)  # wraps around above 127
     return norms, pack_codes(codes, bits), x * steps
@@ -75,7 +75,7 @@ def _round_in_c(u: Tensor, levels: int, bits: int, bucket: int, key: int) -> tup
 
 
 def level_values(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: int, numel: int) -> Tensor:
-    """Return the values, fp32, that `numel` codes stand for; arguments as for `round_to_levels`."""
+    """Return the values of `numel` codes, fp32; see `round_to_levels` for the arguments."""
     native.check_part("norms", norms, -(-numel // bucket))
     native.check_part("codes", packed, code_bytes(numel, bits))
     return _values(norms, packed, levels, bits, bucket, numel)
@@ -103,14 +103,14 @@ def _values_in_c(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: 
 
 
 def _buckets(numel: int, bucket: int) -> Rows:
-    """Return the buckets as rows, the last one of fewer elements by itself."""
+    """Return the full buckets as rows of equal length, and a last bucket with fewer elements separately."""
     full = numel // bucket
     rows = [(0, full * bucket, 0, full, bucket), (full * bucket, numel, full, full + 1, numel - full * bucket)]
     return [row for row in rows if row[0] < row[1]]
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the 2-norm of each row, though squares of its values may be out of range."""
+    """Return the 2-norm of each row, even if squares of its values are out of range."""
     if rows.device.type == "cpu":
         norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
         if bool(((norms > 1e-15) & (norms < 1e15)).all()):
@@ -143,14 +143,14 @@ def _round_to_levels(
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = index < numel
     x = tl.load(u + index, mask=valid, other=0.0)
-    # Offsets in a segment have 31 bits, and to divide 64 takes several times as long.
+    # Offsets in a segment have 31 bits, and a 64-bit division is several times slower.
     norm = tl.load(norms + index.to(tl.int32) // bucket, mask=valid, other=0.0)
     most = tl.zeros_like(x) + levels
     level = tl.div_rn(norm, most)
     x = tl.div_rn(x, tl.where(level > 0, level, 1.0)) + _noise(index, key, step, FIRST, SECOND)
-    # The largest value may be above its norm by rounding; NaN stays.
+    # By rounding, the largest value may exceed its norm. NaN stays NaN.
     x = tl.where(x > most, most, tl.where(x < -most, -most, x))
-    # To the nearest whole number, of two the even one: below 2²² a sum with 1.5 · 2²³ has no place for more.
+    # Round to the nearest integer, of two to the even one: for |x| < 2²², x + 1.5 · 2²³ has no fraction bits.
     x = (x + 12582912.0) - 12582912.0
     tl.store(codes + index, (x.to(tl.int32) + levels).to(tl.uint8), mask=valid)
     tl.store(update + index, x * level, mask=valid)

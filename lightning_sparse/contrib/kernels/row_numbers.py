@@ -1,9 +1,9 @@
-"""A few numbers of each row of a segment's parameters, all rows in one call, which with Triton is two launches.
+"""Computes a few numbers of each row of a segment's parameters, in one call or, with Triton, in two launches.
 
     upper, lower = signed_means(u, rows)    # of the non-negatives of each row, and of its negatives
 
-`rows` is as in row_table.py. By kernels a row is added up in pieces, in fp32, and then its pieces
-are, in fp64: always in the same order, so that the same u gives the same bits.
+row_table.py describes `rows`. Kernels sum each piece of a row in fp32, and then add up the pieces in fp64. The order is
+always the same, so the same u gives the same bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 1024
-"""Elements of a program, of one piece or of several."""
+"""Number of elements that one program processes, from one piece or several."""
 AT_A_TIME = 512
-"""Pieces whose sums a program adds up at a time, of one row or of several."""
+"""Number of pieces whose sums one program adds up at a time, from one row or several."""
 SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2, "norms": 1}
-"""What is known of a row: how many sums there are of each of its pieces. cpu/row_numbers.c goes by this order."""
+"""Kinds of numbers, with the number of sums of each piece. cpu/row_numbers.c relies on this order."""
 
 
 @operation
 def used_rows(u: Tensor, rows: Rows) -> Tensor:
-    """Return, uint8, which rows of `u` have elements that are not 0."""
+    """Return 1 for each row of `u` with an element other than 0, else 0; uint8."""
     return torch.cat([(x != 0).any(1) for x in _rows(u, rows)]).to(torch.uint8)
 
 
@@ -52,7 +52,7 @@ def mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
 
 @operation
 def signed_means(u: Tensor, rows: Rows) -> Tensor:
-    """Return means of each row of `u`, of its non-negatives and of its negatives, 0 where there are none: (2, rows)."""
+    """Return means of each row's non-negative and of its negative elements, 0 if there are none: fp32 (2, rows)."""
     parts = [u.new_empty(2, 0)]
     for x in _rows(u, rows)[1:]:
         (positive, above, below), factor = _sums(x, _signed_terms)  # NaN is in both sums
@@ -66,39 +66,39 @@ def clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
     """Return the largest magnitude of each row of `u`, or `clip` times its root mean square if that is less, fp32."""
     parts = [u.new_empty(1)[:0]]
     for row in (row for x in _rows(u, rows) for row in x):
-        # Of each tile the largest value, and the norm in units of it, which is in range.
+        # For each tile, find the largest value, and the norm in units of it, which is in range.
         found = [_largest_and_norm(tile) for tile in row.split(at_a_time(row))]
         largest, norms = (torch.stack(part) for part in zip(*found, strict=True))
         most = largest.amax()
         total = torch.linalg.vector_norm(norms * (largest / torch.where(most > 0, most, 1)))
-        # In units of the largest, so that nothing is out of range; no infinity, which times 0 is NaN.
+        # In units of the largest value, so that nothing is out of range. Infinity times 0 would be NaN.
         parts.append((most * (total * min(clip / math.sqrt(len(row)), 1e30)).clamp(max=1)).view(1))
     return torch.cat(parts)
 
 
 def norms_of_rows(u: Tensor, rows: Rows) -> Tensor:
-    """Return the 2-norm of each row of `u`, fp32, though squares of its elements may be out of range; by Triton."""
+    """Return the 2-norm of each row of `u`, fp32, even if squares of its elements are out of range; by Triton."""
     return _numbers(u, rows, "norms")[0]
 
 
 def _rows(u: Tensor, rows: Rows) -> list[Tensor]:
-    """Return the rows of each parameter, (rows, length), behind some of no rows."""
+    """Return an empty tensor, and then the rows of each parameter, (rows, length)."""
     return [u[:0].view(0, 1), *(u[start:stop].view(-1, length) for start, stop, *_, length in rows)]
 
 
 def _sums(x: Tensor, terms: Callable[[Tensor, float], list[Tensor]]) -> tuple[Tensor, float]:
     """Return sums over rows, (sums, rows), in units of a power of two that keeps them in range, and that power.
 
-    They are added up in fp32, a tile that stays in the cache at a time: their last bits depend on the tiles.
+    The sums are computed in fp32, one tile at a time, which stays in the cache. Their last bits depend on the tiles.
 
     Args:
         x: the rows, (rows, n), fp32.
-        terms: returns sums over the rows of a part of `x`, given also the factor on its values.
+        terms: returns sums over the rows of a part of `x`, given the part and a factor on its values.
     """
     most, length = at_a_time(x), x.shape[1]
     tiles = [row.view(1, -1).split(most, 1) for row in x] if length > most else [[y] for y in x.split(most // length)]
     sums = x
-    # On the CPU first without scaling, a pass less; but then the host has to look at the sums.
+    # On the CPU, first try without scaling, which saves a pass. Then the host has to check the sums.
     for exponent in ([0] if x.device.type == "cpu" else []) + [(length - 1).bit_length()]:
         found = [[terms(part, 2.0**-exponent) for part in group] for group in tiles]
         parts = [[functools.reduce(torch.add, same) for same in zip(*group, strict=True)] for group in found]
@@ -129,7 +129,7 @@ def _largest_and_norm(x: Tensor) -> tuple[Tensor, Tensor]:
 def _numbers(
     u: Tensor, rows: Rows, kind: str, *, many: int = 1, dtype: torch.dtype = torch.float32, clip: float = 0.0
 ) -> Tensor:
-    """Return so many numbers of each row, (many, rows), by kernels."""
+    """Return `many` numbers of each row, (many, rows), computed by kernels."""
     count = rows[-1][3] if rows else 0
     out = torch.empty(many, count, dtype=dtype, device=u.device)
     if rows and backend_of(u) == "native":
@@ -150,7 +150,7 @@ def _numbers(
 used_rows.by("triton", "native")(lambda u, rows: _numbers(u, rows, "used", dtype=torch.uint8)[0])
 mean_magnitudes.by("triton", "native")(lambda u, rows: _numbers(u, rows, "magnitudes"))
 signed_means.by("triton", "native")(lambda u, rows: _numbers(u, rows, "means", many=2))
-# Not infinity, which times 0 is NaN.
+# Infinity times 0 would be NaN.
 clipped_maxima.by("triton", "native")(lambda u, rows, clip: _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0])
 
 
@@ -180,13 +180,13 @@ def _of_pieces(
     lane = tl.arange(0, PIECE)[None, :]
     x = tl.load(u + start[:, None] + lane, mask=lane < count[:, None], other=0.0)
     bits = x.to(tl.int32, bitcast=True)
-    # Magnitudes as whole numbers, of which NaN is the largest, above infinity.
+    # Magnitudes are compared as integers: NaN is larger than infinity.
     largest = tl.max(bits & 0x7FFFFFFF, 1)
     out = partial + number * SUMS
     if KIND == "used":
         tl.store(out, (largest != 0).to(tl.float64), mask=present)
     elif KIND == "clipped" or KIND == "norms":
-        # Times a power of two that takes the largest to 1 or more, so that no square is out of range that matters.
+        # Multiply by a power of two that makes the largest element 1 or more. Then no relevant square is out of range.
         factor = ((254 - tl.minimum(largest >> 23, 253)) << 23).to(tl.float32, bitcast=True)
         x = x * factor[:, None]
         factor = factor.to(tl.float64)
@@ -194,7 +194,7 @@ def _of_pieces(
         if KIND == "clipped":
             tl.store(out + 1, largest.to(tl.float32, bitcast=True).to(tl.float64), mask=present)
     else:
-        # Where a sum of so many might be out of range, of halves of their mean.
+        # If a sum of a piece might be out of range, multiply its elements by 0.5 / PIECE.
         factor = tl.where(largest < 0x77000000, 1.0, 0.5 / PIECE)
         x = x * factor[:, None]
         if KIND == "magnitudes":
@@ -203,7 +203,7 @@ def _of_pieces(
             # NaN is in both sums.
             tl.store(out, tl.sum(tl.where(x < 0, 0.0, x), 1).to(tl.float64) / factor, mask=present)
             tl.store(out + 1, tl.sum(tl.where(x > 0, 0.0, x), 1).to(tl.float64) / factor, mask=present)
-            negative = (bits < 0) & (bits << 1 != 0)  # also those that the factor makes 0
+            negative = (bits < 0) & (bits << 1 != 0)  # even if the factor makes the element 0
             tl.store(out + 2, tl.sum(negative.to(tl.int32), 1).to(tl.float64), mask=present)
 
 
@@ -251,7 +251,7 @@ def _of_rows(
     elif KIND == "clipped":
         largest = tl.max(two, 1)
         limit = tl.sqrt(total / length) * clip
-        tl.store(out + row, tl.where(limit >= largest, largest, limit).to(tl.float32), mask=present)  # NaN stays
+        tl.store(out + row, tl.where(limit >= largest, largest, limit).to(tl.float32), mask=present)  # NaN stays NaN
     elif KIND == "norms":
         tl.store(out + row, tl.sqrt(total).to(tl.float32), mask=present)
     elif KIND == "magnitudes":

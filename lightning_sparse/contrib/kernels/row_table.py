@@ -1,10 +1,10 @@
-"""Where the rows of a segment's parameters are, for kernels that go through all of them in one launch.
+"""Tables of the rows of a segment's parameters, for kernels that process all rows in one launch.
 
-    table = row_table(rows, u)                         # int64, on the device; kept
+    table = row_table(rows, u)                         # int64, on the device; cached
     _row_of(table, index, first, last, many, STEPS)    # in a kernel: the number of each index's row
 
-`rows` has the start and the stop of each parameter in the segment, the numbers of its first row and of the one behind
-its last, and their length: what `rows_of` in contrib/rows.py returns.
+`rows` is the result of `rows_of` in contrib/rows.py, with five numbers for each parameter. The first two are its start
+and stop in the segment. Then follow the number of its first row, that of its last row plus one, and the row length.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 Rows = Sequence[tuple[int, int, int, int, int]]
 
 LONGEST = 1024
-"""The most elements of a piece, the part of a row that is added up together."""
+"""Most elements of a piece, which is a part of a row that is summed together."""
 
 
 def row_table(rows: Rows, like: Tensor) -> Tensor:
-    """Return each parameter's start, first row, length of a row and first piece, int64 (4, parameters); kept.
+    """Return each parameter's start, first row, row length and first piece, int64 (4, parameters), cached.
 
-    The pieces of a row are numbered one after the other, behind those of the row before it.
+    Pieces are numbered consecutively, row by row.
     """
 
     def make() -> Tensor:
@@ -43,7 +43,7 @@ def row_table(rows: Rows, like: Tensor) -> Tensor:
 
 
 def of_elements(values: Tensor, rows: Rows, start: int = 0, stop: int | None = None) -> Tensor:
-    """Return the value of its row (values: 1-D) for each element of the segment from `start` to `stop`."""
+    """Return, for each element of the segment from `start` to `stop`, the value of its row (values: 1-D)."""
     parts = [values[:0]]
     for begin, end, first, _, length in rows:
         left, right = max(begin, start) - begin, min(end, end if stop is None else stop) - begin
@@ -55,12 +55,12 @@ def of_elements(values: Tensor, rows: Rows, start: int = 0, stop: int | None = N
 
 
 def piece_length(rows: Rows) -> int:
-    """Return the most elements of a piece, a power of two: no more than the longest row needs."""
+    """Return the most elements of a piece, a power of two that is no larger than the longest row needs."""
     return min(LONGEST, max(64, 1 << (longest_row(rows) - 1).bit_length()))
 
 
 def longest_row(rows: Rows) -> int:
-    """Return the most elements of a row."""
+    """Return the number of elements of the longest row."""
     return max(length for *_, length in rows)
 
 
@@ -72,7 +72,7 @@ def first_pieces(rows: Rows) -> list[int]:
 
 @kernel()
 def _parameter_of(table, index, first, last, many, STEPS: tl.constexpr):
-    """Return the number of the parameter of each index, from `first` to `last`, which nearly always have the same."""
+    """Return the number of each index's parameter. Indices from `first` to `last` nearly always share one."""
     number = _bisect(table, first, many, STEPS)
     behind = _bisect(table, last, many, STEPS)
     parameter = (index * 0).to(tl.int32) + number
@@ -84,8 +84,8 @@ def _parameter_of(table, index, first, last, many, STEPS: tl.constexpr):
 
 @kernel()
 def _row_of(table, index, first, last, many, STEPS: tl.constexpr):
-    """Return the number of the row of each index, in the same way."""
+    """Return the number of each index's row; see `_parameter_of` for the arguments."""
     parameter = _parameter_of(table, index, first, last, many, STEPS)
-    # Offsets in a segment have 31 bits, and to divide 64 takes several times as long.
+    # Offsets in a segment have 31 bits, and a 64-bit division is several times slower.
     within = (index - tl.load(table + parameter)).to(tl.int32)
     return tl.load(table + many + parameter).to(tl.int32) + within // tl.load(table + 2 * many + parameter).to(tl.int32)

@@ -1,9 +1,9 @@
-"""Signs of a segment's rows as bits, what they stand for, and votes by them: all parameters in one call.
+"""Packs the signs of a segment's rows into bits, decodes them, and counts votes: all parameters in one call.
 
-    packed, update = write_signs(u, rows, upper, lower)    # a bit for each sign, and the value that it stands for
+    packed, update = write_signs(u, rows, upper, lower)    # a bit for each sign, and its value
     read_signs(packed, rows, upper, lower)                 # the same update
 
-`rows` is as in row_table.py.
+row_table.py describes `rows`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 1024
-"""Elements of a program."""
+"""Number of elements that one program processes."""
 
 
 @operation
 def write_signs(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
-    """Return signs as packed codes, 0 as positive and NaN as negative, and the values that they stand for, fp32.
+    """Return signs as packed codes, 0 as positive and NaN as negative, and the values that they represent, fp32.
 
     Args:
-        u: 1-D, fp32; left as it is.
-        rows: of its parameters.
-        upper, lower: fp32, what positive and negative ones stand for in each row.
+        u: 1-D, fp32; not changed.
+        rows: rows of its parameters.
+        upper, lower: values of positive and of negative signs in each row, fp32.
     """
     packed = pack_codes((u >= 0).to(torch.uint8), 1)
     return packed, _values_of_signs(packed, rows, upper, lower)
@@ -54,7 +54,7 @@ def _write_by_kernels(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tu
 
 
 def read_signs(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tensor:
-    """Return the values that signs stand for, fp32, all those of the parameters; arguments as for `write_signs`."""
+    """Return the values that packed signs represent, fp32; see `write_signs` for the arguments."""
     native.check_part("signs", packed, code_bytes(rows[-1][1] if rows else 0, 1))
     return _values_of_signs(packed.contiguous(), rows, upper, lower)  # a column of gathered messages is not contiguous
 
@@ -83,13 +83,13 @@ def count_votes(votes: Tensor, used: Tensor, rows: Rows, start: int, turn: int) 
     """Return the signs that most ranks sent for a region of a segment, as packed codes; zeros behind the segment's end.
 
     Args:
-        votes: uint8 (ranks, bytes): the packed signs of the region, from each rank.
-        used: uint8 (ranks, rows or more), contiguous: in which rows of the segment a rank votes.
-        rows: of the segment.
-        start: of the region, in elements of the segment.
-        turn: the rank whose vote decides on a tie, or else the next one after it that votes.
+        votes: packed signs of the region, from each rank, uint8 (ranks, bytes).
+        used: 1 if a rank votes in a row of the segment, else 0; uint8 (ranks, rows or more), contiguous.
+        rows: rows of the segment.
+        start: offset of the region in the segment, in elements.
+        turn: the rank whose vote decides a tie; if it does not vote, the next rank that votes.
     """
-    # Also of CPUs with the loops in C: so in few bits.
+    # CPUs with the loops in C use this code, too, so numbers have few bits.
     size, width, numel = len(votes), 8 * votes.shape[1], rows[-1][1] if rows else 0
     start, stop = min(start, numel), min(start + width, numel)
     total = torch.zeros(stop - start, dtype=torch.int16, device=votes.device)  # 8 bits would be too few for 128 votes
@@ -100,7 +100,7 @@ def count_votes(votes: Tensor, used: Tensor, rows: Rows, start: int, turn: int) 
         vote.mul_(of_elements(used[voter], rows, start, stop).view(torch.int8))
         total.add_(vote)
         decisive.add_(vote * (1 - decisive.abs()))
-    # Never 0 where a rank votes; the code is 1 for positive, by the sign bit.
+    # The number is never 0 if a rank votes. The code, from the sign bit, is 1 for positive.
     won = total.mul_(2).add_(decisive).bitwise_right_shift_(15).add_(1).to(torch.uint8)
     return pack_codes(torch.nn.functional.pad(won, (0, width - len(won))), 1)
 
@@ -179,6 +179,6 @@ def _count_votes(
         total += vote
         decisive = tl.where(decisive == 0, vote, decisive)
         voter = tl.where(voter + 1 < size, voter + 1, 0)
-    # Never 0 where a rank votes; the code is 1 for positive.
+    # The number is never 0 if a rank votes. The code is 1 for positive.
     code = (valid & (2 * total + decisive >= 0)).to(tl.int32)
     tl.store(won + place, tl.sum(code << lane, 1).to(tl.uint8), mask=place < width)

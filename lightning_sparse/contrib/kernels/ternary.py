@@ -1,6 +1,6 @@
-"""Values of some parameters as -1, 0 or 1 times a scale of each, all parameters in one call: TernGrad's rounding.
+"""Rounds values to -1, 0 or 1 times a scale for each parameter, all parameters in one call, as TernGrad does.
 
-`rows` is as in row_table.py, with one row for each parameter.
+row_table.py describes `rows`, which has one row for each parameter.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 TILE = 2048
-"""Elements of a program."""
+"""Number of elements that one program processes."""
 
 
 @operation
 def round_to_ternary(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Return packed codes 0, 1 and 2 for `u`, and the values -1, 0 and 1 times the scales that they stand for, fp32.
+    """Return packed codes 0, 1 and 2 for `u`, and the values that they represent: -1, 0 and 1 times the scales, fp32.
 
     Args:
-        u: 1-D, fp32; left as it is.
-        rows: of its parameters.
-        own: fp32, of each parameter; to ± this `u` is clipped.
-        scales: fp32, of each parameter, no less than `own`.
-        key: of the `add_uniform_` numbers by which is rounded.
+        u: 1-D, fp32; not changed.
+        rows: rows of its parameters.
+        own: limit of each parameter, fp32; `u` is clipped to ± this limit.
+        scales: scale of each parameter, fp32, at least `own`.
+        key: key of the random numbers for rounding; see `add_uniform_`.
     """
     limits, shares = torch.where(own > 0, own, 1), torch.where(scales > 0, own / scales, 0)
     x = (u / of_elements(limits, rows)).clamp_(-1, 1).mul_(of_elements(shares, rows))
@@ -58,7 +58,7 @@ def _round_by_kernels(u: Tensor, rows: Rows, own: Tensor, scales: Tensor, key: i
 
 @operation
 def ternary_values(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tensor:
-    """Return the means, fp32, that the sums of the codes of `size` ranks stand for: 1-D, uint8 or int16."""
+    """Return the mean values over `size` ranks, fp32, given the sums of their codes, 1-D, uint8 or int16."""
     return (codes.float() - size).div_(size).mul_(of_elements(scales, rows))
 
 
@@ -77,16 +77,16 @@ def _values_by_kernels(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> 
 
 @operation
 def sum_of_ternary(packed: Tensor, width: int) -> Tensor:
-    """Return the sums, int16, of `width` codes of 2 bits from each rank, packed: (ranks, bytes)."""
+    """Return the sums over the ranks, int16, of `width` packed 2-bit codes from each: (ranks, bytes)."""
     total = torch.zeros(width, dtype=torch.int16, device=packed.device)
-    for row in packed:  # one after the other stays in the cache
+    for row in packed:  # one row at a time stays in the cache
         total.add_(unpack_codes(row, 2, width))
     return total
 
 
 @sum_of_ternary.by("triton")
 def _sum_by_triton(packed: Tensor, width: int) -> Tensor:
-    # They have one plane, so all rows are unpacked as one.
+    # These codes have one plane, so all rows are unpacked as one.
     return unpack_codes(packed.reshape(-1), 2, width * len(packed)).view(-1, width).sum(0, dtype=torch.int16)
 
 
@@ -117,13 +117,13 @@ def _round(
     limit = tl.load(own + parameter)
     scale = tl.load(scales + parameter)
     x = tl.div_rn(x, tl.where(limit > 0, limit, 1.0))
-    x = tl.where(x > 1, 1.0, tl.where(x < -1, -1.0, x))  # NaN stays
+    x = tl.where(x > 1, 1.0, tl.where(x < -1, -1.0, x))  # NaN stays NaN
     x = x * tl.where(scale > 0, tl.div_rn(limit, tl.where(scale > 0, scale, 1.0)), 0.0)
-    # To the nearest whole number, of two the even one: below 2²² a sum with 1.5 · 2²³ has no place for more.
+    # Round to the nearest integer, of two to the even one: for |x| < 2²², x + 1.5 · 2²³ has no fraction bits.
     x = (x + _noise(index, key, step, FIRST, SECOND) + 12582912.0) - 12582912.0
     byte = tl.sum(tl.where(valid, x.to(tl.int32) + 1, 0) << 2 * lane, 1)
     place = start // 4 + tl.arange(0, TILE // 4)
-    # As many bytes as 8 codes take.
+    # The number of bytes is that of a multiple of 8 codes.
     tl.store(packed + place, byte.to(tl.uint8), mask=place < (numel + 7) // 8 * 2)
     tl.store(update + index, x * scale, mask=valid)
 

@@ -1,8 +1,8 @@
-/* Orthonormal bases of the columns of matrices, with the same bits on every processor; basis.py. */
+/* Orthonormal bases of the columns of matrices, with the same bits on every processor; see basis.py. */
 
 #include "tiles.h"
 
-/* The product of two columns, its terms rounded so that no sum of them is: then their order does not count. */
+/* The dot product of two columns. Its terms are rounded so that all sums are exact and do not depend on the order. */
 INLINE double dot(const double *x, const double *y, int64_t count)
 {
     double most[LANES] = {0}, sums[LANES] = {0};
@@ -28,7 +28,8 @@ INLINE void subtract(double *x, const double *y, double factor, int64_t count)
     for (int64_t i = 0; i < count; i++) x[i] -= factor * y[i];
 }
 
-/* Of each matrix of so many rows; all have `rank` columns. `scratch` has room for the largest, column by column. */
+/* Computes the basis of each matrix, given its number of rows; all matrices have `rank` columns. `scratch` has room for
+   the largest matrix, column by column. */
 KERNEL void bases(const float *p, const int64_t *rows, float *out, double *scratch, double dependent, int64_t rank,
                   int64_t many)
 {
@@ -44,7 +45,7 @@ KERNEL void bases(const float *p, const int64_t *rows, float *out, double *scrat
             }
             const double after = dot(column, column, count), length = sqrt(after);
             const double limit = before * dependent * dependent;
-            const int is_zero = after <= limit && limit < INFINITY; /* NaN and infinities show */
+            const int is_zero = after <= limit && limit < INFINITY; /* NaN and infinities stay visible */
             for (int64_t i = 0; i < count; i++) {
                 column[i] = is_zero ? 0 : column[i] / length;
                 out[i * rank + r] = (float)column[i];

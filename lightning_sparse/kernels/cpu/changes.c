@@ -1,4 +1,4 @@
-/* w - x of each parameter, or f(w - x) + r w where there are factors. What is written may be x. */
+/* Computes w - x of each parameter, or f(w - x) + r w if there are factors. The output may be x. */
 
 #include "segment.h"
 

@@ -1,4 +1,4 @@
-/* Codes of a few bits: to bytes and back. */
+/* Packs codes of a few bits into bytes, and unpacks them. */
 
 #include "tiles.h"
 

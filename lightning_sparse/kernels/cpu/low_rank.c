@@ -1,23 +1,23 @@
-/* Matrices M by thin ones: P = M Q^T, Q = P^T M, or M = P Q.
+/* Products of matrices M with thin ones: P = M Q^T, Q = P^T M, or M = P Q.
 
-   A table has the start of each M in u, its rows and its columns; P and Q of all matrices lie one behind the other. Work
-   goes on part by part, which stay in the second cache, for 4 columns of P at a time. A part is added up in fp32, and
-   then parts are. */
+   A table has the start of each M in u, its rows and its columns. P and Q of all matrices are concatenated. The loops
+   process one part at a time, which stays in the second-level cache, for 4 columns of P. Each part is summed in fp32,
+   and then the parts are. */
 
 #include "tiles.h"
 
-#define ROWS 128 /* of a part, which has TILE columns */
-#define WIDTH 4  /* columns of P */
+#define ROWS 128 /* rows of a part, which has TILE columns */
+#define WIDTH 4  /* columns of P at a time */
 
 struct part {
-    float *m, *p, *q;                 /* where it begins in each */
+    float *m, *p, *q;                 /* the start of the part in each */
     int64_t rows, columns;            /* of the part */
-    int64_t stride, rank;             /* from one row to the next of M and Q, and of P */
-    int width;                        /* columns of P, rows of Q */
-    int is_leftmost, is_top, is_first; /* whether it is the first one across, down, and of the columns of P */
+    int64_t stride, rank;             /* distances between rows of M and Q, and of P */
+    int width;                        /* number of columns of P and rows of Q */
+    int is_leftmost, is_top, is_first; /* first part of a row, of a column, of P's columns? */
 };
 
-/* Sums of a row's elements times those of four rows of Q. */
+/* The dot products of a row with four rows of Q. */
 INLINE void dot_products(const float *x, int64_t count, const float *const q[WIDTH], float sums[WIDTH])
 {
     float lanes[WIDTH][LANES], a[LANES] = {0}, b[LANES] = {0}, c[LANES] = {0}, d[LANES] = {0}; /* in registers */
@@ -50,14 +50,14 @@ INLINE void left(struct part part)
     }
 }
 
-/* Four rows of M at a time, each of whose elements is read once for all rows of Q. */
+/* Processes four rows of M at a time, and reads each of their elements once for all rows of Q. */
 INLINE void right(struct part part)
 {
     const int64_t stride = part.stride, fours = part.rows / 4 * 4;
     const float *restrict m = part.m;
     float sums[WIDTH][TILE] = {{0}};
     for (int64_t i = 0; i < fours; i += 4, m += 4 * stride) {
-        float p[4][WIDTH] = {{0}}; /* what is behind the width is not used */
+        float p[4][WIDTH] = {{0}}; /* columns behind the width are not used */
         for (int k = 0; k < 4; k++)
             for (int r = 0; r < part.width; r++) p[k][r] = part.p[(i + k) * part.rank + r];
         for (int64_t j = 0; j < part.columns; j++) {
@@ -73,7 +73,7 @@ INLINE void right(struct part part)
     }
 }
 
-/* One product after the other is added, as plain torch does it: all ranks have to get the same bits. */
+/* Adds one product after the other, as plain torch does, because all ranks need the same bits. */
 INLINE void add_products(struct part part, int width)
 {
     for (int64_t i = 0; i < part.rows; i++) {
@@ -96,7 +96,7 @@ INLINE void product(struct part part)
     for (int r = 0; r < part.width; r++, part.p++, part.q += part.stride, part.is_first = 0) add_products(part, 1);
 }
 
-/* Of a kind by its place in `KINDS` of low_rank.py. */
+/* `kind` is the index of a product in `KINDS` of low_rank.py. */
 KERNEL void low_rank(float *u, const int64_t *table, float *p, float *q, int64_t kind, int64_t rank, int64_t many)
 {
     for (; many--; p += rank * table[1], q += rank * table[2], table += 3) {

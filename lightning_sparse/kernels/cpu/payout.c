@@ -1,4 +1,4 @@
-/* u, from `start` to `stop`: `scale` times the deltas are added to the residual, and u is that plus
+/* From `start` to `stop`, adds `scale` times the deltas to the residual. u is the sum plus
    (a delta + b reference) / f. */
 
 #include "segment.h"
@@ -16,7 +16,7 @@ INLINE void add_part(float *restrict u, float *restrict residual, const float *d
     for (int64_t i = 0; i < count; i++) u[i] = residual[i] + u[i];
 }
 
-/* In tiles, so that a tile's passes read from the cache. */
+/* In tiles, so that all passes over a tile read from the cache. */
 KERNEL void add_delta_with_payout(float *u, float *residual, const int64_t *deltas, const int64_t *references,
                                   const float *coefficients, const float *factors, double scale, int64_t many,
                                   int64_t numel, int64_t start, int64_t stop)

@@ -1,17 +1,17 @@
-/* Blocks in 4 or 8 bits. A table has the first block, the start and the stop of each parameter. */
+/* Quantizes blocks to 4 or 8 bits. A table has the first block, the start and the stop of each parameter. */
 
 #include "tiles.h"
 
-/* max / L, up to the next number of bf16, as bits. */
+/* max / L, rounded up to the next number of bf16, as bits. */
 INLINE int32_t scale_of(int32_t largest, int32_t levels)
 {
     const float exact = of_bits(largest) / (float)levels;
     const int32_t high = exact != exact ? 0x7FC0 : (bits_of(exact) + 0xFFFF) >> 16;
-    /* L steps must not overflow: down for the largest numbers of all, where L + 1/2 steps still reach the value. */
+    /* L steps must not overflow. So the largest numbers are rounded down: L + 1/2 steps still reach the value. */
     return high - (of_bits(high << 16) * (float)levels == INFINITY && exact < INFINITY);
 }
 
-/* How many steps a value is, when rounded; what they stand for is written. */
+/* Returns the number of steps of a value, rounded, and writes the value of these steps. */
 INLINE uint32_t steps_of(float x, float divisor, float scale, float *value)
 {
     const float sum = x / divisor + WHOLE;
@@ -31,7 +31,7 @@ INLINE void quantize_block(const float *restrict x, int64_t count, int64_t block
         memset(codes + count, 0, block - count);
         return;
     }
-    /* In a byte an element of the first half, and one of the other. */
+    /* A byte holds an element of the first half, and one of the other half. */
     for (int64_t i = 0; i < both; i++) {
         const uint32_t first = steps_of(x[i], divisor, scale, value + i);
         codes[i] = (uint8_t)(first + 8 + 16 * (steps_of(x[i + half], divisor, scale, value + i + half) + 8));
@@ -53,7 +53,8 @@ INLINE void dequantize_block(const uint8_t *restrict codes, int64_t count, int64
     }
 }
 
-/* All blocks, either way; the usual one is full, and its length may be known to the compiler. */
+/* Quantizes all blocks, or dequantizes them without `u`. Most blocks are full, and have a length known to the compiler
+   if it is 64. */
 INLINE void all_blocks(const float *u, const int64_t *table, uint16_t *scales, uint8_t *codes, float *update,
                        int64_t many, int bits, int64_t block)
 {

@@ -1,4 +1,5 @@
-/* Of each parameter the sum of its first moment's squares, and that of its second moment, which is not negative. */
+/* Computes, for each parameter, the sums of its first moment's squares and of its second moment, which is never below
+   0. */
 
 #include "segment.h"
 

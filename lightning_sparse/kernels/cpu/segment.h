@@ -1,5 +1,5 @@
-/* Where the parameters of a segment lie: a table has the start of each in the segment, and then its address, 0 where it
-   has none; native.py. */
+/* Tables of a segment's parameters: first the start of each in the segment, then the address of each, 0 if it has none;
+   see native.py. */
 
 #ifndef SEGMENT_H
 #define SEGMENT_H
@@ -8,7 +8,7 @@
 
 INLINE float *address_of(const int64_t *table, int64_t many, int64_t p) { return (float *)(intptr_t)table[many + p]; }
 
-/* Where a parameter ends in the segment, of which `numel` is the length. */
+/* The end of a parameter in the segment, whose length is `numel`. */
 INLINE int64_t stop_of(const int64_t *table, int64_t many, int64_t numel, int64_t p)
 {
     return p + 1 < many ? table[p + 1] : numel;

@@ -1,11 +1,12 @@
-/* The k-th largest magnitude, and entries that reach one. Magnitudes are bits without the sign. */
+/* The k-th largest magnitude, and the entries that reach a magnitude. Magnitudes are bits without the sign. */
 
 #include "tiles.h"
 
 #define MAGNITUDE 0x7FFFFFFF
-#define AHEAD 16 /* blocks that are asked of memory before they are looked at */
+#define AHEAD 16 /* number of blocks to prefetch ahead of the search */
 
-/* From the upper 11 bits to the lower 10: counts of each next part, of those that agree in the parts before it. */
+/* Finds the upper 11 bits first, and then twice the next 10 bits, from counts of the numbers that have the bits found
+   before. */
 KERNEL void kth_largest(const int32_t *bits, int64_t *result, int64_t numel, int64_t k)
 {
     int32_t found = 0;
@@ -23,9 +24,9 @@ KERNEL void kth_largest(const int32_t *bits, int64_t *result, int64_t numel, int
     *result = found;
 }
 
-/* Blocks `first` to `last` of a list, or of all blocks if there is none; the last of all may be short. `count`, the
-   number found so far, is written; once there are enough, only magnitudes above the threshold are added. Results have
-   room for one more than there are elements. */
+/* Searches blocks `first` to `last` of a list, or of all blocks if there is no list. The last block may have fewer
+   elements. `count` is the number of entries found so far, and is updated. Once there are `enough`, only magnitudes
+   above the threshold are added. The results have room for one entry more than there are elements. */
 KERNEL void entries_of_blocks(const int32_t *bits, const int64_t *blocks, int64_t *restrict indices,
                               int32_t *restrict magnitudes, int64_t *count, int64_t first, int64_t last,
                               int64_t block, int64_t numel, int64_t threshold, int64_t enough)
@@ -37,12 +38,12 @@ KERNEL void entries_of_blocks(const int32_t *bits, const int64_t *blocks, int64_
         const int64_t start = (blocks ? blocks[number] : number) * block, stop = least(start + block, numel);
         for (int64_t left = start; left < stop; left += LANES) {
             const int64_t found = *count + added, size = least(LANES, stop - left);
-            const int32_t below = (int32_t)threshold - (found < enough); /* what is above it is wanted */
+            const int32_t below = (int32_t)threshold - (found < enough); /* magnitudes above it are wanted */
             int32_t any = size < LANES;
             if (size == LANES)
                 for (int i = 0; i < LANES; i++) any |= (bits[left + i] & MAGNITUDE) > below;
             if (!any) continue;
-            /* Whatever is not wanted is overwritten by the next. */
+            /* An element that is not wanted is overwritten by the next one. */
             for (int64_t i = left; i < left + size; i++) {
                 const int32_t magnitude = bits[i] & MAGNITUDE;
                 indices[added] = i;

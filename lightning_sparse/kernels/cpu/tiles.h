@@ -1,13 +1,13 @@
-/* What the loops on the CPU share; native.py loads them, if a compiler was there at the installation.
+/* Code that the loops on the CPU share. native.py loads them, if a C compiler was available at the installation.
 
-   Each KERNEL of the files beside this one is called by the Python file of the same name, which describes the arguments.
-   Its results are those of plain torch to the last bit, but for sums, products that torch fuses with a sum, roots, and
-   zeros of quantizers, which are positive, as they are when decoded. It works in one thread, on a tile at a time, which
-   stays in the nearest cache: so u is read from memory once for each call, and every result is written once.
+   The Python file of the same name calls each KERNEL of the files beside this one, and describes the arguments. Results
+   equal plain torch's to the last bit, with these exceptions: sums, products that torch fuses with a sum, roots, and
+   zeros of quantizers. These zeros are positive, as they are after decoding. A kernel works in one thread. It processes
+   one tile at a time, which stays in the first-level cache. So each call reads u from memory once, and writes every
+   result once.
 
-   Sums are of 16 lanes in fp32, in pieces that are added up in fp64, or in fp32 by low_rank.c: the same on every
-   processor, as the compiler may not change the order of operations, nor fuse them. Loops over lanes are what it can
-   vectorize. */
+   Sums use 16 lanes in fp32. Pieces are then added up in fp64, or in fp32 by low_rank.c. The compiler may neither
+   reorder nor fuse operations, so sums are the same on every processor. It can vectorize loops over lanes. */
 
 #ifndef TILES_H
 #define TILES_H
@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* A version for each generation of processors, one of which is chosen when the library is loaded. */
+/* The compiler makes a version for each generation of processors, and the loader chooses one. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12
 #define KERNEL __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -24,12 +24,12 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-#define TILE 1024  /* elements that are worked on at a time: a multiple of 8 */
-#define PIECE 1024 /* elements that are added up in fp32 */
+#define TILE 1024  /* elements to process at a time, a multiple of 8 */
+#define PIECE 1024 /* elements that are summed in fp32 */
 #define LANES 16
 
-/* To the nearest whole number, of two the even one: below 2^22 a sum with 1.5 * 2^23 has no place for more, and the
-   number is in its last bits. */
+/* Added to round to the nearest integer, of two to the even one. For |x| < 2^22, x + 1.5 * 2^23 has no fraction bits,
+   and its last bits hold the integer. */
 #define WHOLE 12582912.0f
 #define WHOLE_BITS 0x4B400000
 
@@ -49,7 +49,7 @@ INLINE float of_bits(int32_t bits)
     return x;
 }
 
-/* The largest magnitude, as bits, of which NaN's are above those of infinity. */
+/* The bits of the largest magnitude; NaN is larger than infinity. */
 INLINE int32_t largest_of(const float *x, int64_t count)
 {
     int32_t largest = 0;
@@ -68,10 +68,10 @@ INLINE float term_of(float x, enum term term)
 {
     if (term == SQUARE) return x * x;
     if (term == MAGNITUDE) return fabsf(x);
-    return (term == POSITIVE ? x < 0 : x > 0) ? 0 : x; /* NaN is in either sum */
+    return (term == POSITIVE ? x < 0 : x > 0) ? 0 : x; /* NaN is in both sums */
 }
 
-/* The sum of a piece, of its elements times a factor. */
+/* The sum of a piece's elements, each times a factor. */
 INLINE float sum_of_lanes(const float *x, int64_t count, enum term term, float factor)
 {
     float sums[LANES] = {0};
@@ -84,8 +84,8 @@ INLINE float sum_of_lanes(const float *x, int64_t count, enum term term, float f
     return sums[0];
 }
 
-/* Where the sum may be out of fp32's range, it is of elements times a power of two: of halves of their mean, or for
-   squares so that the largest element is 1 or more. */
+/* The sum of a piece. If it may be out of fp32's range, elements are multiplied by a power of two: 0.5 / PIECE, or for
+   squares a factor that makes the largest element 1 or more. */
 INLINE double sum_of_piece(const float *x, int64_t count, enum term term)
 {
     const float sum = sum_of_lanes(x, count, term, 1);
@@ -104,10 +104,10 @@ INLINE double sum_of(const float *x, int64_t count, enum term term)
     return sum;
 }
 
-/* Codes of a few bits each: a byte for each, or packed in planes of 8, 4, 2 and 1 bits; codes.py. */
+/* Codes of a few bits each, in one byte each, or packed in planes of 8, 4, 2 and 1 bits; see codes.py. */
 
-/* Of a word of as many codes as a byte of the plane holds, neighbours move together, then pairs, then fours; or they
-   move apart. `pack` takes the bits from `shift` on; `unpack` puts them there, beside lower ones if there are any. */
+/* A word holds the codes of one byte of the plane. To pack, first neighbours move together, then pairs, then fours. To
+   unpack, they move apart. `pack` takes the bits from `shift` on. `unpack` writes them there, and keeps lower bits. */
 #define PLANE(bits, word)                                                                                             \
     INLINE void pack_##bits(const uint8_t *restrict codes, int64_t groups, int shift, uint8_t *restrict plane)        \
     {                                                                                                                 \
@@ -135,7 +135,7 @@ PLANE(1, uint64_t)
 PLANE(2, uint32_t)
 PLANE(4, uint16_t)
 
-/* Codes of a tile, which begins at a multiple of 8, to planes of `all` groups of 8; zeros fill up the last one. */
+/* Packs the codes of a tile, which begins at a multiple of 8, into planes of `all` groups of 8; zeros pad the last. */
 INLINE void pack_tile(uint8_t *codes, int64_t start, int64_t count, int bits, uint8_t *packed, int64_t all)
 {
     const int64_t groups = (count + 7) / 8, first = start / 8;
@@ -155,7 +155,7 @@ INLINE void unpack_tile(const uint8_t *packed, int64_t start, int64_t count, int
     if (bits & 1) unpack_1(codes, groups, bits & 6, packed + (bits & 6) * all + first);
 }
 
-/* Random numbers of a tile's elements, times 2^16, in the two halves of each word; uniform.py. */
+/* Random numbers of a tile's elements, times 2^16, in the two halves of each word; see uniform.py. */
 union noise {
     uint32_t words[TILE / 2];
     int16_t numbers[TILE];

@@ -1,4 +1,4 @@
-/* Values in two bits, a sign and one of two magnitudes of 128 values; two_bits.py. */
+/* Rounds values to two bits, a sign and one of two magnitudes of 128 values; see two_bits.py. */
 
 #include "tiles.h"
 

@@ -1,4 +1,4 @@
-/* Rounding to a few levels of a bucket's norm. */
+/* Rounds values to a few levels of their bucket's norm. */
 
 #include "tiles.h"
 
@@ -18,7 +18,7 @@ KERNEL void round_to_levels(const float *restrict u, float *norms, uint8_t *pack
             end = least(stop, first + bucket);
             for (int64_t j = i; j < end; j++) {
                 const float x = u[j] / divisor + noise.numbers[j - start] * 0x1p-16f;
-                /* The largest value may be above its norm by rounding. */
+                /* By rounding, the largest value may exceed its norm. */
                 const float sum = (x > most ? most : x < -most ? -most : x) + WHOLE;
                 codes[j - start] = (uint8_t)(bits_of(sum) - WHOLE_BITS + (int32_t)levels);
                 update[j] = (sum - WHOLE) * level;

@@ -1,4 +1,4 @@
-/* A few numbers of each row. A table has the start, the first row and the length of a row of each parameter. */
+/* Computes a few numbers of each row. A table has the start, the first row and the row length of each parameter. */
 
 #include "tiles.h"
 
@@ -36,10 +36,10 @@ INLINE float clipped_maximum(const float *x, int64_t length, double clip)
         squares += sum_of_piece(x + start, count, SQUARE);
     }
     const double limit = sqrt(squares / length) * clip, largest = of_bits(most);
-    return (float)(limit >= largest ? largest : limit); /* NaN stays */
+    return (float)(limit >= largest ? largest : limit); /* NaN stays NaN */
 }
 
-/* Of a kind by its place in `SUMS` of row_numbers.py. */
+/* `kind` is the index of a number in `SUMS` of row_numbers.py. */
 KERNEL void row_numbers(const float *u, const int64_t *table, void *out, int64_t kind, double clip, int64_t rows,
                         int64_t numel, int64_t many)
 {

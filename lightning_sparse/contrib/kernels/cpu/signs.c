@@ -1,15 +1,16 @@
-/* Signs of rows. A table has the start, the first row and the length of a row of each parameter; row_table.py. */
+/* Signs of rows. A table has the start, the first row and the row length of each parameter; see row_table.py. */
 
 #include "tiles.h"
 
-/* What codes 1 and 0 of a tile stand for in the row of each; returns the last parameter, where the next tile begins. */
+/* Writes the values that codes 1 and 0 of a tile have in their rows. Returns the tile's last parameter, with which the
+   next tile begins. */
 INLINE int64_t choose(const uint8_t *codes, int64_t start, int64_t count, const int64_t *table, int64_t many,
                       int64_t p, const float *upper, const float *lower, float *update)
 {
     for (int64_t i = start, end; i < start + count; i = end) {
         while (p + 1 < many && i >= table[p + 1]) p++;
         const int64_t length = table[2 * many + p], within = (i - table[p]) / length, row = table[many + p] + within;
-        const int32_t above = bits_of(upper[row]), below = bits_of(lower[row]); /* as they are, NaN too */
+        const int32_t above = bits_of(upper[row]), below = bits_of(lower[row]); /* copied as bits, even NaN */
         end = least(start + count, table[p] + (within + 1) * length);
         for (int64_t j = i; j < end; j++) update[j] = of_bits(codes[j - start] ? above : below);
     }

@@ -1,4 +1,4 @@
-/* Rounding to -1, 0 and 1. A table begins with the start of each parameter. */
+/* Rounds values to -1, 0 and 1. A table begins with the start of each parameter. */
 
 #include "tiles.h"
 
@@ -16,7 +16,7 @@ KERNEL void round_to_ternary(const float *restrict u, const int64_t *table, cons
             end = p + 1 < many ? least(stop, table[p + 1]) : stop;
             const float scale = scales[p], limit = own[p] > 0 ? own[p] : 1, share = scale > 0 ? own[p] / scale : 0;
             for (int64_t j = i; j < end; j++) {
-                const float x = u[j] / limit, clipped = x > 1 ? 1 : x < -1 ? -1 : x; /* NaN stays */
+                const float x = u[j] / limit, clipped = x > 1 ? 1 : x < -1 ? -1 : x; /* NaN stays NaN */
                 const float sum = clipped * share + noise.numbers[j - start] * 0x1p-16f + WHOLE;
                 codes[j - start] = (uint8_t)(bits_of(sum) - WHOLE_BITS + 1);
                 update[j] = (sum - WHOLE) * scale;
