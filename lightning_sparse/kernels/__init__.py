@@ -1,1 +1,1 @@
-"""The hot loops: public functions with a plain torch version, which the CPU uses, and for some a Triton one."""
+"""The hot loops: each operation has a reference in plain torch, and most have implementations in C or Triton."""

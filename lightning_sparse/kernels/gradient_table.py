@@ -3,7 +3,7 @@
     table = gradient_table(grads, bounds)   # int64, on the device, cached
     _address(table, index, many, STEPS)     # in a kernel: address and start, for each index
 
-A table is valid until an address changes. Gradients usually keep their addresses between steps.
+Tables are cached by address, because gradients mostly stay at their addresses.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 

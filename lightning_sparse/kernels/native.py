@@ -73,7 +73,7 @@ def _warn(text: str) -> None:
 def table(tensors: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:
     """Return a table for cpu/segment.h, int64: offsets of parameters in a segment, and their addresses, 0 for None.
 
-    Unlike a `gradient_table` it is not cached: gradients have new addresses in each step, and a table takes
+    Unlike a `gradient_table` it is not cached: new gradients have other addresses in each step, and a table takes
     microseconds to make.
 
     Args:
