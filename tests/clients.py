@@ -6,8 +6,8 @@
 Each client is a model, an optimizer or a trainer of another package. Both strategies start from the same weights and
 use the same batches. The output is `benchmarks/results/clients.csv`, written after each client. It contains the
 training loss at the start and at the end, as the mean of the last steps and both ranks. It says whether weights are
-equal on both ranks. It also says whether a training that was saved and resumed halfway ends with the same weights, bit
-by bit, with this package's strategy and with `ddp`.
+equal on both ranks. For both strategies, it also says whether a training that was saved and resumed halfway ends with
+the same weights, bit by bit.
 """
 
 from __future__ import annotations

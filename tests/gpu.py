@@ -11,8 +11,9 @@ with all its child processes, and the other parts continue. The environment vari
 run in seconds. Run the command in the root of the repository, with any Python that has torch and the packages of the
 extra `dev`. It needs no network and installs nothing.
 
-The output is in `--out`, or in the folder given by OUT: `gpu.csv` with a row for each promise, written after each part;
-`log.txt` with the output of all parts; and the CSV files of the benchmarks. A part that runs again replaces its rows.
+The output folder is `--out`, or the folder given by OUT. `gpu.csv` has a row for each promise and is written after
+each part. `log.txt` has the output of all parts. The folder also contains the CSV files of the benchmarks. A part that
+runs again replaces its rows.
 The exit status is 0 if all promises hold, 1 if a promise does not hold or was not tested, and 130 after Ctrl-C.
 """
 

@@ -66,7 +66,7 @@ def quantize(device: str, small: bool) -> None:
                     grads = {key: grad.clone() for key, grad in given.items()}
                     Reducer(method(name), Echo(1), granularity="model").reduce_(grads)
                     found.append(grads)
-            torch.testing.assert_close(*found, rtol=2**-7, atol=1e-5)  # where sums differ, bf16's last bit may
+            torch.testing.assert_close(*found, rtol=2**-7, atol=1e-5)  # if sums differ, bf16's last bit may differ
 
 
 def updates(device: str, small: bool) -> None:

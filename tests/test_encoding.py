@@ -30,7 +30,9 @@ def index_bytes(numel: int, capacity: int, form: str) -> int:
 
 
 def test_compact_indices_by_hand():
-    """Three of 600 elements: the lower byte as it is; 0, 1 and 2 at places 0 + 0, 1 + 1, 2 + 2 of the bits above."""
+    """Three of 600 elements. The lower bytes are stored as they are. The upper parts 0, 1 and 2 set the bits 0 + 0,
+    1 + 1 and 2 + 2.
+    """
     indices = torch.tensor([5, 300, 599])
     upper, lower = encoding.encode_indices(indices, 600, 4, "compact")
     assert lower.tolist() == [5, 300 - 256, 599 - 512, 0]
@@ -45,8 +47,8 @@ def test_four_bit_values_by_hand():
     values[:4], values[64:] = torch.tensor([-7.0, 2.4, -2.6, 0.5]), torch.tensor([1.0, -0.5])
     scales, codes = encoding.encode_values(values, 67, "int4")
     assert scales.tolist() == [1.0, 147 / 1024]
-    # Steps -7, 2, -3, 0 (half to even), ..., 7 and -3, each 8 higher, and room for one entry more; the second half of
-    # them, of which only the last four are not zero, stands in the upper four bits.
+    # A code is a step plus 8. The steps are -7, 2, -3, 0 (half to even), zeros, 7, -3, and two zeros of padding. The
+    # second half of the codes is in the upper four bits.
     lower, upper = [1, 10, 5, 8, *[8] * 30], [*[8] * 30, 15, 5, 8, 8]
     assert codes.tolist() == [low + 16 * high for low, high in zip(lower, upper, strict=True)]
     decoded = encoding.decode_values((scales, codes), 67, "int4")
@@ -121,7 +123,7 @@ def test_values_within_the_rounding_of_their_format(index_format, value_format):
     compressor, ctx = TopK(0.01, index_format, value_format), Context.of(10_000)
     payload, update = compressor.compress(u, ctx)
     indices, values = compressor.decode(payload, ctx)
-    # The update is what other ranks decode.
+    # The update equals the entries that other ranks decode.
     assert all(map(torch.equal, update, (indices, values)))
     exact = u[indices]
     assert torch.equal(indices, compressor.select(u))

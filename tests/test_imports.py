@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_sparse"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# What a part may import of the package, besides its own folder.
+# Parts of the package that each part may import, besides its own folder.
 ALLOWED = {
     "_compat": set(),
     "_lightning": set(),

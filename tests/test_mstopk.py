@@ -14,7 +14,7 @@ from tests.support.vectors import INPUTS, SMOOTH, oracle
 
 
 def published(u: torch.Tensor, k: int, rounds: int, seed: int) -> tuple[list[int], int]:
-    """Return what the paper's algorithm 1 sends, and how many entries reach its lower threshold."""
+    """Return the indices that the paper's algorithm 1 sends, and how many entries reach its lower threshold."""
     x = u.abs().double()
     mean, largest = x.mean().item(), x.max().item()
     low, high, fewest, most = 0.0, 1.0, 0, len(x)

@@ -87,7 +87,7 @@ def test_wrong_values_stay_between_those_of_honest_ranks(size, aggregator, wrong
 
 
 def test_as_many_wrong_values_as_honest_ones_do_harm():
-    """So that the test above can fail: 2 of 8 is as many as are left out, 3 are not."""
+    """Shows that the test above can fail: the mean excludes 2 of 8 values at either end, but 3 are wrong."""
     rows = torch.cat([torch.randn(5, 500), torch.full((3, 500), 1e30)])
     assert reduced(8, TrimmedMean(0.3), lambda rank: rows[rank].clone()).amin() > 1e28
 

@@ -127,7 +127,7 @@ def test_elias_code_by_hand():
 
 @pytest.mark.parametrize("levels", [1, 3, 7])
 def test_as_few_levels_above_zero_as_published(levels):
-    """E nnz <= s(s + √d). The number is a sum of independent ones of variance at most 1/4 each."""
+    """E nnz <= s(s + √d). The number is a sum of independent numbers of variance at most 1/4 each."""
     numel, draws = 512, 50
     u = torch.randn(numel * draws, generator=torch.Generator().manual_seed(0))
     compressor, ctx = QSGD(levels), Context.of(numel * draws)
@@ -135,7 +135,7 @@ def test_as_few_levels_above_zero_as_published(levels):
     codes = unpack_codes(payload[1], compressor.bits, numel * draws)
     found = int((codes != levels).sum()) / draws
     assert found <= levels * (levels + math.sqrt(numel)) + 5 * math.sqrt(numel / 4 / draws)
-    # Most levels are 0, so Elias' code is less than half as long as one of a fixed number of bits.
+    # Most levels are 0, so Elias' code has less than half the length of a code with a fixed number of bits.
     assert compressor.elias_bits(payload, ctx) < 8 * compressor.nbytes(ctx.segment, None) / 2
 
 

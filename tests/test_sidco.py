@@ -38,12 +38,12 @@ def test_exponential_stages_by_hand():
 
 
 def test_zeros_belong_to_no_distribution():
-    """A quarter of all are half of those that are not zero."""
+    """An eighth of all values is a quarter of the nonzero values."""
     values = [0.0] * 8 + [1.0] * 6 + [4.0, 6.0]
     assert threshold(values, 0.125, 1, "exponential") == pytest.approx(2 * math.log(4))
     for fit in FITS:
         assert math.isfinite(threshold(values, 0.125, 2, fit))
-    # Fewer are not zero than are wanted: nothing is left out.
+    # There are fewer nonzero values than the density requests, so none is excluded.
     assert threshold([0.0] * 8 + [1.0, 3.0], 0.3, 1, "exponential") == 0
 
 
@@ -100,7 +100,8 @@ def test_what_each_number_of_stages_selects(distribution, published):
         for _ in range(stages - 1):
             limit -= excess(limit) * math.log(0.004) / (stages - 1)
         share = 2000 * distribution.sf(fitted_threshold(x, 0.001, scalar(float(stages)), "exponential").item())
-        # What the largest of 400,000 values add to a mean, and the smallest of the exceedances instead of the limit.
+        # The tolerance covers the share of the largest of 400,000 values in a mean, and the use of the smallest
+        # exceedance instead of the limit.
         assert share == pytest.approx(2000 * distribution.sf(limit), rel=0.02)
         assert share == pytest.approx(simulated, rel=0.07, abs=0.005)  # of a sample of some thousand entries
 

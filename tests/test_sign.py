@@ -52,7 +52,7 @@ def test_on_a_tie_ranks_decide_in_turn():
 
 
 def test_a_rank_does_not_vote_in_a_row_of_zeros():
-    """Four rows of an embedding: used by nobody, by rank 2 alone, by 1 and 2, who disagree, and by all."""
+    """Four rows of an embedding: used by no rank, by rank 2 only, by 1 and 2, which disagree, and by all."""
     two = [[0.0, 0.0], [-3.0, 1.0], [1.0, 0.0], [-1.0, -1.0]]
     rows = [
         [[0.0, 0.0], [0.0, -0.0], [0.0, 0.0], [1.0, 1.0]],
@@ -128,7 +128,7 @@ def test_bytes_are_two_bits_for_each_element():
 
 
 def test_signum_by_hand():
-    """The momentum is 0.1 · (3, -1), then 0.9 of that and 0.1 · (-2, 5); what is sent is not taken out."""
+    """The momentum is 0.1 · (3, -1), then 0.9 of that plus 0.1 · (-2, 5). Sending does not change the momentum."""
 
     def rank(comm):
         reducer, seen = Reducer("signum", comm), []

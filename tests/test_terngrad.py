@@ -19,7 +19,7 @@ from tests.support.updates import decoded
 
 
 def test_by_hand():
-    """What is as large as the scale, or 0, is not left to chance."""
+    """A value whose magnitude is the scale or 0 is not rounded at random."""
     compressor, ctx = TernGrad(), Context.of(5)
     (scales, packed), update = compressor.compress(torch.tensor([2.0, -2.0, 0.0, 0.0, 2.0]), ctx)
     assert scales.tolist() == [2.0]

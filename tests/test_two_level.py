@@ -50,13 +50,13 @@ def test_dense_results_by_hand():
         reducer.reduce_(grads)
         return grads["w"].tolist(), reducer.state_dict()["elements"]["residual"]["w"].tolist()
 
-    # Twice what is left of its half of the host's mean.
+    # Twice the unsent part of the rank's half of the host's mean.
     kept = [[1.5, -1.5, 0.0, 0.0], [0.0, 0.0, 1.5, 1.5], [3.0, 3.0, 0.0, 0.0], [0.0, 0.0, 1.0, -1.0]]
     assert simulate(4, rank) == [([-0.625, 1.875, 0.125, 1.375], kept[rank]) for rank in range(4)]
 
 
 BETWEEN = [Mean(), GlobalTopK(), OkTopK(), ScaleCom(), TwoPass(second=3)]
-# What the ranks of a host do among themselves does not depend on what goes between hosts.
+# The exchange within a host does not depend on the exchange between hosts.
 PLACES = [(1, 1), (3, 1), (2, 2), (3, 2)]
 CASES = [(part, *place) for part in BETWEEN for place in PLACES] + [(Mean(), 1, 3), (OkTopK(), 2, 4)]
 
@@ -105,7 +105,7 @@ def test_every_method_between_nodes(name, hosts, ranks_per_node):
 
 @pytest.mark.parametrize("name", ["signsgd", "median", "trimmed_mean", "dense"])
 def test_a_node_is_one_worker(name):
-    """Where elements do not depend on each other, the result is that of as many ranks with the nodes' means."""
+    """If elements are independent of each other, the result is that of one rank per node, with the nodes' means."""
     alone, us = make(name), torch.randint(-4, 5, (6, 50), generator=torch.Generator().manual_seed(1)).float()
     between = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, 2))
 

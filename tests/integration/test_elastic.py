@@ -178,7 +178,7 @@ NO_ANSWER = "No answer from rank {victim}: killed, ended, or frozen"
 BEAD = "Rank 1 failed at step 6: ArithmeticError: the abacus is missing a bead"
 STOCK = r"[Cc]onnection|closure|Timed out"
 CAUSES = {
-    # The event and its rank, by the message of the other ranks; or a pattern of torch's own error.
+    # Event and rank to the message of the other ranks, or to a pattern of torch's error.
     ("killed at the start", 1): STOCK,
     ("killed in a step", 1): NO_ANSWER,
     ("killed in a step", 0): NO_ANSWER,

@@ -266,7 +266,7 @@ def test_a_non_finite_gradient_names_parameter_rank_and_step(exchange):
 
 
 def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str]]:
-    """With kernels that do not let the host wait, here interpreted ones: what is wrong is seen a step later."""
+    """With kernels that do not let the host wait, here interpreted ones, the fault is detected a step later."""
     os.environ[launch.KERNELS] = "triton"
     ddp = DistributedDataParallel(nn.Linear(50, 50))
     attach(ddp, "topk")

@@ -120,7 +120,7 @@ class Compiled(Net):
 
 
 class Unused(Net):
-    """With a branch that takes part where `uses(rank, number of the batch)` says so."""
+    """Has a branch, which takes part in a step if `uses(rank, number of the batch)` is true."""
 
     def __init__(self, uses: Callable[[int, int], bool], **options: Any) -> None:
         super().__init__(**options)
@@ -347,7 +347,7 @@ def test_at_rate_0_nothing_moves(name):
 
 @pytest.mark.parametrize("name", tiers(["dense", "topk", "signsgd"], ["topk"]))
 def test_a_stale_gradient_is_not_applied(name):
-    """Where a parameter takes part on the other rank alone, what its .grad still holds does not count."""
+    """If a parameter takes part on the other rank only, the old content of its .grad does not count."""
 
     class Stale(Unused):
         def backward(self, loss: Tensor, *_: Any) -> None:
@@ -461,7 +461,7 @@ def test_a_loss_that_touches_no_parameter_is_told_what_helps(options):
 
 
 def test_what_is_left_of_a_failure_does_not_block_the_process():
-    # While rank 1 keeps its end of the connection, rank 0's exchange is pending for ever; the destructor of its group
+    # While rank 1 keeps its end of the connection, rank 0's exchange stays pending. The destructor of rank 0's group
     # waits for the timeout, 30 s.
     def rank(rank: int) -> float:
         gc.disable()
@@ -489,7 +489,7 @@ class Sparse(Net):
 @pytest.mark.parametrize("by_module", [True, False])
 def test_sparse_gradients_are_an_error(by_module):
     for kind, text, _ in lightning_ranks(2, lambda rank: failing(rank, partial(Sparse, by_module), strategy("topk"))):
-        # What is sparse by a function alone is DDP's own error: it comes before the hook.
+        # A gradient that is sparse because of a function is an error in DDP itself, before the hook runs.
         assert kind == ("TypeError" if by_module else "NotImplementedError")
         assert ("Set sparse=False" if by_module else "SparseTensorImpl") in text
 
@@ -561,7 +561,7 @@ def test_a_reference_to_the_last_gradient_keeps_that_gradient():
 
 
 class Copies(Net):
-    """Copies all that a training consists of in the middle of it."""
+    """Copies all parts of a training in the middle of it."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for part in (self, self.trainer.model, self.trainer.strategy, optimizer):

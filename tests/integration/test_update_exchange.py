@@ -56,7 +56,7 @@ AdamNet = partial(Net, ADAMW, lr=0.01)
 
 
 def sparse(**options: Any) -> SparseDDPStrategy:
-    # Of the whole model: small segments would go dense.
+    # One segment for the whole model, because small segments would fall back to dense.
     return SparseDDPStrategy(**{"method": "topk", "density": 0.02, "granularity": "model", **options})
 
 
@@ -167,7 +167,7 @@ class Manual(Net):
 
 
 class Twice(Net):
-    """A backward pass of the training step's own, before the one that Lightning does, over the same layers."""
+    """Its training step has an additional backward pass over the same layers, before Lightning's."""
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if index % 2:
@@ -208,7 +208,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "delayed, parameters without gradients": (Unused, {"overlap": "next_step"}, {}),
     "delayed, compiled": (Compiled, {"overlap": "next_step"}, {}),
     "delayed, manual optimization": (Manual, {"overlap": "next_step"}, {}),
-    # As a configuration file gives what torch has by default.
+    # Torch's defaults, as in a configuration file.
     "defaults of a file": (AdamNet, {"broadcast_buffers": None, "gradient_as_bucket_view": True}, {}),
     "diloco": (AdamNet, {"method": "diloco", "density": None, "local_steps": 3}, {}),
     "sparseloco": (AdamNet, {"method": "sparseloco", "density": None, "local_steps": 3}, {}),
@@ -339,8 +339,8 @@ class Wide(pl.LightningModule):
         return torch.nn.utils.parameters_to_vector(self.parameters()).detach().float()
 
 
-# Squares summed in fp16, or in fp32, are out of range. In fp16 a step of 100 / √180000 = 0.236 is rounded twice
-# by 2⁻¹¹ of itself, and weights below 1 by 2⁻¹², 0.1 % of the step, up to four times.
+# Sums of squares in fp16 or in fp32 are out of range. In fp16 a step of 100 / √180000 = 0.236 is rounded twice, by
+# 2⁻¹¹ of itself. Weights below 1 are rounded up to four times, by 2⁻¹², which is 0.1 % of the step.
 @pytest.mark.parametrize(("precision", "factor", "rel"), [("16-true", 60.0, 0.006), ("32-true", 1e24, 1e-5)])
 def test_a_norm_out_of_range_clips_to_what_was_asked_for(precision, factor, rel):
     def rank(rank):
@@ -382,7 +382,7 @@ def test_weights_and_buffers_are_equal_in_every_form(form):
     assert first["exchanged"] == "update"
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["buffers"], second["buffers"])
-    # Every third of 16, and at the end what was left.
+    # Every third of 16 steps, and the rest at the end.
     assert first["steps"] == {
         "accumulation": 8,
         **dict.fromkeys(["gan", "delayed gan"], 32),
@@ -527,7 +527,7 @@ class Stumbles(Net):
 
 
 class OnFailure(pl.Callback):
-    """Keeps what a checkpoint would have, where training fails."""
+    """If training fails, keeps the state that a checkpoint would contain."""
 
     def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
         self.state = trainer.strategy.lightning_module_state_dict()
@@ -545,7 +545,7 @@ def test_what_is_saved_on_an_exception_during_an_exchange_has_weights_that_all_r
     assert "stumbled" in first[1]
     assert "stumbled" in second[1]
     assert same(weights, others)
-    assert consistent  # on the rank that failed between two steps: the exchange before had all it needed
+    assert consistent  # on the rank that failed between two steps: the previous exchange had all its data
 
 
 class SavesInForward(Net):
@@ -570,7 +570,7 @@ def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights
         dist.barrier()
         saved = torch.load(path, weights_only=True)
         started = AdamNet()
-        again = trainer(sparse(overlap="next_step"), 2, max_steps=3)  # as many as were done: it goes on for none
+        again = trainer(sparse(overlap="next_step"), 2, max_steps=3)  # three steps are done, so none follows
         again.fit(started, Loader(rank, 2), ckpt_path=path)
         same_weights = all(same(saved["state_dict"][name], param) for name, param in started.named_parameters())
         elements = again.strategy.reducer.state_dict()["elements"]
@@ -756,7 +756,7 @@ EDITS = [halve_rate, empty_state, leave_out, set_a_moment, remove_a_parameters]
 
 
 class Edited(AtStart):
-    """Edits the checkpoint, where it is saved or loaded; a module's hooks get the same dictionary."""
+    """Edits the checkpoint when it is saved or loaded. A module's hooks get the same dictionary."""
 
     def __init__(self, where: str, edit: Any) -> None:
         self.where, self.edit = where, edit
@@ -779,7 +779,7 @@ class Edited(AtStart):
     tiers(itertools.product(["loaded", "saved", "file"], EDITS), [("loaded", edit) for edit in EDITS[:2]]),
 )
 def test_what_a_hook_changes_of_a_checkpoint_wins_and_the_rest_is_each_ranks_own(where, edit, tmp_path):
-    """Whatever stock `ddp` loads that it did not save is loaded; the rest is what this rank has saved."""
+    """If stock `ddp` loads another value than it saved, ours loads it too. All other values are this rank's."""
 
     def states(rank: int, ours: bool) -> tuple[Any, Any, Any]:
         path = tmp_path / f"{ours}.ckpt"
@@ -870,7 +870,7 @@ def test_pending_updates_are_exchanged_in_inference_mode(options):
 
 
 class OwnFormat(torch.optim.SGD):
-    """Wraps an optimizer: keeps what that one keeps in a format of its own, and options apart from its groups."""
+    """Wraps an optimizer: has a custom format of its state, and options outside its groups."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr, momentum=0.9)
@@ -884,7 +884,7 @@ class OwnFormat(torch.optim.SGD):
 
 
 class Signs(torch.optim.Optimizer):
-    """Steps by signs; has no options but the rate, and none of those that torch's optimizers have."""
+    """Takes steps by signs. Its only option is the learning rate; torch's other options are missing."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -1162,7 +1162,7 @@ def test_a_vote_exchanges_gradients_whatever_the_optimizer(options):
 
 
 class OwnScaler(Net):
-    """With manual optimization and a scaler of its own. Its fourth gradient is infinite or, without one, not there."""
+    """Uses manual optimization and a custom scaler. Its fourth gradient is infinite or, without a scaler, missing."""
 
     def __init__(self, scaled: bool, overflows: bool, wrapped: bool = False) -> None:
         super().__init__(ADAMW, lr=0.01)
@@ -1565,7 +1565,7 @@ def test_callbacks_that_swap_weights_find_them_exchanged(options):
         run = trainer(
             sparse(**options), 2, callbacks=[Swapping()], num_sanity_val_steps=0, val_check_interval=5, max_epochs=2
         )
-        for _ in range(2):  # the second fit goes on with the same Trainer
+        for _ in range(2):  # the second fit continues with the same Trainer
             run.fit(net, Loader(rank, 2, 10))
             found.append(net.weights)
         assert len(run.callbacks) == len({id(callback) for callback in run.callbacks})
@@ -1673,7 +1673,7 @@ def test_rates_of_numpy_do_not_spoil_a_sidecar_file(tmp_path):
         saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
         whole, resumed = NumpysSchedule(), NumpysSchedule()
         trainer(sparse(), 2, callbacks=[saving]).fit(whole, Loader(rank, 2, 8))
-        options = {} if Version(pl.__version__) < Version("2.6") else {"weights_only": False}  # of Lightning's own file
+        options = {} if Version(pl.__version__) < Version("2.6") else {"weights_only": False}  # for Lightning's file
         trainer(sparse(), 2).fit(resumed, Loader(rank, 2, 8), ckpt_path=tmp_path / "step=4.ckpt", **options)
         return [whole.weights, resumed.weights]
 
@@ -1734,7 +1734,7 @@ def attached_during_an_exchange(rank: int) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
     found = []
-    for rate in (0.1, 0.2):  # the second takes the place of the first, whose exchange goes on
+    for rate in (0.1, 0.2):  # the second replaces the first, whose exchange is pending
         optimizer = ADAMW(net.parameters(), lr=rate)
         attach_updates(net, optimizer, density=0.5, overlap="next_step")
         for _ in range(3):
