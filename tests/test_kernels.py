@@ -749,7 +749,7 @@ class Noisy(ProcessGroupComm):
 
 
 def damaged_on_its_way(rank, size):
-    """Return, for each aggregator and damaged message, this rank's result of the step, and whether an error is raised."""
+    """Return, for each aggregator and damaged message, the result on this rank, and whether an error is raised."""
     os.environ[launch.KERNELS] = "triton"
     comm, outcomes = Noisy(), {}
     ways = [Mean(), GlobalTopK(), OkTopK(), ScaleCom()]

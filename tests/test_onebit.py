@@ -88,7 +88,7 @@ def test_error_feedback_on_both_sides_by_hand():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_columns_stay_columns_in_regions(size):
-    """If possible, ranks own whole columns, so equal columns come back exactly. Regions add at most a column per rank."""
+    """If possible, ranks own whole columns, so equal columns come back exactly. A rank adds at most one column."""
     u = torch.where(torch.arange(30) % 3 == 0, 2.0, -1.0) * 2.0 ** torch.arange(40)[:, None]
 
     def rank(comm):

@@ -194,8 +194,8 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
 
     for change, wanted, unscaled in simulate(size, rank):
         # An element's update is 1/√(1 + noise²) plus noise of standard deviation √c = 0.23. The mean of 2,000 is off by
-        # 5 % of the former for noise 10, and by 0.7 % for noise 1. The limit is three times that, plus the error of dense
-        # training.
+        # 5 % of the former for noise 10, and by 0.7 % for noise 1. The limit is three times that, plus the error of
+        # dense training.
         assert change / wanted == pytest.approx(1, abs={0.0: 1e-4, 1.0: 0.03, 10.0: 0.17}[noise])
         assert change / unscaled <= size**0.5 * (1 + 1e-6)
 

@@ -34,8 +34,8 @@ def test_runs_by_hand():
     assert float(gtopk["published_words"]) == 4 * K * 4
     # Four rounds, each of 2k words and 32 bytes: header of two words, count filled up, checksum.
     assert int(gtopk["busiest_bytes"]) == 4 * (4 * 2 * K + 32)
-    # k/8 of 2.5 is rounded to 2. So 16 bytes go to the other node, with header, count and checksum. An empty message goes
-    # to each of 15 ranks.
+    # k/8 of 2.5 is rounded to 2. So 16 bytes go to the other node, with header, count and checksum. An empty message
+    # goes to each of 15 ranks.
     assert int(found["topk, 8 a node", "int32"]["busiest_bytes"]) == 16 + 32 + 15 * 24
 
 
