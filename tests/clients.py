@@ -307,7 +307,7 @@ def series() -> Any:
 
 
 def forecast_batches(rank: int) -> list[Any]:
-    """Batches of the data set, of which each rank has its own."""
+    """Return batches of the data set, which differ between ranks."""
     torch.manual_seed(10 + rank)
     loader = series().to_dataloader(train=True, batch_size=8, num_workers=0)
     found: list[Any] = []
@@ -462,7 +462,7 @@ def of_client(name: str) -> dict[str, Any]:
 
 
 def with_accelerate(rank: int, seed: int, ours: bool) -> dict[str, Any]:
-    """Train GPT-2 by accelerate: by the recipe of docs/without-lightning.md, or as its own documentation has it."""
+    """Train GPT-2 with accelerate, by the recipe of docs/without-lightning.md or by that of its documentation."""
     from accelerate import Accelerator
 
     from lightning_sparse import attach_updates

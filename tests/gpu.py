@@ -335,10 +335,10 @@ class Running:
         return self.end(f"cut off after {self._seconds:.0f} s" if status is None else "")
 
     def end(self, why: str) -> Ended:
-        """Kill whatever is left of it, as a test's workers outlive the test that has failed, and hold the GPU.
+        """Kill all remaining processes of the part. Workers of a failed test outlive the test, and hold the GPU.
 
         Args:
-            why: it is ended before its time, in words; empty if it has ended by itself.
+            why: reason for the early end, in words; empty if the part has ended by itself.
         """
         seconds, status = time.monotonic() - self._began, self._process.poll()
         if status is None:
@@ -402,7 +402,7 @@ def counted(output: str) -> str:
 
 
 class Report:
-    """Writes and prints what each part has shown as soon as it ends."""
+    """Writes and prints the results of each part as soon as it ends."""
 
     def __init__(self, out: Path, origin: Mapping[str, str], parts: int) -> None:
         out.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,7 @@ def test_any_method_can_be_attacked_and_a_share_of_none_changes_nothing(name, at
     assert attacked[0].isfinite().all()
     # With a share of 0.3, none of three ranks attacks.
     assert torch.equal(simulate(3, lambda comm: rank(comm, 0.3))[0], honest[0])
-    # One of three changes no sign and no median if the others agree, but for some elements they disagree.
+    # If the other two ranks agree, one of three changes no sign and no median. But on some elements they disagree.
     assert (attack == "scale" and isinstance(chosen.compressor, Sign)) or not torch.equal(attacked[0], honest[0])
 
 

@@ -350,8 +350,8 @@ def test_every_corrupt_message_is_an_error_on_all_ranks(corruption, name):
     simulate(4, lambda comm: rank(comm, -1))
     messages = next(counted[0])
     assert messages >= 3
-    # Only ranks that receive the message know at once, the others in the next step: so none of the last one. A message
-    # of the first step has none before it that could be sent again: then it is zeros.
+    # Only ranks that receive the message detect it at once. The others detect it in the next step, so messages of the
+    # last step are left out. Before a message of the first step there is none to send again, so zeros are sent.
     for target in range(2 * messages // 3):
         ranks = within(20, lambda target=target: simulate(4, lambda comm: rank(comm, target)))
         assert all(isinstance(error, Exception) for error in ranks), (target, ranks)

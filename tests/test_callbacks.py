@@ -332,7 +332,7 @@ def test_what_is_logged_and_when(tmp_path):
     assert with_all["observers"] == [0, 0, 3, 0, 0, 3, 0, 0]
     found, tags = events(tmp_path / "tensorboard")
     ours = [tag for tag in tags["scalars"] if tag not in ("epoch", "hp_metric")]
-    # A layer of which nothing was sent has no threshold.
+    # A layer without sent entries has no threshold.
     assert all(steps(found, tag) == [2, 5] for tag in ours if not re.match("layers/.*/threshold", tag))
     for tag in (
         "distribution/u_skewness",

@@ -207,7 +207,7 @@ def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
 
 
 def test_advise_says_that_it_takes_its_time_before_it_does(capsys, monkeypatch):
-    """And a line for each method as soon as it was timed: the table comes at the end."""
+    """It also prints a line for each method as soon as the method is timed. The table comes at the end."""
     measured = iter([(Costs(element=1e-9), 1.0)])
 
     def interrupted(*_, **__):
@@ -284,7 +284,7 @@ def level(table, least, **where):
 
 
 def test_what_is_recommended_has_trained_as_dense_with_as_many_workers():
-    """By the files that the benchmarks wrote."""
+    """Compares with the files that the benchmarks wrote."""
     language = results.load(results.RESULTS / "language.csv").rename(columns={"method": "contestant"})
     language["contestant"] = language.contestant.replace("ddp", "dense")
     for name, most in advise.TRAINED["adamw"].items():

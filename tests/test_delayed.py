@@ -437,7 +437,7 @@ def test_an_outer_step_is_refused():
 
 @pytest.mark.parametrize("over_nccl", [False, True])
 def test_on_cuda_both_streams_wait_for_each_other(over_nccl, monkeypatch):
-    """Seen without a GPU, by stand-ins that keep a log; over NCCL the training thread launches all of it."""
+    """Tested without a GPU, by stand-ins that keep a log. Over NCCL the training thread launches all work."""
     log, threads = [], set()
 
     class Stream:

@@ -73,7 +73,7 @@ def test_multiples_of_a_blocks_scale_come_back_exactly(capacity, value_format, l
 
 
 def test_a_large_entry_coarsens_its_own_block_alone():
-    """With one scale for all, 1000 would leave nothing of the others in 4 bits."""
+    """With one scale for all entries, 1000 would round all others to 0 in 4 bits."""
     values = torch.linspace(1, 2, 128)
     values[0] = 1000
     decoded = encoding.decode_values(encoding.encode_values(values, 128, "int4"), 128, "int4")

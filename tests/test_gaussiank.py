@@ -35,7 +35,7 @@ def test_lands_between_two_and_four_thirds(name, monkeypatch):
             k = round(density * numel)
             chosen = GaussianK(density).select(u)
             assert 2 * k / 3 <= len(chosen) <= 4 * k / 3, (name, numel, density, len(chosen) / k)
-            # They are the largest: everything beyond a threshold, nothing else.
+            # The selected entries are the largest: all entries above a threshold, and no others.
             assert torch.equal(chosen, oracle(u, len(chosen)))
 
 

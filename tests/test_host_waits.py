@@ -323,7 +323,7 @@ def test_no_step_of_other_aggregators_waits(compressor, aggregator, size, looks,
     ],
 )
 def test_waits_are_seen(wait, fake_cuda):
-    """So that the test above can fail."""
+    """Shows that the test above can fail."""
     x = torch.empty(4, device=CUDA)
     with NoWaiting(), pytest.raises((HostWait, RuntimeError)):
         wait(x)

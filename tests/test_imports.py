@@ -63,7 +63,7 @@ ALLOWED = {
     "advise": {
         *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "update_rule", "updates"),
     },
-    # Of the package only `methods` may import it, and of it only `contrib.methods`.
+    # Only `methods` may import from `contrib`, and only `contrib.methods`.
     "contrib": {
         *("_lightning", "aggregators", "callbacks", "compressors", "context", "exchange", "kernels", "layout"),
         *("memory", "method_spec", "options", "update_rule"),

@@ -111,8 +111,8 @@ def test_adding_and_scanning(lengths, dtype, use):
         terms = scale * torch.cat(grads).float()
         add_with_stats_(u, bounds, grads, scale, BlockStats(len(u), block))
         if scale == 1 / 3:
-            # The product is rounded before it is added, or not, as the machine likes: 2⁻²⁴ of it. Then each of the
-            # two sums is rounded: 2⁻²⁴ of it. The factor 2 covers that x is rounded, and the product above.
+            # Depending on the machine, the product is rounded before it is added, by 2⁻²⁴ of it. Then each of the two
+            # sums is rounded by 2⁻²⁴ of it. The factor 2 covers the rounding of x, and of the product above.
             assert bool(((x.cpu() - u).abs() <= 2**-23 * (u.abs() + terms.abs()) + 1e-44).all())
         else:
             assert torch.equal(x.cpu(), u)
@@ -406,7 +406,7 @@ def apart(x):
 
 
 def of_a_column(x):
-    """Return a copy whose elements have others between them, as those of gathered messages of one element each."""
+    """Return a copy with other values between its elements, as in gathered messages of one element each."""
     return x.unsqueeze(1).repeat(1, 2)[:, 0]
 
 
@@ -592,7 +592,7 @@ def test_votes_are_counted_as_by_plain_torch(shapes, size, use):
     segment = Segment(0, tuple(map(str, range(len(shapes)))), tuple(shapes), 0)
     width = codes.region_codes(segment.numel, size)
     used = torch.randint(0, 2, (size, row_count(segment) + 5), dtype=torch.uint8)
-    # As they lie in messages, with something before and behind.
+    # As in messages, with other bytes before and after.
     votes = torch.randint(0, 256, (size, width // 8 + 24), dtype=torch.uint8)
     for rank in {0, size // 2, size - 1}:
         won = []

@@ -1,4 +1,4 @@
-"""Emulated links: their rates, and that they leave nothing behind."""
+"""Emulated links have their rates, and leave nothing behind."""
 
 import contextlib
 import json

@@ -129,7 +129,7 @@ def test_updates_need_the_weights_before_the_step_and_of_a_segment_what_momentum
     """The segment is the whole model here. Nothing of a step is left, and the garbage collector is off."""
     weights, vector = dtype.itemsize * NUMEL, 4 * NUMEL  # all but the weights is fp32
     owed = vector
-    # A weight takes up the differences itself, unless they would be rounded.
+    # The weights themselves store the differences, unless these would be rounded.
     differences = 0 if dtype == torch.float32 else vector
     # u with the unspent momentum is formed a piece at a time. Moments or weights of 16 bits are copied to fp32.
     bound = owed + differences + max(4 * 4 * launch.CHUNK, beside_state(2)[0])

@@ -61,7 +61,7 @@ def test_of_even_numbers_the_mean_of_two_large_values_stays_finite():
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("size", tiers([1, 2, 3, 5, 8], [3]))
 def test_against_sort_and_equal_values_come_back(size, kind):
-    """For lengths that no number of ranks divides, one that is empty on the last ranks, and bf16."""
+    """Covers lengths that no number of ranks divides, a region that is empty on the last ranks, and bf16."""
     for numel in (1000, 7, 1):
         rows = torch.stack([HOSTILE[kind](torch.Generator().manual_seed(r))[:numel] for r in range(size)])
         ordered = rows.double().sort(0).values

@@ -65,7 +65,7 @@ def test_rows_are_packed_each_for_itself(width, kernels, use):
     for row, alone in enumerate(rows):
         parts = pack.pack_bits(alone.to(device), numel, capacity, width)
         assert all(torch.equal(part[row], mine) for part, mine in zip(together, parts, strict=True))
-    # As they lie in messages, one after the other and not on its own.
+    # As in messages: rows are not contiguous.
     upper, *lower = (torch.nn.functional.pad(part, (8, 8))[:, 8:-8] for part in together)
     assert torch.equal(pack.unpack_bits(upper, lower, count, numel, capacity, width), indices)
 

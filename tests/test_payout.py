@@ -29,7 +29,7 @@ def on_device():
 
 
 def drawn(lengths, dtype, seed):
-    """Of several tensors every other one does not begin at a multiple of 16 bytes."""
+    """Every other tensor does not begin at a multiple of 16 bytes."""
     generator = torch.Generator("cpu").manual_seed(seed)
     cut = [number % 2 for number in range(len(lengths))]
     whole = (torch.randn(length + 1, generator=generator, device="cpu").to(DEVICE, dtype) for length in lengths)

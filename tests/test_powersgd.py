@@ -43,8 +43,8 @@ def low_rank(rank: int, rows: int, columns: int, seed: int) -> Tensor:
 def test_by_hand():
     """Q₀ is the first column's unit vector, so P is the mean's first column, (3, 4), and P̂ = (0.6, 0.8).
 
-    The mean is [[3, 1], [4, 2]]: Q = (5, 2.2), and P̂ Qᵀ = [[3, 1.32], [4, 1.76]]. Rank 0 has twice the mean, of which
-    [[6, 2.64], [8, 3.52]] is in the result; rank 1 has nothing but its bias.
+    The mean is [[3, 1], [4, 2]]: Q = (5, 2.2), and P̂ Qᵀ = [[3, 1.32], [4, 1.76]]. Rank 0 has twice the mean. Its part
+    [[6, 2.64], [8, 3.52]] is in the result. Rank 1 has only its bias.
     """
     given = [padded([[6.0, 2.0], [8.0, 4.0]]), torch.zeros(5, 5)]
 

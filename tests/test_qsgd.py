@@ -176,7 +176,7 @@ def test_bad_options(options):
 
 
 def test_errors_that_would_grow_are_not_kept():
-    """With s² ≤ n the bound on the error, √n/s · ‖v‖², is no less than ‖v‖²."""
+    """With s² ≤ n the bound on the error, √n/s · ‖v‖², is at least ‖v‖²."""
     with pytest.raises(ValueError, match=r"Residual\(\) keeps the errors of QSGD\(levels=7.*\), .* Use NoMemory\(\)"):
         Method(QSGD(levels=7))
     assert Method(QSGD(levels=7), NoMemory())

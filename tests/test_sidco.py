@@ -33,7 +33,8 @@ def test_exponential_stages_by_hand():
     # 4 and 6 exceed it, 1 beyond the smaller on average, and the second stage leaves a quarter of them, then 1/64.
     assert threshold(values, 1 / 16, 2, "exponential") == pytest.approx(4 + math.log(4))
     assert threshold(values, 1 / 256, 2, "exponential") == pytest.approx(4 + math.log(64))
-    # Of three stages the others leave 1/8 each. Nothing exceeds 4 + ln 8 = 6.08, so that is where the third stays.
+    # Of three stages, the second and the third leave 1/8 each. No value exceeds 4 + ln 8 = 6.08, so the third stage
+    # does not change this threshold.
     assert threshold(values, 1 / 256, 3, "exponential") == pytest.approx(4 + math.log(8))
 
 
@@ -50,7 +51,7 @@ def test_zeros_belong_to_no_distribution():
 def test_pareto_by_hand():
     # Mean 2 and variance 1: shape 3/2, scale 5.
     assert threshold([1.0, 3.0], 0.25, 1, "pareto") == pytest.approx(5 * (1 - 1 / 8) / 1.5)
-    # Mean 2 and variance 4 are an exponential distribution: the shape is 0. Around it nothing jumps.
+    # Mean 2 and variance 4 are an exponential distribution: the shape is 0. The threshold is continuous there.
     assert pareto_threshold(scalar(2.0), scalar(4.0), scalar(0.25)).item() == pytest.approx(2 * math.log(4))
     for near in (1e-4, 1e-6, 1e-8, -1e-8, -1e-4):
         found = pareto_threshold(scalar(2.0), scalar(4.0 + near), scalar(0.001)).item()

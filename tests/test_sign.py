@@ -60,7 +60,7 @@ def test_a_rank_does_not_vote_in_a_row_of_zeros():
         two,
     ]
     first, second, third = simulate(3, lambda comm: vote(comm, rows, steps=3))[0]
-    # Of the third row rank 1 decides when it is rank 0's turn, who does not vote there, or its own.
+    # Rank 1 decides the third row at its own turn, and at the turn of rank 0, which does not vote there.
     assert first == second == [[0.0, 0.0], [-1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]]
     assert third == [[0.0, 0.0], [-1.0, 1.0], [1.0, 1.0], [1.0, -1.0]]
 
@@ -84,7 +84,7 @@ def test_every_majority_is_right(size):
 @pytest.mark.parametrize("shape", [(7, 3, 3, 3), (100, 40), (1, 4000), (4000, 1), (4000,), (1,)])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_votes_are_those_of_a_count_in_one_place(size, shape):
-    """Of random signs, with some rows of zeros on each rank, in two segments and steps."""
+    """Uses random signs, with some rows of zeros on each rank, in two segments and steps."""
 
     def given(rank, step):
         generator = torch.Generator().manual_seed(10 * step + rank)

@@ -165,7 +165,7 @@ def test_same_numbers_over_processes(between):
 
 @pytest.mark.parametrize("found", ["none", "others'"])
 def test_a_rank_whose_boundaries_are_lost_goes_on_with_the_others(found):
-    """It shares them with rank 3 alone: ranks 0 and 2, which have theirs, must stay in step with both."""
+    """Only rank 3 shares these boundaries. Ranks 0 and 2, which still have theirs, must stay in step with both."""
 
     def rank(comm):
         reducer = Reducer(two_level(OkTopK()), comm, granularity="model")

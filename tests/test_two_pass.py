@@ -53,7 +53,7 @@ def take(comm, method: Method, us: list[list[list[float]]]) -> list[tuple[list[f
 
 
 def test_entries_by_hand():
-    """Rank 0 owns elements 0 and 1, rank 1 the others; of each pair one entry is sent, and one is kept of its sum."""
+    """Rank 0 owns elements 0 and 1, rank 1 the others. One entry of each pair is sent, and one of its sums is kept."""
     us = [[[4.0, -2.0, 2.0, 6.0], [1.0, -3.0, -8.0, 1.0]], [[0.0] * 4, [0.0] * 4]]
     first, second = simulate(2, lambda comm: take(comm, two_pass(TopK(density=0.5)), us))
     # Rank 1 sends -3 of element 1, so the sums are 4 and -5. Rank 0 sends 6 of element 3: -8 and 7.
@@ -163,7 +163,7 @@ def test_few_enough_entries_come_back_exactly(compressor, size):
 
 
 def test_all_of_the_owners_part_goes_into_the_sum():
-    """Two entries of rank 0's own region are larger than all others, and only one is sent: the other waits with it."""
+    """Two entries of rank 0's own region are larger than all others, and only one is sent. The other stays pending."""
 
     def rank(comm):
         reducer = Reducer(two_pass(TopK(density=0.1)), comm, granularity="model")

@@ -214,7 +214,7 @@ def exchanged_once(
 
 
 def test_a_parameter_that_was_not_stepped_is_not_rescaled():
-    """AdamW leaves a parameter without a gradient alone, weight decay included, though it has state."""
+    """AdamW does not change a parameter without a gradient, not even by weight decay, although there is state."""
 
     def rank(comm: Comm) -> bool:
         net = torch.nn.Linear(3, 2)

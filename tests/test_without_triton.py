@@ -160,7 +160,7 @@ def test_updated_weights_are_those_of_the_cpu(name, optimizer, dtype):
     ],
 )
 def test_wrong_devices_are_seen(wrong):
-    """So that the tests above can fail."""
+    """Shows that the tests above can fail."""
     with pytest.raises(WrongDevice):
         simulate_on_cuda(1, lambda comm: wrong(torch.ones(4, device=CUDA)))
 

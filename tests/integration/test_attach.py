@@ -444,7 +444,7 @@ def fails_at_last(rank: int) -> list[Any]:
 
 def test_an_attach_that_fails_leaves_nothing_open():
     for (kind, text), left_as_before, hooks in run_ranks(2, fails_at_last):
-        # RankFailure on a rank that hears of the other's error while it is still on the way to its own.
+        # RankFailure occurs on a rank that learns of the other's error before its own error occurs.
         assert kind in ("RuntimeError", "RankFailure")
         assert "no hooks today" in text
         assert left_as_before

@@ -45,9 +45,9 @@ STEPS = 5
 PATIENCE = float(os.environ.get("PATIENCE", 400))
 """Seconds that ranks may take. If Triton's cache is empty, 27 methods compile some 150 kernels."""
 LOCAL_STEPS = 2
-"""Before each exchange, for methods that take several: the last exchange, at the end of the fit, has one."""
+"""Local steps before each exchange, for methods with several. The last exchange, at the end of the fit, has one."""
 WIDTH = {"cpu": 64, "cuda": 1100}
-"""Of the hidden layer. On CUDA the first weights are long enough for the kernel that adds and scans."""
+"""Width of the hidden layer. On CUDA the first weights are long enough for the kernel that adds and scans."""
 
 
 def ranks(device: str, size: int, fn: Callable[..., Any], *args: Any, backend: str | None = None) -> list[Any]:

@@ -91,7 +91,7 @@ class Saboteur(pl.Callback):
             self.strike(trainer)
         if self.case == "killed in a checkpoint, sidecar file":
             fs = fsspec.filesystem("file")
-            # Between writing it and giving it its name.
+            # After the file is written, and before it is renamed.
             type(fs).mv = lambda *_, **__: self.strike(trainer)
         if self.case == "killed in a checkpoint, after the sidecar files":
             trainer.strategy.checkpoint_io.save_checkpoint = lambda *_, **__: self.strike(trainer)

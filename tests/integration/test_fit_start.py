@@ -164,7 +164,7 @@ AS_EXCHANGED = {
 
 
 def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
-    """Stock ddp has no residual, in which part of it would wait; nor has an exchange of updates."""
+    """Stock ddp and an exchange of updates keep no part of a gradient in a residual."""
 
     def rank(rank: int) -> dict[str, list[str]]:
         said = {}

@@ -112,7 +112,7 @@ class Checkpointed(Net):
 
 
 class Compiled(Net):
-    """Compiled before it is wrapped: a part, or all of it."""
+    """Its layers are compiled before the module is wrapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ class Untouched(Net):
 
 @pytest.mark.parametrize("options", [FIND, {}, {"static_graph": True}])
 def test_a_loss_that_touches_no_parameter_is_told_what_helps(options):
-    """Under stock ddp nothing is exchanged in such a step, and nothing is said."""
+    """In such a step stock ddp exchanges nothing, and does not warn."""
     for _, text, _ in lightning_ranks(2, lambda rank: failing(rank, Untouched, strategy("topk", **options))):
         assert "'embedding.weight', 'layers.0.weight', 'layers.0.bias' and others got no gradient on rank" in text
         assert "find_unused_parameters=True does not help there. Let the loss touch the parameters" in text

@@ -258,7 +258,7 @@ def failing(rank: int) -> tuple[str, list[bool]]:
 
 
 def test_a_failure_in_the_thread_frees_the_device():
-    """Else whoever looks at a tensor waits for kernels that wait for peers, until the watchdog ends it."""
+    """Otherwise a thread that reads a tensor waits for kernels that wait for peers, until the watchdog ends this."""
     assert run_ranks(1, failing) == [("'mine'", [True])]
 
 
@@ -540,7 +540,7 @@ class Power(nn.Module):
 
 
 def with_graphs(rank: int) -> dict[str, tuple[Tensor, bool]]:
-    """As torch's own test of create_graph: stock DDP takes no more than one parameter there."""
+    """As in torch's test of create_graph. There stock DDP supports only one parameter."""
     found = {}
     for name in (None, *REPRESENTATIVES):
         net = Power()

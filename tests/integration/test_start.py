@@ -16,7 +16,7 @@ from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, t
 
 
 class Different(Net):
-    """Whose weights, buffers and frozen parameters are as `seed` says; it may have a buffer that others have not."""
+    """Its weights, buffers and frozen parameters depend on `seed`. It may have a buffer that other ranks lack."""
 
     def __init__(self, seed: int, width: int = 3, *, ignored: bool = False) -> None:
         super().__init__()

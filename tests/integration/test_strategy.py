@@ -251,7 +251,7 @@ def test_unknown_strategy_name_is_lightnings_own_error():
 
 
 def test_mps_is_refused(monkeypatch):
-    # Lightning itself refuses the whole family, by a name that it finds in the strategy's.
+    # Lightning rejects the whole family by a part of the strategy's name.
     monkeypatch.setattr(pytorch_lightning.accelerators.MPSAccelerator, "is_available", lambda: True)
     with pytest.raises(ValueError, match=r"strategies from the DDP family are not supported on the MPS accelerator"):
         pytorch_lightning.Trainer(strategy="topk_ddp", accelerator="mps", devices=1, logger=False)

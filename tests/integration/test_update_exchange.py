@@ -272,7 +272,7 @@ def test_optimizers_of_the_same_parameters_exchange_gradients_unless_updates_are
 
 
 class Averaged(Net):
-    """With timm's Lookahead around SGD, and a schedule, which replaces its `step` before training begins."""
+    """Has timm's Lookahead around SGD, and a schedule, which replaces its `step` before training begins."""
 
     def configure_optimizers(self) -> Any:
         optimizer = Lookahead(torch.optim.SGD(self.parameters(), 0.05))
@@ -300,7 +300,7 @@ def test_an_optimizer_around_another_one_trains_as_under_ddp():
 
 
 class Numbered(Net):
-    """With a buffer that is the rank's number at first, and that nothing changes."""
+    """Has a buffer whose initial value is the rank's number, and which never changes."""
 
     def __init__(self) -> None:
         super().__init__(ADAMW, lr=0.01)
@@ -312,7 +312,7 @@ class Numbered(Net):
 
 @pytest.mark.parametrize(("option", "numbers"), [("broadcast_buffers", [0, 1]), ("forward_sync_buffers", [0, 0])])
 def test_buffers_stay_each_ranks_own_where_that_is_asked_for(option, numbers):
-    """By the second option from rank 0's on."""
+    """With the second option, buffers start from rank 0's."""
     ranks = lightning_ranks(2, partial(fit, max_epochs=1), Numbered, {option: False})
     assert [rank["exchanged"] for rank in ranks] == ["update"] * 2
     assert same(*(rank["weights"] for rank in ranks))
@@ -1614,7 +1614,7 @@ def test_averages_are_of_weights_that_are_equal_on_all_ranks(average, fails, opt
 
 
 class InfiniteAtFirst(Net):
-    """Whose first gradient is infinite, on the ranks that are given."""
+    """Its first gradient is infinite on the given ranks."""
 
     def __init__(self, ranks: tuple[int, ...], optimizer: Any) -> None:
         super().__init__(optimizer, lr=0.01)
@@ -1627,7 +1627,7 @@ class InfiniteAtFirst(Net):
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_fused_optimizer_whose_first_step_overflows(ranks):
-    """It is called and leaves the step out by itself: then it has moments, and no step."""
+    """The optimizer is called and skips the step itself. Then it has moments, but has taken no step."""
     net = partial(InfiniteAtFirst, ranks, partial(ADAMW, fused=True))
     first, second = lightning_ranks(2, partial(fit, scaled=True), net, {})
     assert first["weights"].isfinite().all()
