@@ -56,7 +56,7 @@ def reduce_(device: str, small: bool) -> None:
 
 
 def quantize(device: str, small: bool) -> None:
-    """Take a step with every method that sends all values, by kernels of ours as by plain torch."""
+    """Take a step with every method that sends all values, by this package's kernels and by plain torch."""
     for name in ("int4", "onebit") if small else ("int4", "int8", "onebit", "terngrad", "signsgd"):
         for dtype in (torch.float32, torch.bfloat16):
             shapes = {"w": (90, 91), "none": (0,), "b": (91,), "conv": (33, 3, 3, 3), "v": (3, 2100)}
@@ -70,7 +70,7 @@ def quantize(device: str, small: bool) -> None:
 
 
 def updates(device: str, small: bool) -> None:
-    """Exchange updates twice: by kernels of ours as by plain torch."""
+    """Exchange updates twice, by this package's kernels and by plain torch."""
     for optimizer in ("adamw",) if small else ("adamw", "adamax", "nesterov"):
         found = {}
         for kernels in ("triton", "torch"):

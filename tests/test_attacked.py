@@ -42,7 +42,7 @@ def mean_under(attack, share):
 
 
 def test_the_last_ranks_negate():
-    """Of 5 ranks with 1, 2, 3, 4, 5 the last two: (1 + 2 + 3 - 4 - 5) / 5. Of 2 ranks none."""
+    """The last two of 5 ranks with 1, 2, 3, 4, 5 negate: (1 + 2 + 3 - 4 - 5) / 5. None of 2 ranks negates."""
     assert torch.allclose(run(5, mean_under("negate", 0.45))[0][0], torch.tensor(-0.6))
     assert torch.equal(run(5, mean_under("negate", 0.2))[0][0], torch.full((1000,), 1.0))
     assert torch.equal(run(2, mean_under("negate", 0.45))[0][0], torch.full((1000,), 1.5))

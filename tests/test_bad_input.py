@@ -259,7 +259,7 @@ def test_flipped_bits_are_an_error_or_go_on(name, index_format):
             ),
         )
         errors = [rank for rank in ranks if isinstance(rank, Exception)]
-        # In a sum on its way, in the header of one, and in the regions' checksum a bit more or less goes unnoticed.
+        # A small change in a partial sum, in the header of one, or in the regions' checksum may not be detected.
         assert len(errors) in ((4,) if name in ("topk", "gtopk") else (0, 4)), ranks
         found += len(errors) == 4
     print(f"{name}, {index_format}: {found} of {2 * made} found")

@@ -26,7 +26,7 @@ def context(*shapes: tuple[int, ...]) -> Context:
 
 
 def test_four_bits_by_hand():
-    """The second block is filled up with zeros; the vector behind travels as it is."""
+    """The second block is padded with zeros. The vector after it is sent uncompressed."""
     u = torch.tensor([7.0, -3.0, 0.25, -6.5, -1.75, 0.5, 0.1, -0.2])
     payload, update = Blocks(bits=4, block=4).compress(u, context((2, 3), (2,)))
     scales, codes, exact = payload

@@ -42,7 +42,7 @@ def test_compact_indices_by_hand():
 
 
 def test_four_bit_values_by_hand():
-    """Of 66 entries 64 share the scale 7 / 7, and two 1 / 7, rounded up to bf16's 8 bits: 147 / 1024."""
+    """64 of 66 entries have the scale 7 / 7. The other two have 1 / 7, rounded up to bf16's 8 bits: 147 / 1024."""
     values = torch.zeros(66)
     values[:4], values[64:] = torch.tensor([-7.0, 2.4, -2.6, 0.5]), torch.tensor([1.0, -0.5])
     scales, codes = encoding.encode_values(values, 67, "int4")
@@ -107,7 +107,7 @@ def test_indices_come_back(numel, density, form):
 
 
 def test_at_most_four_bytes_an_entry():
-    """At density 0.001, bf16 values; indices near the log₂(e/ρ) = 11.4 bits that information theory asks for."""
+    """Density 0.001, bf16 values. Indices need little more than the information-theoretic log₂(e/ρ) = 11.4 bits."""
     numel, capacity = 25_000_000, 25_000
     assert 8 * index_bytes(numel, capacity, "compact") / capacity < 13
     assert TopK(0.001, "compact", "bfloat16").nbytes(segment(numel), None) <= 4 * capacity

@@ -226,7 +226,7 @@ def test_no_delayed_step_waits(name, dtype, fake_cuda, monkeypatch):
 
 @pytest.mark.parametrize("name", ["topk", "efsignsgd"])
 def test_a_delayed_exchange_keeps_nothing_of_what_it_has_sent(name, fake_cuda, monkeypatch):
-    """Not even until the next step, which raises its error."""
+    """The payload is not kept until the next step either, which raises the exchange's error."""
     sent = []
     exchange_later = DeltaExchange._exchange_later
 

@@ -110,7 +110,7 @@ def test_dependencies_point_one_way(file):
 
 
 def test_rows_of_contrib_do_not_import_the_table_that_they_join():
-    """`methods` imports `contrib.methods`, whose imports must not lead back."""
+    """`methods` imports `contrib.methods`, whose imports must not include `methods`."""
     of = {".".join(("lightning_sparse", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in FILES}
     assert {name for name in imports(of["lightning_sparse.methods"]) if ".contrib" in name} == {
         *("lightning_sparse.contrib.methods", "lightning_sparse.contrib.methods.CONTRIB"),

@@ -207,7 +207,7 @@ class Run:
         self.outs.append(grads)
 
     def reduce(self, grads: dict[str, Tensor], unused: set[str]) -> None:
-        """As the hook does it."""
+        """Reduce gradients like the hook."""
         if self.reducer.gradient_check.needs_all_gradients and not self.reducer.check_gradients(grads, unused):
             return
         for segment in self.reducer.layout.segments:

@@ -211,7 +211,7 @@ def test_non_contiguous_gradients_are_written_in_place():
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_gradients_of_a_graph_leave_none_in_the_state(name):
-    """As create_graph=True makes them."""
+    """Gradients have a graph with create_graph=True."""
 
     def reduced(comm: Comm, graph: bool) -> tuple[list[Tensor], bool]:
         reducer = Reducer(method(name, **small(name)), comm)

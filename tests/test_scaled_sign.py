@@ -17,7 +17,7 @@ from tests.support.updates import decoded
 
 
 def test_by_hand():
-    """Means of magnitudes 2 and 1, one for each parameter, whatever its shape."""
+    """The mean magnitudes are 2 and 1. Each parameter has one, for any shape."""
     ctx = Context(Segment(0, ("w", "b"), ((2, 2), (3,)), 0))
     (scales, packed), update = ScaledSign().compress(torch.tensor([3.0, -1.0, -4.0, 0.0, -1.0, 1.0, 1.0]), ctx)
     assert scales.tolist() == [2.0, 1.0]

@@ -91,7 +91,7 @@ def test_what_each_number_of_stages_selects(distribution, published):
     """On Gaussian input more stages select more, on heavy tails less: entries over k at density 0.001."""
 
     def excess(limit):
-        """By how much magnitudes exceed a threshold on average, from the distribution itself."""
+        """Return the mean excess of magnitudes above a threshold, computed from the distribution."""
         return integrate.quad(distribution.sf, limit, math.inf)[0] / distribution.sf(limit)
 
     numel = 400_000

@@ -67,7 +67,7 @@ def test_a_rank_does_not_vote_in_a_row_of_zeros():
 
 @pytest.mark.parametrize("size", tiers([1, 2, 3, 5, 8, 64, 129], [2, 3]))
 def test_every_majority_is_right(size):
-    """In element i the first i ranks vote for it; 129 votes are more than 8 bits hold, with a sign."""
+    """The first i ranks vote for element i. The sum of 129 votes does not fit into 8 bits with a sign."""
 
     def rank(comm):
         grads = {"w": torch.where(torch.arange(size + 1) > comm.rank, 1e-30, -1e30)}
@@ -117,7 +117,7 @@ def test_votes_are_those_of_a_count_in_one_place(size, shape):
 
 
 def test_bytes_are_two_bits_for_each_element():
-    """Not 7, as an all-gather of the signs of 8 ranks would take. And a bit for each of 40 rows, and the headers."""
+    """An all-gather of the signs of 8 ranks would take 7 bits. Each of 40 rows takes another bit; headers are added."""
 
     def rank(comm):
         Reducer("signsgd", comm, granularity="model").reduce_({"w": torch.randn(40, 1600)})

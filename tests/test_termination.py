@@ -67,7 +67,7 @@ def test_a_rank_that_does_not_say_where_it_is_is_not_waited_for(pair):
 
 
 def test_a_signal_may_interrupt_a_rank_anywhere(pair):
-    """As its handler runs in the same thread, the lock may be held."""
+    """The signal handler runs in the same thread, so the lock may be held."""
     first, second = pair
     with first._lock:
         first.request()

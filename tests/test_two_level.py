@@ -90,7 +90,7 @@ def test_all_methods_take_two_levels_but_one_whose_matrices_would_be_cut():
     ),
 )
 def test_every_method_between_nodes(name, hosts, ranks_per_node):
-    """As among all ranks, see test_methods."""
+    """Methods have the same properties as among all ranks, see test_methods."""
     size, alone = hosts * ranks_per_node, make(name)
     method = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, ranks_per_node))
     for kind in KINDS:

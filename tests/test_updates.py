@@ -682,7 +682,7 @@ def test_u_with_a_payout_is_freed_without_the_garbage_collector(monkeypatch):
 
 
 class New(TorchDispatchMode):
-    """Counts elements that `where` makes anew."""
+    """Counts elements of the tensors that `where` allocates."""
 
     count = 0
 

@@ -49,7 +49,7 @@ FIND = {"find_unused_parameters": True}
 
 
 class Scheduled(Net):
-    """With a schedule: learning rate by number of the step."""
+    """Has a schedule: the learning rate is a function of the step."""
 
     def __init__(self, rate: Callable[[int], float], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -144,7 +144,7 @@ class Freezing(Net):
 
 
 class Manual(Net):
-    """Accumulates two batches for a step, by itself."""
+    """Accumulates two batches for a step, without Lightning's accumulation."""
 
     def __init__(self, no_sync: bool) -> None:
         super().__init__(momentum=0.9)
@@ -594,7 +594,7 @@ def test_a_trainer_can_be_copied_within_and_after_a_training_and_its_copy_trains
 
 
 class Spectral(Net):
-    """With a complex buffer, and a complex weight, or a real one of which forward takes a complex view."""
+    """Has a complex buffer and a complex weight. If `real`, forward takes a complex view of a real weight."""
 
     def __init__(self, real: bool) -> None:
         super().__init__()
@@ -647,7 +647,7 @@ class Plateau(Net):
 
 @pytest.mark.parametrize("options", [{}, {"exchange": "update"}, {"exchange": "update", "overlap": "next_step"}])
 def test_rates_that_differ_among_ranks_are_warned_of_once(options, monkeypatch):
-    """As under stock ddp, in which weights drift apart without a word."""
+    """Under stock ddp, too, weights drift apart, but without a warning."""
     monkeypatch.setattr(rates, "PERIOD", 5)
 
     def rank(rank: int) -> list[list[str]]:
@@ -666,7 +666,7 @@ def test_rates_that_differ_among_ranks_are_warned_of_once(options, monkeypatch):
 
 
 class OwnRate(Net):
-    """As after a search for a rate on each rank's own losses."""
+    """Has different learning rates on the ranks, as after a search with each rank's own losses."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1 / (1 + self.global_rank))

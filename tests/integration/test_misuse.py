@@ -141,7 +141,7 @@ def derived(net: nn.Module) -> Any:
 
 
 class Around(torch.optim.Optimizer):
-    """Steps by way of another optimizer, as SAM does, and holds its parameters."""
+    """Takes steps through another optimizer, as SAM does, and has its parameters."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base

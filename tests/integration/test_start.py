@@ -77,7 +77,7 @@ def started(
     ids=["default", "broadcast_buffers=False", "forward_sync_buffers=False"],
 )
 def test_all_start_from_rank_0s(options, equal, exchange):
-    """As with DistributedDataParallel: frozen ones too, and buffers unless they are to stay."""
+    """As in DistributedDataParallel, this includes frozen parameters, and buffers unless an option excludes them."""
 
     if (
         "forward_sync_buffers" in options

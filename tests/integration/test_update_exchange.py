@@ -687,7 +687,7 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks():
 
 
 def scaler() -> list[Any]:
-    """By precision="16-mixed" Lightning takes bf16 on a CPU."""
+    """Return a plugin for fp16. With precision="16-mixed" Lightning uses bf16 on a CPU."""
     return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))]
 
 
@@ -1187,7 +1187,7 @@ class OwnScaler(Net):
 
 @pytest.mark.parametrize("local_steps", [1, 4])
 def test_a_scaler_of_the_modules_own_may_leave_a_step_out_on_one_rank(local_steps):
-    """As if that rank's optimizer had had no gradient."""
+    """The result is the same as if that rank's optimizer had had no gradient."""
 
     def run(rank: int, scaled: bool, wrapped: bool = False) -> tuple[Tensor, int, bool]:
         modules = [OwnScaler(scaled, rank == 1, wrapped)]
@@ -1293,7 +1293,7 @@ def test_callbacks_show_updates(tmp_path, overlap):
 
 
 def test_callbacks_wait_for_the_exchange_and_show_how_far_ranks_drift(tmp_path):
-    """Of 16 steps every fifth logs, and every third has an exchange: 5, 10 and 15 are reported with 6, 12 and 15."""
+    """Every fifth of 16 steps logs, every third has an exchange. Steps 5, 10 and 15 are reported with 6, 12 and 15."""
 
     def run(rank: int) -> None:
         options = {"callbacks": [CommunicationMonitor()], "logger": TensorBoardLogger(tmp_path, name="", version="")}

@@ -86,7 +86,7 @@ class Gan(pl.LightningModule):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As timm's: its constructor does not call torch's, so torch does not call hooks before the first zero_grad."""
+    """Like timm's, does not call torch's constructor. So torch does not call hooks before the first zero_grad."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
