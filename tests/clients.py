@@ -36,7 +36,7 @@ from torch.nn import functional
 
 
 def import_torchvision() -> None:
-    """Import torchvision beside a torch without CUDA, for which the package index has no build: without operators."""
+    """Import torchvision without operators. The package index has no build of it for a torch without CUDA."""
     real = torch.library.register_fake
 
     def register(name: Any, *args: Any, **options: Any) -> Any:
@@ -366,7 +366,7 @@ CLIENTS: dict[str, Client] = {
 }
 
 
-# With a sparse method these small models were behind, so the other one that sends every element has a row, too.
+# These small models trained worse with a sparse method. So a method that sends every element has a row, too.
 for _name in ("lightly-moco", "peft-lora", "forecasting"):
     CLIENTS[f"{_name}, int4"] = CLIENTS[_name]._replace(strategy="int4_ddp")
 

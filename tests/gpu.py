@@ -155,7 +155,7 @@ class Part:
     rehearsal: str = ""
 
 
-# Without other people's plugins: some warn as they load, and here a warning is an error.
+# Plugins of other packages are disabled: some warn when they are loaded, and here a warning is an error.
 PYTEST = (
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {python} -m pytest -p xdist.plugin --dist loadgroup -v -p no:cacheprovider "
     "--tb=short --durations=5"
@@ -328,7 +328,7 @@ class Running:
         )
 
     def look(self) -> Ended | None:
-        """Return how it has ended, or None; kill it at its limit."""
+        """Return how the part has ended, or None if it runs. Kill the part at its limit."""
         status, seconds = self._process.poll(), time.monotonic() - self._began
         if status is None and seconds < self._seconds:
             return None

@@ -70,7 +70,7 @@ def calls(name: str, size: int) -> int:
 
 
 def on_call(comm: Comm, number: int, change) -> Comm:
-    """Let `change(collective, x, *args)` make one of this rank's collectives, the others as always."""
+    """Replace the call `number` of this rank's collectives by `change(collective, x, *args)`."""
     calls = itertools.count()
     inners = {name: getattr(comm, name) for name in ("_all_reduce", "_all_gather", "_broadcast", "_all_to_all_v")}
     for name, inner in inners.items():
@@ -417,7 +417,7 @@ def test_129_ranks(name):
         reducer = Reducer(Method(TopK(0.01), aggregator=aggregator), comm, granularity="model")
         grads = gradients("normal", comm.rank, 0)
         given = flat(grads)
-        # Not by the reducer's own choice: so many ranks would send these few elements dense.
+        # The reducer would fall back to dense, because the ranks are many and the elements few.
         reducer.setup(grads)
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
         reducer.reduce_(grads)

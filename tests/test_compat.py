@@ -52,7 +52,7 @@ def test_step_hooks():
 
 
 def test_have_hooks_called():
-    """Around the step of a class that torch has not met, and of an object whose step a schedule has replaced before."""
+    """Hooks run around the step of a class unknown to torch, and of an object whose step a schedule has replaced."""
     called = []
     for replaced in (False, True):
 

@@ -245,7 +245,7 @@ def test_each_optimizer_ends_its_own_exchange(every):
         updates.complete()
         segment = next(x for x in reducer.layout.segments if "a" in x.names)
         left = dict(zip(segment.names, segment.views(reducer.states[segment.index]["residual"]), strict=True))["a"]
-        # Of SGD's changes nothing is lost.
+        # No change by SGD is lost.
         mean = sum(comm.all_gather(changed.flatten() - left)) / comm.size
         return (mean - (before - net.a).flatten()).abs().max(), weights(net), before.abs().max()
 

@@ -94,7 +94,7 @@ LENGTHS = [[0], [1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [8192], [4097, 1, 1
 def test_adding_and_scanning(lengths, dtype, use):
     bounds = [0, *itertools.accumulate(lengths)]
     for block, scale in ((1, 1.0), (16, 2.0**-16), (64, 2.0**-16), (64, 1 / 3)):
-        # One behind the other, as in DDP's buckets; in some cases from where memory is not aligned.
+        # Gradients are contiguous, as in DDP's buckets. In some cases memory is not aligned.
         bucket = torch.randn(bounds[-1] + 1).to(dtype)
         start = block == 1 or scale == 1 / 3
         grads = bucket[start : start + bounds[-1]].split(lengths)
@@ -676,7 +676,7 @@ def test_every_method_over_processes(size):
         if name not in METHODS or METHODS[name].traits.conserves:
             # Sums of some 30 numbers of about 3, each rounded to 2⁻²⁴ of it.
             torch.testing.assert_close(total + kept, given, rtol=0, atol=2e-5)
-        # Which ask for moments, or sums of rows, and these are rounded differently.
+        # These methods need moments, or sums of rows, which are rounded differently.
         if "gaussiank" not in name and name not in ("onebit", "efsignsgd", "terngrad"):
             for rank in ranks:
                 for mine, reference in zip(rank[name, "triton"], rank[name, "torch"], strict=True):
@@ -1073,7 +1073,7 @@ def test_selection_in_c_writes_to_its_results_only(name, use, monkeypatch):
     "compressor", [Blocks(4), Blocks(8), LowRank(2), OneBit(), QSGD(), ScaledSign(), Sign(), TernGrad()], ids=repr
 )
 def test_what_the_loops_in_c_do_not_take_is_refused(compressor, use):
-    """Other dtypes and lengths would be read as fp32 of the segment's length: behind the end of the memory."""
+    """Other dtypes and lengths would be read as fp32 of the segment's length, beyond the end of the memory."""
     use("native")
     ctx, u, _ = of_rows([(3, 40), (5,), (16, 64)], "normal", "native")
     payload, update = compressor.compress(u, ctx)

@@ -102,7 +102,7 @@ def test_thirty_rounds_find_the_k_largest(name):
     magnitudes = u.abs().sort(descending=True).values
     for density in (0.001, 0.01):
         k = round(density * len(u))
-        # Which of equal ones is left to chance, unless there are many.
+        # Among entries of equal magnitude the choice is random, unless they are many.
         chosen = u[MSTopK(density).select(u)].abs().sort(descending=True).values
         assert torch.equal(chosen, magnitudes[:k])
 

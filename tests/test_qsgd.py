@@ -103,7 +103,7 @@ def test_a_value_may_come_back_from_two_parts_in_65536_of_a_level_on(compressor)
 def test_ranks_and_elements_round_independently():
     """The error of the mean over ranks, and that of a sum of elements, is as of independent ones."""
     u, steps, ranks = torch.full((512,), 1.0), 300, 4
-    # Of 15 levels a value is 15 / √512 = 0.66 of one.
+    # With 15 levels, a value is 15 / √512 = 0.66 of a level.
     p, level = 15 / math.sqrt(512), math.sqrt(512) / 15
     sums = []
     for step in range(steps):

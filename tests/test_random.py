@@ -97,7 +97,7 @@ cases = st.builds(
 
 
 def model(case: Case) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters as a module lists them: a tied one comes once, a frozen one never."""
+    """Return the trainable parameters of a module by name. A tied parameter occurs once, a frozen one never."""
     module = nn.Module()
     for number, param in enumerate(case.params):
         made = nn.Parameter(torch.zeros(param.shape, dtype=param.dtype), requires_grad=not param.frozen)

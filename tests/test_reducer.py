@@ -474,7 +474,7 @@ def test_a_rank_that_alone_starts_anew_is_out_of_step(how, name):
         return str(failure.value)
 
     errors = simulate(3, rank)
-    # With gTopK rank 2 talks to rank 0 only, and hears of it from that one.
+    # With gTopK rank 2 communicates with rank 0 only, and learns of the error from rank 0.
     for error in errors[: 2 if name == "gtopk" else 3]:
         assert re.match(r"Ranks are out of step: at step 2, .* rank [01] differs from other ranks", error), error
 

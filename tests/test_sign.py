@@ -46,7 +46,7 @@ def test_on_a_tie_ranks_decide_in_turn():
     rows = [[1.0, 1.0, -1.0], [1.0, -1.0, 1.0]]
     expected = [rows[0], rows[1], rows[1], rows[0]]
     assert simulate(2, lambda comm: vote(comm, rows, steps=4)) == [expected] * 2
-    # Of four ranks, two and two; in step t it is rank t, and from then on in another order.
+    # Two ranks vote against two. Rank t decides in step t; after four steps, ranks decide in another order.
     rows = [[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]
     assert simulate(4, lambda comm: vote(comm, rows, steps=5))[3] == [*rows, rows[2]]
 

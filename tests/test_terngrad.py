@@ -71,7 +71,7 @@ def test_unbiased_and_within_the_variance_of_one_level(kind, clip):
 
 
 def test_parameters_have_scales_of_their_own_that_ranks_share():
-    """Rank 1 has the larger scale of the first parameter, rank 0 of the other; sums are whole numbers of them."""
+    """The larger scale is rank 1's for the first parameter, and rank 0's for the other. Sums are multiples of it."""
     given = [
         {"a": torch.full((8,), 1.0), "b": torch.full((3, 5), -6.0)},
         {"a": torch.full((8,), 3.0), "b": torch.zeros(3, 5)},

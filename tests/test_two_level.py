@@ -200,7 +200,7 @@ def test_sends_a_part_of_the_segment():
         return comm.sent_bytes, reducer.routing.nbytes(None), reducer.routing.dense_nbytes
 
     flat_, _, dense = simulate(8, lambda comm: rank(comm, Mean()))[0]
-    # To 1 other host a quarter of the segment, instead of all of it to 7 other ranks; and headers.
+    # A quarter of the segment goes to 1 other host, instead of the whole segment to 7 other ranks. Headers are added.
     sent, announced, share = simulate(8, lambda comm: rank(comm, TwoLevel(Mean(), ranks_per_node=4)))[0]
     assert flat_ / 28 < sent < flat_ / 28 + 300
     # Not announced: 24 bytes to each of 7 ranks, and the header, count and padding of the message.

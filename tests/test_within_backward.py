@@ -132,7 +132,7 @@ def test_a_segment_is_stepped_before_backward_has_ended():
         training = Training(comm, Net(), within=True)
         training.step()
         seen = []
-        # Of the first layer that the forward pass uses, so its gradient is the last.
+        # This layer is the first in the forward pass, so its gradient is the last.
         training.net.layers[1].weight.register_hook(
             lambda _: seen.append(training.optimizer.state[training.net.layers[5].weight]["step"].item())
         )

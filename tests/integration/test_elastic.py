@@ -425,7 +425,7 @@ def test_torchrun_goes_on_with_fewer_nodes(tmp_path):
     ]
     try:
         agents[0].wait_for(lambda entry: entry["size"] == 2 and entry["step"] == 7)
-        # Which rank is whose is not known: each worker is a child of its agent.
+        # Ranks of agents are not known, but each worker is a child of its agent.
         workers = {entry["pid"] for entry in agents[0].log}
         parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) for pid in workers}
         agents[1].process.kill()
@@ -441,7 +441,7 @@ def test_torchrun_goes_on_with_fewer_nodes(tmp_path):
             agent.end()
     assert start["start"] == "last.ckpt"
     assert start["step"] >= 5
-    # Of the sum of two, in fp32.
+    # Rounding of the sum of two, in fp32.
     assert start["lost"] <= 2**-22 * start["kept"]
     assert start["kept"] > 0
     assert torch.load(newest(tmp_path), weights_only=True)["global_step"] == STEPS

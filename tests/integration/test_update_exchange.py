@@ -125,7 +125,7 @@ class Tied(Net):
 
 
 class Unused(Net):
-    """One layer takes part on rank 0 alone, in every second step, and another nowhere."""
+    """One layer takes part on rank 0 only, in every second step. Another layer never takes part."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(ADAMW, lr=0.01, **options)
