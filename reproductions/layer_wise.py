@@ -1,7 +1,7 @@
 """Compares compression layer by layer with compression of the whole model as one vector.
 
 Dutta et al. 2020, "On the Discrepancy between the Theoretical Analysis and Practical Implementations of Compressed
-Communication for Distributed Deep Learning", AAAI: with six methods, layer-wise compression is often better. Here a
+Communication for Distributed Deep Learning", AAAI. With six methods, layer-wise compression is often better. Here a
 network of two hidden layers learns scikit-learn's digits. "layer" compresses each weight and each bias separately.
 "model" compresses all of them as one vector, with k entries, one threshold, norm or scale in total.
 """

@@ -1,9 +1,9 @@
 """Measures how many bits a value needs with QSGD, TernGrad, and 1-bit SGD with and without error feedback.
 
-Alistarh et al. 2017, arXiv 1610.02132 (QSGD); Wen et al. 2017, arXiv 1705.07878 (TernGrad); Seide et al. 2014,
-Interspeech (1-bit SGD, which "only works" with error feedback). A network of two hidden layers learns scikit-learn's
-digits. Each method uses the best of three learning rates. Bits are bits per value of a rank's payload, including
-scales.
+QSGD is by Alistarh et al. 2017, arXiv 1610.02132, and TernGrad by Wen et al. 2017, arXiv 1705.07878. 1-bit SGD, by
+Seide et al. 2014, Interspeech, "only works" with error feedback. Here a network of two hidden layers learns
+scikit-learn's digits. Each method uses the best of three learning rates. Bits are bits per value of a rank's payload,
+including scales.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 Each client is a model, an optimizer or a trainer of another package. Both strategies start from the same weights and
 use the same batches. The output is `benchmarks/results/clients.csv`, written after each client. It contains the
 training loss at the start and at the end, as the mean of the last steps and both ranks. It says whether weights are
-equal on both ranks. It also says whether a training that was saved and resumed halfway ends with the same weights, bit
-by bit, with this package's strategy and with `ddp`.
+equal on both ranks. For both strategies, it also says whether a training that was saved and resumed halfway ends with
+the same weights, bit by bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.nn import functional
 
 
 def import_torchvision() -> None:
-    """Import torchvision beside a torch without CUDA, for which the package index has no build: without operators."""
+    """Import torchvision without operators. The package index has no build of it for a torch without CUDA."""
     real = torch.library.register_fake
 
     def register(name: Any, *args: Any, **options: Any) -> Any:
@@ -307,7 +307,7 @@ def series() -> Any:
 
 
 def forecast_batches(rank: int) -> list[Any]:
-    """Batches of the data set, of which each rank has its own."""
+    """Return batches of the data set, which differ between ranks."""
     torch.manual_seed(10 + rank)
     loader = series().to_dataloader(train=True, batch_size=8, num_workers=0)
     found: list[Any] = []
@@ -366,7 +366,7 @@ CLIENTS: dict[str, Client] = {
 }
 
 
-# With a sparse method these small models were behind, so the other one that sends every element has a row, too.
+# These small models trained worse with a sparse method. So a method that sends every element has a row, too.
 for _name in ("lightly-moco", "peft-lora", "forecasting"):
     CLIENTS[f"{_name}, int4"] = CLIENTS[_name]._replace(strategy="int4_ddp")
 
@@ -462,7 +462,7 @@ def of_client(name: str) -> dict[str, Any]:
 
 
 def with_accelerate(rank: int, seed: int, ours: bool) -> dict[str, Any]:
-    """Train GPT-2 by accelerate: by the recipe of docs/without-lightning.md, or as its own documentation has it."""
+    """Train GPT-2 with accelerate, by the recipe of docs/without-lightning.md or by that of its documentation."""
     from accelerate import Accelerator
 
     from lightning_sparse import attach_updates

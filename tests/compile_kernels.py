@@ -329,7 +329,7 @@ def compiled(stand_in, types, constants, capability):
     function = stand_in.load()  # KERNELS holds the stand-ins, made before any is loaded
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    # As at launch, where torch's memory is aligned and the numbers that matter are multiples of 16.
+    # As at launch: torch's memory is aligned, and the numbers that matter are multiples of 16.
     aligned = set(names) - set(constants) - set(stand_in.plain)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)

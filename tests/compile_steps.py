@@ -49,7 +49,7 @@ STEPS: list[tuple[str, dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]]
 
 
 class Driver:
-    """As much of a GPU as Triton asks for before it compiles."""
+    """The part of a GPU driver that Triton calls before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability

@@ -11,8 +11,9 @@ with all its child processes, and the other parts continue. The environment vari
 run in seconds. Run the command in the root of the repository, with any Python that has torch and the packages of the
 extra `dev`. It needs no network and installs nothing.
 
-The output is in `--out`, or in the folder given by OUT: `gpu.csv` with a row for each promise, written after each part;
-`log.txt` with the output of all parts; and the CSV files of the benchmarks. A part that runs again replaces its rows.
+The output folder is `--out`, or the folder given by OUT. `gpu.csv` has a row for each promise and is written after
+each part. `log.txt` has the output of all parts. The folder also contains the CSV files of the benchmarks. A part that
+runs again replaces its rows.
 The exit status is 0 if all promises hold, 1 if a promise does not hold or was not tested, and 130 after Ctrl-C.
 """
 
@@ -154,7 +155,7 @@ class Part:
     rehearsal: str = ""
 
 
-# Without other people's plugins: some warn as they load, and here a warning is an error.
+# Plugins of other packages are disabled: some warn when they are loaded, and here a warning is an error.
 PYTEST = (
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {python} -m pytest -p xdist.plugin --dist loadgroup -v -p no:cacheprovider "
     "--tb=short --durations=5"
@@ -327,17 +328,17 @@ class Running:
         )
 
     def look(self) -> Ended | None:
-        """Return how it has ended, or None; kill it at its limit."""
+        """Return how the part has ended, or None if it runs. Kill the part at its limit."""
         status, seconds = self._process.poll(), time.monotonic() - self._began
         if status is None and seconds < self._seconds:
             return None
         return self.end(f"cut off after {self._seconds:.0f} s" if status is None else "")
 
     def end(self, why: str) -> Ended:
-        """Kill whatever is left of it, as a test's workers outlive the test that has failed, and hold the GPU.
+        """Kill all remaining processes of the part. Workers of a failed test outlive the test, and hold the GPU.
 
         Args:
-            why: it is ended before its time, in words; empty if it has ended by itself.
+            why: reason for the early end, in words; empty if the part has ended by itself.
         """
         seconds, status = time.monotonic() - self._began, self._process.poll()
         if status is None:
@@ -401,7 +402,7 @@ def counted(output: str) -> str:
 
 
 class Report:
-    """Writes and prints what each part has shown as soon as it ends."""
+    """Writes and prints the results of each part as soon as it ends."""
 
     def __init__(self, out: Path, origin: Mapping[str, str], parts: int) -> None:
         out.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket whose port no process gets by chance until it is closed: tests run beside others.
+    """Return a socket whose port no other process gets by chance until the socket is closed, as tests run in parallel.
 
     It is bound and does not listen, and reuses the address as torch's store does: rank 0 can still bind the port.
     """

@@ -56,7 +56,7 @@ def reduce_(device: str, small: bool) -> None:
 
 
 def quantize(device: str, small: bool) -> None:
-    """Take a step with every method that sends all values, by kernels of ours as by plain torch."""
+    """Take a step with every method that sends all values, by this package's kernels and by plain torch."""
     for name in ("int4", "onebit") if small else ("int4", "int8", "onebit", "terngrad", "signsgd"):
         for dtype in (torch.float32, torch.bfloat16):
             shapes = {"w": (90, 91), "none": (0,), "b": (91,), "conv": (33, 3, 3, 3), "v": (3, 2100)}
@@ -66,11 +66,11 @@ def quantize(device: str, small: bool) -> None:
                     grads = {key: grad.clone() for key, grad in given.items()}
                     Reducer(method(name), Echo(1), granularity="model").reduce_(grads)
                     found.append(grads)
-            torch.testing.assert_close(*found, rtol=2**-7, atol=1e-5)  # where sums differ, bf16's last bit may
+            torch.testing.assert_close(*found, rtol=2**-7, atol=1e-5)  # if sums differ, bf16's last bit may differ
 
 
 def updates(device: str, small: bool) -> None:
-    """Exchange updates twice: by kernels of ours as by plain torch."""
+    """Exchange updates twice, by this package's kernels and by plain torch."""
     for optimizer in ("adamw",) if small else ("adamw", "adamax", "nesterov"):
         found = {}
         for kernels in ("triton", "torch"):

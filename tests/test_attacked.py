@@ -42,7 +42,7 @@ def mean_under(attack, share):
 
 
 def test_the_last_ranks_negate():
-    """Of 5 ranks with 1, 2, 3, 4, 5 the last two: (1 + 2 + 3 - 4 - 5) / 5. Of 2 ranks none."""
+    """The last two of 5 ranks with 1, 2, 3, 4, 5 negate: (1 + 2 + 3 - 4 - 5) / 5. None of 2 ranks negates."""
     assert torch.allclose(run(5, mean_under("negate", 0.45))[0][0], torch.tensor(-0.6))
     assert torch.equal(run(5, mean_under("negate", 0.2))[0][0], torch.full((1000,), 1.0))
     assert torch.equal(run(2, mean_under("negate", 0.45))[0][0], torch.full((1000,), 1.5))
@@ -117,7 +117,7 @@ def test_any_method_can_be_attacked_and_a_share_of_none_changes_nothing(name, at
     assert attacked[0].isfinite().all()
     # With a share of 0.3, none of three ranks attacks.
     assert torch.equal(simulate(3, lambda comm: rank(comm, 0.3))[0], honest[0])
-    # One of three changes no sign and no median if the others agree, but for some elements they disagree.
+    # If the other two ranks agree, one of three changes no sign and no median. But on some elements they disagree.
     assert (attack == "scale" and isinstance(chosen.compressor, Sign)) or not torch.equal(attacked[0], honest[0])
 
 

@@ -70,7 +70,7 @@ def calls(name: str, size: int) -> int:
 
 
 def on_call(comm: Comm, number: int, change) -> Comm:
-    """Let `change(collective, x, *args)` make one of this rank's collectives, the others as always."""
+    """Replace the call `number` of this rank's collectives by `change(collective, x, *args)`."""
     calls = itertools.count()
     inners = {name: getattr(comm, name) for name in ("_all_reduce", "_all_gather", "_broadcast", "_all_to_all_v")}
     for name, inner in inners.items():
@@ -259,7 +259,7 @@ def test_flipped_bits_are_an_error_or_go_on(name, index_format):
             ),
         )
         errors = [rank for rank in ranks if isinstance(rank, Exception)]
-        # In a sum on its way, in the header of one, and in the regions' checksum a bit more or less goes unnoticed.
+        # A small change in a partial sum, in the header of one, or in the regions' checksum may not be detected.
         assert len(errors) in ((4,) if name in ("topk", "gtopk") else (0, 4)), ranks
         found += len(errors) == 4
     print(f"{name}, {index_format}: {found} of {2 * made} found")
@@ -350,8 +350,8 @@ def test_every_corrupt_message_is_an_error_on_all_ranks(corruption, name):
     simulate(4, lambda comm: rank(comm, -1))
     messages = next(counted[0])
     assert messages >= 3
-    # Only ranks that receive the message know at once, the others in the next step: so none of the last one. A message
-    # of the first step has none before it that could be sent again: then it is zeros.
+    # Only ranks that receive the message detect it at once. The others detect it in the next step, so messages of the
+    # last step are left out. Before a message of the first step there is none to send again, so zeros are sent.
     for target in range(2 * messages // 3):
         ranks = within(20, lambda target=target: simulate(4, lambda comm: rank(comm, target)))
         assert all(isinstance(error, Exception) for error in ranks), (target, ranks)
@@ -417,7 +417,7 @@ def test_129_ranks(name):
         reducer = Reducer(Method(TopK(0.01), aggregator=aggregator), comm, granularity="model")
         grads = gradients("normal", comm.rank, 0)
         given = flat(grads)
-        # Not by the reducer's own choice: so many ranks would send these few elements dense.
+        # The reducer would fall back to dense, because the ranks are many and the elements few.
         reducer.setup(grads)
         reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
         reducer.reduce_(grads)

@@ -44,7 +44,7 @@ def test_adding_and_scanning_at_once(lengths, block, dtype, kernels, use):
 @needs_native
 @pytest.mark.parametrize("name", HOSTILE)
 def test_the_loop_in_c_finds_the_same_maxima(name, use):
-    """Of tensors that need not lie one behind the other, and at any address."""
+    """Tensors may have any address, and need not be contiguous."""
     for numel in (1, 63, 64, 4096 + 63, 9001):
         u = HOSTILE[name](numel + 1)
         for part in (u[1:], u[:numel], torch.stack([u, u], 1)[:numel, 0]):

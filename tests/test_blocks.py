@@ -26,7 +26,7 @@ def context(*shapes: tuple[int, ...]) -> Context:
 
 
 def test_four_bits_by_hand():
-    """The second block is filled up with zeros; the vector behind travels as it is."""
+    """The second block is padded with zeros. The vector after it is sent uncompressed."""
     u = torch.tensor([7.0, -3.0, 0.25, -6.5, -1.75, 0.5, 0.1, -0.2])
     payload, update = Blocks(bits=4, block=4).compress(u, context((2, 3), (2,)))
     scales, codes, exact = payload
@@ -121,7 +121,7 @@ def test_a_piece_of_a_matrix_is_a_matrix():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LAST_NAN], ids=str)
 @pytest.mark.parametrize("place", [3, 99, 105])
 def test_what_is_not_finite_is_named(bits, bad, place):
-    """In a full block, in one that is not, and in a vector."""
+    """The value is in a full block, in a partial block, or in a vector."""
 
     def rank(comm) -> None:
         flat = torch.ones(110)
@@ -189,7 +189,7 @@ def test_the_rows_have_one_option():
 @pytest.mark.parametrize("kernels", ["torch", *EITHER])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_two_segments_together_are_both_joined(bits, kernels, use):
-    """So that one launch does for the regions of many ranks: `TwoPass` compresses and decodes them at once."""
+    """One launch is enough for the regions of many ranks, because `TwoPass` compresses and decodes them at once."""
     use(kernels)
     whole = Segment(0, ("a", "b", "c", "d"), ((5, 13), (7,), (2, 3, 70), (0, 4)), 0)
     for count in (1, 2, 3, 8):

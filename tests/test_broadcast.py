@@ -60,7 +60,7 @@ def test_only_what_differs_is_sent(size, at_once, monkeypatch):
 
     def rank(comm: Comm) -> tuple[list[int], list[int], list[Tensor]]:
         mine, others = made(comm.rank), made(0)
-        # From each tensor on another rank has the same as rank 0; the last one is equal on all.
+        # Ranks 1 to 3 differ from rank 0 in turn, one per tensor. The last tensors are equal on all ranks.
         tensors = [x if comm.rank == 1 + i % 3 else y for i, (x, y) in enumerate(zip(mine, others, strict=True))]
         tensors += [torch.tensor([math.nan, -0.0]), torch.zeros(2)]
         if comm.rank == size - 1 > 0:

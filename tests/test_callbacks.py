@@ -328,11 +328,11 @@ def test_what_is_logged_and_when(tmp_path):
     (with_all,) = fit(tmp_path, [GradientDistribution(True), ContractionRatio(True), CommunicationMonitor()])
     (without,) = fit(tmp_path / "without", [], loggers=())
     assert with_all["weights"].tolist() == without["weights"].tolist()
-    # Of eight steps, the third and the sixth log, and only then anybody looks.
+    # The third and the sixth of eight steps log, and only these have observers.
     assert with_all["observers"] == [0, 0, 3, 0, 0, 3, 0, 0]
     found, tags = events(tmp_path / "tensorboard")
     ours = [tag for tag in tags["scalars"] if tag not in ("epoch", "hp_metric")]
-    # A layer of which nothing was sent has no threshold.
+    # A layer without sent entries has no threshold.
     assert all(steps(found, tag) == [2, 5] for tag in ours if not re.match("layers/.*/threshold", tag))
     for tag in (
         "distribution/u_skewness",

@@ -331,7 +331,7 @@ def test_a_full_disk_leaves_the_earlier_sidecar_files_and_no_others(at, tmp_path
 
 
 def test_the_checksum_of_a_tensor_in_a_list_is_that_of_its_bytes():
-    """As of a learning rate that is a tensor, in an optimizer's groups."""
+    """An example is a learning rate that is a tensor, in an optimizer's groups."""
     groups = {"param_groups": [{"lr": torch.tensor(0.00123), "betas": (0.9, 0.999)}]}
     before = sidecars.checksum(groups)
     precision = torch._tensor_str.PRINT_OPTS.precision

@@ -42,7 +42,7 @@ def test_messages_have_the_same_bytes(count, lead, use):
 
 @pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("index_format", ["compact", "int32"])  # made where they lie, and copied
+@pytest.mark.parametrize("index_format", ["compact", "int32"])  # made in place, and copied
 def test_messages_of_an_exchange_have_the_same_bytes(index_format, pinned, lead, use):
     numel, capacity = 70_000, 1200
     indices = torch.full((*lead, capacity), numel)
@@ -72,7 +72,7 @@ def received(damage, size: int = 5):
     payload = (torch.arange(20.0, device=DEVICE),)
     messages = made._frame(payload).repeat(size, 1)
     damage(messages)
-    made._raise = lambda *args, **kwargs: None  # as on CUDA, where nobody looks yet
+    made._raise = lambda *args, **kwargs: None  # as on CUDA, which does not check yet
     (rows,) = made._receive(messages, payload, made._senders)
     assert rows.shape == (size, 20)
     return int(made.worst)

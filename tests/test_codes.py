@@ -1,4 +1,4 @@
-"""Codes of few bits: by hand, encoded and decoded, and nothing else in the payload."""
+"""Codes of few bits: by hand, encoded and decoded. The payload contains nothing else."""
 
 import pytest
 import torch

@@ -80,7 +80,7 @@ def short_and_long(rank: int) -> list[object]:
 
 
 def test_short_messages_go_from_each_rank_to_each_other():
-    """Over gloo, whose ring takes a round trip for each rank: the same on all ranks, whichever way they went."""
+    """Gloo's ring takes a round trip for each rank. Results are equal on all ranks, with the ring and without."""
     (found, direct, sent), *others = run_ranks(3, short_and_long)
     assert others == [[found, direct, sent]] * 2
     assert direct == [0, 0, 0, 1, 1, 1, 7, 3, 3, DIRECT // 4, *[-(-DIRECT // 12)] * 2]
@@ -109,7 +109,7 @@ def test_results_do_not_alias_other_ranks():
 
 
 def test_sums_are_in_rank_order():
-    # 1e8 absorbs a 1 that comes after it, but not one that comes before -1e8 has taken it away.
+    # 1e8 absorbs the first 1. The last 1 is added after -1e8 has cancelled 1e8, so it remains.
     values = [1e8, 1.0, -1e8, 1.0]
     results = simulate(4, lambda comm: comm.all_reduce(torch.tensor([values[comm.rank]])).item())
     assert results == [1.0] * 4
@@ -160,7 +160,7 @@ def failing(rank: int, how: str) -> tuple[str, float]:
             comm.mark_failed("rank 1 has had enough")
         else:
             comm.mark_done("rank 1 has gone home")
-        # It stays connected until all have answered: nothing but its word frees the others.
+        # Rank 1 stays connected until all ranks have answered, so only its report can free the others.
         return "", 0.0
     started = time.monotonic()
     try:

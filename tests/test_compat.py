@@ -52,7 +52,7 @@ def test_step_hooks():
 
 
 def test_have_hooks_called():
-    """Around the step of a class that torch has not met, and of an object whose step a schedule has replaced before."""
+    """Hooks run around the step of a class unknown to torch, and of an object whose step a schedule has replaced."""
     called = []
     for replaced in (False, True):
 
@@ -76,7 +76,7 @@ def test_have_hooks_called():
 
 
 def test_a_schedule_from_before_does_not_take_the_step_for_one_of_the_users():
-    """It warns if the mark that it has put on the optimizer's step is gone."""
+    """A schedule warns if its mark on the optimizer's step is missing."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     optimizer.__class__ = type("Wrapper", (torch.optim.SGD,), {"step": lambda self, closure=None: None})
@@ -394,7 +394,7 @@ def group_of_a_bound_device(rank: int) -> tuple[list[object], bool]:
 
 
 def test_a_group_does_not_split_the_communicator_of_the_default_one():
-    """It would, as Lightning has bound a device to it; with others than all ranks that would wait for ever."""
+    """Lightning has bound a device to it, so a new group would split it. With a subset of ranks, that would hang."""
     assert run_ranks(1, group_of_a_bound_device) == [([None, torch.device("cuda", 0)], True)]
 
 

@@ -30,7 +30,7 @@ def test_dense_by_hand():
     work = Workload((1000, 1000), (0.5, 1.0), forward=1.0, backward=2.0)
     # A ring takes 2 · 3 messages and sends 2 · 3/4 · 4000 bytes: at 1000 bytes/s 6 s, and 6 · 0.1 s of latency.
     found = step(DENSE, work, 4, Link(1000, latency=0.1), Costs())
-    # The first goes out at 2 s and ends at 8.6 s, the second follows it.
+    # The first is sent from 2 s to 8.6 s, and the second follows it.
     assert (found.seconds, found.exposed, found.sent_bytes) == pytest.approx((15.2, 12.2, 12_000))
     # On a link that is much faster only the second's exchange is left: 6 messages of 0.1 s each.
     assert step(DENSE, work, 4, Link(1e12, latency=0.1), Costs()).exposed == pytest.approx(0.6)
@@ -94,7 +94,7 @@ def test_updates_of_several_steps_come_after_backward():
 
 
 def test_updates_go_segment_by_segment():
-    """Two segments of 0.5 s on the wire, 0.05 s of work before: the second one's waits until the first is there."""
+    """Two segments take 0.5 s on the wire, after 0.05 s of work. The second one's work waits for the first segment."""
     work, link = Workload((1000, 1000), (0.5, 1.0), 1.0, 1.0), Link(4000 / 0.5, latency=0.0)
     costs = Costs(dense_byte=0.05 / 4000, shared=False)
     assert step(DENSE, work, 2, link, costs).exposed == pytest.approx(0.55)  # 1.5 + 0.05 + 2 · 0.5 - 2
@@ -207,7 +207,7 @@ def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
 
 
 def test_advise_says_that_it_takes_its_time_before_it_does(capsys, monkeypatch):
-    """And a line for each method as soon as it was timed: the table comes at the end."""
+    """It also prints a line for each method as soon as the method is timed. The table comes at the end."""
     measured = iter([(Costs(element=1e-9), 1.0)])
 
     def interrupted(*_, **__):
@@ -284,7 +284,7 @@ def level(table, least, **where):
 
 
 def test_what_is_recommended_has_trained_as_dense_with_as_many_workers():
-    """By the files that the benchmarks wrote."""
+    """Compares with the files that the benchmarks wrote."""
     language = results.load(results.RESULTS / "language.csv").rename(columns={"method": "contestant"})
     language["contestant"] = language.contestant.replace("ddp", "dense")
     for name, most in advise.TRAINED["adamw"].items():

@@ -21,7 +21,7 @@ from tests.support.training import make
 from tests.support.update_training import ADAMW, OPTIMIZERS, SGD, Net, residual, train, weights
 
 RULE = UpdateRule(overlap="next_step")
-# Those whose ranks know what goes into the result when they have compressed, and that have no outer step.
+# Methods without an outer step whose ranks know their part of the result after compression.
 NAMES = [name for name, spec in METHODS.items() if spec.aggregator.applies_all_sent and name != "diloco"]
 
 
@@ -40,7 +40,7 @@ def exchanging(
 
 
 def test_two_ranks_by_hand():
-    """SGD at rate 1. Each rank sends one of three entries, and goes on at once by it, all of it, not half."""
+    """SGD at rate 1. Each rank sends one of three entries, and at once applies this entry in full, not half of it."""
 
     def rank(comm: Comm) -> list[list[float]]:
         net = nn.Module()
@@ -120,7 +120,7 @@ def test_without_the_delay_it_is_the_same_exchange_bit_for_bit(name, dtype, size
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_that_goes_on_ends_equal(name):
-    """Dense ones too, among which are those segments of sparse methods that go dense."""
+    """Also for dense methods, because segments of sparse methods may fall back to dense."""
     made = delayed(name, **METHODS[name].traits.test_options)
     ranks = [found[0] for found in simulate(3, lambda comm: trained(comm, made, torch.float32, land=False))]
     assert all(torch.equal(ranks[0], other) for other in ranks)
@@ -245,7 +245,7 @@ def test_each_optimizer_ends_its_own_exchange(every):
         updates.complete()
         segment = next(x for x in reducer.layout.segments if "a" in x.names)
         left = dict(zip(segment.names, segment.views(reducer.states[segment.index]["residual"]), strict=True))["a"]
-        # Of SGD's changes nothing is lost.
+        # No change by SGD is lost.
         mean = sum(comm.all_gather(changed.flatten() - left)) / comm.size
         return (mean - (before - net.a).flatten()).abs().max(), weights(net), before.abs().max()
 
@@ -262,7 +262,7 @@ def test_parameters_that_are_given_later_and_frozen_ones():
         path = []
         for step in range(9):
             if step == 2:
-                net.new = nn.Parameter(torch.full((2, 3), 1.0 + comm.rank))  # becomes rank 0's
+                net.new = nn.Parameter(torch.full((2, 3), 1.0 + comm.rank))  # broadcast from rank 0
                 optimizer.add_param_group({"params": [net.c, net.new]})
             net.a.requires_grad_(not 4 <= step < 7)
             updates.begin(optimizer)
@@ -284,7 +284,7 @@ def test_parameters_that_are_given_later_and_frozen_ones():
 
 @pytest.mark.parametrize("name", ["topk", "local_sgd"])
 def test_parameters_are_taken_in_while_another_optimizer_has_taken_steps_of_its_own(name):
-    """Its steps are not lost: in the residual, or, where there is none, in the weights."""
+    """Its steps are not lost. They are in the residual or, without a residual, in the weights."""
 
     def rank(comm: Comm) -> list[float]:
         net = nn.Module()
@@ -390,7 +390,7 @@ def test_several_steps_before_each_exchange(name):
 
 
 def test_nothing_is_left_in_the_residual_that_was_sent():
-    """After `wait` the residual is what was not sent, whatever the main thread does meanwhile."""
+    """After `wait` the residual is the unsent part of the delta, whatever the main thread does meanwhile."""
 
     def rank(comm: Comm) -> float:
         net = Net()
@@ -437,7 +437,7 @@ def test_an_outer_step_is_refused():
 
 @pytest.mark.parametrize("over_nccl", [False, True])
 def test_on_cuda_both_streams_wait_for_each_other(over_nccl, monkeypatch):
-    """Seen without a GPU, by stand-ins that keep a log; over NCCL the training thread launches all of it."""
+    """Tested without a GPU, by stand-ins that keep a log. Over NCCL the training thread launches all work."""
     log, threads = [], set()
 
     class Stream:
@@ -482,8 +482,8 @@ def test_on_cuda_both_streams_wait_for_each_other(over_nccl, monkeypatch):
 
     simulate(1, rank)
     payload = log.count("record") // 2
-    assert payload >= 5  # the mean, u, what is sent, and the message of indices and values
-    # A thread's device is 0 until it is set, and stays what it is set to: there a context would take memory.
+    assert payload >= 5  # the mean, u, the sent entries, and the message of indices and values
+    # A thread's device is 0 until the thread sets another, and it keeps this one. A context on device 0 takes memory.
     launched = ["exchange", "exchanged"] if over_nccl else ["use cuda:0", "exchange on ours"]
     step = ["caller waits for ours", *["record"] * payload, "ours waits for caller"]
     again = launched if over_nccl else []  # the thread stays as it is

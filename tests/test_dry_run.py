@@ -61,7 +61,7 @@ def rehearsed(**options: Any) -> tuple[Reducer, list[tuple[Any, ...]]]:
 
 
 def test_every_density_is_rehearsed_with_aligned_gradients_and_with_others():
-    """Triton compiles anew for memory that starts elsewhere, and for other densities; in backward that may be late."""
+    """Triton compiles again for another alignment of memory, and for other densities. In backward that may be late."""
     reducer, seen = rehearsed(density_warmup=(1.0, 0.1), granularity="model")
     assert [row[0] for row in seen] == [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
     for first, second in zip(seen[::2], seen[1::2], strict=True):

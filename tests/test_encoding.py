@@ -30,7 +30,9 @@ def index_bytes(numel: int, capacity: int, form: str) -> int:
 
 
 def test_compact_indices_by_hand():
-    """Three of 600 elements: the lower byte as it is; 0, 1 and 2 at places 0 + 0, 1 + 1, 2 + 2 of the bits above."""
+    """Three of 600 elements. The lower bytes are stored as they are. The upper parts 0, 1 and 2 set the bits 0 + 0,
+    1 + 1 and 2 + 2.
+    """
     indices = torch.tensor([5, 300, 599])
     upper, lower = encoding.encode_indices(indices, 600, 4, "compact")
     assert lower.tolist() == [5, 300 - 256, 599 - 512, 0]
@@ -40,13 +42,13 @@ def test_compact_indices_by_hand():
 
 
 def test_four_bit_values_by_hand():
-    """Of 66 entries 64 share the scale 7 / 7, and two 1 / 7, rounded up to bf16's 8 bits: 147 / 1024."""
+    """64 of 66 entries have the scale 7 / 7. The other two have 1 / 7, rounded up to bf16's 8 bits: 147 / 1024."""
     values = torch.zeros(66)
     values[:4], values[64:] = torch.tensor([-7.0, 2.4, -2.6, 0.5]), torch.tensor([1.0, -0.5])
     scales, codes = encoding.encode_values(values, 67, "int4")
     assert scales.tolist() == [1.0, 147 / 1024]
-    # Steps -7, 2, -3, 0 (half to even), ..., 7 and -3, each 8 higher, and room for one entry more; the second half of
-    # them, of which only the last four are not zero, stands in the upper four bits.
+    # A code is a step plus 8. The steps are -7, 2, -3, 0 (half to even), zeros, 7, -3, and two zeros of padding. The
+    # second half of the codes is in the upper four bits.
     lower, upper = [1, 10, 5, 8, *[8] * 30], [*[8] * 30, 15, 5, 8, 8]
     assert codes.tolist() == [low + 16 * high for low, high in zip(lower, upper, strict=True)]
     decoded = encoding.decode_values((scales, codes), 67, "int4")
@@ -71,7 +73,7 @@ def test_multiples_of_a_blocks_scale_come_back_exactly(capacity, value_format, l
 
 
 def test_a_large_entry_coarsens_its_own_block_alone():
-    """With one scale for all, 1000 would leave nothing of the others in 4 bits."""
+    """With one scale for all entries, 1000 would round all others to 0 in 4 bits."""
     values = torch.linspace(1, 2, 128)
     values[0] = 1000
     decoded = encoding.decode_values(encoding.encode_values(values, 128, "int4"), 128, "int4")
@@ -105,7 +107,7 @@ def test_indices_come_back(numel, density, form):
 
 
 def test_at_most_four_bytes_an_entry():
-    """At density 0.001, bf16 values; indices near the log₂(e/ρ) = 11.4 bits that information theory asks for."""
+    """Density 0.001, bf16 values. Indices need little more than the information-theoretic log₂(e/ρ) = 11.4 bits."""
     numel, capacity = 25_000_000, 25_000
     assert 8 * index_bytes(numel, capacity, "compact") / capacity < 13
     assert TopK(0.001, "compact", "bfloat16").nbytes(segment(numel), None) <= 4 * capacity
@@ -121,7 +123,7 @@ def test_values_within_the_rounding_of_their_format(index_format, value_format):
     compressor, ctx = TopK(0.01, index_format, value_format), Context.of(10_000)
     payload, update = compressor.compress(u, ctx)
     indices, values = compressor.decode(payload, ctx)
-    # The update is what other ranks decode.
+    # The update equals the entries that other ranks decode.
     assert all(map(torch.equal, update, (indices, values)))
     exact = u[indices]
     assert torch.equal(indices, compressor.select(u))

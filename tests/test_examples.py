@@ -95,7 +95,7 @@ def test_images_are_standardised_by_the_training_part():
     assert images.dtype == torch.float32
     assert abs(images.mean()) < 1e-5
     assert abs(images.std() - 1) < 1e-5
-    assert data.val_set.tensors[0].mean().abs() > 1e-4  # by its own mean it would be zero
+    assert data.val_set.tensors[0].mean().abs() > 1e-4  # normalised by its own mean, it would be zero
     assert labels.unique().tolist() == list(range(10))
 
 

@@ -35,7 +35,7 @@ def test_an_update_is_what_its_payload_says(compressor, numel):
 
 
 def test_one_bit_by_hand():
-    """Of 1, -2 and 6 the mean magnitude is 3."""
+    """The mean magnitude of 1, -2 and 6 is 3."""
     payload, update = OneBit(0.75).compress(torch.tensor([1.0, -2.0, 0.5, 6.0]), Context.of(4))
     assert update.values.tolist() == [3, -3, 3]
     assert payload[2].tolist() == [0b010, *[0] * 7]

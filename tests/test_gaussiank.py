@@ -35,7 +35,7 @@ def test_lands_between_two_and_four_thirds(name, monkeypatch):
             k = round(density * numel)
             chosen = GaussianK(density).select(u)
             assert 2 * k / 3 <= len(chosen) <= 4 * k / 3, (name, numel, density, len(chosen) / k)
-            # They are the largest: everything beyond a threshold, nothing else.
+            # The selected entries are the largest: all entries above a threshold, and no others.
             assert torch.equal(chosen, oracle(u, len(chosen)))
 
 
@@ -71,8 +71,8 @@ def test_the_published_loop_and_its_defect(draw, density, expected):
     numel = 2_000_000
     k = density * numel
     ratio = len(GaussianK(density, refine="paper").select(draw(numel))) / k
-    # 4 deviations of a count, half a digit of the table, and what the sample's own deviation does to the threshold:
-    # its relative error is at most 1 / sqrt(numel) times 3, and the tails fall with at most the tenth power there.
+    # 4 standard deviations of a count, half a digit of the table, and the error of the sample's standard deviation. Its
+    # relative error is at most 1 / sqrt(numel) times 3, and the tails fall with at most the tenth power there.
     assert abs(ratio - expected) < 4 * math.sqrt(expected / k) + 0.005 + 30 / math.sqrt(numel) * expected
 
 

@@ -290,7 +290,7 @@ def test_parts_are_chosen_by_run_and_by_name():
 
 
 def test_each_run_ends_within_its_budget():
-    """Even if every part is killed at its limit."""
+    """This holds even if every part is killed at its limit."""
     for parts, budget in gpu.RUNS.values():
         groups = {each.group for each in parts.values()}
         longest = [max(each.seconds for each in parts.values() if each.group == group) for group in groups]

@@ -39,7 +39,7 @@ def test_not_more_bytes_are_kept_than_a_limit(monkeypatch):
     x = torch.zeros(1)
 
     def kept_of(elements):
-        """Ask for five tensors in turn; return which are kept."""
+        """Request five tensors in turn; return the numbers of the cached ones."""
         launch._kept = launch.Cache()
         made = [launch.kept(key, x, lambda key=key: torch.full((elements,), float(key))) for key in range(5)]
         assert [int(each[0]) for each in made] == [*range(5)]

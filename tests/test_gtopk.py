@@ -27,7 +27,7 @@ def test_four_ranks_by_hand():
 
 
 def test_what_one_branch_drops_and_another_brings_through_is_returned():
-    """Rank 1's 3 at index 0 is dropped beside rank 0's 4; but index 0 wins by rank 2, so rank 0 gets the 3."""
+    """Rank 0's 4 displaces rank 1's 3 at index 0. But index 0 wins because of rank 2, so the 3 returns to rank 0."""
     given = [[0, 4.0, 0, 0], [3.0, 0, 0, 0], [9.0, 0, 0, 0], [0, 0, 1.0, 0]]
 
     def rank(comm: Comm) -> tuple[list[float], list[float]]:

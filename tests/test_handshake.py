@@ -108,9 +108,9 @@ def test_a_rank_that_refuses_is_named_on_all_ranks(odd, late):
 
 @pytest.mark.parametrize("pause", [0.0, 4.0])
 def test_a_late_refusal_does_not_end_the_next_attempt(pause):
-    """All ranks refuse and try again, and the leader calls anew before another one has told of its first refusal.
+    """All ranks refuse and try again, and the leader calls again before another rank has reported its first refusal.
 
-    That one may pause longer before its next attempt than the entry of a refusal has to stand to be believed.
+    Ranks believe a refusal only if its entry stands for a while. The other rank may pause longer before it tries again.
     """
     store, outcomes = dist.HashStore(), []
 

@@ -37,7 +37,7 @@ STARTS_WITH_COUNT = ("aten::nonzero", "aten::masked_select", "aten::_unique", "a
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what makes the host wait."""
+    """Raises HostWait for operators that make the host wait."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_no_delayed_step_waits(name, dtype, fake_cuda, monkeypatch):
 
 @pytest.mark.parametrize("name", ["topk", "efsignsgd"])
 def test_a_delayed_exchange_keeps_nothing_of_what_it_has_sent(name, fake_cuda, monkeypatch):
-    """Not even until the next step, which raises its error."""
+    """The payload is not kept until the next step either, which raises the exchange's error."""
     sent = []
     exchange_later = DeltaExchange._exchange_later
 
@@ -259,7 +259,7 @@ def test_no_step_of_an_attacker_waits(compressor, aggregator, attack, fake_cuda,
 
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "gtopk", "randk"])
 def test_no_step_of_a_warm_up_waits(name, fake_cuda):
-    """The first goes dense, the next two not."""
+    """The first density falls back to dense, and the next two do not."""
     steps(method(name), torch.float32, 4, density_warmup=(0.9, 0.01), density_warmup_steps=1)
 
 
@@ -270,7 +270,7 @@ COMPRESSORS = [
     TopK(0.0001, "compact", "bfloat16"),
     Blocks(4, 64),
 ]
-# One read of the status for each step; in the first step one more, where the collectives depend on the step.
+# One read of the status for each step. If the collectives depend on the step, one more in the first step.
 AGGREGATORS = [
     (GlobalTopK(), {1: 3, 2: 3, 3: 3, 4: 3, 8: 3}),
     (OkTopK(), {1: 4, 2: 4, 5: 4}),
@@ -323,7 +323,7 @@ def test_no_step_of_other_aggregators_waits(compressor, aggregator, size, looks,
     ],
 )
 def test_waits_are_seen(wait, fake_cuda):
-    """So that the test above can fail."""
+    """Shows that the test above can fail."""
     x = torch.empty(4, device=CUDA)
     with NoWaiting(), pytest.raises((HostWait, RuntimeError)):
         wait(x)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_sparse"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# What a part may import of the package, besides its own folder.
+# Parts of the package that each part may import, besides its own folder.
 ALLOWED = {
     "_compat": set(),
     "_lightning": set(),
@@ -63,7 +63,7 @@ ALLOWED = {
     "advise": {
         *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "update_rule", "updates"),
     },
-    # Of the package only `methods` may import it, and of it only `contrib.methods`.
+    # Only `methods` may import from `contrib`, and only `contrib.methods`.
     "contrib": {
         *("_lightning", "aggregators", "callbacks", "compressors", "context", "exchange", "kernels", "layout"),
         *("memory", "method_spec", "options", "update_rule"),
@@ -110,7 +110,7 @@ def test_dependencies_point_one_way(file):
 
 
 def test_rows_of_contrib_do_not_import_the_table_that_they_join():
-    """`methods` imports `contrib.methods`, whose imports must not lead back."""
+    """`methods` imports `contrib.methods`, whose imports must not include `methods`."""
     of = {".".join(("lightning_sparse", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in FILES}
     assert {name for name in imports(of["lightning_sparse.methods"]) if ".contrib" in name} == {
         *("lightning_sparse.contrib.methods", "lightning_sparse.contrib.methods.CONTRIB"),

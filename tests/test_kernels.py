@@ -94,7 +94,7 @@ LENGTHS = [[0], [1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [8192], [4097, 1, 1
 def test_adding_and_scanning(lengths, dtype, use):
     bounds = [0, *itertools.accumulate(lengths)]
     for block, scale in ((1, 1.0), (16, 2.0**-16), (64, 2.0**-16), (64, 1 / 3)):
-        # One behind the other, as in DDP's buckets; in some cases from where memory is not aligned.
+        # Gradients are contiguous, as in DDP's buckets. In some cases memory is not aligned.
         bucket = torch.randn(bounds[-1] + 1).to(dtype)
         start = block == 1 or scale == 1 / 3
         grads = bucket[start : start + bounds[-1]].split(lengths)
@@ -111,8 +111,8 @@ def test_adding_and_scanning(lengths, dtype, use):
         terms = scale * torch.cat(grads).float()
         add_with_stats_(u, bounds, grads, scale, BlockStats(len(u), block))
         if scale == 1 / 3:
-            # The product is rounded before it is added, or not, as the machine likes: 2⁻²⁴ of it. Then each of the
-            # two sums is rounded: 2⁻²⁴ of it. The factor 2 covers that x is rounded, and the product above.
+            # Depending on the machine, the product is rounded before it is added, by 2⁻²⁴ of it. Then each of the two
+            # sums is rounded by 2⁻²⁴ of it. The factor 2 covers the rounding of x, and of the product above.
             assert bool(((x.cpu() - u).abs() <= 2**-23 * (u.abs() + terms.abs()) + 1e-44).all())
         else:
             assert torch.equal(x.cpu(), u)
@@ -142,9 +142,10 @@ def check_scan(mine, u):
         assert torch.equal(mine.maxima.cpu(), bits.amax(1) if full else torch.empty(0, dtype=torch.int32))
     sums, x = mine.partial.sum(0, dtype=torch.float64).cpu(), u.double()
     if bool((x.abs() < 1e15).all()):
-        # A sum of n terms in fp32, in any order, is off by at most (n - 1)·2⁻²⁴/(1 - n·2⁻²⁴) of the sum of their
-        # magnitudes (Higham 2002, 4.2); a square adds one rounding. A tile has n = 4096 terms, so 2⁻¹¹ is twice that,
-        # and tiles are added up in fp64. Squares below 2⁻¹⁴⁹ vanish, which is an absolute error for each.
+        # Higham 2002, 4.2, bounds the error of a sum of n terms in fp32, in any order. It is at most
+        # (n - 1)·2⁻²⁴/(1 - n·2⁻²⁴) of the sum of their magnitudes; a square adds one rounding. A tile has n = 4096
+        # terms, so 2⁻¹¹ is twice the bound. Tiles are summed in fp64. Squares below 2⁻¹⁴⁹ vanish, which is an absolute
+        # error for each.
         assert abs(sums[0] - x.sum()) <= 2**-11 * x.abs().sum()
         assert abs(sums[1] - x.square().sum()) <= 2**-11 * x.square().sum() + len(x) * 2**-149
     elif bool(x.isnan().any()):
@@ -175,12 +176,12 @@ def test_the_kth_largest_and_what_is_kept_for_it(name):
     bits = u.to(DEVICE).view(torch.int32)
     magnitudes = u.view(torch.int32) & block_stats.MAGNITUDE
     blocks = select_triton.Blocks(bits, torch.tensor([*range(0, 9_001 // 32, 2), 9_001 // 32], device=DEVICE), 32)
-    # Every other block of 32, and what is left at the end.
+    # Every other block of 32, and the rest at the end.
     mine = torch.cat([magnitudes[: 9_001 // 32 * 32].view(-1, 32)[::2].reshape(-1), magnitudes[9_001 // 32 * 32 :]])
     for k in (1, 2, 90, 4_000, len(mine)):
         threshold = select_triton.kth_largest(blocks, k)
         assert threshold.tolist() == [mine.sort(descending=True).values[k - 1]]
-        # Of what reaches a bound as many are kept as there are, and of these the same ones are the largest.
+        # All entries that reach a bound are kept. Selection from them finds the same largest entries.
         counts = select_triton.zeros(torch.device(DEVICE))
         kept = select_triton.Kept(blocks, threshold // 2, counts[0])
         assert int(kept.numbers.sum()) == int((mine >= threshold.cpu() // 2).sum())
@@ -242,7 +243,7 @@ def test_writing_terms_in_order(lengths, dtype, use):
         lost = write_entries_(grads, bounds, [(indices.to(device), values.to(device)) for indices, values in terms])
         if lost is not None and kernels == "triton":
             there = lost[0] < numel
-            assert not lost[1][~there].any()  # what is padded stands for nothing
+            assert not lost[1][~there].any()  # padding has no values
             lost = [part[there] for part in lost]
         results.append([torch.cat(grads).cpu(), *(part.cpu() for part in lost or ())])
     assert len(results[0]) == len(results[1]) == (1 if dtype == torch.float32 else 3)
@@ -269,7 +270,7 @@ def test_adding_and_taking_out_entries(use):
         mine = x.to(DEVICE, copy=True)
         assert add_entries_(mine, indices.to(DEVICE), values.to(DEVICE), -1.0) is mine
         assert torch.equal(mine.cpu(), x.index_add(0, indices, values, alpha=-1))
-        # What is taken out is zero afterwards, and not nearly so: it must not be sent twice.
+        # Sent entries become exactly zero. A rest would be sent again.
         chosen = x[indices].to(DEVICE)
         assert not add_entries_(x.to(DEVICE, copy=True), indices.to(DEVICE), chosen, -1.0)[indices.to(DEVICE)].any()
 
@@ -352,7 +353,7 @@ MATRICES = [[(64, 64)], [(3,), (5, 13), (0, 4), (7,), (1, 1), (90, 91), (2,)], [
     ids=repr,
 )
 def test_blocks_are_those_of_plain_torch(compressor, name, kernels, use):
-    """But for what is not finite, of which the scale says so and the rest does not matter."""
+    """If a value is not finite, only the scale shows it, and the codes of its block do not matter."""
     for shapes in MATRICES:
         ctx, u, x = of_rows(shapes, name, kernels)
         use("torch")
@@ -388,24 +389,24 @@ ROWS = [
 
 
 def of_rows(shapes, name, kernels):
-    """Return a context, its u, and the same u where the kernels work, from where memory is not aligned."""
+    """Return a context, its u, and a copy of u on the kernels' device, in memory that is not aligned."""
     ctx = Context(Segment(0, tuple(map(str, range(len(shapes)))), tuple(shapes), 0))
     u = HOSTILE[name](ctx.segment.numel)
     return ctx, u, shifted(u.to(device_of(kernels)))
 
 
 def shifted(x):
-    """Return a copy (1-D) whose memory starts an element later than it could."""
+    """Return a 1-D copy whose memory starts one element after an aligned address."""
     return torch.empty(len(x) + 1, dtype=x.dtype, device=x.device)[1:].copy_(x)
 
 
 def apart(x):
-    """Return a copy whose rows have something between them, as those of gathered messages."""
+    """Return a copy with other values between its rows, as in gathered messages."""
     return torch.nn.functional.pad(x, (0, 8), value=77)[..., : x.shape[-1]]
 
 
 def of_a_column(x):
-    """Return a copy whose elements have others between them, as those of gathered messages of one element each."""
+    """Return a copy with other values between its elements, as in gathered messages of one element each."""
     return x.unsqueeze(1).repeat(1, 2)[:, 0]
 
 
@@ -440,9 +441,12 @@ def test_signs_and_what_they_stand_for_are_those_of_plain_torch(compressor, shap
 
 
 def check_means(numbers, u, rows, count):
-    """A piece's sum of up to 1024 terms in fp32, in any order, is off by less than 1024·2⁻²⁴ of the sum of their
-    magnitudes (Higham 2002, 4.2), and so is a mean of the mean magnitude. All else is fp64, but that the result is
-    rounded, for which twice the bound has room; and with elements above 2¹¹¹, each one is rounded to 2⁻¹³⁸.
+    """Compare means with those in fp64.
+
+    A piece is a sum of up to 1024 terms in fp32, in any order. Its error is below 1024·2⁻²⁴ of the sum of their
+    magnitudes (Higham 2002, 4.2). So the error of a mean is below 1024·2⁻²⁴ of the mean magnitude. All other steps are
+    in fp64, except that the result is rounded; twice the bound covers this. If there are elements above 2¹¹¹, each
+    element is rounded to 2⁻¹³⁸.
     """
     numbers = numbers.view(count, -1).double()
     for row in rows:
@@ -479,7 +483,7 @@ def test_ternary_values_are_those_of_plain_torch(clip, shapes, name, kernels, us
     use(kernels)
     own = compressor.scales(x, ctx).cpu()
     check_scales(own, u, rows_of(ctx.segment, whole=True), clip)
-    # Of the same scales, this rank's own and larger ones that ranks share, all is equal, but for what is not finite.
+    # With equal scales all finite results are equal. The scales are this rank's own, and larger ones that ranks share.
     for scales in (own, own * 1.7):
         use("torch")
         packed, expected = compressor.quantize(u, own, scales, ctx)
@@ -503,7 +507,7 @@ def test_ternary_values_are_those_of_plain_torch(clip, shapes, name, kernels, us
 
 @pytest.mark.parametrize("kernels", EITHER)
 def test_random_numbers_are_those_of_plain_torch(kernels, use):
-    """To the last bit: 1/2 less the number of an element is rounded down, and what is 2⁻¹⁶ above that is rounded up."""
+    """To the last bit: 1/2 minus an element's random number is rounded down, and a value 2⁻¹⁶ above is rounded up."""
     ctx, one = Context.of(3001, step=3), torch.ones(1, device=device_of(kernels))
     noise = add_uniform_(torch.zeros(3001), ctx.key(shared=False))
     use(kernels)
@@ -518,7 +522,7 @@ def sizes(scales, ctx):
 
 
 def check_scales(found, u, rows, clip):
-    """A sum of 1024 squares is off by 1024·2⁻²⁴ of it, and half as much its root; the rest is rounded three times."""
+    """A sum of 1024 squares is off by 1024·2⁻²⁴ of itself, and its root by half of that. Three roundings follow."""
     for scale, row in zip(found.double(), rows, strict=True):
         own = u[row.start : row.stop].double()
         exact = own.abs().max().minimum(own.square().mean().sqrt() * min(clip, 1e30))
@@ -534,7 +538,7 @@ def check_scales(found, u, rows, clip):
     ids=repr,
 )
 def test_levels_are_those_of_plain_torch(compressor, name, kernels, use, monkeypatch):
-    """Of the same norms, but for what is not finite."""
+    """With equal norms, all finite levels are equal."""
     for numel in (0, 1, 9, 1024, 5003) if kernels == "native" else (0, 9, 1100):
         ctx, u, x = of_rows([(numel,)], name, kernels)
         use(kernels)
@@ -556,7 +560,7 @@ def test_levels_are_those_of_plain_torch(compressor, name, kernels, use, monkeyp
 
 
 def check_norms(norms, u, bucket):
-    """A sum of 1024 squares is off by 1024·2⁻²⁴ of it, and half as much its root, which is rounded once more."""
+    """A sum of 1024 squares is off by 1024·2⁻²⁴ of itself, and its root by half of that. One rounding follows."""
     exact = torch.stack([part.double().norm() for part in u.split(bucket)]) if len(u) else torch.empty(0)
     fine = exact.float().isfinite()
     assert torch.equal(norms.isfinite(), fine)
@@ -588,7 +592,7 @@ def test_votes_are_counted_as_by_plain_torch(shapes, size, use):
     segment = Segment(0, tuple(map(str, range(len(shapes)))), tuple(shapes), 0)
     width = codes.region_codes(segment.numel, size)
     used = torch.randint(0, 2, (size, row_count(segment) + 5), dtype=torch.uint8)
-    # As they lie in messages, with something before and behind.
+    # As in messages, with other bytes before and after.
     votes = torch.randint(0, 256, (size, width // 8 + 24), dtype=torch.uint8)
     for rank in {0, size // 2, size - 1}:
         won = []
@@ -624,7 +628,7 @@ def methods_at(density):
 
 
 def every_method(rank, size):
-    """Return what three steps of every method make of the same gradients, by plain torch and by Triton."""
+    """Return the results of three steps of every method with equal gradients, by plain torch and by Triton."""
     outcomes = {}
     comm = ProcessGroupComm()
     ways = methods_at(0.02)
@@ -672,7 +676,7 @@ def test_every_method_over_processes(size):
         if name not in METHODS or METHODS[name].traits.conserves:
             # Sums of some 30 numbers of about 3, each rounded to 2⁻²⁴ of it.
             torch.testing.assert_close(total + kept, given, rtol=0, atol=2e-5)
-        # Which ask for moments, or sums of rows, and these are rounded differently.
+        # These methods need moments, or sums of rows, which are rounded differently.
         if "gaussiank" not in name and name not in ("onebit", "efsignsgd", "terngrad"):
             for rank in ranks:
                 for mine, reference in zip(rank[name, "triton"], rank[name, "torch"], strict=True):
@@ -692,7 +696,7 @@ def test_gaussiank_of_nearly_everything(density, use):
 
 
 def wrong_on_rank_1(rank, size):
-    """Return, for each method, what comes out of a step with something wrong, and the error that is raised later."""
+    """Return, for each method, the result of a step with NaN on rank 1, and the error that is raised later."""
     os.environ[launch.KERNELS] = "triton"
     comm, outcomes = ProcessGroupComm(), {}
     ways = methods_at(0.02)
@@ -745,7 +749,7 @@ class Noisy(ProcessGroupComm):
 
 
 def damaged_on_its_way(rank, size):
-    """Return, for each aggregator and message, what a step makes of it on this rank, and whether it raises an error."""
+    """Return, for each aggregator and damaged message, the result on this rank, and whether an error is raised."""
     os.environ[launch.KERNELS] = "triton"
     comm, outcomes = Noisy(), {}
     ways = [Mean(), GlobalTopK(), OkTopK(), ScaleCom()]
@@ -799,7 +803,7 @@ def test_a_damaged_message_harms_nobodys_weights(size):
 @needs_triton
 @pytest.mark.parametrize("order", [("w", "v"), ("v", "w")])
 def test_what_is_wrong_harms_no_weights_of_several_dtypes(order, use):
-    """Which are segments of their own; the other one is right."""
+    """Each dtype is a separate segment. The other segment stays correct."""
     use("triton")
     dtypes = {"w": torch.float32, "v": torch.bfloat16}
     grads = {key: torch.ones(300, dtype=dtypes[key], device=DEVICE) for key in order}
@@ -843,7 +847,7 @@ def test_what_is_wrong_is_raised_a_step_later_and_harms_no_weights(name, dtype, 
             reducer.reduce_({**grads, "w": torch.full_like(grads["w"], value)})
         if not at_once:
             with found:
-                reducer.state_dict()  # no checkpoint of what is broken
+                reducer.state_dict()  # a broken state is not saved
 
 
 @pytest.mark.parametrize("kernels", EITHER)
@@ -979,13 +983,13 @@ def test_bases_have_the_same_bits_whoever_makes_them(rows, rank, name, use):
         # Columns are rounded to fp32: 2⁻²⁴ of each element, and so at most of each product of columns of length 1.
         assert float((products_of_columns - torch.diag(lengths)).abs().max()) < 2**-22
         assert bool(((lengths - 1).abs() < 2**-22).logical_or(lengths == 0).all())
-        # What is left of the columns is orthogonal to the basis.
+        # Almost nothing of the columns is outside the span of the basis.
         rest = given - basis @ (basis.T @ given)
         assert bool((rest.norm(dim=0) <= 1e-5 * given.norm(dim=0)).all())
 
 
 def matrices_of(segment, rank):
-    """Return start, rows and columns of what travels as matrices of a low rank."""
+    """Return start, rows and columns of each matrix that is sent as low-rank factors."""
     found, start = [], 0
     for shape in segment.shapes:
         n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
@@ -995,7 +999,7 @@ def matrices_of(segment, rank):
 
 
 def check_products(found, left, right):
-    """Compare a product in fp32 with that in fp64, where it is in range."""
+    """Compare a product in fp32 with the product in fp64. Elements that are out of range in fp32 are ignored."""
     bound = left.shape[1] * 2**-24 * (left.abs() @ right.abs())
     in_range = (left.abs() @ right.abs()) < torch.finfo(torch.float32).max
     assert bool(((found.double() - left @ right).abs() <= bound)[in_range].all())
@@ -1069,7 +1073,7 @@ def test_selection_in_c_writes_to_its_results_only(name, use, monkeypatch):
     "compressor", [Blocks(4), Blocks(8), LowRank(2), OneBit(), QSGD(), ScaledSign(), Sign(), TernGrad()], ids=repr
 )
 def test_what_the_loops_in_c_do_not_take_is_refused(compressor, use):
-    """Other dtypes and lengths would be read as fp32 of the segment's length: behind the end of the memory."""
+    """Other dtypes and lengths would be read as fp32 of the segment's length, beyond the end of the memory."""
     use("native")
     ctx, u, _ = of_rows([(3, 40), (5,), (16, 64)], "normal", "native")
     payload, update = compressor.compress(u, ctx)
@@ -1112,7 +1116,7 @@ def test_tensors_that_loops_in_c_would_read_behind_their_end(use):
     with torch._subclasses.FakeTensorMode(), pytest.raises(TypeError, match="takes plain tensors, but got a FakeTens"):
         native.run("kth_largest", torch.zeros(3), torch.zeros(1), 3, 1)
     x = torch.ones(5)
-    # Other integers are converted; what is not ascending or negative is left out.
+    # Other integers are converted. Indices that are negative or not ascending are ignored.
     write_entries_([x], (0, 5), [(torch.tensor([1, 3], dtype=torch.int32), torch.ones(2))])
     assert x.tolist() == [0, 1, 0, 1, 0]
     memory = torch.zeros(6)
@@ -1217,12 +1221,12 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its
 def test_whole_steps_compile_for_gpus():
     launched = by_compiler("tests.compile_steps", 90)
     known = {name for module in KERNELS for name, value in vars(module).items() if is_kernel(value)}
-    # Others call these, but for the last, which is launched for MSTopK's sample alone.
+    # Other kernels call these. `_threshold` is launched for MSTopK's sample only.
     called = {"_address", "_bisect", "_halves", "_magnitudes", "_digit", "_store_stats"}
     called |= {"_parameter_of", "_row_of", "_noise", "_number", "_slots"}
     assert launched.keys() == known - called - {"_threshold"}
     for name, kernel in by_compiler("tests.compile_kernels", 90).items():
-        # Registers below are worth looking at only if a kernel is launched with as many warps.
+        # The number of registers matters only if the kernel is launched with this number of warps.
         assert kernel["warps"] in launched.get(kernel["function"], [4]), (name, kernel, launched)
 
 
@@ -1237,7 +1241,7 @@ def test_kernels_compile_for_gpus(capability):
     for name, kernel in kernels.items():
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers
-        # For sm_100 ptxas keeps to 40 registers where an fp16 gradient is added, and spills four of them.
+        # For sm_100 ptxas uses at most 40 registers in the kernel that adds an fp16 gradient, and spills four of them.
         allowed = 16 if capability == 100 and name == "add fp16" else 0
         assert kernel["spilled"] <= allowed, (name, kernel)
         # Two programs of 256 threads share the 65,536 registers, so that one loads while the other calculates.

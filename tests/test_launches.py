@@ -22,7 +22,7 @@ UPDATES = [("topk", "update"), ("topk", "update, fused"), ("efsignsgd", "update"
     ],
 )
 def test_no_launch_is_added(name, exchanged, ranks):
-    """Fewer are fine; then write the table anew: python -m benchmarks.launches."""
+    """Fewer launches are fine. Then write the table again: python -m benchmarks.launches."""
     table = results.load(results.RESULTS / "launches.csv").query("state == 'now' and gradients == 'float32'")
     held = table.query("method == @name and ranks == @ranks and exchanged == @exchanged").launches.item()
     assert launches.launches(name, ranks, torch.float32, exchanged)["launches"] <= held

@@ -37,7 +37,7 @@ def test_buckets_hold_one_dtype():
 
 
 def test_a_model_is_one_segment_of_each_dtype():
-    """What is written back in several dtypes at once needs a look at the indices, for which CUDA's host would wait."""
+    """To write one segment back in several dtypes, the host would need the indices, and would wait for the device."""
     shapes = dict.fromkeys("abcd", (4,))
     layout = Layout.of(shapes, "model", dtypes={"b": torch.bfloat16}, group_of={"a": 1})
     assert [segment.names for segment in layout.segments] == [("d", "c"), ("b",), ("a",)]

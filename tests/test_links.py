@@ -1,4 +1,4 @@
-"""Emulated links: their rates, and that they leave nothing behind."""
+"""Emulated links have their rates, and leave nothing behind."""
 
 import contextlib
 import json
@@ -154,7 +154,7 @@ def test_links_disappear_when_their_program_is_stopped(number: signal.Signals, r
     assert len(inhabitants(namespace)) >= 3
     program.send_signal(number)
     program.wait(timeout=30)
-    program.stdout.read()  # ends with the last process on the host, which holds the other end
+    program.stdout.read()  # ends with the last process on the host, which has the other end
     program.stdout.close()
     deadline = time.monotonic() + 10
     while carrier and Path(f"/proc/{carrier}").exists() and time.monotonic() < deadline:

@@ -25,9 +25,9 @@ NUMEL = 1_000_000
 
 
 def held_bytes(fn: Callable[[], object]) -> tuple[int, int]:
-    """Call `fn`; return the most that it holds at a time of what it allocates, and what is left of it, in bytes.
+    """Call `fn`; return the peak of the memory that it allocates, and the memory that remains, in bytes.
 
-    All that torch allocates in this thread counts, inside operators, too; what gloo's own threads need does not.
+    All memory that torch allocates in this thread counts, also inside operators. The memory of gloo's threads does not.
     """
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
@@ -40,7 +40,7 @@ def held_bytes(fn: Callable[[], object]) -> tuple[int, int]:
 
 
 def peak_bytes(chosen: Method, rank: int) -> int:
-    """Return the most that the second step holds at a time of what it allocates, in bytes."""
+    """Return the peak of the memory that the second step allocates, in bytes."""
     reducer = Reducer(chosen, ProcessGroupComm(), granularity="model")
     generator = torch.Generator().manual_seed(rank)
     reducer.reduce_({"w": torch.randn(NUMEL, generator=generator)})
@@ -67,11 +67,11 @@ def beside_state(size: int) -> tuple[int, int, int]:
     # The pass that makes u works on a copy of a chunk, and leaves a maximum for each block.
     maxima = 4 * NUMEL // block
     scan = 4 * chunk_size(NUMEL) + maxima
-    # Then the k blocks that may hold something, a piece of them at a time: a copy, which of it is large enough (a byte
-    # each), and indices and magnitudes of these, well below a twelfth.
+    # Then the k blocks that may contain selected entries, a piece at a time. A piece needs a copy, a mask of the large
+    # entries (a byte each), and indices and magnitudes of these, well below a twelfth.
     blocks = 6 * min(block * k, CHUNK // 4)
-    # Of each of P payloads, and of what is selected and packed here, at most 4k/3 entries: 8 bytes on the wire, 12
-    # decoded, and 12 more divided by P, or sorted.
+    # P payloads, and the selected and the packed entries of this rank, have at most 4k/3 entries each. An entry takes 8
+    # bytes on the wire, 12 decoded, and 12 more divided by P, or sorted.
     entries = 32 * (size + 2) * 4 * k // 3
     # Beside payloads: empty messages of 24 bytes, all ranks' twice, and some words for each rank to judge them by.
     headers = 112 * (size + 2)
@@ -85,12 +85,12 @@ def test_state_and_a_little_more(size):
     assert bound < 4 * NUMEL / 4  # a quarter of the gradient here; the chunk does not grow beyond 4 MB
     bounds = dict.fromkeys(methods(size), bound) | {
         "dense": headers,  # the exchange is in place
-        # What the other ranks of the host send for the dense sum, which gets block maxima of its own.
+        # The gradients that the other ranks of the host send for the dense sum, and separate block maxima of this sum.
         "two levels": 4 * NUMEL + maxima + bound,
         # The sum of the region that this rank owns.
         "doublesqueeze": 4 * -(-NUMEL // size) + bound,
-        # A sample whose size does not grow with the gradient, and may be 11 % larger: as it is, as int64 or fp64, a
-        # mask or two, and what of it is compared or counted.
+        # The size of the sample does not grow with the gradient, and may be 11 % larger. The sample needs space as it
+        # is, as int64 or fp64, for a mask or two, and for the values that are compared or counted.
         **{name: bound + 32 * sample for name, sample in {"dgc": 111_200, "sidco": 67_500, "mstopk": 67_500}.items()},
     }
     for peaks in run_ranks(size, lambda rank: {name: peak_bytes(m, rank) for name, m in methods(size).items()}):
@@ -98,7 +98,7 @@ def test_state_and_a_little_more(size):
 
 
 def bytes_with_updates(rank: int, dtype: torch.dtype) -> tuple[int, tuple[int, int]]:
-    """Return what an exchange of AdamW's updates keeps, and most and rest of three steps after the first, in bytes."""
+    """Return the bytes that an exchange of AdamW's updates keeps, and peak and rest of three steps after the first."""
     gc.disable()
     net = nn.ParameterDict({name: torch.randn(shape, dtype=dtype) for name, shape in SHAPES.items()})
     for param in net.parameters():
@@ -129,9 +129,9 @@ def test_updates_need_the_weights_before_the_step_and_of_a_segment_what_momentum
     """The segment is the whole model here. Nothing of a step is left, and the garbage collector is off."""
     weights, vector = dtype.itemsize * NUMEL, 4 * NUMEL  # all but the weights is fp32
     owed = vector
-    # A weight takes up the differences itself, unless they would be rounded.
+    # The weights themselves store the differences, unless these would be rounded.
     differences = 0 if dtype == torch.float32 else vector
-    # u with what is owed is formed a piece at a time, from fp32 copies where moments or weights have 16 bits.
+    # u with the unspent momentum is formed a piece at a time. Moments or weights of 16 bits are copied to fp32.
     bound = owed + differences + max(4 * 4 * launch.CHUNK, beside_state(2)[0])
     assert bound < owed + differences + vector  # so one vector more would show
     for kept, (peak, left) in run_ranks(2, bytes_with_updates, dtype):

@@ -19,7 +19,7 @@ from tests.support.tiers import tiers
 def test_two_steps_by_hand():
     x = torch.tensor([1.0, -1.0, 0.0])
     worker = MemSGD(x, k=1, l2=0.5)
-    # m = 0.1 (g + x/2) = [0.25, -0.45, 0.1]: the second goes out.
+    # m = 0.1 (g + x/2) = [0.25, -0.45, 0.1]: the second entry is sent.
     assert worker.step_(torch.tensor([2.0, -4.0, 1.0]), lr=0.1).indices.tolist() == [1]
     torch.testing.assert_close(x, torch.tensor([1.0, -0.55, 0.0]))
     torch.testing.assert_close(worker.memory, torch.tensor([0.25, 0.0, 0.1]))

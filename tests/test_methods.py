@@ -221,7 +221,7 @@ def test_rows_are_complete(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_option_of_every_part_is_reached_by_its_name(name):
-    """By the values that its parts have by default, given by name, a method is made as without."""
+    """If the defaults of its parts are given by name, a method is the same as without them."""
     made, spec = method(name), METHODS[name]
     parts = [made.compressor, made.memory, made.aggregator, made.update_rule]
     values = {f.name: getattr(part, f.name) for part in parts if part for f in fields(part) if f.name in spec.options}

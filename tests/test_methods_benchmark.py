@@ -18,7 +18,7 @@ def test_every_method_has_been_measured():
 
 
 def test_bytes_by_hand():
-    """Of 8 workers, for 2 matrices of a million elements each."""
+    """8 workers exchange 2 matrices of a million elements each."""
     dense = round(2 * 4 * 2e6 * 7 / 8)
     assert methods.volume(method("dense"), 2) == {"bytes": dense, "dense_bytes": dense}
     # An all-reduce of 4 columns of 1000 for each of two factors.

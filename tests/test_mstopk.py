@@ -14,7 +14,7 @@ from tests.support.vectors import INPUTS, SMOOTH, oracle
 
 
 def published(u: torch.Tensor, k: int, rounds: int, seed: int) -> tuple[list[int], int]:
-    """Return what the paper's algorithm 1 sends, and how many entries reach its lower threshold."""
+    """Return the indices that the paper's algorithm 1 sends, and how many entries reach its lower threshold."""
     x = u.abs().double()
     mean, largest = x.mean().item(), x.max().item()
     low, high, fewest, most = 0.0, 1.0, 0, len(x)
@@ -102,7 +102,7 @@ def test_thirty_rounds_find_the_k_largest(name):
     magnitudes = u.abs().sort(descending=True).values
     for density in (0.001, 0.01):
         k = round(density * len(u))
-        # Which of equal ones is left to chance, unless there are many.
+        # Among entries of equal magnitude the choice is random, unless they are many.
         chosen = u[MSTopK(density).select(u)].abs().sort(descending=True).values
         assert torch.equal(chosen, magnitudes[:k])
 

@@ -54,8 +54,8 @@ def test_at_most_six_words_an_entry_whatever_the_number_of_ranks(size):
         room, share = -(-2 * k // size), -(-k // size)
         assert claimed == (size - 1) * 8 * (room + share)
         assert claimed <= 4 * 6 * k * (size - 1) / size + 16 * size  # and whole entries
-        # Metadata: three messages with fingerprint, status and checksum, a word each; the digest of the boundaries in
-        # one, and counts in two; parts in full words of 8 bytes; the boundaries, P - 1 words.
+        # Metadata: three messages with fingerprint, status and checksum, a word each. One has the digest of the
+        # boundaries, and two have counts. Parts fill words of 8 bytes. The boundaries are P - 1 words.
         boundaries = 2 * (size - 1) * 8 * (size - 1) // size
         padding = 8 * (room % 2) + 8 * (share % 2)
         assert sent == (size - 1) * (8 * (room + share) + padding + 3 * 24 + 3 * 8) + boundaries

@@ -22,7 +22,7 @@ def test_by_hand():
     u = torch.tensor([1.0, -2.0, 3.0, -4.0, -6.0, -0.5, 0.0, 4.0])
     ctx = context((2, 3), (2,))
     (means, packed), update = OneBit().compress(u, ctx)
-    # Of non-negatives, of each column, then of negatives; 0 belongs to the former, and where there is none, it is 0.
+    # Means of the non-negatives of each column, then of the negatives. 0 is a non-negative. The mean of no value is 0.
     assert means.tolist() == [2.0, 0.0, 2.0, -2.0, -3.5, 0.0]
     assert packed.tolist() == [0b11000101]
     assert update.tolist() == [2.0, -2.0, 2.0, -3.5, -3.5, -3.5, 2.0, 2.0]
@@ -66,7 +66,7 @@ def test_sums_of_a_column_stay_in_range(scale):
 
 
 def test_error_feedback_on_both_sides_by_hand():
-    """Rank 0 owns elements 0 to 2, rank 1 the others; what the owner does not send of a sum is its residual."""
+    """Rank 0 owns elements 0 to 2, rank 1 the others. An owner's residual is the unsent part of a sum."""
 
     def rank(comm):
         given = [[4.0, 2.0, -6.0, 3.0, 5.0, -2.0], [1.0, 3.0, -2.0, 1.0, 5.0, 0.0]][comm.rank]
@@ -88,7 +88,7 @@ def test_error_feedback_on_both_sides_by_hand():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_columns_stay_columns_in_regions(size):
-    """Ranks own whole columns where they can, so equal columns come back exactly, with as few numbers as there are."""
+    """If possible, ranks own whole columns, so equal columns come back exactly. A rank adds at most one column."""
     u = torch.where(torch.arange(30) % 3 == 0, 2.0, -1.0) * 2.0 ** torch.arange(40)[:, None]
 
     def rank(comm):

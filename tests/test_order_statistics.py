@@ -61,7 +61,7 @@ def test_of_even_numbers_the_mean_of_two_large_values_stays_finite():
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("size", tiers([1, 2, 3, 5, 8], [3]))
 def test_against_sort_and_equal_values_come_back(size, kind):
-    """For lengths that no number of ranks divides, one that is empty on the last ranks, and bf16."""
+    """Covers lengths that no number of ranks divides, a region that is empty on the last ranks, and bf16."""
     for numel in (1000, 7, 1):
         rows = torch.stack([HOSTILE[kind](torch.Generator().manual_seed(r))[:numel] for r in range(size)])
         ordered = rows.double().sort(0).values
@@ -87,7 +87,7 @@ def test_wrong_values_stay_between_those_of_honest_ranks(size, aggregator, wrong
 
 
 def test_as_many_wrong_values_as_honest_ones_do_harm():
-    """So that the test above can fail: 2 of 8 is as many as are left out, 3 are not."""
+    """Shows that the test above can fail: the mean excludes 2 of 8 values at either end, but 3 are wrong."""
     rows = torch.cat([torch.randn(5, 500), torch.full((3, 500), 1e30)])
     assert reduced(8, TrimmedMean(0.3), lambda rank: rows[rank].clone()).amin() > 1e28
 

@@ -41,7 +41,7 @@ def test_both_ways_agree(numel, count, capacity, width, use):
     use("torch")
     expected = pack.pack_bits(indices, numel, capacity, width)
     use("triton")
-    # As many as there are, and padded, as the host gives them that does not know how many there are.
+    # The indices without padding, and with padding, as from a host that does not know their number.
     for given_indices in (indices, padded(indices.tolist(), numel, min(capacity, count + 7))):
         parts = pack.pack_bits(given_indices.to(DEVICE), numel, capacity, width)
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(parts, expected, strict=True))
@@ -65,7 +65,7 @@ def test_rows_are_packed_each_for_itself(width, kernels, use):
     for row, alone in enumerate(rows):
         parts = pack.pack_bits(alone.to(device), numel, capacity, width)
         assert all(torch.equal(part[row], mine) for part, mine in zip(together, parts, strict=True))
-    # As they lie in messages, one after the other and not on its own.
+    # As in messages: rows are not contiguous.
     upper, *lower = (torch.nn.functional.pad(part, (8, 8))[:, 8:-8] for part in together)
     assert torch.equal(pack.unpack_bits(upper, lower, count, numel, capacity, width), indices)
 
@@ -86,7 +86,7 @@ def test_many_tiles_know_what_is_before_them(use, monkeypatch):
 @settings(max_examples=20, deadline=None)
 @given(st.binary(min_size=40, max_size=40), st.integers(-5, 100))
 def test_damaged_bytes_do_no_harm(damaged, count):
-    """The indices may be wrong, but none lies where there is no memory that a reader would look at."""
+    """The indices may be wrong, but with none of them a reader accesses memory out of bounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(launch.KERNELS, "triton")
         data = torch.frombuffer(bytearray(damaged), dtype=torch.uint8).to(DEVICE)

@@ -29,7 +29,7 @@ def on_device():
 
 
 def drawn(lengths, dtype, seed):
-    """Of several tensors every other one does not begin at a multiple of 16 bytes."""
+    """Every other tensor does not begin at a multiple of 16 bytes."""
     generator = torch.Generator("cpu").manual_seed(seed)
     cut = [number % 2 for number in range(len(lengths))]
     whole = (torch.randn(length + 1, generator=generator, device="cpu").to(DEVICE, dtype) for length in lengths)
@@ -149,8 +149,8 @@ def test_rescaling(lengths, dtype, kernels, use):
     empty = torch.tensor([length == 0 for length in lengths])
     expected = torch.where(empty, 2.0, expected)  # no element, no signal: √P, of nothing
     expected = torch.where(noise < 0, 1.0, expected)
-    # The moment has 8 bits in bf16, and q is found from its square. In fp32 torch adds up squares in lanes:
-    # of 140,000 equal ones a partial sum of n/16 terms is off by up to n/16 · 2⁻²⁵ of itself, 2.6e-4, mostly far less.
+    # The moment has 8 bits in bf16, and q is found from its square. In fp32 torch adds up squares in lanes. For 140,000
+    # equal squares, a partial sum of n/16 terms is off by up to n/16 · 2⁻²⁵ of itself, 2.6e-4, and mostly by far less.
     torch.testing.assert_close(factors, expected, rtol=5e-5 if dtype == torch.float32 else 1e-2, atol=0)
     torch.testing.assert_close(rests, (1 - factors) * 0.01, rtol=1e-4, atol=1e-7)
     m[0][0] = math.nan
@@ -191,7 +191,7 @@ FENCE, WIDTH = 7.0, 16
 
 
 def fenced(lengths, draw):
-    """Return tensors in one memory, and a view of it: what lies between them, before the first and after the last."""
+    """Return tensors in one memory, and a function that checks that the memory around them has not changed."""
     memory = torch.full((sum(lengths) + WIDTH * (len(lengths) + 1),), FENCE)
     starts = [WIDTH * (index + 1) + sum(lengths[:index]) for index in range(len(lengths))]
     tensors = [memory[start : start + length] for start, length in zip(starts, lengths, strict=True)]

@@ -43,8 +43,8 @@ def low_rank(rank: int, rows: int, columns: int, seed: int) -> Tensor:
 def test_by_hand():
     """Q₀ is the first column's unit vector, so P is the mean's first column, (3, 4), and P̂ = (0.6, 0.8).
 
-    The mean is [[3, 1], [4, 2]]: Q = (5, 2.2), and P̂ Qᵀ = [[3, 1.32], [4, 1.76]]. Rank 0 has twice the mean, of which
-    [[6, 2.64], [8, 3.52]] is in the result; rank 1 has nothing but its bias.
+    The mean is [[3, 1], [4, 2]]: Q = (5, 2.2), and P̂ Qᵀ = [[3, 1.32], [4, 1.76]]. Rank 0 has twice the mean. Its part
+    [[6, 2.64], [8, 3.52]] is in the result. Rank 1 has only its bias.
     """
     given = [padded([[6.0, 2.0], [8.0, 4.0]]), torch.zeros(5, 5)]
 
@@ -97,17 +97,17 @@ def test_a_mean_of_low_rank_comes_back(size, granularity):
             off.append(largest)
         return off
 
-    # Products of up to 100 terms are rounded to 50 units in the last place at most of what they sum up, norms of about
-    # 20; at first P is as badly conditioned as random numbers make it, afterwards as the mean, whose singular values
-    # differ by a factor below 10.
+    # Products of up to 100 terms have errors of at most 50 units in the last place of their terms' norms, about 20. At
+    # first P has the condition of a random matrix. Later it has the condition of the mean, whose singular values differ
+    # by a factor below 10.
     for off in simulate(size, rank):
         assert off[0] < 1e-3
         assert max(off[1:]) < 50 * EPS * 20 * 10
 
 
 def test_against_the_published_algorithm_in_fp64():
-    """Three ranks, eight steps. Residuals of either kind give the same results: what each rank's own share leaves of u,
-    and, as in the authors' code, what the result leaves.
+    """Three ranks, eight steps. Both kinds of residuals give the same results: u minus the rank's own share, and, as in
+    the authors' code, u minus the result.
     """
     size, steps = 3, 8
     given = torch.randn(steps, size, 30, 40, generator=torch.Generator().manual_seed(0))
@@ -150,7 +150,7 @@ def test_one_rank_more_does_not_come_back():
 
 
 def test_steps_turn_to_the_largest_singular_vectors():
-    """Without a residual, what is left out comes down to the least that any matrix of the rank leaves out."""
+    """Without a residual, the error decreases to the least error of all matrices of this rank."""
     u = torch.randn(60 * 50, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(u.view(60, 50))
     best = values[4:].norm()
@@ -162,7 +162,7 @@ def test_steps_turn_to_the_largest_singular_vectors():
 
 
 def test_what_was_a_column_of_zeros_is_looked_for_anew():
-    """After matrices of zeros, and where the rest lies in rows and columns that were empty up to now."""
+    """After matrices of zeros, and for entries in rows and columns that were empty before."""
     first, second = torch.zeros(20, 30), torch.zeros(20, 30)
     first[:5, :9] = torch.outer(torch.arange(1.0, 6), torch.arange(1.0, 10))
     second[5:, 9:] = torch.outer(torch.arange(1.0, 16), torch.arange(1.0, 22))
@@ -178,7 +178,7 @@ def test_what_was_a_column_of_zeros_is_looked_for_anew():
     ("shapes", "rank"), [([(20, 30)], 12), ([(20, 30)], 10**9), ([(9,), (), (1, 50), (0, 4), (3, 0)], 1), ([(4, 4)], 1)]
 )
 def test_what_does_not_pay_travels_as_it_is(shapes, rank):
-    """2 (n + m) · rank = 2 · 50 · 6 = 600 is no more less than 20 · 30."""
+    """2 (n + m) · rank = 2 · 50 · 6 = 600 is not less than 20 · 30."""
     ctx = context(*shapes)
     u = torch.randn(ctx.segment.numel, generator=torch.Generator().manual_seed(0))
     (left, right, exact), update = LowRank(rank).compress(u, ctx)
@@ -221,7 +221,7 @@ def with_threads(rank: int) -> Tensor:
 
 
 def test_ranks_with_other_numbers_of_threads_get_the_same_bits():
-    """By LAPACK's QR nearly all results differed, from a second thread on, with as many rows."""
+    """With LAPACK's QR and this number of rows, nearly all results differed if there was a second thread."""
     assert torch.equal(*run_ranks(2, with_threads))
 
 
@@ -245,7 +245,7 @@ def test_what_ranks_differ_in_does_not_add_up():
 
 
 def test_the_mean_of_own_subspaces():
-    """Gathered instead of summed, each rank has a basis of its own: the mean of three matrices of rank 1 has rank 3."""
+    """Factors are gathered, not summed, so ranks have different bases. The mean of three rank-1 matrices has rank 3."""
     given = [low_rank(1, 20, 30, seed) for seed in range(3)]
 
     def rank(comm: Comm) -> Tensor:
@@ -260,7 +260,7 @@ def test_the_mean_of_own_subspaces():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 599, 605])
 def test_what_is_not_finite_is_named(bad, place):
-    """In the matrix, which is multiplied, and in a vector; even where no product has looked up to now."""
+    """In the matrix, which is multiplied, and in a vector. The gradients at these positions were zero before."""
 
     def rank(comm: Comm) -> str:
         reducer = Reducer(method("powersgd", rank=1), comm, granularity="model")
@@ -282,7 +282,7 @@ def test_what_is_not_finite_is_named(bad, place):
 
 @pytest.mark.parametrize("value", [1e38, 3e38])
 def test_finite_gradients_whose_products_are_not_are_an_error_on_all_ranks(value):
-    """Of 200 · 200 numbers near the largest; their columns are too long for fp32, whether their rows' products are."""
+    """The matrix has 200 · 200 numbers near the largest of fp32. The norms of its columns exceed the range of fp32."""
 
     def rank(comm: Comm) -> str:
         reducer = Reducer(method("powersgd", rank=1), comm)

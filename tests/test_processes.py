@@ -7,7 +7,7 @@ from tests.processes import run_ranks
 
 
 def test_ranks_do_not_destroy_what_their_parent_has_left():
-    """A process group, say, whose destructor would wait for threads that only the parent has."""
+    """An example is a process group, whose destructor would wait for threads that only the parent has."""
     destroyed = []
 
     class Left:

@@ -103,7 +103,7 @@ def test_a_value_may_come_back_from_two_parts_in_65536_of_a_level_on(compressor)
 def test_ranks_and_elements_round_independently():
     """The error of the mean over ranks, and that of a sum of elements, is as of independent ones."""
     u, steps, ranks = torch.full((512,), 1.0), 300, 4
-    # Of 15 levels a value is 15 / √512 = 0.66 of one.
+    # With 15 levels, a value is 15 / √512 = 0.66 of a level.
     p, level = 15 / math.sqrt(512), math.sqrt(512) / 15
     sums = []
     for step in range(steps):
@@ -127,7 +127,7 @@ def test_elias_code_by_hand():
 
 @pytest.mark.parametrize("levels", [1, 3, 7])
 def test_as_few_levels_above_zero_as_published(levels):
-    """E nnz <= s(s + √d). The number is a sum of independent ones of variance at most 1/4 each."""
+    """E nnz <= s(s + √d). The number is a sum of independent numbers of variance at most 1/4 each."""
     numel, draws = 512, 50
     u = torch.randn(numel * draws, generator=torch.Generator().manual_seed(0))
     compressor, ctx = QSGD(levels), Context.of(numel * draws)
@@ -135,7 +135,7 @@ def test_as_few_levels_above_zero_as_published(levels):
     codes = unpack_codes(payload[1], compressor.bits, numel * draws)
     found = int((codes != levels).sum()) / draws
     assert found <= levels * (levels + math.sqrt(numel)) + 5 * math.sqrt(numel / 4 / draws)
-    # Most levels are 0, so Elias' code is less than half as long as one of a fixed number of bits.
+    # Most levels are 0, so Elias' code has less than half the length of a code with a fixed number of bits.
     assert compressor.elias_bits(payload, ctx) < 8 * compressor.nbytes(ctx.segment, None) / 2
 
 
@@ -176,7 +176,7 @@ def test_bad_options(options):
 
 
 def test_errors_that_would_grow_are_not_kept():
-    """With s² ≤ n the bound on the error, √n/s · ‖v‖², is no less than ‖v‖²."""
+    """With s² ≤ n the bound on the error, √n/s · ‖v‖², is at least ‖v‖²."""
     with pytest.raises(ValueError, match=r"Residual\(\) keeps the errors of QSGD\(levels=7.*\), .* Use NoMemory\(\)"):
         Method(QSGD(levels=7))
     assert Method(QSGD(levels=7), NoMemory())

@@ -27,7 +27,7 @@ from tests.support.training import make
 
 SIZES = [1, 2, 3, 5]
 GRANULARITIES = ["layer", "bucket", "model"]
-DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16]  # fp32 as often as the others together
+DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16]  # half of them fp32
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 KINDS = ["normal", "zeros", "equal", "ties", "heavy", "one rank", "opposite", "huge", "tiny"]
 
@@ -97,7 +97,7 @@ cases = st.builds(
 
 
 def model(case: Case) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters as a module lists them: a tied one comes once, a frozen one never."""
+    """Return the trainable parameters of a module by name. A tied parameter occurs once, a frozen one never."""
     module = nn.Module()
     for number, param in enumerate(case.params):
         made = nn.Parameter(torch.zeros(param.shape, dtype=param.dtype), requires_grad=not param.frozen)
@@ -126,7 +126,7 @@ def values(kind: str, param: Tensor, rank: int, generator: torch.Generator) -> T
 
 
 class Counter(Observer):
-    """Checks that as much is sent as the density asks for, where aggregators use what was sent as it is."""
+    """Checks that the number of sent entries fits the density, if the aggregator applies the sent entries unchanged."""
 
     def __init__(self, compressor):
         self.compressor = compressor
@@ -142,7 +142,7 @@ class Counter(Observer):
 
 
 class Run:
-    """One rank's history: what it was given and what it received, in fp64."""
+    """One rank's history: its own gradients and the results that it received, in fp64."""
 
     def __init__(self, case: Case, comm: Comm, granularity: str, state: dict | None = None) -> None:
         self.case, self.comm, self.params = case, comm, model(case)
@@ -176,7 +176,7 @@ class Run:
             unused = {names[p % len(names)] for r, p in step.unused if r % size == rank}
             grads = {name: values(step.kind, param, rank, generator) for name, param in self.params.items()}
             for name in unused:
-                grads[name].fill_(math.nan)  # what an unused parameter brings is not looked at
+                grads[name].fill_(math.nan)  # the gradient of an unused parameter is ignored
             if step.overflow is not None and step.overflow[0] % size == rank:
                 name = names[step.overflow[1] % len(names)]
                 if grads[name].numel() and name not in unused:
@@ -207,7 +207,7 @@ class Run:
         self.outs.append(grads)
 
     def reduce(self, grads: dict[str, Tensor], unused: set[str]) -> None:
-        """As the hook does it."""
+        """Reduce gradients like the hook."""
         if self.reducer.gradient_check.needs_all_gradients and not self.reducer.check_gradients(grads, unused):
             return
         for segment in self.reducer.layout.segments:
@@ -244,7 +244,7 @@ def test_a_random_history(case):
         needed = [state for state in states if state["rank"] == 0 or state["rank"] % size == rank]
         state = states[rank] if size == case.size else resized(needed, rank, size)
         run = Run(case, comm, case.new_granularity, state)
-        # What was saved per parameter is there again, in whatever partition.
+        # The saved state of each parameter is restored, in any partition into segments.
         assert same(run.reducer.state_dict()["elements"], state["elements"])
         return run.steps(case.after, len(case.before))
 
@@ -266,8 +266,9 @@ def test_a_random_history(case):
             largest += max(run.largest[name] for run in runs)
         kept = sum(run.kept(name) for run in second) / len(second)
         found = first[0].received[name] + second[0].received[name] + kept
-        # No number in an element's history is larger than all that came. It is rounded once for every rank, and when it
-        # is added, scaled, divided, written and kept; and all over again when the number of ranks changes.
+        # No number in an element's history is larger than `largest`, the sum of its inputs. Each number is rounded once
+        # for every rank, and when it is added, scaled, divided, written and kept. If the number of ranks changes, all
+        # these roundings happen again.
         roundings = (max(case.size, case.new_size) + 6) * (count + 1)
         tolerance = roundings * (largest * 2**-24 + 2**-149)
         if isinstance(METHODS[case.name].memory, NoMemory):  # 16-bit gradients round every step's result

@@ -15,7 +15,7 @@ from tests.support.tiers import full
 from tests.support.training import make
 from tests.support.update_training import OPTIMIZERS, Net, train
 
-# Those that keep in one residual all that they do not send; a TwoPass has one for its owner's errors, too.
+# Methods that keep all unsent entries in one residual. A TwoPass is excluded: it has one for its owner's errors, too.
 NAMES = [
     name
     for name in METHODS
@@ -96,7 +96,7 @@ class RandomNet(Net):
 @PROFILE
 @given(cases)
 def test_equal_on_all_ranks_and_nothing_lost(case):
-    """`train` compares what ranks have changed with what all apply and what they keep, in every step."""
+    """In every step, `train` compares the deltas of the ranks with the applied updates and the residuals."""
     dtype = torch.bfloat16 if case.bf16 else torch.float32
 
     def rank(comm: Comm) -> Tensor:

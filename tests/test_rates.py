@@ -11,7 +11,7 @@ from lightning_sparse.hooks.rates import PERIOD, Rates
 
 @pytest.mark.parametrize("rates", [[0.1, 0.1], [0.1, 0.2], [None, None], [None, 0.1], [torch.tensor(0.1)] * 2], ids=str)
 def test_rates_that_differ_are_warned_of_once(rates, caplog):
-    """A rate may be None, as that of an Adafactor which makes its own, or a tensor."""
+    """A learning rate may be a tensor. It is None for an Adafactor that computes its own rate."""
 
     def rank(comm):
         optimizer = torch.optim.SGD([torch.ones(1)], 0.1)

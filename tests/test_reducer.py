@@ -38,7 +38,7 @@ def test_two_steps_by_hand():
     assert first[0] == second[0] == [2.0, -1.5, 0, 0, 0, 0, -3.0, -2.5]
     assert first[1] == [0, 0, 2.0, 0, 0, 0, 0, 0]
     assert second[1] == [0, 0, 0, 0, 1.0, 0, 0, 0]
-    # What was kept comes back: rank 0 has 2 + 1 at entry 2, rank 1 has 1 + 1 at entry 4.
+    # Residuals are added to the next gradients: rank 0 has 2 + 1 at entry 2, rank 1 has 1 + 1 at entry 4.
     assert first[2] == second[2] == [0, -1.5, 1.5, 0, 1.0, 0.25, 0, 0]
     assert first[3] == second[3] == [0.0] * 8
 
@@ -48,20 +48,21 @@ def test_bytes_are_counted():
         Reducer(method("topk", density=0.01), comm, granularity="model").reduce_({"w": torch.randn(10_000)})
         return comm.sent_bytes
 
-    # 100 values of 4 bytes; of their indices a byte each and 100 + 10,000 / 256 bits, in 18 bytes; each part in full
-    # words of 8 bytes; a count in 8, fingerprint and status in 16, a checksum of 8; to two others.
+    # 100 values of 4 bytes. Their indices take a byte each, and 100 + 10,000 / 256 bits in 18 bytes. Each part fills
+    # words of 8 bytes. A count takes 8 bytes, fingerprint and status 16, and the checksum 8. All go to two other ranks.
     assert simulate(3, rank) == [2 * (400 + 104 + 24 + 8 + 16 + 8)] * 3
 
 
 @pytest.mark.parametrize(
     ("name", "size", "density", "dense"),
     [
-        # 4 bytes a value and k + d bits for all indices, to P − 1 others, against 2(P − 1)/P · 4d ...
+        # A payload has 4 bytes per value and k + d bits for all indices, and goes to P − 1 ranks. Dense gradients need
+        # 2(P − 1)/P · 4d.
         ("topk", 2, 0.939, False),
         ("topk", 2, 0.940, True),
         ("topk", 4, 0.454, False),
         ("topk", 4, 0.455, True),
-        # ... room for 4/3 as many. One worker has nothing to save, and does what it is told.
+        # This payload has room for 4k/3 entries. A single worker has nothing to save, and never falls back to dense.
         ("gaussiank", 4, 0.340, False),
         ("gaussiank", 4, 0.341, True),
         ("topk", 1, 0.5, False),
@@ -93,7 +94,7 @@ def test_dense_above_the_methods_own_point(name, size, density, dense, caplog):
     [(1, "model", (), True), (0.9, "layer", (), True), (0.4, "layer", (), False), (0.01, "model", (1.0,), False)],
 )
 def test_a_method_that_compresses_nothing_is_warned_of(density, granularity, density_warmup, warns, caplog):
-    """Not one of which some segments go dense, nor in a warm-up."""
+    """There is no warning if only some segments fall back to dense, or during a density warm-up."""
 
     def rank(comm: Comm) -> None:
         options = {
@@ -162,7 +163,7 @@ def test_rounding_to_16_bits_goes_back_into_the_residual():
 
     (out, kept0), (out1, kept1) = simulate(2, rank)
     assert out == out1
-    # bf16 has 8 bits: (256 + 1)/2 = 128.5 is handed out as 128, and both ranks keep the other half.
+    # bf16 has 8 bits: (256 + 1)/2 = 128.5 is applied as 128, and both ranks keep the other half.
     assert out == 128 + 128
     assert 2 * out + kept0 + kept1 == 1 + 256 + 256
 
@@ -210,7 +211,7 @@ def test_non_contiguous_gradients_are_written_in_place():
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_gradients_of_a_graph_leave_none_in_the_state(name):
-    """As create_graph=True makes them."""
+    """Gradients have a graph with create_graph=True."""
 
     def reduced(comm: Comm, graph: bool) -> tuple[list[Tensor], bool]:
         reducer = Reducer(method(name, **small(name)), comm)
@@ -254,7 +255,7 @@ class Recorder(Observer):
         self.u = u.clone()
 
     def aggregated(self, u, applied, ctx):
-        # Where everything is sent, u is the sum over the ranks by now.
+        # If everything is sent, u is now the sum over the ranks.
         rest = torch.zeros_like(u) if applied is u else add_(u.clone(), applied, -1)
         self.seen.append((self.g, self.e, self.u, rest))
 
@@ -284,12 +285,12 @@ def test_an_observer_sees_what_is_added_sent_and_kept_and_changes_nothing(name):
                 torch.testing.assert_close(u, memory.beta * e + (1 - memory.beta) * g)
             else:
                 assert torch.equal(u, g + e * getattr(memory, "decay", 1.0))
-            # What error feedback needs; a vote, or rounding at random, may leave more than there was.
+            # Error feedback requires this. A vote or random rounding may leave more than u.
             assert rest.norm() <= u.norm() or not memory.error_feedback
 
 
 def watched_run(comm: Comm, name: str, steps: list[dict], **options) -> tuple[list[Tensor], dict]:
-    """Reduce one gradient per step; a step says by what it is multiplied, the loss scale, and which rank overflows."""
+    """Reduce gradients in each step. A step may have a loss scale, which multiplies them, and an overflow on a rank."""
     scale = [1.0]
     reducer = Reducer(name, comm, granularity="layer", **{"loss_scale": lambda: scale[0], **options})
     outs = []
@@ -446,7 +447,7 @@ def test_reset_forgets_whatever_was_before():
         reducer.reduce_({"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
         again = Reducer(method("topk", density=0.25), comm)
         again.load_state_dict(reducer.state_dict())
-        again.reset()  # what was loaded, too
+        again.reset()  # the loaded state, too
         again.reduce_({"w": torch.tensor([0.0, 0.0, 0.0, 8.0])})
         return again.step, again.states[0]["residual"].tolist()
 
@@ -456,7 +457,7 @@ def test_reset_forgets_whatever_was_before():
 @pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("how", ["reset", "loaded"])
 def test_a_rank_that_alone_starts_anew_is_out_of_step(how, name):
-    """It would make other collectives than the rest, or have lost what it kept."""
+    """It would call other collectives than the other ranks, or it has lost its state."""
 
     def rank(comm):
         reducer = Reducer(method(name), comm)
@@ -473,7 +474,7 @@ def test_a_rank_that_alone_starts_anew_is_out_of_step(how, name):
         return str(failure.value)
 
     errors = simulate(3, rank)
-    # With gTopK rank 2 talks to rank 0 only, and hears of it from that one.
+    # With gTopK rank 2 communicates with rank 0 only, and learns of the error from rank 0.
     for error in errors[: 2 if name == "gtopk" else 3]:
         assert re.match(r"Ranks are out of step: at step 2, .* rank [01] differs from other ranks", error), error
 

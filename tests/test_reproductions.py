@@ -63,7 +63,7 @@ def test_every_finding_runs_draws_and_says_whether_it_held(name, tmp_path, capsy
     assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     runs = len(table.load_texts(tmp_path / f"{name}.csv"))
     assert runs > 1
-    # All is there: a second run adds nothing, and the figure is drawn from the file alone.
+    # All runs exist: a second call adds none, and the figure is drawn from the file only.
     (tmp_path / f"{name}.png").unlink()
     command.main(tiny(name, tmp_path))
     assert ": 0 of " in capsys.readouterr().out

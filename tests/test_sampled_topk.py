@@ -84,7 +84,7 @@ def test_lands_between_0_8_and_1_3_k_and_rarely_by_exact_selection(name, monkeyp
     draws = {len(sampled.choose(u, 2000, Context.of(len(u), step=step))) for step in range(20)}
     assert len(draws) > 5, "another sample in each step"
     assert 0.8 * 2000 <= min(draws) <= max(draws) <= 1.3 * 2000
-    # Of 100 entries above a threshold, or 75 to 130 with the steps of 0.8, fewer than 2 % go another way.
+    # With 100 entries above a threshold, or 75 to 130 with the steps of 0.8, fewer than 2 % of selections are exact.
     assert len(exact) <= 3
     chosen = sampled.select(u)
     assert torch.equal(chosen, oracle(u, len(chosen)))

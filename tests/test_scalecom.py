@@ -25,7 +25,7 @@ def test_two_steps_by_hand():
             outs.append(grads["w"].tolist())
         return outs, reducer.state_dict()["elements"]["residual"]["w"].tolist()
 
-    # Rank 0 leads and chooses index 0 for both; then rank 1 chooses index 3, where -10 has gathered.
+    # Rank 0 leads and chooses index 0 for both. Then rank 1 chooses index 3, because its sum there is -10.
     (outs, kept0), (same, kept1) = simulate(2, rank)
     assert outs == same == [[2.5, 0, 0, 0], [0, 0, 0, -5.0]]
     assert kept0 == [0, -3.0, 1.0, 0]

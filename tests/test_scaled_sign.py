@@ -17,7 +17,7 @@ from tests.support.updates import decoded
 
 
 def test_by_hand():
-    """Means of magnitudes 2 and 1, one for each parameter, whatever its shape."""
+    """The mean magnitudes are 2 and 1. Each parameter has one, for any shape."""
     ctx = Context(Segment(0, ("w", "b"), ((2, 2), (3,)), 0))
     (scales, packed), update = ScaledSign().compress(torch.tensor([3.0, -1.0, -4.0, 0.0, -1.0, 1.0, 1.0]), ctx)
     assert scales.tolist() == [2.0, 1.0]
@@ -109,7 +109,7 @@ def train(name: str, size: int, steps: int = 300) -> tuple[float, float]:
 def test_the_published_counter_example(size):
     """Karimireddy et al. 2019: every sign is ±(1, -1), so signSGD never changes x₁ + x₂; error feedback does.
 
-    With x₁ + x₂ = 2 the loss is 2ε² · 4 at least, what it is at the start.
+    With x₁ + x₂ = 2 the loss is at least 2ε² · 4, its value at the start.
     """
     _, least = train("signsgd", size)
     assert least >= 8 * EPSILON**2 - 1e-5
@@ -126,7 +126,7 @@ def test_the_row():
 
 
 def test_the_rate_is_inside_the_memory():
-    """p = ηg + e: a rate that is halved, or 0, does not change what waits."""
+    """p = ηg + e: half the learning rate, or a learning rate of 0, does not change the residual."""
 
     def rank(comm):
         model = nn.Module()

@@ -33,24 +33,25 @@ def test_exponential_stages_by_hand():
     # 4 and 6 exceed it, 1 beyond the smaller on average, and the second stage leaves a quarter of them, then 1/64.
     assert threshold(values, 1 / 16, 2, "exponential") == pytest.approx(4 + math.log(4))
     assert threshold(values, 1 / 256, 2, "exponential") == pytest.approx(4 + math.log(64))
-    # Of three stages the others leave 1/8 each. Nothing exceeds 4 + ln 8 = 6.08, so that is where the third stays.
+    # Of three stages, the second and the third leave 1/8 each. No value exceeds 4 + ln 8 = 6.08, so the third stage
+    # does not change this threshold.
     assert threshold(values, 1 / 256, 3, "exponential") == pytest.approx(4 + math.log(8))
 
 
 def test_zeros_belong_to_no_distribution():
-    """A quarter of all are half of those that are not zero."""
+    """An eighth of all values is a quarter of the nonzero values."""
     values = [0.0] * 8 + [1.0] * 6 + [4.0, 6.0]
     assert threshold(values, 0.125, 1, "exponential") == pytest.approx(2 * math.log(4))
     for fit in FITS:
         assert math.isfinite(threshold(values, 0.125, 2, fit))
-    # Fewer are not zero than are wanted: nothing is left out.
+    # There are fewer nonzero values than the density requests, so none is excluded.
     assert threshold([0.0] * 8 + [1.0, 3.0], 0.3, 1, "exponential") == 0
 
 
 def test_pareto_by_hand():
     # Mean 2 and variance 1: shape 3/2, scale 5.
     assert threshold([1.0, 3.0], 0.25, 1, "pareto") == pytest.approx(5 * (1 - 1 / 8) / 1.5)
-    # Mean 2 and variance 4 are an exponential distribution: the shape is 0. Around it nothing jumps.
+    # Mean 2 and variance 4 are an exponential distribution: the shape is 0. The threshold is continuous there.
     assert pareto_threshold(scalar(2.0), scalar(4.0), scalar(0.25)).item() == pytest.approx(2 * math.log(4))
     for near in (1e-4, 1e-6, 1e-8, -1e-8, -1e-4):
         found = pareto_threshold(scalar(2.0), scalar(4.0 + near), scalar(0.001)).item()
@@ -90,7 +91,7 @@ def test_what_each_number_of_stages_selects(distribution, published):
     """On Gaussian input more stages select more, on heavy tails less: entries over k at density 0.001."""
 
     def excess(limit):
-        """By how much magnitudes exceed a threshold on average, from the distribution itself."""
+        """Return the mean excess of magnitudes above a threshold, computed from the distribution."""
         return integrate.quad(distribution.sf, limit, math.inf)[0] / distribution.sf(limit)
 
     numel = 400_000
@@ -100,7 +101,8 @@ def test_what_each_number_of_stages_selects(distribution, published):
         for _ in range(stages - 1):
             limit -= excess(limit) * math.log(0.004) / (stages - 1)
         share = 2000 * distribution.sf(fitted_threshold(x, 0.001, scalar(float(stages)), "exponential").item())
-        # What the largest of 400,000 values add to a mean, and the smallest of the exceedances instead of the limit.
+        # The tolerance covers the share of the largest of 400,000 values in a mean, and the use of the smallest
+        # exceedance instead of the limit.
         assert share == pytest.approx(2000 * distribution.sf(limit), rel=0.02)
         assert share == pytest.approx(simulated, rel=0.07, abs=0.005)  # of a sample of some thousand entries
 

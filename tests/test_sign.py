@@ -46,13 +46,13 @@ def test_on_a_tie_ranks_decide_in_turn():
     rows = [[1.0, 1.0, -1.0], [1.0, -1.0, 1.0]]
     expected = [rows[0], rows[1], rows[1], rows[0]]
     assert simulate(2, lambda comm: vote(comm, rows, steps=4)) == [expected] * 2
-    # Of four ranks, two and two; in step t it is rank t, and from then on in another order.
+    # Two ranks vote against two. Rank t decides in step t; after four steps, ranks decide in another order.
     rows = [[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]
     assert simulate(4, lambda comm: vote(comm, rows, steps=5))[3] == [*rows, rows[2]]
 
 
 def test_a_rank_does_not_vote_in_a_row_of_zeros():
-    """Four rows of an embedding: used by nobody, by rank 2 alone, by 1 and 2, who disagree, and by all."""
+    """Four rows of an embedding: used by no rank, by rank 2 only, by 1 and 2, which disagree, and by all."""
     two = [[0.0, 0.0], [-3.0, 1.0], [1.0, 0.0], [-1.0, -1.0]]
     rows = [
         [[0.0, 0.0], [0.0, -0.0], [0.0, 0.0], [1.0, 1.0]],
@@ -60,14 +60,14 @@ def test_a_rank_does_not_vote_in_a_row_of_zeros():
         two,
     ]
     first, second, third = simulate(3, lambda comm: vote(comm, rows, steps=3))[0]
-    # Of the third row rank 1 decides when it is rank 0's turn, who does not vote there, or its own.
+    # Rank 1 decides the third row at its own turn, and at the turn of rank 0, which does not vote there.
     assert first == second == [[0.0, 0.0], [-1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]]
     assert third == [[0.0, 0.0], [-1.0, 1.0], [1.0, 1.0], [1.0, -1.0]]
 
 
 @pytest.mark.parametrize("size", tiers([1, 2, 3, 5, 8, 64, 129], [2, 3]))
 def test_every_majority_is_right(size):
-    """In element i the first i ranks vote for it; 129 votes are more than 8 bits hold, with a sign."""
+    """The first i ranks vote for element i. The sum of 129 votes does not fit into 8 bits with a sign."""
 
     def rank(comm):
         grads = {"w": torch.where(torch.arange(size + 1) > comm.rank, 1e-30, -1e30)}
@@ -84,7 +84,7 @@ def test_every_majority_is_right(size):
 @pytest.mark.parametrize("shape", [(7, 3, 3, 3), (100, 40), (1, 4000), (4000, 1), (4000,), (1,)])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_votes_are_those_of_a_count_in_one_place(size, shape):
-    """Of random signs, with some rows of zeros on each rank, in two segments and steps."""
+    """Uses random signs, with some rows of zeros on each rank, in two segments and steps."""
 
     def given(rank, step):
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -117,7 +117,7 @@ def test_votes_are_those_of_a_count_in_one_place(size, shape):
 
 
 def test_bytes_are_two_bits_for_each_element():
-    """Not 7, as an all-gather of the signs of 8 ranks would take. And a bit for each of 40 rows, and the headers."""
+    """An all-gather of the signs of 8 ranks would take 7 bits. Each of 40 rows takes another bit; headers are added."""
 
     def rank(comm):
         Reducer("signsgd", comm, granularity="model").reduce_({"w": torch.randn(40, 1600)})
@@ -128,7 +128,7 @@ def test_bytes_are_two_bits_for_each_element():
 
 
 def test_signum_by_hand():
-    """The momentum is 0.1 · (3, -1), then 0.9 of that and 0.1 · (-2, 5); what is sent is not taken out."""
+    """The momentum is 0.1 · (3, -1), then 0.9 of that plus 0.1 · (-2, 5). Sending does not change the momentum."""
 
     def rank(comm):
         reducer, seen = Reducer("signum", comm), []

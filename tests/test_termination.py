@@ -67,7 +67,7 @@ def test_a_rank_that_does_not_say_where_it_is_is_not_waited_for(pair):
 
 
 def test_a_signal_may_interrupt_a_rank_anywhere(pair):
-    """As its handler runs in the same thread, the lock may be held."""
+    """The signal handler runs in the same thread, so the lock may be held."""
     first, second = pair
     with first._lock:
         first.request()
@@ -90,7 +90,7 @@ def test_told_in_the_last_batch_all_hear_of_it_when_they_finish(pair):
 
 
 def test_who_does_not_finish_is_not_waited_for(pair, monkeypatch):
-    """An example is a rank with more batches. It waits for this rank, whose end shows that there are none."""
+    """For example, the other rank has more batches. It waits for this rank, whose end shows that none follow."""
     monkeypatch.setattr(termination, "FINISH_SECONDS", 0.2)
     first, _ = pair
     assert not first.finish()

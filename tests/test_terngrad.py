@@ -19,7 +19,7 @@ from tests.support.updates import decoded
 
 
 def test_by_hand():
-    """What is as large as the scale, or 0, is not left to chance."""
+    """A value whose magnitude is the scale or 0 is not rounded at random."""
     compressor, ctx = TernGrad(), Context.of(5)
     (scales, packed), update = compressor.compress(torch.tensor([2.0, -2.0, 0.0, 0.0, 2.0]), ctx)
     assert scales.tolist() == [2.0]
@@ -40,7 +40,7 @@ def test_clipping_by_hand():
 
 @pytest.mark.parametrize("numel", [1, 7, 1000])
 def test_ternary_values_come_back_exactly(numel):
-    """Of one element, and of equal ones, nothing is clipped either."""
+    """A single element and equal elements are not clipped either."""
     for value in (-3.7, 1e-42, 3.4e38):
         u = torch.full((numel,), value)
         assert torch.equal(decoded(TernGrad(), u), u)
@@ -59,7 +59,7 @@ INPUTS = {
 
 @pytest.mark.parametrize(("kind", "clip"), in_diagonals(INPUTS, [2.5, math.inf], 4))
 def test_unbiased_and_within_the_variance_of_one_level(kind, clip):
-    """Of the clipped v: E Q(v) = v, and E‖Q(v) - v‖² = Σ|v|(s - |v|) <= √d‖v‖², QSGD's bound for one level."""
+    """For clipped v, E Q(v) = v and E‖Q(v) - v‖² = Σ|v|(s - |v|) <= √d‖v‖², which is QSGD's bound for one level."""
     u = INPUTS[kind](torch.Generator().manual_seed(1))
     limit = min(float(u.abs().max()), clip * math.sqrt(float(u.double().square().mean())))
     v = u.double().clamp(-limit, limit)
@@ -71,7 +71,7 @@ def test_unbiased_and_within_the_variance_of_one_level(kind, clip):
 
 
 def test_parameters_have_scales_of_their_own_that_ranks_share():
-    """Rank 1 has the larger scale of the first parameter, rank 0 of the other; sums are whole numbers of them."""
+    """The larger scale is rank 1's for the first parameter, and rank 0's for the other. Sums are multiples of it."""
     given = [
         {"a": torch.full((8,), 1.0), "b": torch.full((3, 5), -6.0)},
         {"a": torch.full((8,), 3.0), "b": torch.zeros(3, 5)},
@@ -101,7 +101,7 @@ def test_parameters_have_scales_of_their_own_that_ranks_share():
 
 @pytest.mark.parametrize("size", tiers([1, 2, 3, 8, 129], [1, 2, 3, 8]))
 def test_sums_of_many_ranks_are_exact(size):
-    """Of element i the first i ranks send 1, the others -1: sums from -P to P, in nine bits among 129 ranks."""
+    """For element i, the first i ranks send 1, and the others -1. Sums are from -P to P, in nine bits for 129 ranks."""
 
     def rank(comm):
         grads = {"w": torch.where(torch.arange(size + 1) > comm.rank, 1.0, -1.0)}

@@ -50,13 +50,13 @@ def test_dense_results_by_hand():
         reducer.reduce_(grads)
         return grads["w"].tolist(), reducer.state_dict()["elements"]["residual"]["w"].tolist()
 
-    # Twice what is left of its half of the host's mean.
+    # Twice the unsent part of the rank's half of the host's mean.
     kept = [[1.5, -1.5, 0.0, 0.0], [0.0, 0.0, 1.5, 1.5], [3.0, 3.0, 0.0, 0.0], [0.0, 0.0, 1.0, -1.0]]
     assert simulate(4, rank) == [([-0.625, 1.875, 0.125, 1.375], kept[rank]) for rank in range(4)]
 
 
 BETWEEN = [Mean(), GlobalTopK(), OkTopK(), ScaleCom(), TwoPass(second=3)]
-# What the ranks of a host do among themselves does not depend on what goes between hosts.
+# The exchange within a host does not depend on the exchange between hosts.
 PLACES = [(1, 1), (3, 1), (2, 2), (3, 2)]
 CASES = [(part, *place) for part in BETWEEN for place in PLACES] + [(Mean(), 1, 3), (OkTopK(), 2, 4)]
 
@@ -90,7 +90,7 @@ def test_all_methods_take_two_levels_but_one_whose_matrices_would_be_cut():
     ),
 )
 def test_every_method_between_nodes(name, hosts, ranks_per_node):
-    """As among all ranks, see test_methods."""
+    """Methods have the same properties as among all ranks, see test_methods."""
     size, alone = hosts * ranks_per_node, make(name)
     method = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, ranks_per_node))
     for kind in KINDS:
@@ -105,7 +105,7 @@ def test_every_method_between_nodes(name, hosts, ranks_per_node):
 
 @pytest.mark.parametrize("name", ["signsgd", "median", "trimmed_mean", "dense"])
 def test_a_node_is_one_worker(name):
-    """Where elements do not depend on each other, the result is that of as many ranks with the nodes' means."""
+    """If elements are independent of each other, the result is that of one rank per node, with the nodes' means."""
     alone, us = make(name), torch.randint(-4, 5, (6, 50), generator=torch.Generator().manual_seed(1)).float()
     between = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, 2))
 
@@ -165,7 +165,7 @@ def test_same_numbers_over_processes(between):
 
 @pytest.mark.parametrize("found", ["none", "others'"])
 def test_a_rank_whose_boundaries_are_lost_goes_on_with_the_others(found):
-    """It shares them with rank 3 alone: ranks 0 and 2, which have theirs, must stay in step with both."""
+    """Only rank 3 shares these boundaries. Ranks 0 and 2, which still have theirs, must stay in step with both."""
 
     def rank(comm):
         reducer = Reducer(two_level(OkTopK()), comm, granularity="model")
@@ -200,7 +200,7 @@ def test_sends_a_part_of_the_segment():
         return comm.sent_bytes, reducer.routing.nbytes(None), reducer.routing.dense_nbytes
 
     flat_, _, dense = simulate(8, lambda comm: rank(comm, Mean()))[0]
-    # To 1 other host a quarter of the segment, instead of all of it to 7 other ranks; and headers.
+    # A quarter of the segment goes to 1 other host, instead of the whole segment to 7 other ranks. Headers are added.
     sent, announced, share = simulate(8, lambda comm: rank(comm, TwoLevel(Mean(), ranks_per_node=4)))[0]
     assert flat_ / 28 < sent < flat_ / 28 + 300
     # Not announced: 24 bytes to each of 7 ranks, and the header, count and padding of the message.

@@ -53,19 +53,19 @@ def take(comm, method: Method, us: list[list[list[float]]]) -> list[tuple[list[f
 
 
 def test_entries_by_hand():
-    """Rank 0 owns elements 0 and 1, rank 1 the others; of each pair one entry is sent, and one is kept of its sum."""
+    """Rank 0 owns elements 0 and 1, rank 1 the others. One entry of each pair is sent, and one of its sums is kept."""
     us = [[[4.0, -2.0, 2.0, 6.0], [1.0, -3.0, -8.0, 1.0]], [[0.0] * 4, [0.0] * 4]]
     first, second = simulate(2, lambda comm: take(comm, two_pass(TopK(density=0.5)), us))
     # Rank 1 sends -3 of element 1, so the sums are 4 and -5. Rank 0 sends 6 of element 3: -8 and 7.
     assert first[0] == ([0.0, -2.5, -4.0, 0.0], [4.0, 0.0, 2.0, 0.0])
     assert second[0] == ([0.0, -2.5, -4.0, 0.0], [1.0, 0.0, 0.0, 7.0])
-    # What the owners have kept is handed out, or was: 4 + 1, and 2 against 7. The 2 is rank 1's now.
+    # The owners' residuals are part of the next sums: 4 + 1 for rank 0, and 2 and 7 for rank 1, which keeps the 2.
     assert first[1] == ([2.5, 0.0, 0.0, 3.5], [0.0, 0.0, 0.0, 0.0])
     assert second[1] == ([2.5, 0.0, 0.0, 3.5], [0.0, 0.0, 2.0, 0.0])
 
 
 def test_a_second_pass_twice_as_dense_by_hand():
-    """As above, but of both sums in each region both are handed out."""
+    """As above, but owners send both sums of their region."""
     us = [[[4.0, -2.0, 2.0, 6.0], [1.0, -3.0, -8.0, 1.0]]]
     first, second = simulate(2, lambda comm: take(comm, two_pass(TopK(density=0.5), 2), us))
     assert first == [([2.0, -2.5, -4.0, 3.5], [0.0, 0.0, 2.0, 0.0])]
@@ -142,7 +142,7 @@ def test_equal_on_all_ranks_and_nothing_lost(compressor, second, size):
 @pytest.mark.parametrize("compressor", [TopK(density=0.1), TopK(density=0.1, index_format="int32")], ids=repr)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_few_enough_entries_come_back_exactly(compressor, size):
-    """Each region of each rank has as many entries as are sent; all are multiples of the number of ranks."""
+    """No rank has more nonzero entries in a region than it sends. All are multiples of the number of ranks."""
     numel = 240 * size
     chosen = torch.arange(0, numel, 11)[: numel // 11]
     us = torch.zeros(size, numel)
@@ -163,7 +163,7 @@ def test_few_enough_entries_come_back_exactly(compressor, size):
 
 
 def test_all_of_the_owners_part_goes_into_the_sum():
-    """Two entries of rank 0's own region are larger than all others, and only one is sent: the other waits with it."""
+    """Two entries of rank 0's own region are larger than all others, and only one is sent. The other stays pending."""
 
     def rank(comm):
         reducer = Reducer(two_pass(TopK(density=0.1)), comm, granularity="model")
@@ -211,7 +211,7 @@ def test_random_entries_differ_from_region_to_region_and_are_the_same_on_all_ran
 
     results = simulate(size, rank)
     assert all(torch.equal(result, results[0]) for result in results)
-    # The mean of 1 to 4, nowhere a part of it: the owner sends what the others have sent.
+    # Each entry is the mean of 1 to 4, never a part of it, because the owner sends the same entries as the others.
     assert results[0].unique().tolist() == [0.0, 2.5]
     places = [tuple(region.nonzero().view(-1).tolist()) for region in results[0].split(numel // size)]
     assert len(set(places)) == size
@@ -228,7 +228,7 @@ def test_regions_keep_the_parameters_apart():
         (("m", "m"), ((1, 1), (1, 4)), 12),
         (("b",), ((5,),), 17),
     ]
-    # A matrix of five rows, 10 elements each: whole rows, and what is left of a row at either end.
+    # A matrix of five rows, 10 elements each, is cut into whole rows, and the rest of a row at either end.
     whole = Segment(0, ("w",), ((5, 2, 5),), 0)
     assert [region.shapes for region in cut(whole, 2)] == [((2, 2, 5), (1, 5)), ((1, 5), (2, 2, 5))]
     assert [region.shapes for region in cut(whole, 5)] == [((1, 2, 5),)] * 5
@@ -241,7 +241,7 @@ def test_regions_keep_the_parameters_apart():
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("compressor", [TopK(density=0.05), QSGD(bucket=64)], ids=["topk", "qsgd"])
 def test_updates_are_equal_on_all_ranks_and_nothing_is_lost(optimizer, compressor, size):
-    """With momentum paid out where entries are sent: what of it is not sent goes back, or into a residual."""
+    """Sent entries contain a momentum payout. Its unsent part goes back to the momentum, or into a residual."""
     ranks = simulate(size, lambda comm: train_updates(comm, optimizer, two_pass(compressor))[0])
     assert all(torch.equal(other, ranks[0]) for other in ranks)
 
@@ -267,7 +267,7 @@ def test_another_number_of_ranks_goes_on_with_all_that_owners_have_kept(old):
         reducer.setup(gradients("normal", 0, 0))
         return kept(reducer)
 
-    # The mean over the ranks of what they keep.
+    # The mean of the kept parts over the ranks.
     left = sum(simulate(5 - old, after)) / (5 - old)
     torch.testing.assert_close(left, sum(owed) / old, rtol=0, atol=1e-5)
 
@@ -331,5 +331,5 @@ def test_a_region_of_a_segment_draws_numbers_of_its_own():
         float(torch.rand((), generator=Context(region).generator(shared=True)))
         for region in (segment, *cut(segment, 4))
     }
-    # The first region starts where the segment does.
+    # The first region starts at the start of the segment, so they have the same number.
     assert len(numbers) == 4

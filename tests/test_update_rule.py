@@ -134,7 +134,7 @@ def test_what_becomes_of_momentum_where_entries_are_sent(momentum):
     assert torch.equal(buffer[~sent], grads[~sent])
     assert torch.equal(kept, torch.where(sent, 0.0, grads))
     assert torch.equal(buffer[sent], grads[sent] if momentum == "keep" else torch.zeros_like(grads[sent]))
-    # What momentum still owes: 0.75 + 0.75² + … = 3 times the gradient.
+    # The unspent momentum is 0.75 + 0.75² + … = 3 times the gradient.
     torch.testing.assert_close(moved[sent], grads[sent] * (4 if momentum == "pay_out" else 1), rtol=1e-5, atol=1e-5)
 
 
@@ -142,8 +142,8 @@ def test_what_becomes_of_momentum_where_entries_are_sent(momentum):
 def test_one_step_of_adamw_is_rescaled_by_hand(decay):
     """After one step m̂ = g and v̂ = g²: all is signal, and nothing is rescaled. After g and −g nearly all is noise.
 
-    With β₁ = 0.5: m = 0.5 · 0.5 g − 0.5 g = −0.25 g, m̂ = m / 0.75 = −g/3; v̂ = g². c = 1/3, so q = (1/9 − 1/3)/(2/3) is
-    below 0, which counts as 0: the update is √P = 2 times as large.
+    With β₁ = 0.5, m = 0.5 · 0.5 g − 0.5 g = −0.25 g and m̂ = m / 0.75 = −g/3; v̂ = g². With c = 1/3,
+    q = (1/9 − 1/3)/(2/3) is below 0 and counts as 0. So the update is multiplied by √P = 2.
     """
 
     def rank(comm: Comm) -> list[float]:
@@ -168,7 +168,7 @@ def test_one_step_of_adamw_is_rescaled_by_hand(decay):
 
 @pytest.mark.parametrize(("noise", "size"), [(0.0, 4), (1.0, 4), (10.0, 4), (10.0, 2)])
 def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
-    """Gradients are 1 plus noise: the mean over many elements is what the signal changes, as in dense training."""
+    """Gradients are 1 plus noise. The mean change over many elements is that of the signal, as in dense training."""
 
     def rank(comm: Comm) -> tuple[float, float, float]:
         one, all_ranks = (torch.nn.Linear(2000, 1, bias=False) for _ in range(2))
@@ -193,8 +193,9 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
         return change.mean().item(), wanted.mean().item(), unscaled.mean().item()
 
     for change, wanted, unscaled in simulate(size, rank):
-        # An element's update is 1/√(1 + noise²) and noise of standard deviation √c = 0.23: the mean of 2,000 is off by
-        # 5 % of the former where noise is 10, and by 0.7 % where it is 1. Three times that, and dense training's own.
+        # An element's update is 1/√(1 + noise²) plus noise of standard deviation √c = 0.23. The mean of 2,000 is off by
+        # 5 % of the former for noise 10, and by 0.7 % for noise 1. The limit is three times that, plus the error of
+        # dense training.
         assert change / wanted == pytest.approx(1, abs={0.0: 1e-4, 1.0: 0.03, 10.0: 0.17}[noise])
         assert change / unscaled <= size**0.5 * (1 + 1e-6)
 
@@ -213,7 +214,7 @@ def exchanged_once(
 
 
 def test_a_parameter_that_was_not_stepped_is_not_rescaled():
-    """AdamW leaves a parameter without a gradient alone, weight decay included, though it has state."""
+    """AdamW does not change a parameter without a gradient, not even by weight decay, although there is state."""
 
     def rank(comm: Comm) -> bool:
         net = torch.nn.Linear(3, 2)
@@ -232,7 +233,7 @@ def test_a_parameter_that_was_not_stepped_is_not_rescaled():
 
 @pytest.mark.parametrize(("betas", "every"), [((0.0, 0.9), 1), ((0.9, 0.999), 2)])
 def test_what_cannot_be_rescaled_is_not(betas, every):
-    """Without a first moment noise cannot be told from signal; several steps are not a step of dense training."""
+    """Without a first moment, noise cannot be distinguished from signal. Several steps are not one dense step."""
 
     def rank(comm: Comm) -> float:
         net = torch.nn.Linear(1, 1, bias=False)

@@ -180,7 +180,7 @@ def test_one_rank_that_sends_everything_is_the_plain_optimizer(name):
 
 
 def test_one_rank_that_sends_everything_sends_what_a_residual_held_before():
-    """As after a resume with another density, on one rank of what were two."""
+    """As after a resume with another density, on one rank instead of two."""
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         net = Net()
@@ -217,7 +217,8 @@ def direct_part(optimizer: torch.optim.Optimizer, param: Tensor, gradient: Tenso
 @pytest.mark.parametrize("decay", [0, 0.1])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("sgd", "rmsprop")])
 def test_unspent_momentum(name, decay):
-    """If no gradient came any more, the weights would go on by as much, but for what changes with the steps.
+    """Without further gradients, the weights would change by the unspent momentum, except for factors that depend on
+    the step.
 
     Nesterov momentum and NAdam count the last gradient once more. Decoupled weight decay is no part of it.
     """
@@ -249,7 +250,7 @@ def test_unspent_momentum(name, decay):
     group["weight_decay"] = 0
     start = flat(params[key] for key in segment.names)
     for _ in range(100):
-        # The second moment is held where it was: the unspent momentum is in present units.
+        # Each step restores the second moments, because the unspent momentum is defined with their present values.
         for param in net.parameters():
             param.grad = torch.zeros_like(param)
         second = {
@@ -260,14 +261,14 @@ def test_unspent_momentum(name, decay):
         for param, state in second.items():
             optimizer.state[param].update(state)
     moved = start - flat(params[key] for key in segment.names)
-    # Second moments decay once before they are put back (Adam's by 0.1 %, Adamax's too); biases have died out. A change
-    # is a difference of weights near 1, so it is off by 2⁻²⁴ of them, nine times as much in the payout.
+    # Second moments decay once before they are restored (Adam's by 0.1 %, Adamax's too); biases have died out. A change
+    # is a difference of weights near 1, so it is off by 2⁻²⁴ of them. The error of the payout is nine times that.
     torch.testing.assert_close(moved, unspent, rtol=0.03, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_unspent_momentum_after_local_steps_is_that_of_the_last_step(name):
-    """The second of two local steps is all that counts, although the delta is of both."""
+    """Only the second of two local steps counts, although the delta contains both."""
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         net = Net()
@@ -321,7 +322,7 @@ def test_a_payout_that_is_not_sent_stays_in_the_moment():
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_adam_by_others_is_exchanged_as_torchs(delayed):
-    """Of others only the names in the state are known, yet the payout and the factor are the same."""
+    """Only the names in the state of other packages' Adam are known. Yet the payout and the factor are the same."""
 
     def rank(comm: Comm, kind: Any) -> tuple[Tensor, Tensor, Tensor]:
         net = Net()
@@ -332,7 +333,7 @@ def test_adam_by_others_is_exchanged_as_torchs(delayed):
         updates: Any = None
         for step in range(9):
             net.backward(comm.rank if updates else 0, step)
-            if step == 3:  # in Adam's first steps all updates are about as large, and rounding decides what is sent
+            if step == 3:  # Adam's first updates are nearly equal in size, so rounding decides which entries are sent
                 updates = DeltaExchange(reducer, net, [optimizer])
                 reducer.routing._pays = lambda *_: True  # type: ignore[method-assign]
             if updates:
@@ -349,7 +350,7 @@ def test_adam_by_others_is_exchanged_as_torchs(delayed):
 
 
 def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
-    """What it has changed is nothing then, and says nothing of what it owes."""
+    """Its delta is zero then, and does not determine the unspent momentum."""
 
     def rank(comm: Comm) -> tuple[bool, bool]:
         net = Net()
@@ -383,7 +384,7 @@ def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
     ],
 )
 def test_only_adam_lamb_and_adopt_are_treated_as_adam(name, is_adam):
-    """Ranger and SOAP keep moments by Adam's names, and diverged as the change was paid out as Adam's."""
+    """Ranger and SOAP have moments with Adam's names. With Adam's momentum payout they diverged."""
 
     def init(self, params):
         torch.optim.Optimizer.__init__(self, params, {"lr": 0.1, "betas": (0.9, 0.999)})
@@ -415,7 +416,7 @@ class EightBit(OthersAdam):
         (Elsewhere, {}, 1),
         (EightBit, {}, 1),
         (OthersAdam, {"betas": (0.9, 0.999, 0.9)}, 1),
-        (OthersAdam, {}, 2),  # what is changed in two steps says nothing of the momentum
+        (OthersAdam, {}, 2),  # the delta of two steps does not determine the momentum
     ],
 )
 def test_moments_that_are_kept_otherwise_are_left_alone(kind, options, every):
@@ -433,7 +434,7 @@ def test_moments_that_are_kept_otherwise_are_left_alone(kind, options, every):
             optimizer.step()
         changed = before - weights(net)
         updates.exchange(optimizer)
-        # Ranks are alike, so what was sent and what was kept is what each has changed.
+        # Ranks are alike, so the sent and the kept part add up to the delta of each rank.
         kept = before - weights(net) + residual(reducer)
         return all(bool((state[kind.first] != 0).all()) for state in optimizer.state.values()), kept, changed
 
@@ -649,7 +650,7 @@ def test_what_all_ranks_do_to_their_weights_stays_done():
 
 
 def test_u_with_a_payout_is_freed_without_the_garbage_collector(monkeypatch):
-    """It is as large as the segment: kept in a cycle, it would add up from step to step."""
+    """u has the size of the segment. In a reference cycle, one u of each step would stay in memory."""
     paid = []
 
     def watched(*args: Any) -> Tensor:
@@ -681,7 +682,7 @@ def test_u_with_a_payout_is_freed_without_the_garbage_collector(monkeypatch):
 
 
 class New(TorchDispatchMode):
-    """Counts elements that `where` makes anew."""
+    """Counts elements of the tensors that `where` allocates."""
 
     count = 0
 

@@ -12,9 +12,9 @@ K, NUMEL = 20, 20_000
 def test_words_stay_below_what_the_papers_promise(ranks):
     peers = ranks - 1
     oktopk = int(volume.measure("oktopk", ranks, NUMEL, 0.001, "int32")["busiest_bytes"])
-    # To each peer three messages, with fingerprint, status and checksum (24 bytes each): a digest (8), and two payloads
-    # of whole entries (8 bytes more at most), with their counts and parts filled up to 8 bytes (16 each); and
-    # boundaries, P - 1 words by all-reduce.
+    # Each peer gets three messages, with fingerprint, status and checksum (24 bytes each). The first has a digest (8).
+    # The other two have payloads of whole entries (8 bytes more at most), with counts and parts filled up to 8 bytes
+    # (16 each). The boundaries are P - 1 words by all-reduce.
     metadata = peers * (3 * 24 + 8 + 2 * 8 + 2 * 16) + 2 * 8 * peers * peers / ranks
     assert oktopk <= 4 * 6 * K * peers / ranks + metadata
     scalecom = int(volume.measure("scalecom", ranks, NUMEL, 0.001, "int32")["busiest_bytes"])
@@ -34,8 +34,8 @@ def test_runs_by_hand():
     assert float(gtopk["published_words"]) == 4 * K * 4
     # Four rounds, each of 2k words and 32 bytes: header of two words, count filled up, checksum.
     assert int(gtopk["busiest_bytes"]) == 4 * (4 * 2 * K + 32)
-    # k/8 of 2.5 is rounded to 2: 16 bytes to the other node, with header, count and checksum; an empty message to each
-    # of 15 ranks.
+    # k/8 of 2.5 is rounded to 2. So 16 bytes go to the other node, with header, count and checksum. An empty message
+    # goes to each of 15 ranks.
     assert int(found["topk, 8 a node", "int32"]["busiest_bytes"]) == 16 + 32 + 15 * 24
 
 

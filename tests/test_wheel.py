@@ -1,4 +1,4 @@
-"""The wheel declares its requirements: a processor and a glibc if it contains the C kernels, nothing otherwise."""
+"""The wheel declares its requirements: processor and glibc if it contains the C kernels, otherwise none."""
 
 import os
 import shutil

@@ -38,7 +38,8 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _sparse(monkeypatch):
-    monkeypatch.setattr("lightning_sparse.routing.Routing._pays", lambda *_: True)  # few elements would go dense
+    # Few elements would fall back to dense.
+    monkeypatch.setattr("lightning_sparse.routing.Routing._pays", lambda *_: True)
 
 
 class Training:
@@ -131,7 +132,7 @@ def test_a_segment_is_stepped_before_backward_has_ended():
         training = Training(comm, Net(), within=True)
         training.step()
         seen = []
-        # Of the first layer that the forward pass uses, so its gradient is the last.
+        # This layer is the first in the forward pass, so its gradient is the last.
         training.net.layers[1].weight.register_hook(
             lambda _: seen.append(training.optimizer.state[training.net.layers[5].weight]["step"].item())
         )
@@ -163,7 +164,7 @@ def test_ranks_decide_for_themselves():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_checkpointing_the_exchange_waits_for_the_end_of_backward(reentrant):
-    """Gradients come in parts, as layer 1 is used twice; or what is computed anew might take others' weights."""
+    """Gradients arrive in parts, because layer 1 is used twice. Or a recomputation might use changed weights."""
     start = Net()
     start.reentrant = reentrant
     assert both(2, start) == [[False] * STEPS] * 2
@@ -224,7 +225,7 @@ def test_an_error_in_backward_ends_the_thread_and_gives_back_the_weights():
 
 
 def test_an_error_of_the_exchange_leaves_backward_the_weights_it_needs():
-    """A rank whose update is not finite; backward goes on with weights that nobody restores before it has ended."""
+    """A rank's update is not finite. Backward continues, and its weights are restored only when it has ended."""
 
     def rank(comm):
         training = Training(comm, Net(), within=True)

@@ -30,7 +30,7 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def reduced(comm: Comm, device: torch.device, name: str, density: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return the result of each step, and what a rank holds back in the end."""
+    """Return the result of each step, and the sum of the tensors that a rank keeps at the end."""
     reducer, results = Reducer(make(name, density), comm, granularity="model", seed=3), []
     for step in range(STEPS):
         grads = drawn(comm.rank, step, dtype, device)
@@ -42,7 +42,7 @@ def reduced(comm: Comm, device: torch.device, name: str, density: float, dtype: 
     return [*results, sum(kept, torch.zeros(()))]
 
 
-# Selection has a way of its own where few are wanted.
+# Selection of few entries takes another path.
 CASES = [
     (name, density, dtype)
     for name in DISTINCT
@@ -61,9 +61,9 @@ def test_results_are_those_of_the_cpu(name, density, dtype, use):
     for expected, found in zip(on_cpu, on_cuda, strict=True):
         for x, y in zip(expected, found, strict=True):
             if name == "powersgd":
-                # Bases are torch's on CUDA, and our own on the CPU: both are off by roundings of sums of up to 500,
-                # which P, ten times as long in one direction as in another at most, makes larger, as does each further
-                # step; and a mean may be rounded to the next number of bf16.
+                # Bases come from torch on CUDA, and from our own code on the CPU. Both have rounding errors of sums of
+                # up to 500 terms. Each step increases them, and so does P, which is up to ten times longer in one
+                # direction than in another. A mean may also be rounded to the next number of bf16.
                 eps = 10 * STEPS * math.sqrt(500) * 2**-24 + (2**-8 if dtype == torch.bfloat16 else 0)
                 assert (x - y).abs().max() <= eps * x.abs().max()
                 continue
@@ -73,15 +73,15 @@ def test_results_are_those_of_the_cpu(name, density, dtype, use):
             # On CUDA the host does not look whether squares are out of range: norms are of values divided by the
             # largest. Rounding changes a sum of n squares by about √n · 2⁻²⁴ of it, a norm by half of that; two norms.
             tolerance = math.sqrt(math.prod(SHAPES["matrix"])) * 2**-24
-            # Then a mean may be rounded to the next number of bf16; and as many of each rank's values lie so close to
-            # the number that decides between two levels that they get the other one.
+            # Then a mean may be rounded to the next number of bf16. A share `tolerance` of each rank's values lies so
+            # close to the boundary between two levels that these values get the other level.
             eps = 2**-8 if dtype == torch.bfloat16 else 0
             others = (x - y).abs() > (tolerance + eps) * x.abs().max()
             assert others.sum() <= 2 * tolerance * x.numel()
     if METHODS[name].traits.conserves and make(name).memory.error_feedback:
         given = sum(flat(drawn(rank, step, dtype, CPU)) for rank in range(2) for step in range(STEPS))
         left = sum(rank[-1] for rank in on_cuda)
-        # A few fp32 roundings for every rank and step, of what is at most the sum of all.
+        # A few fp32 roundings for every rank and step, of numbers that are at most the sum of all.
         largest = sum(flat(drawn(rank, step, dtype, CPU)).abs().max() for rank in range(2) for step in range(STEPS))
         assert (given - 2 * sum(on_cuda[0][:-1]) - left).abs().max() <= largest * 2**-22
 
@@ -89,8 +89,8 @@ def test_results_are_those_of_the_cpu(name, density, dtype, use):
 def updated(comm: Comm, device: torch.device, name: str, optimizer: str, dtype: torch.dtype) -> list[Tensor]:
     """Return the weights after each step whose updates are exchanged.
 
-    Before them are steps that are the same on all ranks: in Adam's first ones all updates are about as large, and
-    rounding would decide what is sent.
+    Before them are steps that are the same on all ranks. Adam's first updates are nearly equal in size, so rounding
+    would decide which entries are sent.
     """
     model = nn.Module()
     for key, start in drawn(0, 0, dtype, device).items():
@@ -137,8 +137,8 @@ def test_updated_weights_are_those_of_the_cpu(name, optimizer, dtype):
         if optimizer == "momentum":
             assert torch.equal(expected, first)
         else:
-            # On the CPU a·m / (b·√v + c) is (a/b)·m / (√v + c/b), so that what is paid out is rounded otherwise, and a
-            # weight may be rounded to the next number in each step.
+            # On the CPU a·m / (b·√v + c) is (a/b)·m / (√v + c/b), so the payout is rounded differently. A weight may be
+            # rounded to the next number in each step.
             eps = 2**-8 if dtype == torch.bfloat16 else 2**-23
             assert (expected - first).abs().max() <= STEPS * eps * expected.abs().max()
 
@@ -160,7 +160,7 @@ def test_updated_weights_are_those_of_the_cpu(name, optimizer, dtype):
     ],
 )
 def test_wrong_devices_are_seen(wrong):
-    """So that the tests above can fail."""
+    """Shows that the tests above can fail."""
     with pytest.raises(WrongDevice):
         simulate_on_cuda(1, lambda comm: wrong(torch.ones(4, device=CUDA)))
 

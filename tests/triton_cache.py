@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def use_library_of_312() -> None:
-    """Have Triton's own part of all keys be that of the wheel for Python 3.12; its other files are the same."""
+    """Use the wheel for Python 3.12 in Triton's part of all keys. Its other files are the same."""
     from triton.runtime import cache
 
     real, own = cache.triton_key, FOLDER / "wheel" / "libtriton.so"

@@ -22,7 +22,7 @@ OPTIMIZERS = {
 
 
 class Scheduled(Net):
-    """With a learning rate that changes in every step."""
+    """Has a learning rate that changes in every step."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -76,7 +76,7 @@ def error_of(fn, *args, **options):
 
 
 def sidecar_names(checkpoint, io=None):
-    """Return the names of the sidecar files that a checkpoint asks for, None if it asks for none."""
+    """Return the names of the sidecar files that a checkpoint requires, or None if it requires none."""
     info = (io or TorchCheckpointIO()).load_checkpoint(checkpoint).get(sidecars.KEY)
     return info and {f"{info['tag']}.rank{rank}-of-{info['size']}.pt" for rank in range(info["size"])}
 

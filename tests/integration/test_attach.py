@@ -194,7 +194,7 @@ def test_a_killed_rank_that_hosted_the_store_is_named_within_seconds(exchange):
 
 
 def broken_by_the_end_of_the_store(rank: int) -> str:
-    """What rank 1 makes of a connection that breaks before there is a session."""
+    """Return rank 1's error for a connection that breaks before there is a session."""
     dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -207,7 +207,7 @@ def broken_by_the_end_of_the_store(rank: int) -> str:
 def test_a_broken_connection_is_explained_by_the_end_of_the_store_as_well():
     _, text = run_ranks(2, broken_by_the_end_of_the_store)
     assert text.startswith("Rank 1 lost the store of the process group: the process that hosts it, usually rank 0, has")
-    assert "gloo" in text  # and what was seen first
+    assert "gloo" in text  # and the first error
 
 
 def frozen_store(rank: int) -> tuple[str, str, float]:
@@ -444,7 +444,7 @@ def fails_at_last(rank: int) -> list[Any]:
 
 def test_an_attach_that_fails_leaves_nothing_open():
     for (kind, text), left_as_before, hooks in run_ranks(2, fails_at_last):
-        # RankFailure on a rank that hears of the other's error while it is still on the way to its own.
+        # RankFailure occurs on a rank that learns of the other's error before its own error occurs.
         assert kind in ("RuntimeError", "RankFailure")
         assert "no hooks today" in text
         assert left_as_before
@@ -594,7 +594,7 @@ def test_ranks_whose_optimizers_or_other_tensors_differ(how, message):
 
 
 def waits_on_the_device(rank: int, how: str) -> tuple[list[str], str, dict[str, bool], bool]:
-    """What an exchange of updates does over NCCL, imitated, when rank 1 fails and the device waits for it."""
+    """Run an exchange of updates, with NCCL imitated, when rank 1 fails and the device waits for this rank."""
     freed: list[str] = []
     closed: dict[str, bool] = {}
     net = nn.Linear(50, 50)
@@ -614,7 +614,7 @@ def waits_on_the_device(rank: int, how: str) -> tuple[list[str], str, dict[str, 
         if how == "host waits":
             patched.setattr(Session, "free_device", lambda self: (freed.append("freed"), device.set()))
             patched.setattr(exchange.updates, "exchange", exchanged)
-        else:  # the host has launched all, and goes on
+        else:  # the host has launched all work, and continues
             patched.setattr(exchange.updates, "exchange", lambda optimizer, **_: None)
             event = SimpleNamespace(query=lambda: False)
             patched.setattr(
@@ -657,7 +657,7 @@ def compared(rank: int, how: str, level: str) -> list[torch.Tensor]:
     else:
         attach_updates(net, optimizer, "topk", density=0.1, overlap="next_step" if how == "delayed" else "none")
     if rank > 0 and level == "DETAIL":
-        process_group.has_ended(dist.group.WORLD, 0)  # while ranks connect it is asked as often as they are late
+        process_group.has_ended(dist.group.WORLD, 0)  # the number of these calls depends on how late ranks connect
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.full((2, 8), 1.0 + rank)).square().sum().backward()

@@ -36,22 +36,22 @@ from tests.support.kernels import no_waiting
 from tests.support.representatives import GRADIENTS
 from tests.support.tiers import full
 
-pytestmark = full  # `make gpu` runs it where there is a GPU
+pytestmark = full  # `make gpu` runs it if there is a GPU
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 STEPS = 5
 PATIENCE = float(os.environ.get("PATIENCE", 400))
-"""Seconds that ranks may take: 27 methods compile some 150 kernels where Triton's cache is empty."""
+"""Seconds that ranks may take. If Triton's cache is empty, 27 methods compile some 150 kernels."""
 LOCAL_STEPS = 2
-"""Before each exchange, for methods that take several: the last exchange, at the end of the fit, has one."""
+"""Local steps before each exchange, for methods with several. The last exchange, at the end of the fit, has one."""
 WIDTH = {"cpu": 64, "cuda": 1100}
-"""Of the hidden layer. On CUDA the first weights are long enough for the kernel that adds and scans."""
+"""Width of the hidden layer. On CUDA the first weights are long enough for the kernel that adds and scans."""
 
 
 def ranks(device: str, size: int, fn: Callable[..., Any], *args: Any, backend: str | None = None) -> list[Any]:
-    """Run `fn(rank, device, *args)` in processes that can use the device; raise what one of them raises."""
+    """Run `fn(rank, device, *args)` in processes that can use the device. Raise a process's error."""
     start = "spawn" if device == "cuda" else "fork"  # CUDA does not survive a fork
     results = run_ranks(size, quietly, fn, device, *args, start=start, backend=backend, patience=PATIENCE, timeout=60)
     for result in results:
@@ -133,7 +133,7 @@ def alone(rank: int, device: str, name: str) -> list[dict[str, Any]]:
 @on_both
 @pytest.mark.parametrize("name", ["topk", "gaussiank"])
 def test_lightning_with_one_rank(device, name):
-    """Over NCCL where there is a GPU. Nothing is lost, and a second run ends with the same bits."""
+    """Uses NCCL if there is a GPU. Nothing is lost, and a second run ends with the same bits."""
     (runs,) = ranks(device, 1, alone, name, backend=None if device == "cuda" else "gloo")
     for run in runs:
         assert (run["steps"], run["backend"]) == (STEPS, "nccl" if device == "cuda" else "gloo")
@@ -164,7 +164,7 @@ def fits_with_adamw(rank: int, device: str, size: int, fits: list[dict[str, Any]
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("fits", [[{"overlap": "backward"}, {"overlap": "none"}], [{"overlap": "next_step"}] * 2])
 def test_updates_are_exchanged_alike_in_each_fit(device, size, fits):
-    """Within backward and after it, or during the next step. One rank over NCCL where there is a GPU; two over gloo."""
+    """Within backward and after it, or during the next step. If there is a GPU, one rank uses NCCL. Two use gloo."""
     found = ranks(device, size, fits_with_adamw, size, fits, backend=None if device == "cuda" else "gloo")
     assert all(torch.equal(weights, found[0][0]) for each in found for weights in each)
     assert not torch.equal(found[0][0], bits(layers(device).parameters()))
@@ -202,7 +202,7 @@ def test_lightning_with_two_ranks_over_gloo(device, names):
 
 
 def wait_a_little(device: str) -> None:
-    """Keep the current stream busy, or the thread: long enough for what does not wait for it to overtake."""
+    """Keep the current stream or the thread busy for so long that code that does not wait for it overtakes it."""
     if device == "cpu":
         time.sleep(0.01)
     else:
@@ -230,8 +230,8 @@ def train(
         may_wait: whether the host may wait for the device.
         granularity: see `attach`.
         bucket_cap_mb: of DDP.
-        late: what is held up in every step: "training", between forward and backward, or the "thread", before each
-            segment.
+        late: the part that is delayed in every step: "training", between forward and backward, or the "thread", before
+            each segment.
     """
     warnings.simplefilter("ignore")
     net = layers(device).to(device, dtype)
@@ -360,7 +360,7 @@ def with_each_choice(rank: int, device: str) -> dict[str, tuple[Tensor, list[str
 @needs_triton
 @on_both
 def test_plain_torch_trains_to_the_same_weights(device):
-    """Where it is forced, and where Triton is missing, which one line of the log says."""
+    """Plain torch runs if it is forced, and if Triton is missing. A line of the log reports the latter."""
     (runs,) = ranks(device, 1, with_each_choice, backend="nccl" if device == "cuda" else "gloo")
     weights, lines = zip(*runs.values(), strict=True)
     assert torch.equal(weights[0], weights[1])
@@ -372,7 +372,7 @@ def test_plain_torch_trains_to_the_same_weights(device):
 
 
 def each_collective(rank: int, device: str) -> list[Any]:
-    # A rank that is alone does not talk, so this goes below what decides that.
+    # A single rank skips collectives, so this calls the functions below that decision.
     comm = ProcessGroupComm()
     x = torch.arange(6.0, device=device)
 

@@ -91,7 +91,7 @@ class Saboteur(pl.Callback):
             self.strike(trainer)
         if self.case == "killed in a checkpoint, sidecar file":
             fs = fsspec.filesystem("file")
-            # Between writing it and giving it its name.
+            # After the file is written, and before it is renamed.
             type(fs).mv = lambda *_, **__: self.strike(trainer)
         if self.case == "killed in a checkpoint, after the sidecar files":
             trainer.strategy.checkpoint_io.save_checkpoint = lambda *_, **__: self.strike(trainer)
@@ -178,7 +178,7 @@ NO_ANSWER = "No answer from rank {victim}: killed, ended, or frozen"
 BEAD = "Rank 1 failed at step 6: ArithmeticError: the abacus is missing a bead"
 STOCK = r"[Cc]onnection|closure|Timed out"
 CAUSES = {
-    # The event and its rank, by the message of the other ranks; or a pattern of torch's own error.
+    # Event and rank to the message of the other ranks, or to a pattern of torch's error.
     ("killed at the start", 1): STOCK,
     ("killed in a step", 1): NO_ANSWER,
     ("killed in a step", 0): NO_ANSWER,
@@ -425,7 +425,7 @@ def test_torchrun_goes_on_with_fewer_nodes(tmp_path):
     ]
     try:
         agents[0].wait_for(lambda entry: entry["size"] == 2 and entry["step"] == 7)
-        # Which rank is whose is not known: each worker is a child of its agent.
+        # Ranks of agents are not known, but each worker is a child of its agent.
         workers = {entry["pid"] for entry in agents[0].log}
         parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) for pid in workers}
         agents[1].process.kill()
@@ -441,7 +441,7 @@ def test_torchrun_goes_on_with_fewer_nodes(tmp_path):
             agent.end()
     assert start["start"] == "last.ckpt"
     assert start["step"] >= 5
-    # Of the sum of two, in fp32.
+    # Rounding of the sum of two, in fp32.
     assert start["lost"] <= 2**-22 * start["kept"]
     assert start["kept"] > 0
     assert torch.load(newest(tmp_path), weights_only=True)["global_step"] == STEPS

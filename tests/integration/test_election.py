@@ -52,7 +52,7 @@ def fit(allocation: Tensor, share: float) -> tuple[Tensor, list[list[int]], floa
 def test_one_of_three_ranks_attacks():
     def both(rank: int) -> list[tuple[Tensor, list[list[int]], float]]:
         one_each = torch.eye(WORKERS, dtype=torch.bool)
-        # Embeddings that a part does not use have no sign there, so one part alone is in the end another vote.
+        # A part of the data has no sign for embeddings that it does not use, so a vote with one part per rank differs.
         return [fit(deterministic_allocation(WORKERS, 1), share) for share in (0, 0.4)] + [fit(one_each, 0.4)]
 
     ranks = lightning_ranks(WORKERS, both)

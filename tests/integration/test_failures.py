@@ -266,7 +266,7 @@ def test_a_non_finite_gradient_names_parameter_rank_and_step(exchange):
 
 
 def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str]]:
-    """With kernels that do not let the host wait, here interpreted ones: what is wrong is seen a step later."""
+    """With kernels that do not let the host wait, here interpreted ones, the fault is detected a step later."""
     os.environ[launch.KERNELS] = "triton"
     ddp = DistributedDataParallel(nn.Linear(50, 50))
     attach(ddp, "topk")
@@ -274,7 +274,7 @@ def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str
     step(ddp, float("nan") if rank == 1 else 1.0)
     unharmed = all(bool((param.grad == 0).all()) for param in ddp.parameters())
     late = caught(lambda: step(ddp))
-    # In the last step nothing comes after it.
+    # No step follows the last one.
     errors: list[str] = []
     session.log.error = errors.append
     last = DistributedDataParallel(nn.Linear(50, 50))
@@ -350,7 +350,7 @@ def refused(rank: int) -> list[tuple[str, str, float]]:
     return [
         caught(lambda: attach(nn.Linear(2, 2))),
         caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.float64))))),
-        # Without the first synchronisation, in which gloo of torch 2.8 refuses complex numbers itself.
+        # Without the first synchronisation, because there gloo of torch 2.8 rejects complex numbers.
         caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.complex64)), init_sync=False))),
         caught(lambda: attach(stock(nn.Embedding(4, 4, sparse=True)))),
         caught(lambda: attach(stock(nn.Linear(2, 2), skip_all_reduce_unused_params=True))),

@@ -164,7 +164,7 @@ AS_EXCHANGED = {
 
 
 def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
-    """Stock ddp has no residual, in which part of it would wait; nor has an exchange of updates."""
+    """Stock ddp and an exchange of updates keep no part of a gradient in a residual."""
 
     def rank(rank: int) -> dict[str, list[str]]:
         said = {}
@@ -189,7 +189,7 @@ def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
 
 @pytest.mark.parametrize(("nodes", "wrong"), [([0, 1, 0, 1], "0 to 1"), ([0, 0, 1, 2], "2 to 3"), ([0, 0, 1, 1], None)])
 def test_two_levels_need_the_ranks_of_a_node_next_to_each_other(nodes, wrong):
-    """As under SLURM's --distribution=cyclic."""
+    """SLURM's --distribution=cyclic separates the ranks of a node."""
 
     def rank(rank: int) -> str | None:
         os.environ.update(GROUP_RANK=str(nodes[rank]), LOCAL_RANK=str(nodes[:rank].count(nodes[rank])))

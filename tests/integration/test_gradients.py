@@ -49,7 +49,7 @@ FIND = {"find_unused_parameters": True}
 
 
 class Scheduled(Net):
-    """With a schedule: learning rate by number of the step."""
+    """Has a schedule: the learning rate is a function of the step."""
 
     def __init__(self, rate: Callable[[int], float], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -112,7 +112,7 @@ class Checkpointed(Net):
 
 
 class Compiled(Net):
-    """Compiled before it is wrapped: a part, or all of it."""
+    """Its layers are compiled before the module is wrapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Compiled(Net):
 
 
 class Unused(Net):
-    """With a branch that takes part where `uses(rank, number of the batch)` says so."""
+    """Has a branch, which takes part in a step if `uses(rank, number of the batch)` is true."""
 
     def __init__(self, uses: Callable[[int, int], bool], **options: Any) -> None:
         super().__init__(**options)
@@ -144,7 +144,7 @@ class Freezing(Net):
 
 
 class Manual(Net):
-    """Accumulates two batches for a step, by itself."""
+    """Accumulates two batches for a step, without Lightning's accumulation."""
 
     def __init__(self, no_sync: bool) -> None:
         super().__init__(momentum=0.9)
@@ -347,7 +347,7 @@ def test_at_rate_0_nothing_moves(name):
 
 @pytest.mark.parametrize("name", tiers(["dense", "topk", "signsgd"], ["topk"]))
 def test_a_stale_gradient_is_not_applied(name):
-    """Where a parameter takes part on the other rank alone, what its .grad still holds does not count."""
+    """If a parameter takes part on the other rank only, the old content of its .grad does not count."""
 
     class Stale(Unused):
         def backward(self, loss: Tensor, *_: Any) -> None:
@@ -454,14 +454,14 @@ class Untouched(Net):
 
 @pytest.mark.parametrize("options", [FIND, {}, {"static_graph": True}])
 def test_a_loss_that_touches_no_parameter_is_told_what_helps(options):
-    """Under stock ddp nothing is exchanged in such a step, and nothing is said."""
+    """In such a step stock ddp exchanges nothing, and does not warn."""
     for _, text, _ in lightning_ranks(2, lambda rank: failing(rank, Untouched, strategy("topk", **options))):
         assert "'embedding.weight', 'layers.0.weight', 'layers.0.bias' and others got no gradient on rank" in text
         assert "find_unused_parameters=True does not help there. Let the loss touch the parameters" in text
 
 
 def test_what_is_left_of_a_failure_does_not_block_the_process():
-    # While rank 1 keeps its end of the connection, rank 0's exchange is pending for ever; the destructor of its group
+    # While rank 1 keeps its end of the connection, rank 0's exchange stays pending. The destructor of rank 0's group
     # waits for the timeout, 30 s.
     def rank(rank: int) -> float:
         gc.disable()
@@ -489,7 +489,7 @@ class Sparse(Net):
 @pytest.mark.parametrize("by_module", [True, False])
 def test_sparse_gradients_are_an_error(by_module):
     for kind, text, _ in lightning_ranks(2, lambda rank: failing(rank, partial(Sparse, by_module), strategy("topk"))):
-        # What is sparse by a function alone is DDP's own error: it comes before the hook.
+        # A gradient that is sparse because of a function is an error in DDP itself, before the hook runs.
         assert kind == ("TypeError" if by_module else "NotImplementedError")
         assert ("Set sparse=False" if by_module else "SparseTensorImpl") in text
 
@@ -561,7 +561,7 @@ def test_a_reference_to_the_last_gradient_keeps_that_gradient():
 
 
 class Copies(Net):
-    """Copies all that a training consists of in the middle of it."""
+    """Copies all parts of a training in the middle of it."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for part in (self, self.trainer.model, self.trainer.strategy, optimizer):
@@ -594,7 +594,7 @@ def test_a_trainer_can_be_copied_within_and_after_a_training_and_its_copy_trains
 
 
 class Spectral(Net):
-    """With a complex buffer, and a complex weight, or a real one of which forward takes a complex view."""
+    """Has a complex buffer and a complex weight. If `real`, forward takes a complex view of a real weight."""
 
     def __init__(self, real: bool) -> None:
         super().__init__()
@@ -647,7 +647,7 @@ class Plateau(Net):
 
 @pytest.mark.parametrize("options", [{}, {"exchange": "update"}, {"exchange": "update", "overlap": "next_step"}])
 def test_rates_that_differ_among_ranks_are_warned_of_once(options, monkeypatch):
-    """As under stock ddp, in which weights drift apart without a word."""
+    """Under stock ddp, too, weights drift apart, but without a warning."""
     monkeypatch.setattr(rates, "PERIOD", 5)
 
     def rank(rank: int) -> list[list[str]]:
@@ -666,7 +666,7 @@ def test_rates_that_differ_among_ranks_are_warned_of_once(options, monkeypatch):
 
 
 class OwnRate(Net):
-    """As after a search for a rate on each rank's own losses."""
+    """Has different learning rates on the ranks, as after a search with each rank's own losses."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1 / (1 + self.global_rank))

@@ -60,7 +60,7 @@ def train(net: nn.Module, forward: Any, average: Any, rank: int) -> list[Tensor]
 
 
 def residual_of_a_convolution(rank: int) -> list[bool]:
-    """Whether what is sent and what is saved add up to the gradient, and do so in a model of the other format."""
+    """Return whether the applied and the saved part add up to the gradient, also in a model of the other format."""
     found = []
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     for first, second in (
@@ -244,7 +244,7 @@ def failing(rank: int) -> tuple[str, list[bool]]:
         raise KeyError("mine")
 
     thread.reducer.reduce_segment_ = broken
-    # Backward must not wait for it: an abort may take as long as the group's timeout.
+    # Backward must not wait for this, because an abort may take until the group's timeout.
     thread._worker._free = lambda: freed.append(backward_has_ended.wait(10))
     try:
         ddp(torch.ones(1, 30)).sum().backward()
@@ -258,7 +258,7 @@ def failing(rank: int) -> tuple[str, list[bool]]:
 
 
 def test_a_failure_in_the_thread_frees_the_device():
-    """Else whoever looks at a tensor waits for kernels that wait for peers, until the watchdog ends it."""
+    """Otherwise a thread that reads a tensor waits for kernels that wait for peers, until the watchdog ends this."""
     assert run_ranks(1, failing) == [("'mine'", [True])]
 
 
@@ -282,7 +282,7 @@ def test_full_density_equals_stock_ddp(name):
 
 
 def unused(rank: int, find: bool) -> tuple[float, float, int]:
-    """Branch b is used by both ranks, by rank 0 alone, or by nobody, in turn; gradients are never set to None."""
+    """Branch b is used by both ranks, by rank 0 only, and by no rank, in turn. Gradients are never set to None."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"a": nn.Linear(40, 40), "b": nn.Linear(40, 40)})
 
@@ -302,7 +302,7 @@ def unused(rank: int, find: bool) -> tuple[float, float, int]:
     for step in range(9):
         use_b = step % 3 == 0 or (step % 3 == 1 and rank == 0)
         used = [net["a"], net["b"]] if use_b else [net["a"]]
-        # What backward will produce, without DDP:
+        # The gradients that backward will produce, without DDP.
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
         y = net["b"](net["a"](x)) if use_b else net["a"](x)
         params = [param for module in used for param in module.parameters()]
@@ -311,10 +311,10 @@ def unused(rank: int, find: bool) -> tuple[float, float, int]:
         before = [param.grad.clone() if param.grad is not None else None for param in net["b"].parameters()]
         for param in net.parameters():
             if param.grad is not None and (use_b or param in set(net["a"].parameters())):
-                param.grad.zero_()  # b's stays as it was, stale, where b is not used
+                param.grad.zero_()  # if b is not used, its stale gradient stays
         ddp(x, use_b).pow(2).mean().backward()
         got = [param.grad for param in net.parameters()]
-        if step % 3 == 2:  # nobody used b: DDP leaves its gradients as they were, so nothing arrived
+        if step % 3 == 2:  # no rank used b: DDP leaves its gradients as they were, so nothing arrived
             assert all(torch.equal(a, b) for a, b in zip(before, [p.grad for p in net["b"].parameters()], strict=True))
             got = [param.grad for param in net["a"].parameters()]
         received = received + sum(grad.double().sum() for grad in got)
@@ -540,7 +540,7 @@ class Power(nn.Module):
 
 
 def with_graphs(rank: int) -> dict[str, tuple[Tensor, bool]]:
-    """As torch's own test of create_graph: stock DDP takes no more than one parameter there."""
+    """As in torch's test of create_graph. There stock DDP supports only one parameter."""
     found = {}
     for name in (None, *REPRESENTATIVES):
         net = Power()

@@ -17,10 +17,10 @@ GROWING = {"init_scale": 32.0, "growth_interval": 1}
 
 
 class Own(Net):
-    """Net with manual optimization and a scaler of its own, or none.
+    """Net with manual optimization and a custom scaler, or none.
 
     Args:
-        held: where the scaler is: an "attribute", in a "list", made in "configure_optimizers", or in the "step" alone.
+        held: place of the scaler: an "attribute", in a "list", made in "configure_optimizers", or only in the "step".
         scaler: options of the scaler; None for no scaler.
         overflows: number of the batch in which the gradient is infinite.
     """
@@ -200,7 +200,7 @@ def test_a_scaler_that_scales_nothing_or_is_switched_off_is_none():
 def test_the_run_says_whose_scaler_it_follows():
     def rank(rank: int) -> list[str]:
         lines = logging.handlers.BufferingHandler(1000)
-        for name in ("pytorch_lightning", "lightning_sparse"):  # the second where pytest has set up logging
+        for name in ("pytorch_lightning", "lightning_sparse"):  # the second if pytest has set up logging
             logging.getLogger(name).addHandler(lines)
             logging.getLogger(name).setLevel(logging.INFO)
         fit(Own("attribute", SCALE), rank, strategy("topk", 0.1))

@@ -77,7 +77,7 @@ def within_ddp(net: nn.Module) -> Any:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As accelerate's: it does not call torch's constructor."""
+    """Like accelerate's wrapper, does not call torch's constructor."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -141,7 +141,7 @@ def derived(net: nn.Module) -> Any:
 
 
 class Around(torch.optim.Optimizer):
-    """Steps by way of another optimizer, as SAM does, and holds its parameters."""
+    """Takes steps through another optimizer, as SAM does, and has its parameters."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base
@@ -156,7 +156,7 @@ def around(net: nn.Module) -> Any:
 
 
 class Sharp(torch.optim.Optimizer):
-    """As SAM: weights are others, on each rank, while the closure is evaluated, and go back before the step."""
+    """Like SAM, changes weights on each rank while the closure is evaluated, and restores them before the step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -196,7 +196,7 @@ def test_weights_that_an_optimizer_changes_before_its_closure_are_its_own():
 
 
 class Own(torch.optim.AdamW):
-    """Not of torch."""
+    """Is a subclass, and so not one of torch's optimizers."""
 
 
 def with_closure(by_name: bool, kind: Any) -> tuple[Tensor, int]:

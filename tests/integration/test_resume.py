@@ -110,7 +110,7 @@ def test_a_warm_up_goes_on(density_warmup_steps, names, tmp_path):
 
 
 class Batched(Net):
-    """With the attributes that the batch size finder and the learning rate finder set."""
+    """Has the attributes that the batch size finder and the learning rate finder set."""
 
     batch_size, lr = 2, 0.05
 

@@ -16,7 +16,7 @@ from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, t
 
 
 class Different(Net):
-    """Whose weights, buffers and frozen parameters are as `seed` says; it may have a buffer that others have not."""
+    """Its weights, buffers and frozen parameters depend on `seed`. It may have a buffer that other ranks lack."""
 
     def __init__(self, seed: int, width: int = 3, *, ignored: bool = False) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def started(
     ids=["default", "broadcast_buffers=False", "forward_sync_buffers=False"],
 )
 def test_all_start_from_rank_0s(options, equal, exchange):
-    """As with DistributedDataParallel: frozen ones too, and buffers unless they are to stay."""
+    """As in DistributedDataParallel, this includes frozen parameters, and buffers unless an option excludes them."""
 
     if (
         "forward_sync_buffers" in options

@@ -251,7 +251,7 @@ def test_unknown_strategy_name_is_lightnings_own_error():
 
 
 def test_mps_is_refused(monkeypatch):
-    # Lightning itself refuses the whole family, by a name that it finds in the strategy's.
+    # Lightning rejects the whole family by a part of the strategy's name.
     monkeypatch.setattr(pytorch_lightning.accelerators.MPSAccelerator, "is_available", lambda: True)
     with pytest.raises(ValueError, match=r"strategies from the DDP family are not supported on the MPS accelerator"):
         pytorch_lightning.Trainer(strategy="topk_ddp", accelerator="mps", devices=1, logger=False)
@@ -311,7 +311,7 @@ def fit_alone(
 
 @pytest.mark.parametrize(("start_method", "devices"), [("fork", 2), ("fork", 1), ("spawn", 2), ("popen", 2)])
 def test_a_fit_that_cannot_start_its_ranks_after_another_fit_says_so(start_method, devices):
-    """Stock `ddp` waits for ever: forked and spawned ranks take the earlier fit's process group for theirs."""
+    """Stock `ddp` hangs, because forked and spawned ranks mistake the earlier fit's process group for their own."""
 
     def twice(rank: int) -> tuple[int, str]:
         seen = fit_alone(rank, SparseDDPStrategy("topk"), max_epochs=1)
@@ -355,7 +355,7 @@ def test_version_is_public():
 @full
 @pytest.mark.parametrize("fails", [False, True])
 def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
-    """Otherwise gloo aborts the process at its exit now and then; after a failure leaving might wait for ever."""
+    """Otherwise gloo sometimes aborts the process at its exit. After a failure, leaving might hang."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(f"""

@@ -56,7 +56,7 @@ AdamNet = partial(Net, ADAMW, lr=0.01)
 
 
 def sparse(**options: Any) -> SparseDDPStrategy:
-    # Of the whole model: small segments would go dense.
+    # One segment for the whole model, because small segments would fall back to dense.
     return SparseDDPStrategy(**{"method": "topk", "density": 0.02, "granularity": "model", **options})
 
 
@@ -125,7 +125,7 @@ class Tied(Net):
 
 
 class Unused(Net):
-    """One layer takes part on rank 0 alone, in every second step, and another nowhere."""
+    """One layer takes part on rank 0 only, in every second step. Another layer never takes part."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(ADAMW, lr=0.01, **options)
@@ -167,7 +167,7 @@ class Manual(Net):
 
 
 class Twice(Net):
-    """A backward pass of the training step's own, before the one that Lightning does, over the same layers."""
+    """Its training step has an additional backward pass over the same layers, before Lightning's."""
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if index % 2:
@@ -208,7 +208,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "delayed, parameters without gradients": (Unused, {"overlap": "next_step"}, {}),
     "delayed, compiled": (Compiled, {"overlap": "next_step"}, {}),
     "delayed, manual optimization": (Manual, {"overlap": "next_step"}, {}),
-    # As a configuration file gives what torch has by default.
+    # Torch's defaults, as in a configuration file.
     "defaults of a file": (AdamNet, {"broadcast_buffers": None, "gradient_as_bucket_view": True}, {}),
     "diloco": (AdamNet, {"method": "diloco", "density": None, "local_steps": 3}, {}),
     "sparseloco": (AdamNet, {"method": "sparseloco", "density": None, "local_steps": 3}, {}),
@@ -272,7 +272,7 @@ def test_optimizers_of_the_same_parameters_exchange_gradients_unless_updates_are
 
 
 class Averaged(Net):
-    """With timm's Lookahead around SGD, and a schedule, which replaces its `step` before training begins."""
+    """Has timm's Lookahead around SGD, and a schedule, which replaces its `step` before training begins."""
 
     def configure_optimizers(self) -> Any:
         optimizer = Lookahead(torch.optim.SGD(self.parameters(), 0.05))
@@ -300,7 +300,7 @@ def test_an_optimizer_around_another_one_trains_as_under_ddp():
 
 
 class Numbered(Net):
-    """With a buffer that is the rank's number at first, and that nothing changes."""
+    """Has a buffer whose initial value is the rank's number, and which never changes."""
 
     def __init__(self) -> None:
         super().__init__(ADAMW, lr=0.01)
@@ -312,7 +312,7 @@ class Numbered(Net):
 
 @pytest.mark.parametrize(("option", "numbers"), [("broadcast_buffers", [0, 1]), ("forward_sync_buffers", [0, 0])])
 def test_buffers_stay_each_ranks_own_where_that_is_asked_for(option, numbers):
-    """By the second option from rank 0's on."""
+    """With the second option, buffers start from rank 0's."""
     ranks = lightning_ranks(2, partial(fit, max_epochs=1), Numbered, {option: False})
     assert [rank["exchanged"] for rank in ranks] == ["update"] * 2
     assert same(*(rank["weights"] for rank in ranks))
@@ -339,8 +339,8 @@ class Wide(pl.LightningModule):
         return torch.nn.utils.parameters_to_vector(self.parameters()).detach().float()
 
 
-# Squares summed in fp16, or in fp32, are out of range. In fp16 a step of 100 / √180000 = 0.236 is rounded twice
-# by 2⁻¹¹ of itself, and weights below 1 by 2⁻¹², 0.1 % of the step, up to four times.
+# Sums of squares in fp16 or in fp32 are out of range. In fp16 a step of 100 / √180000 = 0.236 is rounded twice, by
+# 2⁻¹¹ of itself. Weights below 1 are rounded up to four times, by 2⁻¹², which is 0.1 % of the step.
 @pytest.mark.parametrize(("precision", "factor", "rel"), [("16-true", 60.0, 0.006), ("32-true", 1e24, 1e-5)])
 def test_a_norm_out_of_range_clips_to_what_was_asked_for(precision, factor, rel):
     def rank(rank):
@@ -382,7 +382,7 @@ def test_weights_and_buffers_are_equal_in_every_form(form):
     assert first["exchanged"] == "update"
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["buffers"], second["buffers"])
-    # Every third of 16, and at the end what was left.
+    # Every third of 16 steps, and the rest at the end.
     assert first["steps"] == {
         "accumulation": 8,
         **dict.fromkeys(["gan", "delayed gan"], 32),
@@ -527,7 +527,7 @@ class Stumbles(Net):
 
 
 class OnFailure(pl.Callback):
-    """Keeps what a checkpoint would have, where training fails."""
+    """If training fails, keeps the state that a checkpoint would contain."""
 
     def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
         self.state = trainer.strategy.lightning_module_state_dict()
@@ -545,7 +545,7 @@ def test_what_is_saved_on_an_exception_during_an_exchange_has_weights_that_all_r
     assert "stumbled" in first[1]
     assert "stumbled" in second[1]
     assert same(weights, others)
-    assert consistent  # on the rank that failed between two steps: the exchange before had all it needed
+    assert consistent  # on the rank that failed between two steps: the previous exchange had all its data
 
 
 class SavesInForward(Net):
@@ -570,7 +570,7 @@ def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights
         dist.barrier()
         saved = torch.load(path, weights_only=True)
         started = AdamNet()
-        again = trainer(sparse(overlap="next_step"), 2, max_steps=3)  # as many as were done: it goes on for none
+        again = trainer(sparse(overlap="next_step"), 2, max_steps=3)  # three steps are done, so none follows
         again.fit(started, Loader(rank, 2), ckpt_path=path)
         same_weights = all(same(saved["state_dict"][name], param) for name, param in started.named_parameters())
         elements = again.strategy.reducer.state_dict()["elements"]
@@ -687,7 +687,7 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks():
 
 
 def scaler() -> list[Any]:
-    """By precision="16-mixed" Lightning takes bf16 on a CPU."""
+    """Return a plugin for fp16. With precision="16-mixed" Lightning uses bf16 on a CPU."""
     return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024))]
 
 
@@ -756,7 +756,7 @@ EDITS = [halve_rate, empty_state, leave_out, set_a_moment, remove_a_parameters]
 
 
 class Edited(AtStart):
-    """Edits the checkpoint, where it is saved or loaded; a module's hooks get the same dictionary."""
+    """Edits the checkpoint when it is saved or loaded. A module's hooks get the same dictionary."""
 
     def __init__(self, where: str, edit: Any) -> None:
         self.where, self.edit = where, edit
@@ -779,7 +779,7 @@ class Edited(AtStart):
     tiers(itertools.product(["loaded", "saved", "file"], EDITS), [("loaded", edit) for edit in EDITS[:2]]),
 )
 def test_what_a_hook_changes_of_a_checkpoint_wins_and_the_rest_is_each_ranks_own(where, edit, tmp_path):
-    """Whatever stock `ddp` loads that it did not save is loaded; the rest is what this rank has saved."""
+    """If stock `ddp` loads another value than it saved, ours loads it too. All other values are this rank's."""
 
     def states(rank: int, ours: bool) -> tuple[Any, Any, Any]:
         path = tmp_path / f"{ours}.ckpt"
@@ -870,7 +870,7 @@ def test_pending_updates_are_exchanged_in_inference_mode(options):
 
 
 class OwnFormat(torch.optim.SGD):
-    """Wraps an optimizer: keeps what that one keeps in a format of its own, and options apart from its groups."""
+    """Wraps an optimizer: has a custom format of its state, and options outside its groups."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr, momentum=0.9)
@@ -884,7 +884,7 @@ class OwnFormat(torch.optim.SGD):
 
 
 class Signs(torch.optim.Optimizer):
-    """Steps by signs; has no options but the rate, and none of those that torch's optimizers have."""
+    """Takes steps by signs. Its only option is the learning rate; torch's other options are missing."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -1162,7 +1162,7 @@ def test_a_vote_exchanges_gradients_whatever_the_optimizer(options):
 
 
 class OwnScaler(Net):
-    """With manual optimization and a scaler of its own. Its fourth gradient is infinite or, without one, not there."""
+    """Uses manual optimization and a custom scaler. Its fourth gradient is infinite or, without a scaler, missing."""
 
     def __init__(self, scaled: bool, overflows: bool, wrapped: bool = False) -> None:
         super().__init__(ADAMW, lr=0.01)
@@ -1187,7 +1187,7 @@ class OwnScaler(Net):
 
 @pytest.mark.parametrize("local_steps", [1, 4])
 def test_a_scaler_of_the_modules_own_may_leave_a_step_out_on_one_rank(local_steps):
-    """As if that rank's optimizer had had no gradient."""
+    """The result is the same as if that rank's optimizer had had no gradient."""
 
     def run(rank: int, scaled: bool, wrapped: bool = False) -> tuple[Tensor, int, bool]:
         modules = [OwnScaler(scaled, rank == 1, wrapped)]
@@ -1293,7 +1293,7 @@ def test_callbacks_show_updates(tmp_path, overlap):
 
 
 def test_callbacks_wait_for_the_exchange_and_show_how_far_ranks_drift(tmp_path):
-    """Of 16 steps every fifth logs, and every third has an exchange: 5, 10 and 15 are reported with 6, 12 and 15."""
+    """Every fifth of 16 steps logs, every third has an exchange. Steps 5, 10 and 15 are reported with 6, 12 and 15."""
 
     def run(rank: int) -> None:
         options = {"callbacks": [CommunicationMonitor()], "logger": TensorBoardLogger(tmp_path, name="", version="")}
@@ -1565,7 +1565,7 @@ def test_callbacks_that_swap_weights_find_them_exchanged(options):
         run = trainer(
             sparse(**options), 2, callbacks=[Swapping()], num_sanity_val_steps=0, val_check_interval=5, max_epochs=2
         )
-        for _ in range(2):  # the second fit goes on with the same Trainer
+        for _ in range(2):  # the second fit continues with the same Trainer
             run.fit(net, Loader(rank, 2, 10))
             found.append(net.weights)
         assert len(run.callbacks) == len({id(callback) for callback in run.callbacks})
@@ -1614,7 +1614,7 @@ def test_averages_are_of_weights_that_are_equal_on_all_ranks(average, fails, opt
 
 
 class InfiniteAtFirst(Net):
-    """Whose first gradient is infinite, on the ranks that are given."""
+    """Its first gradient is infinite on the given ranks."""
 
     def __init__(self, ranks: tuple[int, ...], optimizer: Any) -> None:
         super().__init__(optimizer, lr=0.01)
@@ -1627,7 +1627,7 @@ class InfiniteAtFirst(Net):
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_fused_optimizer_whose_first_step_overflows(ranks):
-    """It is called and leaves the step out by itself: then it has moments, and no step."""
+    """The optimizer is called and skips the step itself. Then it has moments, but has taken no step."""
     net = partial(InfiniteAtFirst, ranks, partial(ADAMW, fused=True))
     first, second = lightning_ranks(2, partial(fit, scaled=True), net, {})
     assert first["weights"].isfinite().all()
@@ -1673,7 +1673,7 @@ def test_rates_of_numpy_do_not_spoil_a_sidecar_file(tmp_path):
         saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
         whole, resumed = NumpysSchedule(), NumpysSchedule()
         trainer(sparse(), 2, callbacks=[saving]).fit(whole, Loader(rank, 2, 8))
-        options = {} if Version(pl.__version__) < Version("2.6") else {"weights_only": False}  # of Lightning's own file
+        options = {} if Version(pl.__version__) < Version("2.6") else {"weights_only": False}  # for Lightning's file
         trainer(sparse(), 2).fit(resumed, Loader(rank, 2, 8), ckpt_path=tmp_path / "step=4.ckpt", **options)
         return [whole.weights, resumed.weights]
 
@@ -1734,7 +1734,7 @@ def attached_during_an_exchange(rank: int) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
     found = []
-    for rate in (0.1, 0.2):  # the second takes the place of the first, whose exchange goes on
+    for rate in (0.1, 0.2):  # the second replaces the first, whose exchange is pending
         optimizer = ADAMW(net.parameters(), lr=rate)
         attach_updates(net, optimizer, density=0.5, overlap="next_step")
         for _ in range(3):

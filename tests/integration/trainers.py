@@ -20,7 +20,7 @@ from tests.support.representatives import small
 
 
 class Net(pl.LightningModule):
-    """Two layers, a normalisation and an embedding; whatever a test wants to be different comes in as an option."""
+    """Has two layers, a normalisation and an embedding. Options adapt it to a test."""
 
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Gan(pl.LightningModule):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As timm's: its constructor does not call torch's, so torch does not call hooks before the first zero_grad."""
+    """Like timm's, does not call torch's constructor. So torch does not call hooks before the first zero_grad."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -105,7 +105,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Loader:
-    """The same batches in the same order in every fit, other ones for every rank; knows where it was."""
+    """Yields the same batches in the same order in every fit, and different ones on each rank. Saves its position."""
 
     def __init__(self, rank: int, size: int, batches: int = 8) -> None:
         generator = torch.Generator().manual_seed(2)

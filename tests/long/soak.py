@@ -13,7 +13,7 @@ After every step, all workers check in fp64 that the mean gradient so far, from 
 kept part. They report the difference (given − applied − kept) relative to the bound of rounding errors. At the end, the
 last workers run fits without kills, to detect slow growth of memory, open descriptors, and threads.
 
-With updates, the given part is the change of each rank's optimizer, and the unspent momentum where entries were sent.
+With updates, the given part is the change of each rank's optimizer, plus the unspent momentum of the sent entries.
 The weights must equal the initial weights minus the applied part. If exchanges overlap with the next step, this is
 checked after every third step and before each checkpoint, when exchanges have ended.
 
