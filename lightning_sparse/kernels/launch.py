@@ -173,7 +173,7 @@ def kernel(*plain: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a module's function as a Triton kernel.
 
     Args:
-        plain: names of integer arguments for which Triton compiles no variants. By default it compiles one for the
+        plain: names of arguments for which Triton compiles no variants. By default it compiles one for the
             number 1, and one for multiples of 16.
     """
     return lambda function: Kernel(function, plain)

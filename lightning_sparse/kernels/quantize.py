@@ -91,7 +91,7 @@ def scale_of(largest: Tensor, bits: int) -> Tensor:
     exact = largest / levels
     nearest = exact.bfloat16()
     scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
-    # L steps must not overflow. So the largest numbers are rounded down: L + 1/2 steps still reach the value.
+    # L steps must not overflow, so scales of the largest numbers round down: L + 1/2 steps still reach the value.
     too_large = (scale.float() * levels == math.inf) & (exact < math.inf)
     return (scale.view(torch.int16) - too_large.short()).view(torch.bfloat16).float()
 
@@ -211,7 +211,7 @@ def _quantize(
     exact = tl.div_rn(largest, tl.full([ROWS], levels, tl.float32))
     high = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     high = tl.where(exact != exact, 0x7FC0, high)
-    # L steps must not overflow. So the largest numbers are rounded down: L + 1/2 steps still reach the value.
+    # L steps must not overflow, so scales of the largest numbers round down: L + 1/2 steps still reach the value.
     too_large = ((high << 16).to(tl.float32, bitcast=True) * levels == float("inf")) & (exact < float("inf"))
     high = tl.where(too_large, high - 1, high)
     tl.store(scales + row, high.to(tl.int16), mask=present)

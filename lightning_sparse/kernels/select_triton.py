@@ -1,4 +1,4 @@
-"""Exact top-k by Triton: a radix select finds the threshold, each tile counts its entries, and writes them in order.
+"""Exact top-k by Triton: a radix select of the threshold, a count for each tile, and a pass that writes in order.
 
 These steps run first on the block maxima. They run again on the elements of the chosen blocks (see `select.py`) that
 reach the least of these maxima. Those elements are copied once, so that the steps need not read the blocks again. All

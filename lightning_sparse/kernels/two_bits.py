@@ -37,7 +37,7 @@ def round_to_two_bits(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
     larger, the second whether it is negative.
 
     Args:
-        values: fp32, (..., n); not changed. Zeros pad the last group.
+        values: fp32, (..., n); not changed. Zeros replace missing values of a group.
         table: fp32, (..., 2 · groups): the smaller and the larger magnitude. Overwritten.
         packed: uint8, (..., 32 · groups). Overwritten.
     """

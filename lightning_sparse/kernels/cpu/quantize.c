@@ -7,7 +7,7 @@ INLINE int32_t scale_of(int32_t largest, int32_t levels)
 {
     const float exact = of_bits(largest) / (float)levels;
     const int32_t high = exact != exact ? 0x7FC0 : (bits_of(exact) + 0xFFFF) >> 16;
-    /* L steps must not overflow. So the largest numbers are rounded down: L + 1/2 steps still reach the value. */
+    /* L steps must not overflow, so scales of the largest numbers round down: L + 1/2 steps still reach the value. */
     return high - (of_bits(high << 16) * (float)levels == INFINITY && exact < INFINITY);
 }
 
