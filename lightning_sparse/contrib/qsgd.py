@@ -64,8 +64,9 @@ class QSGD(Compressor):
     def elias_bits(self, payload: Payload, ctx: Context) -> int:
         """Return the number of bits of a payload's Elias code (the paper's Code_s). The host waits for it.
 
-        A bucket has 32 bits for the norm. Each ξ > 0 takes 1 bit for the sign, and two of Elias' omega codes: of ξ,
-        and of the distance from the previous ξ > 0. The expected number of ξ > 0 is at most s(s + √n) in a bucket of n.
+        A bucket has 32 bits for the norm. Each ξ > 0 takes 1 bit for the sign. It also takes two of Elias' omega
+        codes: of ξ, and of the distance from the previous ξ > 0. The expected number of ξ > 0 is at most s(s + √n) in
+        a bucket of n.
         """
         norms, packed = payload
         levels = unpack_codes(packed, self.bits, ctx.segment.numel).short() - self.levels

@@ -52,7 +52,7 @@ class SIDCo(Sparsifier):
     - exponential: a − m ln δ
     - generalised Pareto: a + λ(1 − δ^κ)/κ with κ = (m²/v − 1)/2, λ = m(m²/v + 1)/2; for κ → 0, a − λ ln δ
     - gamma in the first stage, generalised Pareto later. The threshold of gamma is m/α times the upper quantile δ of
-      Γ(α), with α = (3 − s + √((s − 3)² + 24s))/12s and s = ln m − mean(ln |u|).
+      Γ(α). Here α = (3 − s + √((s − 3)² + 24s))/12s with s = ln m − mean(ln |u|).
 
     Moments are computed from at most 65,536 evenly spaced elements. Exact moments of each stage would need another
     pass, which takes longer than exact selection. Zeros have no logarithm, so the first stage fits the other

@@ -71,7 +71,7 @@ def clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
         largest, norms = (torch.stack(part) for part in zip(*found, strict=True))
         most = largest.amax()
         total = torch.linalg.vector_norm(norms * (largest / torch.where(most > 0, most, 1)))
-        # In units of the largest value, so that nothing is out of range. Infinity times 0 would be NaN.
+        # In units of the largest value, nothing is out of range. 1e30 replaces infinity, which times 0 is NaN.
         parts.append((most * (total * min(clip / math.sqrt(len(row)), 1e30)).clamp(max=1)).view(1))
     return torch.cat(parts)
 
@@ -150,7 +150,7 @@ def _numbers(
 used_rows.by("triton", "native")(lambda u, rows: _numbers(u, rows, "used", dtype=torch.uint8)[0])
 mean_magnitudes.by("triton", "native")(lambda u, rows: _numbers(u, rows, "magnitudes"))
 signed_means.by("triton", "native")(lambda u, rows: _numbers(u, rows, "means", many=2))
-# Infinity times 0 would be NaN.
+# 1e30 replaces infinity, which times 0 is NaN.
 clipped_maxima.by("triton", "native")(lambda u, rows, clip: _numbers(u, rows, "clipped", clip=min(clip, 1e30))[0])
 
 
