@@ -67,14 +67,14 @@ class Saboteur(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.case == "thread raises":
             reducer: Reducer = trainer.strategy.reducer  # type: ignore[attr-defined]
-            reduce_segment_ = reducer.reduce_segment_
+            begin = reducer.begin
 
-            def reduce(*args: Any) -> Any:
+            def struck(*args: Any) -> Any:
                 if reducer.step == FATAL:
                     self.strike(trainer)
-                return reduce_segment_(*args)
+                return begin(*args)
 
-            reducer.reduce_segment_ = reduce  # type: ignore[method-assign]
+            reducer.begin = struck  # type: ignore[method-assign]
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         if trainer.global_step == FATAL and self.case in ("model raises", "hangs", *SIGNALS):

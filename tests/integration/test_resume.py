@@ -306,5 +306,5 @@ def test_another_method(saved):
         assert same(topk, gaussiank)
         assert topk[1] == []
         assert dense[0] == {}
-        said = any("holds residual of Residual, for which Identity() + NoMemory()" in text for text in dense[1])
+        said = any("contains residual of Residual, which Identity() + NoMemory()" in text for text in dense[1])
         assert said == (i == 0)

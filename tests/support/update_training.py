@@ -128,14 +128,16 @@ def train(
         net.backward(comm.rank, step)
         updates.begin(optim)
         optim.step()
-        changed = before - weights(net)
-        owed = still_to_come(optim, net, before, changed)
+        changed, moments = before - weights(net), first_moments(optim, net)
         updates.exchange(optim)
+        # With delay the mean of the step before is applied first, and weight decay counts from these weights.
+        base = flat(updates.weights[id(param)] for _, param in sorted(net.named_parameters())) if delayed else before
         updates.wait()
+        owed = unspent(optim, net, moments, base, changed)
         if delayed and step == steps - 1:
             updates.complete()
         # The ranks' mean of (x − w) + e + (unspent momentum) before the exchange equals the move of x plus the rest.
-        left = residual(reducer) + still_to_come(optim, net, before, changed)
+        left = residual(reducer) + unspent(optim, net, first_moments(optim, net), base, changed)
         difference = changed.double() + kept + owed - left
         differences += difference
         total = sum(comm.all_gather(differences if delayed else difference)) / comm.size
@@ -151,19 +153,29 @@ def train(
     return weights(net), lost, bound
 
 
-def still_to_come(optim: torch.optim.Optimizer, net: nn.Module, before: Tensor, changed: Tensor) -> Tensor:
-    """Return the unspent momentum after a step: β/(1 − β) · (change − weight decay) if there is a first moment."""
+def first_moments(optim: torch.optim.Optimizer, net: nn.Module) -> Tensor:
+    """Return the first moments of all parameters, sorted by name; zeros if there are none."""
+    kind, found = moments_of(optim), []
+    for _, param in sorted(net.named_parameters()):
+        state = optim.state.get(param, {})
+        moment = state.get(kind.first) if kind else None
+        is_known = moment is not None and not (kind is ADAM_LIKE and "exp_avg_sq" not in state)
+        found.append(moment.clone() if is_known else torch.zeros_like(param))
+    return flat(found)
+
+
+def unspent(optim: torch.optim.Optimizer, net: nn.Module, moments: Tensor, base: Tensor, changed: Tensor) -> Tensor:
+    """Return the unspent momentum after a step: β/(1 − β) · (change − weight decay of `base`) if a moment is not 0."""
     kind, at, found = moments_of(optim), 0, torch.zeros_like(changed)
     groups = {param: group for group in optim.param_groups for param in group["params"]}
     for _, param in sorted(net.named_parameters()):
         part, at = slice(at, at + param.numel()), at + param.numel()
-        moment = optim.state.get(param, {}).get(kind.first) if kind and param in groups else None
-        if moment is None or kind is None or (kind is ADAM_LIKE and "exp_avg_sq" not in optim.state[param]):
+        if kind is None or param not in groups:
             continue
         group, beta = groups[param], kind.beta(groups[param])
         decay = group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
-        unspent = beta / (1 - beta) * (changed[part] - decay * before[part])
-        found[part] = torch.where(moment.reshape(-1) != 0, unspent, 0.0)
+        later = beta / (1 - beta) * (changed[part] - decay * base[part])
+        found[part] = torch.where(moments[part] != 0, later, 0.0)
     return found
 
 
