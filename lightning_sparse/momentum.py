@@ -7,8 +7,9 @@ to the delta before entries are selected, and the moment is cleared at the sent 
 the moment. Momentum factor masking (Lin et al. 2018, arXiv 1712.01887) clears the moment, but does not send p.
 
 Up to the bias correction, p is exact for steps that are linear in the first moment. These are the steps of SGD, Adam,
-AdamW, RAdam, Adamax, and most optimizers of other packages. With Nesterov momentum and NAdam, p counts the last
-gradient once more. Later updates would be rescaled (below), but p is not. With four ranks, the GPT of
+AdamW, RAdam, Adamax, and most optimizers of other packages. Steps with Nesterov momentum and NAdam's also contain the
+last gradient itself. For them p is computed from the moments: by the change, the GPT of `benchmarks.optimizers`
+diverged with NAdam. Later updates would be rescaled (below), but p is not. With four ranks, the GPT of
 `benchmarks.updates` ended at a higher loss with p rescaled.
 
 **Second-moment rescaling.** Adam divides by the root of v, the mean of squared gradients. A gradient of one rank's
@@ -48,6 +49,8 @@ class Moments(NamedTuple):
         beta: returns the decay of the first moment, from a parameter group.
         second: key of the second moment, the mean of squared gradients. None if the optimizer's updates are not those
             of Adam, so that they cannot be rescaled.
+        unspent: if the optimizer's steps are not linear in the first moment: returns the unspent momentum of a
+            parameter, fp32, from its group and its state.
         is_guessed: whether the kind is a guess from the optimizer's name. Then a parameter has moments only if its
             state contains both moments of Adam.
     """
@@ -55,6 +58,7 @@ class Moments(NamedTuple):
     first: str
     beta: Callable[[State], float]
     second: str | None = None
+    unspent: Callable[[State, State], Tensor] | None = None
     is_guessed: bool = False
 
 
@@ -132,6 +136,8 @@ class SegmentMoments:
         """
         if self._is_empty:
             return None
+        if self._kind.unspent is not None and any(group.get("nesterov", True) for group in self._groups):
+            return self._from_moments(self._kind.unspent, weights)
 
         decays = before_last is None and any(map(_decays, self._groups))
 
@@ -145,6 +151,17 @@ class SegmentMoments:
             coefficients = torch.where(self._skipped > 0, 0.0, coefficients)
         references = before_last if before_last is not None else weights if decays else None
         return Payout(coefficients, references, self._factors)
+
+    def _from_moments(self, unspent: Callable[[State, State], Tensor], weights: Sequence[Tensor]) -> Payout:
+        """Return the unspent momentum as references, which do not depend on the deltas."""
+        made = [
+            torch.zeros_like(w, dtype=torch.float32) if moment is None else unspent(group, state).contiguous().view(-1)
+            for moment, w, group, state in zip(self._first, weights, self._groups, self._states, strict=True)
+        ]
+        coefficients = self._per_parameter(lambda *_: (0.0, 1.0), without=(0.0, 0.0))
+        if self._skipped is not None:
+            coefficients = torch.where(self._skipped > 0, 0.0, coefficients)
+        return Payout(coefficients, made)
 
     def clear_(self, applied: Entries) -> None:
         """Set the moments of applied entries to zero, unless the optimizer skipped the step."""
@@ -271,12 +288,33 @@ def _beta(group: State) -> float:
     return float(group["betas"][0])
 
 
+def _unspent_of_sgd(group: State, state: State) -> Tensor:
+    """Return lr · μ² / (1 − μ) · buffer with Nesterov momentum, whose steps are one ahead; lr · μ / (1 − μ) without."""
+    momentum = group["momentum"]
+    factor = group["lr"] * (momentum if group["nesterov"] else 1.0) * momentum / (1 - momentum)
+    result: Tensor = state["momentum_buffer"].float() * factor
+    return result
+
+
+def _unspent_of_nadam(group: State, state: State) -> Tensor:
+    """Return the unspent momentum of NAdam, whose steps are one ahead by a factor that grows with the steps to β₁."""
+    (beta, beta_of_second), step, product = group["betas"], state["step"], state["mu_product"]
+    ahead = beta * (1 - 0.5 * 0.96 ** ((step + 1) * group["momentum_decay"]))
+    if _on_device(product):  # steps may be on the host: a loaded state has only the product on the device
+        ahead = to_device(torch.as_tensor(ahead, dtype=torch.float32), product.device)
+    of_first = group["lr"] * ahead * beta / (1 - beta) / (1 - product * ahead)
+    correction = (1 - beta_of_second**step).clamp(min=1e-30)
+    divisor = (state["exp_avg_sq"].float() / correction).sqrt_().add_(group["eps"])
+    result: Tensor = state["exp_avg"].float() * of_first / divisor
+    return result
+
+
 ADAM = Moments("exp_avg", _beta, second="exp_avg_sq")
 MOMENTS: Mapping[type[Optimizer], Moments] = {
-    torch.optim.SGD: Moments("momentum_buffer", lambda group: float(group["momentum"])),
+    torch.optim.SGD: Moments("momentum_buffer", lambda group: float(group["momentum"]), unspent=_unspent_of_sgd),
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAM,
-    torch.optim.NAdam: ADAM,
+    torch.optim.NAdam: ADAM._replace(unspent=_unspent_of_nadam),
     torch.optim.RAdam: Moments("exp_avg", _beta),
     torch.optim.Adamax: Moments("exp_avg", _beta),
 }

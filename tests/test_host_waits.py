@@ -210,7 +210,7 @@ UPDATES = [
 def test_no_step_of_updates_waits(name, density, optimizer, dtype, size, fake_cuda):
     made = method(name, density=density)
     assert steps_of_updates(made, dtype, size, optimizer) == 4 + isinstance(made.aggregator, (OkTopK, ScaleCom))
-    if density == 0.01 and name == "topk":
+    if density == 0.01 and name == "topk" and optimizer != "adam of others":  # whose fake moments are not plain tensors
         assert {"_changes", "_add_with_payout", "_histogram", "_count", "_write", "_gather", "_clear"} <= set(fake_cuda)
 
 
