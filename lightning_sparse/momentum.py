@@ -49,8 +49,8 @@ class Moments(NamedTuple):
         beta: returns the decay of the first moment, from a parameter group.
         second: key of the second moment, the mean of squared gradients. None if the optimizer's updates are not those
             of Adam, so that they cannot be rescaled.
-        unspent: if the optimizer's steps are not linear in the first moment: returns the unspent momentum of a
-            parameter, fp32, from its group and its state.
+        unspent: returns the unspent momentum of a parameter, fp32, from its group and state. None if a step is linear
+            in the first moment, so that the change gives it.
         is_guessed: whether the kind is a guess from the optimizer's name. Then a parameter has moments only if its
             state contains both moments of Adam.
     """
@@ -289,7 +289,7 @@ def _beta(group: State) -> float:
 
 
 def _unspent_of_sgd(group: State, state: State) -> Tensor:
-    """Return lr · μ² / (1 − μ) · buffer with Nesterov momentum, whose steps are one ahead; lr · μ / (1 − μ) without."""
+    """Return lr · μ / (1 − μ) · buffer; with Nesterov momentum μ times that, because a step is one ahead."""
     momentum = group["momentum"]
     factor = group["lr"] * (momentum if group["nesterov"] else 1.0) * momentum / (1 - momentum)
     result: Tensor = state["momentum_buffer"].float() * factor
@@ -297,15 +297,14 @@ def _unspent_of_sgd(group: State, state: State) -> Tensor:
 
 
 def _unspent_of_nadam(group: State, state: State) -> Tensor:
-    """Return the unspent momentum of NAdam, whose steps are one ahead by a factor that grows with the steps to β₁."""
-    (beta, beta_of_second), step, product = group["betas"], state["step"], state["mu_product"]
+    """Return the unspent momentum of NAdam. Its steps are one ahead by a factor that grows towards β₁."""
+    first, (beta, beta_of_second) = state["exp_avg"], group["betas"]
+    step, product = (to_device(state[name].float(), first.device) for name in ("step", "mu_product"))
     ahead = beta * (1 - 0.5 * 0.96 ** ((step + 1) * group["momentum_decay"]))
-    if _on_device(product):  # steps may be on the host: a loaded state has only the product on the device
-        ahead = to_device(torch.as_tensor(ahead, dtype=torch.float32), product.device)
     of_first = group["lr"] * ahead * beta / (1 - beta) / (1 - product * ahead)
     correction = (1 - beta_of_second**step).clamp(min=1e-30)
     divisor = (state["exp_avg_sq"].float() / correction).sqrt_().add_(group["eps"])
-    result: Tensor = state["exp_avg"].float() * of_first / divisor
+    result: Tensor = first.float() * of_first / divisor
     return result
 
 
@@ -314,7 +313,7 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
     torch.optim.SGD: Moments("momentum_buffer", lambda group: float(group["momentum"]), unspent=_unspent_of_sgd),
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAM,
-    torch.optim.NAdam: ADAM._replace(unspent=_unspent_of_nadam),
+    torch.optim.NAdam: Moments("exp_avg", _beta, "exp_avg_sq", _unspent_of_nadam),
     torch.optim.RAdam: Moments("exp_avg", _beta),
     torch.optim.Adamax: Moments("exp_avg", _beta),
 }

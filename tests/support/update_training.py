@@ -128,16 +128,16 @@ def train(
         net.backward(comm.rank, step)
         updates.begin(optim)
         optim.step()
-        changed, moments = before - weights(net), first_moments(optim, net)
+        changed, moments, own = before - weights(net), first_moments(optim, net), from_moments(optim, net)
         updates.exchange(optim)
         # With delay the mean of the step before is applied first, and weight decay counts from these weights.
         base = flat(updates.weights[id(param)] for _, param in sorted(net.named_parameters())) if delayed else before
         updates.wait()
-        owed = unspent(optim, net, moments, base, changed)
+        owed = unspent(optim, net, moments, base, changed, own)
         if delayed and step == steps - 1:
             updates.complete()
         # The ranks' mean of (x − w) + e + (unspent momentum) before the exchange equals the move of x plus the rest.
-        left = residual(reducer) + unspent(optim, net, first_moments(optim, net), base, changed)
+        left = residual(reducer) + unspent(optim, net, first_moments(optim, net), base, changed, own)
         difference = changed.double() + kept + owed - left
         differences += difference
         total = sum(comm.all_gather(differences if delayed else difference)) / comm.size
@@ -164,7 +164,27 @@ def first_moments(optim: torch.optim.Optimizer, net: nn.Module) -> Tensor:
     return flat(found)
 
 
-def unspent(optim: torch.optim.Optimizer, net: nn.Module, moments: Tensor, base: Tensor, changed: Tensor) -> Tensor:
+def from_moments(optim: torch.optim.Optimizer, net: nn.Module) -> Tensor | None:
+    """Return the unspent momentum of NAdam and of Nesterov momentum, which are computed from the moments; else None."""
+    kind, (group,) = moments_of(optim), optim.param_groups
+    if kind is None or kind.unspent is None or not group.get("nesterov", True):
+        return None
+    made = []
+    for _, param in sorted(net.named_parameters()):
+        state = optim.state.get(param, {})
+        has_stepped = state.get(kind.first) is not None and param.grad is not None
+        made.append(kind.unspent(group, state) if has_stepped else torch.zeros_like(param))
+    return flat(made)
+
+
+def unspent(
+    optim: torch.optim.Optimizer,
+    net: nn.Module,
+    moments: Tensor,
+    base: Tensor,
+    changed: Tensor,
+    own: Tensor | None,
+) -> Tensor:
     """Return the unspent momentum after a step: β/(1 − β) · (change − weight decay of `base`) if a moment is not 0."""
     kind, at, found = moments_of(optim), 0, torch.zeros_like(changed)
     groups = {param: group for group in optim.param_groups for param in group["params"]}
@@ -174,7 +194,7 @@ def unspent(optim: torch.optim.Optimizer, net: nn.Module, moments: Tensor, base:
             continue
         group, beta = groups[param], kind.beta(groups[param])
         decay = group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
-        later = beta / (1 - beta) * (changed[part] - decay * base[part])
+        later = beta / (1 - beta) * (changed[part] - decay * base[part]) if own is None else own[part]
         found[part] = torch.where(moments[part] != 0, later, 0.0)
     return found
 
