@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -401,13 +402,13 @@ def best_run(optimizer: str, method: str, workers: int) -> pd.DataFrame:
     return runs if runs.empty else runs[runs.lr == ends.idxmin()].sort_values("step")
 
 
-def language(contestants: Sequence[tuple[str, str]] = (), workers: int = 2) -> str:
-    """Byte-level GPT: each optimizer and method at its best rate; all, or some."""
+def language(workers: int = 2) -> str:
+    """Byte-level GPT: each optimizer and method at its best rate."""
     labels = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
     methods = ["ddp", "bf16", "powersgd", "int4", *OURS, *UPDATES]
     medians = read("language_seconds").query("workers == @workers").set_index(["rate", "optimizer", "method"]).median_ms
     rows = []
-    for optimizer, method in contestants or [(optimizer, method) for optimizer in labels for method in methods]:
+    for optimizer, method in product(labels, methods):
         run = best_run(optimizer, method, workers)
         if run.empty:
             continue
@@ -972,7 +973,7 @@ def launches_host() -> str:
     )
 
 
-def methods(suffix: str = "") -> str:
+def methods() -> str:
     """Payload, memory and source of each method."""
     rows = []
     for name in [*SENDS, *(name for name in lightning_sparse.METHODS if name not in SENDS)]:
@@ -982,10 +983,9 @@ def methods(suffix: str = "") -> str:
         keeps = "momentum" if isinstance(spec.memory, Momentum) else keeps
         keeps += ", and entries that merges drop" * (name == "gtopk") + " (error feedback)" * (name == "topk")
         keeps += ", which decays" * (not spec.traits.conserves and spec.memory.error_feedback)
-        place = [] if suffix else ["contrib" if name in CONTRIB else "core"]
-        rows.append([f"`{name}{suffix}`", sends, words, keeps, spec.citation.partition(":")[0], *place])
-    heads = ["strategy" if suffix else "method", "sends", "words per step and worker", "keeps", "source"]
-    return table([*heads, *([] if suffix else ["module"])], rows)
+        place = "contrib" if name in CONTRIB else "core"
+        rows.append([f"`{name}`", sends, words, keeps, spec.citation.partition(":")[0], place])
+    return table(["method", "sends", "words per step and worker", "keeps", "source", "module"], rows)
 
 
 def traits() -> str:

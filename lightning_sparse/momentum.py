@@ -136,32 +136,33 @@ class SegmentMoments:
         """
         if self._is_empty:
             return None
+        references: Sequence[Tensor] | None
+        factors = self._factors
         if self._kind.unspent is not None and any(group.get("nesterov", True) for group in self._groups):
-            return self._from_moments(self._kind.unspent, weights)
+            # From the moments: independent of the deltas, and not rescaled.
+            references, factors = self._from_moments(self._kind.unspent, weights), None
+            rows: Callable[[State, Tensor], Sequence[Any]] = lambda *_: (0.0, 1.0)  # noqa: E731
+        else:
+            decays = any(map(_decays, self._groups))
+            references = before_last if before_last is not None else weights if decays else None
 
-        decays = before_last is None and any(map(_decays, self._groups))
-
-        def rows(group: State, steps: Tensor) -> tuple[Any, Any]:
-            beta = self._kind.beta(group)
-            unspent = beta / (1 - beta)
-            return unspent, -unspent * (_decay(group) if before_last is None else 1.0)
+            def rows(group: State, steps: Tensor) -> Sequence[Any]:
+                beta = self._kind.beta(group)
+                unspent = beta / (1 - beta)
+                return unspent, -unspent * (_decay(group) if before_last is None else 1.0)
 
         coefficients = self._per_parameter(rows, without=(0.0, 0.0))
         if self._skipped is not None:
             coefficients = torch.where(self._skipped > 0, 0.0, coefficients)
-        references = before_last if before_last is not None else weights if decays else None
-        return Payout(coefficients, references, self._factors)
+        return Payout(coefficients, references, factors)
 
-    def _from_moments(self, unspent: Callable[[State, State], Tensor], weights: Sequence[Tensor]) -> Payout:
-        """Return the unspent momentum as references, which do not depend on the deltas."""
-        made = [
+    def _from_moments(self, unspent: Callable[[State, State], Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the unspent momentum of each parameter, 1-D fp32; zeros without momentum."""
+        each = zip(self._first, weights, self._groups, self._states, strict=True)
+        return [
             torch.zeros_like(w, dtype=torch.float32) if moment is None else unspent(group, state).contiguous().view(-1)
-            for moment, w, group, state in zip(self._first, weights, self._groups, self._states, strict=True)
+            for moment, w, group, state in each
         ]
-        coefficients = self._per_parameter(lambda *_: (0.0, 1.0), without=(0.0, 0.0))
-        if self._skipped is not None:
-            coefficients = torch.where(self._skipped > 0, 0.0, coefficients)
-        return Payout(coefficients, made)
 
     def clear_(self, applied: Entries) -> None:
         """Set the moments of applied entries to zero, unless the optimizer skipped the step."""

@@ -311,6 +311,7 @@ class UpdateExchanger:
             raise
         self._session.launched(self._session.stream if self.updates.is_pending else None)
         self.reducer.seconds["exposed"] += time.perf_counter() - started  # time that does not overlap with backward
+        self.phase = Phase.IDLE
 
     def _failed(self, error: BaseException) -> None:
         self.phase = Phase.FAILED
@@ -335,10 +336,8 @@ class UpdateExchanger:
             if self._steps[index] % self._rule.local_steps:
                 self._steps[index] = 0
                 self._exchange(optimizer, None)
-                self.phase = Phase.IDLE
         if self.updates.is_pending or self.updates.is_stale:
             self._during(partial(self.updates.complete, write))
-            self.phase = Phase.IDLE
         if write and self._unshared:
             self._unshared = False
             self._share_others()
@@ -355,7 +354,6 @@ class UpdateExchanger:
         others = [x.detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
         if others:
             self._during(partial(broadcast_differing, self.comm, others, self._session.device))
-            self.phase = Phase.IDLE
 
     def end_if_soon(self) -> None:
         """Complete a pending exchange if it can complete without waiting for peers."""

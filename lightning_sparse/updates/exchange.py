@@ -150,8 +150,9 @@ class DeltaExchange:
     @torch.no_grad()
     def begin_last_step(self, optimizer: Optimizer) -> None:
         """Record the weights before the last of several local steps, whose change gives the unspent momentum."""
+        groups = _groups_of(optimizer)
         for each in self.of(optimizer):
-            each.note_last_step(_groups_of(optimizer))
+            each.note_last_step(groups)
 
     @torch.no_grad()
     def changed(self, optimizer: Optimizer) -> Tensor | None:

@@ -115,12 +115,12 @@ class UpdateSegment:
     @property
     def agreed(self) -> dict[str, Tensor]:
         """The last agreed weights by name, without frozen parameters, which belong to the module."""
-        agreed = self.weights
+        agreed, frozen = self.weights, self._still_frozen
         if self.ahead is not None:
             flat = self._flat.clone()
             flat[_places(self.ahead)] = self.ahead.w
             agreed = self._shaped(self.segment.views(flat[:-1]))
-        return {name: w for name, w in agreed.items() if name not in self._still_frozen}
+        return {name: w for name, w in agreed.items() if name not in frozen}
 
     @property
     def _still_frozen(self) -> set[str]:
@@ -251,11 +251,12 @@ class UpdateSegment:
 
     def _moments(self, groups: Mapping[int, Any]) -> SegmentMoments:
         kind, params, step = moments_of(self.optimizer), self._params, self._step
+        frozen = self._still_frozen
         assert kind is not None
         stepped = step.stepped if step is not None else [False] * len(params)
         # Leave the momentum of frozen parameters and of parameters without a step unchanged.
         states = [
-            self.optimizer.state.get(param, {}) if has_step and name not in self._still_frozen else {}
+            self.optimizer.state.get(param, {}) if has_step and name not in frozen else {}
             for (name, param), has_step in zip(params.items(), stepped, strict=True)
         ]
         ours = [groups[id(param)] for param in params.values()]
