@@ -202,6 +202,33 @@ def step_depth(optimizer: Optimizer) -> int:
     return depth
 
 
+def initializes_state() -> bool:
+    """Return whether torch's functions for distributed checkpoints have called the running optimizer step.
+
+    They create the state of an optimizer without one by a step at a learning rate of 0, when they save or load it. The
+    name of their module is public. The step is private in torch 2.8 to 2.15.
+    """
+    frame: Any = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+    return False
+
+
+def shard_offset(x: Tensor) -> tuple[int, ...]:
+    """Return the index of a shard's first element in a DTensor; zeros for a plain tensor. Private in torch 2.8 to 2.15.
+
+    FSDP2 and tensor parallelism together place shards in another order, which the function knows.
+    """
+    if not hasattr(x, "to_local"):
+        return (0,) * x.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    of: Any = x
+    _, offset = compute_local_shape_and_global_offset(of.shape, of.device_mesh, of.placements)
+    return tuple(offset)
+
+
 def delayed_parameters(ddp: DistributedDataParallel) -> Any:
     """Return the parameters that DDP reduces without its hook, if any. Private in torch 2.8 to 2.15; may be removed."""
     return getattr(ddp, "_delay_all_reduce_params", None)

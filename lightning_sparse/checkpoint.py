@@ -113,11 +113,7 @@ def read(
     """
     check(info)
     tag, old = info["tag"], info["size"]
-    files: dict[int, tuple[AbstractFileSystem, str]] = {}
-    for place in (os.path.realpath(checkpoint), checkpoint):
-        for fs, path, match in _list(place):
-            if (match["tag"], int(match["size"]), match["part"]) == (tag, old, None):
-                files[int(match["rank"])] = fs, path
+    files = find(checkpoint, tag, old)
     needed = [rank] if old == size else sorted({0} | set(range(rank, old, size)))
     missing = [source for source in needed if source not in files]
     # State that is equal on all ranks must remain equal, so a rank without a file takes it from any other rank's.
@@ -125,7 +121,7 @@ def read(
     if not sources:
         return None, missing
     # A generator loads one file after the other, so that only one is in memory besides the sum.
-    states = (_load(*files[source], tag, source, old) for source in sources)
+    states = (load(*files[source], tag, source, old) for source in sources)
     return next(states) if old == size and not missing else resized(states, rank, size), missing
 
 
@@ -162,7 +158,32 @@ def _list(checkpoint: str | os.PathLike[str]) -> Iterator[tuple[AbstractFileSyst
                 yield fs, path, match
 
 
-def _load(fs: AbstractFileSystem, path: str, tag: str, rank: int, size: int) -> dict[str, Any]:
+def find(checkpoint: str | os.PathLike[str], tag: str, size: int) -> dict[int, tuple[AbstractFileSystem, str]]:
+    """Return the sidecar files of a save by rank: their file systems, and their paths there.
+
+    Args:
+        checkpoint: path of the checkpoint; a link is followed.
+        tag: tag of the save.
+        size: number of ranks of the save.
+    """
+    files = {}
+    for place in (os.path.realpath(checkpoint), checkpoint):
+        for fs, path, match in _list(place):
+            if (match["tag"], int(match["size"]), match["part"]) == (tag, size, None):
+                files[int(match["rank"])] = fs, path
+    return files
+
+
+def load(fs: AbstractFileSystem, path: str, tag: str, rank: int, size: int) -> dict[str, Any]:
+    """Return the content of a sidecar file.
+
+    Args:
+        fs, path: as `find` returns them.
+        tag, rank, size: tag, rank and number of ranks of the save, which the file must have.
+
+    Raises:
+        ValueError: the file is damaged, or belongs to another checkpoint.
+    """
     try:
         with fs.open(path, "rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)

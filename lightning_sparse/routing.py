@@ -65,11 +65,11 @@ class Routing:
         return [segment for segment in self._segments if not self._pays(segment, density)]
 
     def log_dense(self, density: float | None) -> None:
-        """Log on rank 0, once for each density, how many segments fall back to dense.
+        """Log on the first rank, once for each density, how many segments fall back to dense.
 
         It is a warning if all segments do so at the method's own density, not only during density warm-up.
         """
-        if self._comm.rank or density in self._logged or isinstance(self._method.compressor, Identity):
+        if not self._comm.is_first or density in self._logged or isinstance(self._method.compressor, Identity):
             return
         self._logged.add(density)
         if dense := self.dense_segments(density):

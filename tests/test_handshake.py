@@ -120,7 +120,7 @@ def test_a_late_refusal_does_not_end_the_next_attempt(pause):
     shaking(0).refuse(ValueError("not so"))
     leader = threading.Thread(target=lambda: outcomes.append(shaking(0).agree({"method": "topk"})))
     leader.start()
-    while not store.check(["lightning_sparse/0/handshake/call"]):
+    while not store.check(["lightning_sparse/0/0/handshake/call"]):
         time.sleep(0.01)
     shaking(1).refuse(ValueError("not so"))
     time.sleep(pause)

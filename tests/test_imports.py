@@ -36,11 +36,14 @@ ALLOWED = {
         *("aggregators", "observer", "options", "layout", "context", "comm", "compressors", "exchange"),
         *("gradients", "kernels", "methods", "overflow", "routing", "state"),
     },
+    "shards": set(),
     "updates": {
-        *("comm", "compressors", "gradients", "kernels", "layout", "momentum", "options", "reducer", "update_rule"),
+        *("comm", "compressors", "gradients", "kernels", "layout", "momentum", "options", "reducer", "shards"),
+        "update_rule",
     },
-    "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer", "update_rule", "updates"},
+    "hooks": {"_compat", "layout", "comm", "methods", "options", "reducer", "shards", "update_rule", "updates"},
     "checkpoint": {"state"},
+    "replica_checkpoint": {"_compat", "checkpoint", "hooks", "options", "shards", "state"},
     "strategies": {
         "_compat",
         "_lightning",
@@ -73,7 +76,7 @@ ALLOWED = {
 # Folders of the repository that are not installed, and those of them that each may import.
 OUTSIDE = {"examples": {"benchmarks"}, "benchmarks": {"examples"}, "reproductions": {"benchmarks", "examples"}}
 LIGHTNING = {"strategies", "callbacks", "cli", "contrib"}
-DISTRIBUTED = {"_compat", "comm", "hooks", "strategies"}
+DISTRIBUTED = {"_compat", "comm", "hooks", "replica_checkpoint", "shards", "strategies"}
 
 
 def part(file: Path) -> str:

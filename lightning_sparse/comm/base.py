@@ -46,6 +46,11 @@ class Comm(abc.ABC):
         self.statuses: dict[torch.device, Tensor] = {}
         self._begun = self._calls = 0  # collectives that the host has started and completed
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank logs what concerns all ranks."""
+        return self.rank == 0
+
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
         """Replace `x` with the sum or the maximum over all ranks, in place, and return it.
 

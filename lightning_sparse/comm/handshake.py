@@ -8,6 +8,9 @@ rank of the group is the leader:
    differs, the rank reads the leader's settings and writes an objection that names the setting.
 3. The leader writes a verdict: the nonces of all answers, and the first objection.
 
+Ranks may form parts that exchange separately, as the shards of a model do. Some settings need to be equal only within a
+part. The first rank of each part writes them before it answers, and the others of the part compare them with theirs.
+
 When torchrun restarts processes, the store may still hold entries of their predecessors. An answer to the leader's new
 nonce cannot be stale, and neither can a verdict that contains the rank's nonce.
 """
@@ -51,6 +54,7 @@ class Handshake:
         ranks: all ranks of the group; the first is the leader.
         timeout: time to wait for the slowest rank.
         has_ended: returns whether a rank's connections are closed, or None if this is unknown.
+        part: this rank's part of the group; None is the whole group.
     """
 
     def __init__(
@@ -61,13 +65,15 @@ class Handshake:
         ranks: Sequence[int],
         timeout: timedelta,
         has_ended: Callable[[int], bool | None] = lambda rank: None,
+        part: Sequence[int] | None = None,
     ) -> None:
         self._rank, self._leader = rank, ranks[0]
+        self._part = sorted(part or (), key=[*ranks].index)
         self._others = [other for other in ranks if other != rank]
         self._timeout, self._has_ended = timeout.total_seconds(), has_ended
         self._store = BoundedStore(store, max(self._timeout, STALE_AFTER_SECONDS))
         self._reason = ""  # the latest known reason for a failure
-        self._prefix = f"lightning_sparse/{group}/handshake"
+        self._prefix = f"lightning_sparse/{group}/{ranks[0]}/handshake"  # groups of a mesh dimension may share a name
         self._nonce = secrets.token_hex(8)
         self._method = ""
         self._refusal = "", 0.0  # the latest refusal, and the time at which this rank first read it
@@ -82,11 +88,12 @@ class Handshake:
             self._object(session, reason)
         self._count_failure()
 
-    def agree(self, settings: Mapping[str, Any]) -> str:
+    def agree(self, settings: Mapping[str, Any], of_part: Mapping[str, Any] | None = None) -> str:
         """Compare settings with all ranks.
 
         Args:
             settings: values by name; of two lists, the error message shows only the first difference.
+            of_part: settings that need to be equal within this rank's part only.
 
         Returns:
             A name for this session, equal on all ranks and new for each call.
@@ -96,7 +103,9 @@ class Handshake:
         """
         try:
             try:
-                return self._agree(settings)
+                if not self._part:
+                    return self._agree({**settings, **(of_part or {})}, {})
+                return self._agree(settings, {"group": rank_list(self._part), **(of_part or {})})
             except RankFailure:
                 self._count_failure()
                 raise
@@ -118,17 +127,20 @@ class Handshake:
     def _count_failure(self) -> None:
         self._set(f"failures/{self._rank}", str(self._failures + 1))
 
-    def _agree(self, settings: Mapping[str, Any]) -> str:
+    def _agree(self, settings: Mapping[str, Any], of_part: Mapping[str, Any]) -> str:
         text = json.dumps(settings, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         self._method = str(settings.get("method", ""))
         if (refused := self._get("refused")) and json.loads(refused)[0] == self._rank:
             self._set("refused", "")  # by this rank's predecessor
-        return self._lead(text, digest) if self._rank == self._leader else self._follow(settings, digest)
+        if self._rank == self._leader:
+            return self._lead(text, digest, of_part)
+        return self._follow(settings, digest, of_part)
 
-    def _lead(self, text: str, digest: str) -> str:
+    def _lead(self, text: str, digest: str, of_part: Mapping[str, Any]) -> str:
         session = self._nonce
         self._set(f"{session}/settings", text)
+        self._publish(session, of_part)
         self._set("call", f"{session} {digest} {self._failures}")
         try:
             self._await_answers(session)
@@ -159,19 +171,32 @@ class Handshake:
                 if missing and waited > self._timeout:
                     raise RankFailure(self._still_missing(missing, waited))
 
-    def _follow(self, settings: Mapping[str, Any], digest: str) -> str:
-        session = ""
+    def _publish(self, session: str, of_part: Mapping[str, Any]) -> None:
+        """Write this rank's group, and on the first rank of a part the settings of the part."""
+        if self._part:
+            shown = of_part if self._rank == self._part[0] else {"group": of_part["group"]}
+            self._set(f"{session}/part/{self._rank}", json.dumps(shown))
+
+    def _follow(self, settings: Mapping[str, Any], digest: str, of_part: Mapping[str, Any]) -> str:
+        session, first, answered = "", next(iter(self._part), self._rank), False
         start, warned = time.monotonic(), False
         while True:
             call = self._get("call")
             if call and call.split()[0] != session:
                 session, leaders_digest, _ = call.split()
-                start = time.monotonic()
+                start, answered = time.monotonic(), False
                 if digest != leaders_digest:
-                    self._compare(session, settings)
+                    self._compare(session, self._leader, json.loads(self._get(f"{session}/settings")), settings)
+                self._publish(session, of_part)
+            if session and not answered and (first == self._rank or self._get(f"{session}/part/{first}")):
+                if first != self._rank:
+                    self._compare(session, first, json.loads(self._get(f"{session}/part/{first}")), of_part)
                 self._set(f"{session}/{self._rank}", self._nonce)
-            if self._wait(f"{session}/verdict" if session else "call") and session:
-                verdict = json.loads(self._get(f"{session}/verdict"))
+                answered = True
+            # The first rank of the part may come much later, or never.
+            self._wait(f"{session}/verdict" if answered else f"{session}/part/{first}" if session else "call")
+            if session and (text := self._get(f"{session}/verdict")):
+                verdict = json.loads(text)
                 if self._nonce in verdict["nonces"] or (
                     # The leader may have failed before it read this rank's answer.
                     verdict["error"] and time.monotonic() > start + STALE_AFTER_SECONDS
@@ -191,9 +216,8 @@ class Handshake:
             if waited > self._timeout + 2 * POLL.total_seconds():
                 raise RankFailure(self._still_missing(missing or [self._leader], waited))
 
-    def _compare(self, session: str, settings: Mapping[str, Any]) -> None:
-        """Write an objection that names the first setting in which this rank differs from the leader."""
-        theirs = json.loads(self._get(f"{session}/settings"))
+    def _compare(self, session: str, rank: int, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Write an objection that names the first setting in which this rank differs from another one."""
         for name in [*theirs, *(name for name in settings if name not in theirs)]:
             here, there = settings.get(name), theirs.get(name)
             if isinstance(here, list) and isinstance(there, list):
@@ -204,7 +228,7 @@ class Handshake:
             if here != there:
                 self._object(
                     session,
-                    f"Ranks differ in {name}: rank {self._leader} has {there}, rank {self._rank} has {here}"
+                    f"Ranks differ in {name}: rank {rank} has {there}, rank {self._rank} has {here}"
                     f"{_first_difference(there, here)}. Give all ranks the same settings.",
                 )
                 return

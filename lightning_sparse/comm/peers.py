@@ -27,21 +27,37 @@ class Peers:
     Only the process that created the object uses the store. A forked child, such as a DataLoader worker, has copies of
     the object and of the connection, and would otherwise report for the rank.
 
+    Ranks that train together may exchange in several groups, such as the shards of a model: each is a part. A failure
+    concerns all ranks. A rank that has finished concerns its part.
+
     Args:
         store: a client that no other code waits with; see `default_store`.
-        group: name of the process group, part of the keys in the store.
+        group: name of the process group, part of the keys in the store. Groups of one mesh dimension may share a name.
         rank: this rank within the group.
         ranks: global rank numbers of the group, for error messages.
+        part: global rank numbers of this rank's part; None is the whole group.
+
+    Attributes:
+        group, rank, ranks, part: as given.
     """
 
-    def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
-        self._store, self._rank, self._ranks = BoundedStore(store, ANSWER_SECONDS), rank, ranks
+    def __init__(
+        self, store: Store, group: str, rank: int, ranks: Sequence[int], part: Sequence[int] | None = None
+    ) -> None:
+        self._store, self.group, self.rank, self.ranks = BoundedStore(store, ANSWER_SECONDS), group, rank, ranks
+        self.part = ranks if part is None else part
         self._pid = os.getpid()
         self._store_is_gone = False
         self._failed, self._done, self._request = (
-            f"lightning_sparse/{group}/{key}" for key in ("failed", "done", "poll")
+            f"lightning_sparse/{group}/{key}"
+            for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{ranks[0]}/poll")
         )
         self._terminating = terminating_key(group)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether this rank exchanges with a part of the ranks only."""
+        return len(self.part) < len(self.ranks)
 
     def mark_failed(self, reason: str) -> None:
         """Record that this rank has failed. Only the first reason is kept."""
@@ -61,14 +77,32 @@ class Peers:
                 if int(made) < calls:
                     raise RankFailure(reason)
         except dist.DistError as error:
-            raise RankFailure(lost_store(self._ranks[self._rank], error)) from error
+            self._store_is_gone = True
+            raise RankFailure(lost_store(self.ranks[self.rank], error)) from error
         except StoreTimeout:
             return  # the collective itself will time out
 
-    def diagnose(self, calls: int) -> str:
-        """Return why a collective failed: the reason that a rank recorded, or the ranks that do not respond."""
+    def reported(self) -> str:
+        """Return the reason that a failed rank has recorded; "" if there is none, or if the store is gone."""
+        if os.getpid() != self._pid or self._store_is_gone:
+            return ""
         try:
-            self.raise_if_failed(calls)
+            return str(self._store.get(self._failed).decode()) if self._store.check([self._failed]) else ""
+        except dist.DistError:
+            self._store_is_gone = True  # torch prints a stack trace for every further call
+        except StoreTimeout:
+            pass
+        return ""
+
+    def diagnose(self, calls: int | None) -> str:
+        """Return why a collective failed: the reason that a rank recorded, or the ranks that do not respond.
+
+        Args:
+            calls: number of collectives of the exchange that this rank has started. None: the failed collective was one
+                of the model. Then "" says that the cause is unknown.
+        """
+        try:
+            self.raise_if_failed(calls or 0)
             if self._store.check([self._terminating]):
                 return str(self._store.get(self._terminating).decode())
             silent, absent = self._poll_peers()
@@ -77,12 +111,14 @@ class Peers:
         except dist.DistError:
             return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
         except StoreTimeout:
-            return silent_store(self._ranks[self._rank])
+            return silent_store(self.ranks[self.rank])
         if silent:
             return (
                 f"No answer from {rank_list(silent)}: killed, ended, or frozen, or still before the first backward "
                 f"pass. Look at the end of the output there."
             )
+        if calls is None:
+            return ""
         if absent:
             return (
                 f"Still running, but not taking part: {rank_list(absent)}. It hangs, or needs longer than the timeout; "
@@ -99,24 +135,24 @@ class Peers:
             return
         try:
             if self._store.check([self._request]):
-                self._put(f"{self._request}/{self._rank}", "running")
+                self._put(f"{self._request}/{self.rank}", "running")
         except dist.DistError:
             self._store_is_gone = True  # torch prints a stack trace for every further call
         except Exception:  # a reply must never raise an error
             return
 
     def _poll_peers(self) -> tuple[list[int], list[int]]:
-        """Poll all ranks. Return the silent ranks, and the ranks that respond but are not in this collective."""
-        keys = [f"{self._request}/{rank}" for rank in range(len(self._ranks))]
+        """Poll all ranks. Return the silent ranks, and the ranks that respond but are not in this part's collective."""
+        keys = [f"{self._request}/{rank}" for rank in range(len(self.ranks))]
         self._store.set(self._request, "")
-        self._store.set(keys[self._rank], "failed")
+        self._store.set(keys[self.rank], "failed")
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             silent, absent = [], []
-            for rank, key in zip(self._ranks, keys, strict=True):
+            for rank, key in zip(self.ranks, keys, strict=True):
                 if not self._store.check([key]):
                     silent.append(rank)
-                elif self._store.get(key) != b"failed":
+                elif rank in self.part and self._store.get(key) != b"failed":
                     absent.append(rank)
             if not silent + absent or time.monotonic() > deadline:
                 return silent, absent
@@ -124,7 +160,7 @@ class Peers:
 
     def _put(self, key: str, text: str) -> None:
         """Set a key if it is not set yet."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._store_is_gone:
             return
         # If the store is gone, its host has ended, and the peers lose their connections anyway. Never raise an error.
         with contextlib.suppress(Exception):

@@ -53,12 +53,22 @@ class ProcessGroupComm(Comm):
         """Exclude the connection from copies and pickles, such as the copy in a callback that counts bytes."""
         return {name: value for name, value in vars(self).items() if name not in ("store", "group", "peers")}
 
-    def use(self, group: dist.ProcessGroup) -> None:
-        """Communicate over another process group of the same ranks from now on."""
+    def use(self, group: dist.ProcessGroup, peers: Peers | None = None) -> None:
+        """Communicate over another process group of the same ranks from now on.
+
+        Args:
+            group: the group.
+            peers: the ranks that learn of failures; None are those of the group.
+        """
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.statuses.clear()
-        self.peers = Peers(self.store, group.group_name, self.rank, self.ranks)
+        self.peers = peers or Peers(self.store, group.group_name, self.rank, self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first one of all that train together, perhaps in several groups."""
+        return self.peers.rank == 0
 
     def mark_failed(self, reason: str) -> None:
         """Record that this rank has failed, so that its peers raise the reason. Only the first reason is kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -132,6 +133,24 @@ class RefuseDDP:
             )
 
 
+class ExplainFailures:
+    """Names the cause if a forward pass fails because another rank has ended. It can be pickled.
+
+    The collectives of a sharded model may break off before this rank's next exchange. Torch's error does not say why.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        model.register_forward_hook(self, always_call=True)
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        """Look at the error of the forward pass, if there is one."""
+        if torch.compiler.is_compiling():
+            return
+        error, exchange = sys.exc_info()[1], attached(model)
+        if error is not None and exchange is not None:
+            exchange.fail_in_model(error)
+
+
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 
 
@@ -143,6 +162,9 @@ class Attached(Protocol):
 
     def end_if_soon(self) -> None:
         """Complete a pending exchange if it can complete without waiting for peers."""
+
+    def fail_in_model(self, error: BaseException) -> None:
+        """Report that a connection broke in a collective of the model."""
 
 
 def keep_attached(model: nn.Module, exchange: Attached, optimizers: Sequence[Optimizer]) -> None:

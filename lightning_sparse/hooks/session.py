@@ -15,9 +15,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +82,13 @@ def _is_broken(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and bool(_BROKEN.search(str(error)))
 
 
-def _handshake(comm: ProcessGroupComm, timeout: timedelta) -> Handshake:
+def _handshake(comm: ProcessGroupComm, timeout: timedelta, part: Sequence[int] | None = None) -> Handshake:
     group, ranks = comm.group, comm.ranks
-    return Handshake(
-        comm.store, group.group_name, dist.get_rank(), ranks, timeout, lambda rank: has_ended(group, ranks.index(rank))
-    )
+
+    def ended(rank: int) -> bool | None:
+        return has_ended(group, ranks.index(rank))
+
+    return Handshake(comm.store, group.group_name, dist.get_rank(), ranks, timeout, ended, part)
 
 
 class Session:
@@ -94,16 +97,21 @@ class Session:
     All ranks of the group make it together. Steps that can fail on one rank alone, such as allocating residuals, come
     before the handshake. So the other ranks get the error instead of waiting.
 
+    The ranks of a group may exchange in several parts, as the shards of a model do. An error in one part ends training
+    on all ranks of the group.
+
     Args:
         parameters: returns the exchanged parameters by name, in registration order. Its errors are reported to the
             other ranks, too.
         method: the compression method.
         options: options of the `Reducer`.
-        group: the ranks that take part; the session makes a separate process group for them.
+        group: the ranks that train together.
+        part: the ranks of `group` that exchange with this one; None is all of them. The session makes a separate
+            process group for them.
         device: the device of the parameters.
         timeout: time to wait for other ranks; None takes the group's.
         group_of: returns numbers of parameters by name; see `Layout.of`.
-        settings: returns further settings that must be equal on all ranks, see `Handshake.agree`.
+        settings: returns further settings that must be equal within a part, see `Handshake.agree`.
         exchanged: the quantity that the reducer gets, see `Reducer`.
 
     Attributes:
@@ -125,6 +133,7 @@ class Session:
         options: ReducerOptions,
         *,
         group: dist.ProcessGroup,
+        part: dist.ProcessGroup | None = None,
         device: torch.device,
         timeout: timedelta | None = None,
         group_of: Callable[[], Mapping[str, int]] = dict,
@@ -132,7 +141,6 @@ class Session:
         exchanged: Exchanged = "gradient",
     ) -> None:
         self._pid = os.getpid()
-        self._parent = group
         self.device = device
         self._closed = self._freed = False
         self._explained: int | None = None  # id of an error
@@ -141,40 +149,45 @@ class Session:
         self._seen_done = self._done
         # High priority: otherwise each short kernel waits until all blocks of a running backward kernel are scheduled.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self.comm = ProcessGroupComm(group)
+        everyone = ProcessGroupComm(group)
+        self.comm = everyone if part is None else ProcessGroupComm(part)
         with report_errors_to_peers(group):
-            timeout = check_optional("timeout", timeout) or group_timeout(group, device)
+            timeout = check_optional("timeout", timeout) or group_timeout(self.comm.group, device)
             params = parameters()
             self.reducer = Reducer(method, self.comm, exchanged=exchanged, **vars(options))
             self.reducer.setup(params, group_of())
             others = settings()
-        name = _handshake(self.comm, timeout).agree(
+        name = _handshake(everyone, timeout, None if part is None else self.comm.ranks).agree(
             {
                 "method": repr(method),
                 "exchanged": repr(exchanged),
+                "size of the group": self.comm.size,
                 **options.settings(),
+            },
+            {
                 "model": [
                     f"{name}{list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
                     for name, param in params.items()
                 ],
                 **others,
-            }
+            },
         )
-        self.comm.use(self._open_group(f"lightning_sparse_{name}", timeout))
+        peers = Peers(self.comm.store, f"lightning_sparse_{name}", everyone.rank, everyone.ranks, part=self.comm.ranks)
+        self.comm.use(self._open_group(peers, timeout), peers)
 
-    def _open_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    def _open_group(self, peers: Peers, timeout: timedelta) -> dist.ProcessGroup:
         """Make the session's process group; RankFailure if another rank has ended, or cannot make it."""
-        peers = Peers(self.comm.store, name, self.comm.rank, self.comm.ranks)
+        parent, name = self.comm.group, f"{peers.group}_{peers.part[0]}"
 
         def connect() -> dist.ProcessGroup:
             if self.stream is not None:
                 torch.cuda.set_device(self.device)
-            return new_named_group(self._parent, name, timeout)
+            return new_named_group(parent, name, timeout)
 
         def raise_if_peer_failed() -> None:
             peers.raise_if_failed(0)
             for rank in range(self.comm.size):
-                if rank != self.comm.rank and has_ended(self._parent, rank):
+                if rank != self.comm.rank and has_ended(parent, rank):
                     raise RankFailure(
                         f"Rank {self.comm.ranks[rank]} has ended while the ranks connected: killed, or failed. Look at "
                         f"the end of its output."
@@ -242,14 +255,26 @@ class Session:
 
         If a connection broke, the known cause is put in front of the error's text.
         """
-        if self.is_closed:
-            return
+        if not self.is_closed:
+            self._explain(error, self.comm.diagnose)
+            self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
+
+    def fail_in_model(self, error: BaseException) -> None:
+        """Report that a connection broke in a collective of the model, as FSDP2 has them; ignore other errors.
+
+        The known cause is put in front of the error's text.
+        """
+        if not self.is_closed and _is_broken(error):
+            self._explain(error, partial(self.comm.peers.diagnose, None))
+            self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
+
+    def _explain(self, error: BaseException, diagnose: Callable[[], str]) -> None:
         if _is_broken(error) and self._explained != id(error):
             self._explained = id(error)  # a checkpoint on the exception reports the same error again
             # Meanwhile torchrun may send SIGTERM, and Lightning's handler may raise another error.
             with contextlib.suppress(Exception):
-                error.args = (f"{self.comm.diagnose()} ({first_line(error)})",)
-        self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
+                if cause := diagnose():
+                    error.args = (f"{cause} ({first_line(error)})",)
 
     def mark_done(self) -> None:
         """Tell the other ranks that this one makes no further calls. Ranks that still wait for it will fail."""
@@ -324,16 +349,19 @@ class Session:
         """Reply to failed ranks, and free this rank's device if it waits for one of them. Call it every POLL."""
         self.comm.respond()
         done = self._done
-        # A query of an event invalidates a CUDA graph that another thread captures. So stop when our work is done.
-        if done is self._seen_done or self.error is not None:
+        if self.error is not None:
             return
         try:
-            if done():
+            # A query of an event invalidates a CUDA graph that another thread captures. So stop when our work is done.
+            if done is not self._seen_done and done():
                 self._seen_done = done
-            else:
+            elif done is not self._seen_done:
                 self.comm.raise_if_peer_failed()
+            elif self.comm.peers.has_parts and (reason := self.comm.peers.reported()):
+                raise RankFailure(reason)
         except Exception as error:
-            # The training thread may wait for the device, and so for the failed rank. It raises this error later.
+            # The training thread may wait for the failed rank, for the device or in a collective of the model. It
+            # raises this error later.
             self.abort(error)
             log.error(error_message(error, self.comm, self.reducer.step))
 

@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import have_hooks_called, register_first, step_depth, step_hooks
+from lightning_sparse._compat import (
+    backend_name,
+    have_hooks_called,
+    initializes_state,
+    register_first,
+    step_depth,
+    step_hooks,
+)
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
@@ -34,6 +41,7 @@ from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.shards import check_group, is_any_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, others_settings
@@ -90,7 +98,8 @@ class UpdateExchanger:
             DistributedDataParallel does.
         forward_sync_buffers: whether to broadcast buffers after each exchange; None takes `broadcast_buffers`. Unless
             None, they are also broadcast at the start.
-        group: the process group of the ranks that take part; None is the default group.
+        group: the ranks that exchange with this one, which hold the same part of the model; None is all ranks. All
+            ranks of the default group make an exchanger, each with its group, and learn of a failure in any of them.
         timeout: time to wait for other ranks; None takes the group's.
 
     Attributes:
@@ -113,25 +122,35 @@ class UpdateExchanger:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        with report_errors_to_peers(group):
+        with report_errors_to_peers():
             is_default_rule = method.update_rule is None
             method = replace(method, update_rule=(method.update_rule or UpdateRule()).changed(local_steps, overlap))
         self.optimizers, self.phase, self._steps = optimizers, Phase.IDLE, [0] * len(optimizers)
         self._buffers = buffers = _Buffers(model, broadcast_buffers, forward_sync_buffers)
+        everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        device = local(next(model.parameters())).device
 
         def parameters() -> Mapping[str, Tensor]:
+            reshard(model)
+            check_group(model, group)
             check_updates(method, optimizers)
+            if method.delayed and is_any_sharded(model) and backend_name(group or everyone, device) == "nccl":
+                raise ValueError(
+                    "overlap='next_step' for a sharded model over NCCL: the exchange would run beside the collectives "
+                    "of FSDP2, and two communicators at once may deadlock. Leave overlap out."
+                )
             warn_of_evaluation(optimizers)
             if is_default_rule:  # methods with a rule have the densities of their papers
                 warn_of_density(method, optimizers)
-            return exchanged_parameters(model, optimizers)[0]
+            return locals_of(exchanged_parameters(model, optimizers)[0])
 
         self._session = session = Session(
             parameters,
             method,
             options,
-            group=dist.group.WORLD if group is None else group,  # type: ignore[arg-type]
-            device=next(model.parameters()).device,
+            group=everyone,
+            part=group,
+            device=device,
             timeout=timeout,
             group_of=lambda: exchanged_parameters(model, optimizers)[2],
             settings=lambda: others_settings(model, optimizers, buffers.at_start.items()),
@@ -204,14 +223,16 @@ class UpdateExchanger:
 
     def _broadcast_weights(self) -> None:
         if (model := self._unattached.model) is not None:
-            tensors = [*(param.detach() for param in model.parameters()), *self._buffers.at_start.values()]
+            reshard(model)
+            tensors = [local(x).detach() for x in (*model.parameters(), *self._buffers.at_start.values())]
             broadcast_differing(self.comm, tensors, self._session.device)
 
     # Steps of an optimizer.
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if step_depth(optimizer) > 1:  # the optimizer's `step` has called that of a base class
+        # The optimizer's `step` has called that of a base class, or torch initializes the optimizer's state by a step.
+        if step_depth(optimizer) > 1 or initializes_state():
             return None
         begin, changed = partial(self._begin_step, optimizer), partial(self.updates.changed, optimizer)
         return begin_step(optimizer, args, kwargs, begin, changed)
@@ -230,7 +251,7 @@ class UpdateExchanger:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if step_depth(optimizer) == 1:
+        if step_depth(optimizer) == 1 and not initializes_state():
             self._after_step(optimizer, stepped=True)
 
     def _after_step(self, optimizer: Optimizer, stepped: bool) -> None:
@@ -332,6 +353,8 @@ class UpdateExchanger:
                 "Pending updates cannot be exchanged in the middle of a step, as by a signal's handler, or after one "
                 "that was interrupted. Call exchange_pending between steps; after an interrupt start from a checkpoint."
             )
+        if write and (model := self._unattached.model) is not None:
+            reshard(model)  # otherwise the next forward pass may use the root's weights from before the exchange
         for index, optimizer in enumerate(self.optimizers):
             if self._steps[index] % self._rule.local_steps:
                 self._steps[index] = 0
@@ -351,7 +374,7 @@ class UpdateExchanger:
         model = self._unattached.model
         if model is None:
             return
-        others = [x.detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
+        others = [local(x).detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
         if others:
             self._during(partial(broadcast_differing, self.comm, others, self._session.device))
 
@@ -374,6 +397,10 @@ class UpdateExchanger:
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that training has failed on this one."""
         self._session.fail(error)
+
+    def fail_in_model(self, error: BaseException) -> None:
+        """Report that a connection broke in a collective of the model, and put the cause in front of the text."""
+        self._session.fail_in_model(error)
 
     def close(self) -> None:
         """Leave the group. It may be called twice, and after a failure."""

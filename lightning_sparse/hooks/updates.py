@@ -23,13 +23,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.misuse import RefuseDDP, attached, check_optimizers, keep_attached
+from lightning_sparse.hooks.misuse import ExplainFailures, RefuseDDP, attached, check_optimizers, keep_attached
 from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method, resolve_updates
 from lightning_sparse.options import Overlap, ReducerOptions, check, listed
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, reshard
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,24 @@ def attach_updates(
     density_warmup: Sequence[float] | None = None,
     density_warmup_steps: int | None = None,
     timeout: timedelta | None = None,
+    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Reducer:
     """Exchange the optimizers' updates of `model` after their steps. All ranks call it, before the first step.
 
     The model is not wrapped: each rank steps on its local gradient. The call broadcasts weights and buffers from rank
     0. A second call for the same model, with other optimizers, replaces the first one.
+
+    A model may be sharded by FSDP2 or tensor parallelism. Then replicas exchange updates, each rank those of its own
+    shards. FSDP2 averages gradients within a replica only:
+
+        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        attach_updates(model, optimizer, "topk", group=mesh["replicate"].get_group())
+
+    The call then broadcasts weights and buffers from the first rank of each group. Later, buffers stay as they are on
+    each rank, as with FSDP2.
 
     Args:
         model: the model, on its device.
@@ -73,7 +86,9 @@ def attach_updates(
         density_warmup: densities to use in turn before `density`, `density_warmup_steps` exchanges each; () is none.
             None is 8, 4 and 2 times the density, 15 exchanges each, if no density is given; otherwise it is none.
         density_warmup_steps: number of exchanges for each density of `density_warmup`.
-        timeout: time to wait for other ranks; None takes the default process group's.
+        timeout: time to wait for other ranks; None takes the process group's.
+        group: the ranks that hold the same part of the model in other replicas, and exchange with this rank; None is
+            all ranks. All ranks of the default process group call this function, each with its group.
         **options: further options of a method that is given by name, such as `value_format="int8"` of "topk".
 
     Returns:
@@ -90,15 +105,21 @@ def attach_updates(
                 f"attach_updates(model={type(model).__name__}(...)): give the model itself, and then its optimizer. "
                 f"DistributedDataParallel would send all gradients as well."
             )
+        if group is not None and not isinstance(group, dist.ProcessGroup):  # a member of another group has no object
+            raise TypeError(
+                f"attach_updates(group={group!r:.80}): give a ProcessGroup that contains this rank, such as "
+                f"mesh['replicate'].get_group(), or leave it out."
+            )
         model = getattr(model, "_orig_mod", model)  # torch.compile returns a wrapper, which the caller may drop
         optimizers = check_optimizers(optimizer)
+        reshard(model)
         stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
             raise ValueError(
                 f"{listed(alone)} require gradients but are in no optimizer that attach_updates got, so ranks would "
                 f"drift apart in them. Pass all optimizers, attach_updates(model, [first, second], ...), or freeze "
-                f"them by requires_grad_(False)."
+                f"them by requires_grad_(False).{AFTER_SHARDING * is_any_sharded(model)}"
             )
         if check("overlap", overlap) == "backward":
             raise ValueError(
@@ -114,7 +135,7 @@ def attach_updates(
             seed=seed,
         )
         reducer_options.check_method(resolve_method(method, density, **options), counts_epochs=False)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         method, reducer_options = resolve_updates(method, density, reducer_options, ranks=ranks, **options)
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
@@ -127,11 +148,15 @@ def attach_updates(
         reducer_options,
         local_steps=local_steps,
         overlap=overlap,
+        forward_sync_buffers=False if is_any_sharded(model) else None,
+        group=group,
         timeout=timeout,
     )
-    if exchange.comm.rank == 0:
+    if exchange.comm.is_first:
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")
     RefuseDDP(model)
+    if exchange.comm.peers.has_parts:
+        ExplainFailures(model)
     keep_attached(model, exchange, optimizers)
     return exchange.reducer
 

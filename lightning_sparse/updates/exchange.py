@@ -30,6 +30,7 @@ from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
+from lightning_sparse.shards import like, local, locals_of
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.parameters import exchanged_parameters, ids_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
@@ -67,9 +68,10 @@ class DeltaExchange:
         self._reducer, self._model, self._optimizers = reducer, weakref.ref(model), optimizers
         self._buffers, self._worker = buffers, worker or Worker()
         self.parameters, optimizer_of, numbers = exchanged_parameters(model, optimizers)
+        weights = locals_of(self.parameters)
         if reducer.layout is None:
-            reducer.setup(self.parameters, numbers)
-        self._lay_out(self.parameters, optimizer_of)
+            reducer.setup(weights, numbers)
+        self._lay_out(weights, optimizer_of)
         self._begun: set[Optimizer] = set()
         self._new: list[str] = []  # parameters to broadcast from rank 0 after their first exchange
         self._futures: list[Future[Any]] = []  # of the exchange that the worker runs
@@ -104,7 +106,8 @@ class DeltaExchange:
     @property
     def weights(self) -> dict[int, Tensor]:
         """The last agreed weights, by the id of the parameter."""
-        return {id(self.parameters[name]): w for each in self.segments for name, w in each.agreed.items()}
+        agreed = ((self.parameters[name], w) for each in self.segments for name, w in each.agreed.items())
+        return {id(param): like(param, w) for param, w in agreed}
 
     def has(self, param: Tensor) -> bool:
         """Return whether a parameter is exchanged."""
@@ -178,11 +181,12 @@ class DeltaExchange:
         weights = {name: w for each in self.segments for name, w in each.weights.items()}
         frozen = {name for each in self.segments for name in each.frozen}
         self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
-        new = {name: param.detach() for name, param in self.parameters.items() if name not in weights}
+        params = locals_of(self.parameters)
+        new = {name: param.detach() for name, param in params.items() if name not in weights}
         state = self._reducer.state_dict()
         for kept in state["elements"].values():
             kept.update({name: torch.zeros(param.shape, device="cpu") for name, param in new.items()})
-        self._reducer.setup(self.parameters, numbers)
+        self._reducer.setup(params, numbers)
         self._reducer.load_state_dict(state)
         self._new += new
         self._lay_out({**weights, **new}, optimizer_of)
@@ -288,7 +292,7 @@ class DeltaExchange:
         """
         ours = {name for each in self.of(optimizer) for name in each.segment.names}
         if new := [name for name in self._new if name in ours]:
-            tensors = [self.parameters[name].detach() for name in new]
+            tensors = [local(self.parameters[name]).detach() for name in new]
             broadcast(self._reducer.comm, tensors, tensors[0].device)
         self._new = [name for name in self._new if name not in ours]
 
@@ -341,8 +345,8 @@ class DeltaExchange:
         self._reducer.in_flight = False
         if write:
             self._write_stale()
-            for param, change in kept:
-                param.sub_(change)
+            for weights, change in kept:
+                weights.sub_(change)
             present, copies = self._buffers(), self._buffer_copies
             self._buffer_copies = {}
             for name in present.keys() & copies.keys():

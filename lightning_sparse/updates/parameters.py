@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_sparse.gradients import REDUCIBLE
+from lightning_sparse.shards import AFTER_SHARDING, copies, is_any_sharded, is_sharded, local, locals_of, placement
 
 
 def exchanged_parameters(
@@ -19,7 +20,7 @@ def exchanged_parameters(
     """Return the parameters of a model that optimizers step, by name, in registration order.
 
     Returns:
-        The parameters, the optimizer of each, and the index of this optimizer; all by name.
+        The parameters, the optimizer of each, and the number of each one's group for `Layout.of`; all by name.
 
     Raises:
         ValueError: a parameter belongs to two optimizers or not to the model, or shares memory with another parameter.
@@ -35,7 +36,7 @@ def exchanged_parameters(
                 if name is None:
                     raise ValueError(
                         f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that the model does "
-                        f"not have: give the model whose parameters it steps."
+                        f"not have: give the model whose parameters it steps.{AFTER_SHARDING * is_any_sharded(model)}"
                     )
                 if name in found:
                     raise ValueError(
@@ -45,8 +46,10 @@ def exchanged_parameters(
                     )
                 found[name] = optimizer
     params: dict[str, Tensor] = {names[id(param)]: param for param in model.parameters() if names[id(param)] in found}
-    check_no_overlap(params)
-    return params, found, {name: optimizers.index(optimizer) for name, optimizer in found.items()}
+    check_no_overlap(locals_of(params))
+    kinds = {name: (optimizers.index(found[name]), copies(param)) for name, param in params.items()}
+    order = sorted({*kinds.values()})
+    return params, found, {name: order.index(kind) for name, kind in kinds.items()}
 
 
 def ids_of_exchanged(optimizers: Sequence[Optimizer]) -> set[int]:
@@ -81,13 +84,16 @@ def others_settings(
     model: nn.Module, optimizers: Sequence[Optimizer], buffers: Iterable[tuple[str, Tensor]]
 ) -> Mapping[str, list[str]]:
     """Return the settings that must be equal on all ranks, in addition to the exchanged parameters."""
-    params, optimizer_of, numbers = exchanged_parameters(model, optimizers)
+    params, optimizer_of, _ = exchanged_parameters(model, optimizers)
     rest: dict[str, Tensor] = {
         name: param for name, param in model.named_parameters() if id(param) not in {*map(id, params.values())}
     }
     rest.update(buffers)
     return {
-        "optimizers": [f"optimizer {numbers[name]}, {type(optimizer_of[name]).__name__}, of {name}" for name in params],
+        "optimizers": [
+            f"optimizer {optimizers.index(optimizer)}, {type(optimizer).__name__}, of {name}"
+            for name, optimizer in ((name, optimizer_of[name]) for name in params)
+        ],
         "settings of optimizers": [
             f"{key} {number} of group {place} of {type(optimizer).__name__}"
             for optimizer in optimizers
@@ -96,13 +102,14 @@ def others_settings(
             for number in _numbers(value)
         ],
         "frozen parameters and buffers": described(rest),
+        "shards": [f"{name} {placement(x)}" for name, x in {**params, **rest}.items() if is_sharded(x)],
     }
 
 
 def described(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the name, shape and dtype of each tensor, for ranks to compare."""
     return [
-        f"{name.replace('_orig_mod.', '')}{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        f"{name.replace('_orig_mod.', '')}{list(local(x).shape)} {str(x.dtype).removeprefix('torch.')}"
         for name, x in tensors.items()
     ]
 

@@ -30,6 +30,7 @@ from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.layout import Segment
 from lightning_sparse.momentum import SegmentMoments, last_step_references, moments_of
 from lightning_sparse.reducer import PendingExchange, Reducer
+from lightning_sparse.shards import local, locals_of
 from lightning_sparse.update_rule import UpdateRule
 
 
@@ -62,6 +63,8 @@ class _Ahead(NamedTuple):
 
 class UpdateSegment:
     """The parameters of one segment, the weights that all ranks agree on, and the arithmetic of an exchange.
+
+    Of sharded parameters, weights and deltas are those of this rank's shards.
 
     Args:
         segment: the segment.
@@ -108,6 +111,11 @@ class UpdateSegment:
     def _residual(self) -> Tensor | None:
         return self._reducer.states[self.segment.index].get("residual")
 
+    @property
+    def _present(self) -> dict[str, Tensor]:
+        """The present weights by name: this rank's part of each parameter."""
+        return locals_of(self._params)
+
     def _shaped(self, flat: Iterable[Tensor]) -> dict[str, Tensor]:
         names, shapes = self.segment.names, self.segment.shapes
         return {name: x.view(shape) for name, x, shape in zip(names, flat, shapes, strict=True)}
@@ -140,7 +148,7 @@ class UpdateSegment:
         chosen = self._params if names is None else names
         if self.ahead is not None:
             chosen = [name for name in chosen if name in self.frozen]
-        pairs = [(self.weights[name], self._params[name]) for name in chosen]
+        pairs = [(self.weights[name], local(self._params[name])) for name in chosen]
         if unless is not None:
             for w, param in pairs:
                 torch.where(unless, w, param, out=w)
@@ -155,7 +163,7 @@ class UpdateSegment:
         """
         if self._clears and self._rule.momentum == "pay_out":
             ours = [groups[id(param)] for param in self._params.values()]
-            flat = [param.reshape(-1) for param in self._params.values()]
+            flat = [x.reshape(-1) for x in self._present.values()]
             self._references = last_step_references(self._flat_weights, flat, ours)
 
     def note_step(self, *, skipped: bool = False) -> None:
@@ -166,7 +174,7 @@ class UpdateSegment:
     @property
     def differs(self) -> list[Tensor]:
         """Flags on the device, one per parameter: whether its weights differ from `weights`."""
-        return [(self.weights[name] != param).any() for name, param in self._params.items()]
+        return [(self.weights[name] != x).any() for name, x in self._present.items()]
 
     # An exchange.
 
@@ -178,7 +186,7 @@ class UpdateSegment:
         """
         self.take_weights(self._still_frozen)
         reducer, segment, residual = self._reducer, self.segment, self._residual
-        params, weights = [*self._params.values()], self._flat_weights
+        params, weights = [*self._present.values()], self._flat_weights
         alone = reducer.comm.size == 1 and not self._rule.has_outer_step
         # On one rank, a lossless exchange leaves weights unchanged: w - (w - x) may differ from x by rounding.
         leaves_weights = (
@@ -214,7 +222,7 @@ class UpdateSegment:
         """
         segment = self.segment
         mean = torch.empty(segment.numel, dtype=torch.float32, device=self._flat.device)
-        flat = [param.reshape(-1) for param in self._params.values()]
+        flat = [x.reshape(-1) for x in self._present.values()]
         pending, moments = self._begin(flat, segment.views(mean), groups)
         sent = self._reducer.compress(pending)
         if moments is not None and isinstance(sent, Entries):
@@ -259,8 +267,9 @@ class UpdateSegment:
             self.optimizer.state.get(param, {}) if has_step and name not in frozen else {}
             for (name, param), has_step in zip(params.items(), stepped, strict=True)
         ]
+        states = [{key: local(x) for key, x in state.items()} for state in states]
         ours = [groups[id(param)] for param in params.values()]
-        skipped = step.skipped if step is not None else None
+        skipped = None if step is None or step.skipped is None else local(step.skipped)
         return SegmentMoments(self.segment, kind, ours, states, self._flat.device, skipped)
 
     @property
@@ -274,18 +283,18 @@ class UpdateSegment:
         """Apply the pending mean to the agreed weights. Changes since the exchange began go into the residual.
 
         Returns:
-            The parameters, and the amounts to subtract to keep these changes in the weights; empty with a residual.
+            Present weights, and the amounts to subtract to keep these changes in them; empty with a residual.
         """
         assert self.ahead is not None
         self.take_weights(self.frozen)
-        segment, residual, params = self.segment, self._residual, self._params.values()
+        segment, residual, params = self.segment, self._residual, self._present.values()
         own = segment.views(torch.empty_like(self.ahead.mean))
-        changes_(own, self._flat_weights, [param.reshape(-1) for param in params], segment.bounds)
+        changes_(own, self._flat_weights, [x.reshape(-1) for x in params], segment.bounds)
         if residual is not None:
             torch._foreach_add_(segment.views(residual), own)
         self._apply_mean(self.ahead)
         self.is_stale = True
-        return [] if residual is not None else [(p, x.view(p.shape)) for p, x in zip(params, own, strict=True)]
+        return [] if residual is not None else [(w, x.view(w.shape)) for w, x in zip(params, own, strict=True)]
 
     def _apply_mean(self, ahead: _Ahead) -> None:
         """Change the agreed weights by the mean."""
@@ -307,7 +316,7 @@ class UpdateSegment:
         """Write the weights from which the next step starts into the model, except those of frozen parameters."""
         frozen = self._still_frozen
         if names := [name for name in self._params if name not in frozen]:
-            torch._foreach_copy_([self._params[name] for name in names], [self.weights[name] for name in names])
+            torch._foreach_copy_([local(self._params[name]) for name in names], [self.weights[name] for name in names])
         self.is_stale = False
 
     def restore_(self) -> None:

@@ -73,14 +73,14 @@ def test_one_of_three_ranks_with_different_settings():
 def attach_after_another_attempt(rank: int) -> tuple[str, str, float]:
     """Attach with entries of killed processes in the store, which outlives them, as torchrun's does."""
     store, group = dist.distributed_c10d._get_default_store(), dist.group.WORLD.group_name
-    prefix = f"lightning_sparse/{group}/handshake"
+    prefix = f"lightning_sparse/{group}/0/handshake"
     if rank == 0:
         store.set(f"{prefix}/call", "0123 4567 0")
         store.set(f"{prefix}/0123/settings", "{}")
         store.set(f"{prefix}/0123/1", "89ab")
         store.set(f"{prefix}/0123/verdict", json.dumps({"nonces": ["89ab"], "error": "stale"}))
         store.set(f"{prefix}/refused", json.dumps([1, 0, "89ab", "stale"]))
-        for key in ("failed", "done", "terminating"):
+        for key in ("0/failed", "0/done", "terminating"):
             store.set(f"lightning_sparse/{group}/{key}", "0 stale")
     dist.barrier()
     if rank == 0:

@@ -1,0 +1,136 @@
+"""The part of a tensor that this rank holds: a shard if FSDP2 or tensor parallelism shards it, otherwise all of it.
+
+Ranks form a mesh of replicas (R), of shards (S) and perhaps of tensor-parallel ranks (T). R ranks hold the same part of
+the model, one in each replica. These ranks exchange updates with each other:
+
+    mesh = init_device_mesh("cuda", (R, S), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    group = mesh["replicate"].get_group()
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+AFTER_SHARDING = " Create the optimizer after fully_shard, which replaces the parameters."
+"""The end of errors about an optimizer whose parameters a sharded model does not have."""
+
+
+def is_sharded(x: Any) -> bool:
+    """Return whether a tensor is a DTensor, of which each rank of a mesh holds a part."""
+    return hasattr(x, "to_local")  # an import of DTensor takes a second, which most trainings do not need
+
+
+def is_any_sharded(model: nn.Module) -> bool:
+    """Return whether a parameter of a model is sharded."""
+    return any(map(is_sharded, model.parameters()))
+
+
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; it shares memory with the tensor.
+
+    Do not keep the result: FSDP2 replaces it when a module moves or loads weights.
+    """
+    if not is_sharded(x):
+        return x
+    with torch.no_grad():  # otherwise the result would be part of an autograd graph
+        part: Tensor = x.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def locals_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of each tensor, by name."""
+    return {name: local(x) for name, x in tensors.items()}
+
+
+@torch.no_grad()
+def like(x: Tensor, part: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as the whole tensor: a DTensor that is sharded like `x`, or `part` itself."""
+    if not is_sharded(x):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    of: Any = x
+    return DTensor.from_local(  # type: ignore[no-any-return]
+        part, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
+    )
+
+
+def placement(x: Tensor) -> str:
+    """Return how a DTensor is sharded, and the part that this rank holds, for ranks to compare."""
+    of: Any = x
+    kinds = ", ".join(map(str, of.placements))
+    return f"({kinds}) part {tuple(of.device_mesh.get_coordinate())} of {tuple(of.device_mesh.shape)}"
+
+
+def copies(x: Tensor) -> str:
+    """Return the dimensions of the mesh over which a DTensor is sharded and copied; "" for a plain tensor.
+
+    Ranks of a replica may hold copies of some parameters, such as the norms of a tensor-parallel model. The copies stay
+    equal only if all these ranks select the same entries. So a segment with a copied parameter has no sharded one.
+    """
+    if not is_sharded(x):
+        return ""
+    of: Any = x
+    names = of.device_mesh.mesh_dim_names or range(of.device_mesh.ndim)
+    dims = zip(names, of.device_mesh.shape, of.placements, strict=True)
+    return ", ".join(f"{name} {size} {'copied' if kind.is_replicate() else 'sharded'}" for name, size, kind in dims)
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the modules of FSDP2 hold shards, as after a backward pass.
+
+    A forward pass leaves whole parameters in the root module. If no backward pass follows, as in validation, they would
+    hide the shards, and would not follow a change of the shards.
+    """
+    for module in _of_fsdp("FSDPModule", model):
+        module.reshard()
+
+
+def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise an error unless the ranks of a group may hold the same part of a model in different replicas.
+
+    Args:
+        model: the model, sharded or not.
+        group: the ranks that exchange updates; None is the default group.
+
+    Raises:
+        TypeError: the model is sharded by FSDP1.
+        ValueError: a rank of the group shares a parameter with this rank, or a trained parameter is not sharded.
+    """
+    if _of_fsdp("FullyShardedDataParallel", model):
+        raise TypeError(
+            f"The {type(model).__name__} is sharded by FullyShardedDataParallel, whose updates cannot be exchanged. "
+            f"Shard it by FSDP2: fully_shard(module, mesh=mesh['shard'])."
+        )
+    ranks, rank = {*dist.get_process_group_ranks(group or dist.group.WORLD)}, dist.get_rank()  # type: ignore[arg-type]
+    shards = {name: param for name, param in model.named_parameters() if is_sharded(param)}
+    meshes: dict[str, Any] = {name: param.device_mesh for name, param in shards.items()}  # type: ignore[attr-defined]
+    for name, mesh in meshes.items():
+        if common := ranks & {*mesh.mesh.flatten().tolist()} - {rank}:
+            given = "None" if group is None else f"ranks {sorted(ranks)}"
+            raise ValueError(
+                f"group={given} contains rank {min(common)}, which shares {name!r} with rank {rank} in {mesh}. Updates "
+                f"are exchanged between replicas, each of which holds the whole model. Pass "
+                f"group=mesh['replicate'].get_group(), and shard over the mesh of one replica, fully_shard(module, "
+                f"mesh=mesh['shard'])."
+            )
+    whole = [name for name, param in model.named_parameters() if param.requires_grad and name not in shards]
+    if whole and _of_fsdp("FSDPModule", model) and any(mesh.size() > 1 for mesh in meshes.values()):
+        raise ValueError(
+            f"{whole[0]!r} is not sharded, but other parameters are: FSDP2 averages its gradient over no ranks, so its "
+            f"copies within a replica would differ. Call fully_shard with the module that holds it, without "
+            f"ignored_params; or freeze it by requires_grad_(False)."
+        )
+
+
+def _of_fsdp(kind: str, model: nn.Module) -> list[Any]:
+    """Return the modules of a model that are of a class of torch.distributed.fsdp, which may not be imported."""
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), kind, None)
+    return [] if found is None else [module for module in model.modules() if isinstance(module, found)]
