@@ -1,7 +1,7 @@
 """Communication-efficient data-parallel training for PyTorch Lightning.
 
 import lightning_sparse  # registers the strategy names
-Trainer(strategy="gaussiank_ddp")
+Trainer(strategy="gaussiank_ddp")  # or Fabric
 """
 
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
@@ -9,13 +9,14 @@ from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hooks import attach, attach_updates, exchange_pending
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies import SparseDDPStrategy
+from lightning_sparse.strategies import FabricSparseDDPStrategy, SparseDDPStrategy
 from lightning_sparse.update_rule import UpdateRule
 
 __version__ = "0.1.0"
 __all__ = [
     "METHODS",
     "Comm",
+    "FabricSparseDDPStrategy",
     "Method",
     "NonFiniteGradient",
     "ProcessGroupComm",

@@ -34,6 +34,8 @@ _found = {
     if (found := _version(package))
 }
 INSTALLED = [module for module, found in _found.items() if found in SUPPORTED]
+FABRIC = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}
+"""The module with Fabric, by namespace."""
 _unsupported = " and ".join(f"{module} {found}" for module, found in _found.items() if module not in INSTALLED)
 if not INSTALLED:
     raise ImportError(

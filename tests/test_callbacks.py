@@ -6,7 +6,6 @@ import math
 import re
 import warnings
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import lightning.pytorch
 import numpy as np
@@ -491,7 +490,7 @@ def test_the_first_line_and_what_it_counts():
         # Two ranks send 2(P − 1)/P times 4 bytes, or 4 for each of k entries and k + 16 bits; all of them is no less.
         assert reducer.routing.dense_nbytes == 64
         assert [reducer.routing.nbytes(density) for density in (0.125, 0.25, 1.0)] == [11, 19, 64]
-        return run_summary(reducer, SimpleNamespace(loggers=[]))
+        return run_summary(reducer, [])
 
     assert simulate(2, rank)[0] == (
         "TopK(density=0.125) + Residual() + Mean() on 2 ranks, after a warm-up at "
@@ -505,7 +504,7 @@ def test_the_first_line_says_how_many_elements_go_dense(density, dense):
     def rank(comm):
         reducer = Reducer(method("topk", density=density), comm, granularity="layer")
         reducer.setup({"weight": torch.zeros(1000), "scale": torch.zeros(1), "bias": torch.zeros(1)})
-        return run_summary(reducer, SimpleNamespace(loggers=[]))
+        return run_summary(reducer, [])
 
     expected = f"; 1,002 parameters in 3 segments; {dense:,} of them fall back to dense, because TopK would"
     assert expected in simulate(2, rank)[0]
@@ -515,7 +514,7 @@ def test_the_first_line_of_a_dense_method_and_of_one_rank_says_nothing_of_dense_
     def rank(comm):
         reducer = Reducer(method("topk" if comm.size == 1 else "dense"), comm)
         reducer.setup({"bias": torch.zeros(2)})
-        return run_summary(reducer, SimpleNamespace(loggers=[]))
+        return run_summary(reducer, [])
 
     assert all("fall back to dense" not in simulate(size, rank)[0] for size in (1, 2))
 

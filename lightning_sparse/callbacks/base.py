@@ -101,7 +101,7 @@ class StepCallback(Callback, abc.ABC):
                 for title, tags in callback.charts(trainer.strategy.reducer).items():
                     patterns = [f"^{re.escape(tag)}$" for tag in tags]
                     layout.setdefault(callback.category, {})[title] = ["Multiline", patterns]
-            for writer in summary_writers(trainer):
+            for writer in summary_writers(trainer.loggers):
                 writer.add_custom_scalars(layout)
 
     def _why_nothing_logs(self, trainer: Trainer) -> str | None:
@@ -156,7 +156,7 @@ class StepCallback(Callback, abc.ABC):
         if watch.observer is None:
             return  # no backward pass, or a skipped step
         step = steps_taken(trainer)
-        scalars = self.report(watch.observer, trainer, pl_module, summary_writers(trainer), step)
+        scalars = self.report(watch.observer, trainer, pl_module, summary_writers(trainer.loggers), step)
         cost = watch.seconds + time.perf_counter() - started
         scalars[f"monitoring_cost/{type(self).__name__}_ms"] = 1000 * cost
         finite = {name: value for name, value in scalars.items() if math.isfinite(value)}

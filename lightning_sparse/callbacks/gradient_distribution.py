@@ -75,7 +75,11 @@ class GradientDistribution(StepCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if trainer.is_global_zero and trainer.loggers and not (summary_writers(trainer) or trainer.fast_dev_run):
+        if (
+            trainer.is_global_zero
+            and trainer.loggers
+            and not (summary_writers(trainer.loggers) or trainer.fast_dev_run)
+        ):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             warnings.warn(
                 f"GradientDistribution: {names} does not support histograms, so only scalars are logged. Add a "

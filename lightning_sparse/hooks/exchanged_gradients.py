@@ -140,7 +140,7 @@ class ExchangedGradients:
             f"residuals do not take that back: the part that was not sent comes in later steps, and the part that was "
             f"sent is lost. Set exchange='update' of the strategy, or in plain torch call attach_updates: then each "
             f"rank may change or drop its own gradient. To shorten gradients, set clip_norm, which does so before the "
-            f"exchange, in place of gradient_clip_val or clip_grad_norm_.{remedy}"
+            f"exchange, in place of gradient_clip_val, fabric.clip_gradients or clip_grad_norm_.{remedy}"
         )
 
 

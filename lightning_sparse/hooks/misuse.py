@@ -82,7 +82,8 @@ class UnattachedOptimizerCheck:
                 f"A {type(optimizer).__name__} that attach_updates did not get has stepped {name!r} of the "
                 f"{type(model).__name__} whose updates are exchanged for other optimizers: ranks would drift apart. "
                 f"Call attach_updates again, with all optimizers that step the model now; or give the parameters to "
-                f"an attached one, by add_param_group. In Lightning return it from configure_optimizers."
+                f"an attached one, by add_param_group. In Lightning return it from configure_optimizers; in Fabric "
+                f"pass it to fabric.setup or fabric.setup_optimizers."
             )
 
 
@@ -166,6 +167,9 @@ class Attached(Protocol):
     def fail_in_model(self, error: BaseException) -> None:
         """Report that a connection broke in a collective of the model."""
 
+    def warn_of_pending(self) -> None:
+        """Warn if steps have not been exchanged."""
+
 
 def keep_attached(model: nn.Module, exchange: Attached, optimizers: Sequence[Optimizer]) -> None:
     """Register the exchange of a model's updates, and close an earlier one.
@@ -198,6 +202,7 @@ GONE = (
 
 
 def _abandon(exchange: Attached, optimizers: Sequence[Optimizer], why: str) -> None:
+    exchange.warn_of_pending()
     exchange.close()
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:

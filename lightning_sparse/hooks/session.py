@@ -77,6 +77,21 @@ def report_or_diagnose(error: BaseException) -> None:
         error.args = (f"{reason} ({first_line(error)})",)
 
 
+def agree(settings: Mapping[str, Any], device: torch.device, timeout: timedelta | None) -> None:
+    """Compare settings with all ranks of the default group, before a `Session`.
+
+    Args:
+        settings: values by name, see `Handshake.agree`.
+        device: the device of the parameters.
+        timeout: time to wait for other ranks; None takes the group's.
+
+    Raises:
+        RankFailure: settings differ, or a rank cannot attach, has ended, or does not arrive in time.
+    """
+    comm = ProcessGroupComm(None)
+    _handshake(comm, timeout or group_timeout(comm.group, device)).agree(settings)
+
+
 def _is_broken(error: BaseException) -> bool:
     """Return whether an error says that a collective broke off, but not why."""
     return isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and bool(_BROKEN.search(str(error)))

@@ -385,6 +385,16 @@ class UpdateExchanger:
         elif self.updates.is_pending:
             log.warning("An exchange of updates has not ended in time: the entries of other ranks in it are lost.")
 
+    def warn_of_pending(self) -> None:
+        """Warn on rank 0 if the exchange is about to end with steps that have not been exchanged."""
+        fails = self.in_step or self._session.error is not None or self._session.is_closed
+        if self.comm.rank == 0 and self.is_pending and not fails:
+            names = " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            log.warning(
+                f"The last updates of {names} were not exchanged, so the weights differ among ranks. Call "
+                f"exchange_pending(optimizer) on all ranks after the last step, before weights are used."
+            )
+
     def agreed_weights(self) -> Mapping[int, Tensor]:
         """Return the last agreed weights by id of the parameter; empty if the model has these weights."""
         under_way = not self.is_consistent and (self._overlap is not None or self.updates.is_pending)

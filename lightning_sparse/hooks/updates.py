@@ -113,14 +113,7 @@ def attach_updates(
         model = getattr(model, "_orig_mod", model)  # torch.compile returns a wrapper, which the caller may drop
         optimizers = check_optimizers(optimizer)
         reshard(model)
-        stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
-        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
-            raise ValueError(
-                f"{listed(alone)} require gradients but are in no optimizer that attach_updates got, so ranks would "
-                f"drift apart in them. Pass all optimizers, attach_updates(model, [first, second], ...), or freeze "
-                f"them by requires_grad_(False).{AFTER_SHARDING * is_any_sharded(model)}"
-            )
+        check_all_stepped(model, optimizers)
         if check("overlap", overlap) == "backward":
             raise ValueError(
                 "attach_updates(overlap='backward'): only SparseDDPStrategy exchanges updates during backward. Leave "
@@ -139,9 +132,7 @@ def attach_updates(
         method, reducer_options = resolve_updates(method, density, reducer_options, ranks=ranks, **options)
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
-    if (earlier := attached(model)) is not None:
-        earlier.end_if_soon()  # before weights are broadcast from rank 0
-    exchange = UpdateExchanger(
+    exchange = exchange_updates(
         model,
         optimizers,
         method,
@@ -154,11 +145,41 @@ def attach_updates(
     )
     if exchange.comm.is_first:
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")
-    RefuseDDP(model)
-    if exchange.comm.peers.has_parts:
-        ExplainFailures(model)
-    keep_attached(model, exchange, optimizers)
     return exchange.reducer
+
+
+def check_all_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError if a parameter of the model requires gradients and belongs to none of its optimizers."""
+    stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
+        raise ValueError(
+            f"{listed(alone)} require gradients but are in no optimizer whose updates are exchanged, so ranks would "
+            f"drift apart in them. Pass all optimizers, attach_updates(model, [first, second], ...) or "
+            f"fabric.setup(model, first, second), or freeze them by requires_grad_(False)."
+            f"{AFTER_SHARDING * is_any_sharded(model)}"
+        )
+
+
+def exchange_updates(
+    model: nn.Module, optimizers: Sequence[Optimizer], method: Method, options: ReducerOptions, **settings: Any
+) -> UpdateExchanger:
+    """Attach as `attach_updates` does, and return the exchanger.
+
+    The exchange ends when the model is deleted, when it is attached again, or when the interpreter exits.
+
+    Args:
+        model, optimizers: see `attach_updates`.
+        method, options, **settings: see `UpdateExchanger`.
+    """
+    if (earlier := attached(model)) is not None:
+        earlier.end_if_soon()  # before weights are broadcast from rank 0
+    exchanger = UpdateExchanger(model, optimizers, method, options, **settings)
+    RefuseDDP(model)
+    if exchanger.comm.peers.has_parts:
+        ExplainFailures(model)
+    keep_attached(model, exchanger, optimizers)
+    return exchanger
 
 
 def exchange_pending(optimizer: Optimizer) -> None:

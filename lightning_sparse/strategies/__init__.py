@@ -1,8 +1,9 @@
-"""The strategy under both of Lightning's names, `pytorch_lightning` and `lightning.pytorch`.
+"""The strategies under both of Lightning's names, `pytorch_lightning` and `lightning.pytorch`.
 
-Importing this package registers the strategy names with each installed one. The two modules have a class for each name.
-`SparseDDPStrategy` here is one of these classes, and it works with the Trainers of both names. Each Trainer accepts it
-as one of its strategies. If a Trainer has the other name, the strategy changes its class.
+Importing this package registers the strategy names with each installed one. The two modules have the classes for each
+name. `SparseDDPStrategy` and `FabricSparseDDPStrategy` here are one of these classes each, and they work with Trainer
+and Fabric of both names. Lightning accepts them as strategies of both names. If a Trainer or a Fabric has the other
+name, the strategy changes its class.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING
 
-from lightning_sparse._lightning import CHOSEN, INSTALLED
+from lightning_sparse._lightning import CHOSEN, FABRIC, INSTALLED
 
 if TYPE_CHECKING:
-    from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy
+    from lightning_sparse.strategies.pytorch_lightning import FabricSparseDDPStrategy, SparseDDPStrategy
 
-__all__ = ["SparseDDPStrategy"]
+__all__ = ["FabricSparseDDPStrategy", "SparseDDPStrategy"]
 
 _modules = {name: import_module(f"{__name__}.{name.replace('.', '_')}") for name in INSTALLED}
-_bases = [import_module(f"{name}.strategies").DDPStrategy for name in INSTALLED]
-for _module, _base in product(_modules.values(), _bases):
-    _base.register(_module.SparseDDPStrategy)  # for isinstance
+for _module, _name in product(_modules.values(), INSTALLED):  # for isinstance
+    import_module(f"{_name}.strategies").DDPStrategy.register(_module.SparseDDPStrategy)
+    import_module(f"{FABRIC[_name]}.strategies").DDPStrategy.register(_module.FabricSparseDDPStrategy)
 if not TYPE_CHECKING:
     SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy
+    FabricSparseDDPStrategy = _modules[CHOSEN].FabricSparseDDPStrategy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.saves import Saves, warn_of_files_left, writes_at_once
 
 if TYPE_CHECKING:
-    from lightning_sparse.strategies.sparse_ddp import SparseDDP
+    from lightning_sparse.strategies.base import SparseStrategy
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,36 @@ NAMED = 8
 """Number of missing sidecar files, or of an optimizer's options, that a message names."""
 
 
-class Checkpoints:
-    """Saves and restores the reducer's state, and the optimizers' states if they differ among ranks.
+@dataclass(frozen=True)
+class Part:
+    """The state of one model's exchange in a checkpoint.
 
-    All ranks call `save` and `load_optimizers` together. `remove` acts on rank 0 alone, because ranks may have
+    Attributes:
+        reducer: has the residuals.
+        optimizers: the optimizers of the model, by the names that their states have in sidecar files.
+        is_consistent: whether the reducer's state belongs to a complete step.
+    """
+
+    reducer: Reducer
+    optimizers: Mapping[str, Optimizer]
+    is_consistent: bool = True
+
+    @property
+    def own_optimizer_states(self) -> dict[str, Any]:
+        """The states of the optimizers, on the host, if they differ among ranks."""
+        if self.reducer.exchanged == "gradient":
+            return {}
+        return {"optimizers": {name: _plain(each.state_dict()) for name, each in self.optimizers.items()}}
+
+
+Infos = list[dict[str, Any]]
+"""The entry about sidecar files of each part, see `checkpoint.KEY`."""
+
+
+class Checkpoints:
+    """Saves and restores the states of reducers, and the optimizers' states if they differ among ranks.
+
+    All ranks call `save`, `load` and `load_together` together. `remove` acts on rank 0 alone, because ranks may have
     different paths for one checkpoint. Nodes may have separate disks. So rank 0 reports the removed sidecar files to
     the other ranks, with the next save and at the end of training.
 
@@ -39,22 +65,12 @@ class Checkpoints:
 
     Attributes:
         strategy: the strategy. A copy of the strategy has a copy of this object.
-        reducer: the reducer of the running fit, or of the last one, so that a checkpoint can be written afterwards.
-            Copies have none.
-        loaded_from: the path of the checkpoint that was loaded last.
-        is_consistent: whether the reducer's state belongs to a complete step.
     """
 
-    def __init__(self, strategy: SparseDDP) -> None:
+    def __init__(self, strategy: SparseStrategy) -> None:
         self.strategy = strategy
-        self.reducer: Reducer | None = None
-        self.is_consistent = True
-        self.loaded_from: Any = None
         self._saves = Saves()  # filled on rank 0
         self._has_saved = False  # equal on all ranks
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "reducer": None}
 
     @property
     def _rank(self) -> int:
@@ -66,7 +82,8 @@ class Checkpoints:
 
     def save(
         self,
-        checkpoint: dict[str, Any],
+        parts: Sequence[Part],
+        enter: Callable[[Infos], None],
         filepath: Any,
         write: Callable[[], None],
         remove: Callable[[Any], None],
@@ -74,15 +91,18 @@ class Checkpoints:
         """Save a checkpoint.
 
         Args:
-            checkpoint: its content.
+            parts: the exchanges whose states belong to it.
+            enter: puts the entries about sidecar files into the checkpoint, unless it gets no sidecar files.
             filepath: its path on this rank.
             write: Lightning's function that writes it.
             remove: Lightning's function that removes a checkpoint.
         """
-        # Training does not resume from a checkpoint of weights alone.
-        saved = self._write_sidecar(checkpoint, filepath) if "optimizer_states" in checkpoint else None
-        path, tag = saved or (sidecars.absolute(filepath), None)
-        save = self._saves.begin(path, tag) if self.strategy.is_global_zero else None
+        saved = self._write_sidecars(parts, filepath) if parts else None
+        path, infos = saved or (sidecars.absolute(filepath), [])
+        if infos:
+            enter(infos)
+        tags = tuple(info["tag"] for info in infos)
+        save = self._saves.begin(path, tags) if self.strategy.is_global_zero else None
         error: Exception | None = None
         try:
             write()
@@ -91,80 +111,67 @@ class Checkpoints:
         if save is not None and error is None:
             self._saves.returned(save, self.strategy.checkpoint_io)
             self._saves.sweep(remove)
-        if tag is not None:
-            self._raise_together(path, tag, error)
+        if tags:
+            self._raise_together(path, tags, error)
         elif error is not None:
             raise error
 
-    def _write_sidecar(self, checkpoint: dict[str, Any], filepath: Any) -> tuple[str, str] | None:
-        """Write this rank's sidecar file and its tag into the checkpoint.
+    def _write_sidecars(self, parts: Sequence[Part], filepath: Any) -> tuple[str, Infos] | None:
+        """Write this rank's sidecar file of each part.
 
         Returns:
-            Rank 0's path of the checkpoint, and the tag; None if the checkpoint gets no residuals.
+            Rank 0's path of the checkpoint, and the entries; None if the checkpoint gets no residuals.
         """
-        reducer = self.reducer
-        if reducer is None:
-            log.warning(
-                f"{str(filepath)!r} gets no residuals: they belong to the processes that trained, which are not this "
-                f"one. Save from within fit, with ModelCheckpoint for example."
-            )
-            return None
-        agreed = self._agree(reducer, filepath)
+        agreed = self._agree(parts, filepath)
         if agreed is None:
             return None
-        path, tag = agreed
+        path, tags = agreed
         error: Exception | None = None
-        own = self._own_optimizer_states(reducer)
+        owns = [part.own_optimizer_states for part in parts]
         try:
-            sidecars.write(path, tag, {**reducer.state_dict(), **own})
+            for part, tag, own in zip(parts, tags, owns, strict=True):
+                sidecars.write(path, tag, {**part.reducer.state_dict(), **own})
         except Exception as caught:  # raised on all ranks below, so that none waits for another
             error = caught
         if errors := self._gather_errors(self._error_message(error)):
-            sidecars.remove_own(path, tag, self._rank, self._size)
+            for tag in tags:
+                sidecars.remove_own(path, tag, self._rank, self._size)
             raise OSError(
                 f"The residuals of {path!r} could not be written ({errors[0]}). No checkpoint was written; an earlier "
                 f"one of this name is as it was."
             ) from error
         self._has_saved = True
-        checkpoint[sidecars.KEY] = {
-            "version": sidecars.VERSION,
-            "tag": tag,
-            "size": reducer.comm.size,
-            "step": reducer.step,
-            "skipped": reducer.skipped,
-            # They reveal later changes of the checkpoint, also by a hook while it is saved.
-            **(sidecars.fingerprints(own) if self.strategy.is_global_zero else {}),
-        }
-        return path, tag
+        return path, [
+            {
+                "version": sidecars.VERSION,
+                "tag": tag,
+                "size": part.reducer.comm.size,
+                "step": part.reducer.step,
+                "skipped": part.reducer.skipped,
+                # They reveal later changes of the checkpoint, also by a hook while it is saved.
+                **(sidecars.fingerprints(own) if self.strategy.is_global_zero else {}),
+            }
+            for part, tag, own in zip(parts, tags, owns, strict=True)
+        ]
 
-    def _own_optimizer_states(self, reducer: Reducer) -> dict[str, Any]:
-        """Return the optimizers' states, on the host, if they differ among ranks."""
-        if reducer.exchanged == "gradient":
-            return {}
-        return {"optimizers": {str(i): _plain(each.state_dict()) for i, each in enumerate(self.strategy.optimizers)}}
-
-    def _agree(self, reducer: Reducer, filepath: Any) -> tuple[str, str] | None:
-        """Agree on rank 0's path and on a tag; None if the ranks' residuals belong to different steps.
+    def _agree(self, parts: Sequence[Part], filepath: Any) -> tuple[str, Sequence[str]] | None:
+        """Agree on rank 0's path and on a tag per part; None if the ranks' residuals belong to different steps.
 
         Ranks may build different paths, for example from a metric that was logged without sync_dist. Rank 0 writes the
         checkpoint, so all sidecar files are beside its path.
         """
-        exchanger, interrupted = self.strategy.exchanger, self.strategy.interrupted
-        if self.strategy.may_be_alone and exchanger is not None:
-            # A callback may save on an exception of this rank alone. The other ranks would wait for it in backward.
-            exchanger.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
-        if exchanger is not None:
-            self.is_consistent = exchanger.drain()
-        own = (sidecars.absolute(filepath), secrets.token_hex(8)), (reducer.step, self.is_consistent)
+        moments = [(*part.optimizers, part.reducer.step, part.is_consistent) for part in parts]
+        own = (sidecars.absolute(filepath), [secrets.token_hex(8) for _ in parts]), moments
         try:
             ranks: list[Any] = self._gather(own) if self.strategy.all_ranks_present() else [own, None]
         except Exception:
-            if not interrupted:
+            if not self.strategy.interrupted:
                 raise
             ranks = [own, None]  # a rank has ended
-        (path, tag), moment = ranks[0]
-        if self.is_consistent and all(rank is not None and rank[1] == moment for rank in ranks):
-            return str(path), str(tag)
+        (path, tags), moments = ranks[0]
+        is_consistent = all(part.is_consistent for part in parts)
+        if is_consistent and all(rank is not None and rank[1] == moments for rank in ranks):
+            return str(path), tags
         if self._rank == 0:
             log.warning(
                 f"{path!r} gets no residuals: training failed in the middle of a step, and a part of that step is in "
@@ -172,7 +179,7 @@ class Checkpoints:
             )
         return None
 
-    def _raise_together(self, path: str, tag: str, error: Exception | None) -> None:
+    def _raise_together(self, path: str, tags: Sequence[str], error: Exception | None) -> None:
         """Raise an error on all ranks if rank 0 could not write the checkpoint."""
         # Any other CheckpointIO may have written the checkpoint despite the error, or may write it later.
         failed = error is not None and writes_at_once(self.strategy.checkpoint_io)
@@ -181,7 +188,7 @@ class Checkpoints:
         self._prune(pruned[0])
         if not any(messages):
             return
-        if failures[0]:
+        for tag in tags if failures[0] else ():
             sidecars.remove_own(path, tag, self._rank, self._size)
         raise OSError(
             f"{path!r} could not be written ({next(filter(None, messages))}). An earlier one of this name is as it was."
@@ -227,51 +234,57 @@ class Checkpoints:
         finally:
             self._saves.sweep(remove)
 
-    def load_optimizers(self, checkpoint: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
-        """Load the optimizers' states and the reducer's state.
+    def together(self, load: Callable[[], Any], filepath: Any) -> Any:
+        """Return the result of `load`, which loads from a checkpoint, or raise an error on all ranks."""
+        error, result = None, None
+        try:
+            result = load()
+        except Exception as caught:
+            error = caught
+        if errors := self._gather_errors(self._error_message(error)):
+            raise error or ValueError(f"{str(filepath)!r} cannot be loaded on all ranks ({errors[0]}).")
+        return result
+
+    def load(
+        self, part: Part, info: Mapping[str, Any] | None, optimizer_states: Mapping[str, Any], filepath: Any
+    ) -> None:
+        """Load the reducer's state, and the optimizers' states if they differ among ranks.
 
         Args:
-            checkpoint: the content of the checkpoint at `loaded_from`.
-            load: Lightning's function that loads the optimizers' states.
+            part: the exchange.
+            info: its entry in the checkpoint; None without an entry.
+            optimizer_states: states of its optimizers in the checkpoint, by name. They are loaded already.
+            filepath: the path of the checkpoint.
         """
-        self._load_rank_0s_optimizers(checkpoint, load)
-        info = checkpoint.get(sidecars.KEY)
-        reducer = self.reducer
-        if reducer is None:  # this process has forked or spawned the ranks, for example
-            if info is not None:
-                log.warning(
-                    f"The residuals of {str(self.loaded_from)!r} are not loaded: they belong to processes that train, "
-                    f"and this one does not. Pass ckpt_path to fit."
-                )
-            return
+        reducer = part.reducer
         reducer.reset()
         if info is None:
             if self._rank == 0:
-                self.strategy.inform(f"{str(self.loaded_from)!r} holds no residuals: they start at 0.")
+                self.strategy.inform(f"{str(filepath)!r} holds no residuals: they start at 0.")
             return
         error: str | None = None
         missing: list[int] = []
         changed: list[str] = []
         try:
             sidecars.check(info)
-            state, missing = sidecars.read(self.loaded_from, info, self._rank, self._size)
+            state, missing = sidecars.read(filepath, info, self._rank, self._size)
             if state is not None:
                 reducer.load_state_dict(state)
                 if reducer.exchanged == "update":
-                    self._load_own_optimizers(checkpoint, info, state.get("optimizers", {}), changed)
+                    _load_own_optimizers(part, optimizer_states, info, state.get("optimizers", {}), changed)
             reducer.step, reducer.gradient_check.skipped = info["step"], info["skipped"]
         except Exception as caught:
             error = f"rank {self._rank}: {caught}"
-        folder = sidecars.folder(self.loaded_from)
+        folder = sidecars.folder(filepath)
         if errors := self._gather_errors(error):
             raise ValueError(
-                f"The residuals of {str(self.loaded_from)!r} cannot be loaded ({errors[0]}). If a sidecar file is "
+                f"The residuals of {str(filepath)!r} cannot be loaded ({errors[0]}). If a sidecar file is "
                 f"damaged or foreign: remove {folder!r} to go on without, at the price of the gradients that had not "
                 f"been sent yet."
             )
         if changed and self._rank == 0:
             self.strategy.inform(
-                f"The optimizers' states of {str(self.loaded_from)!r} are not as they were saved, by a hook for "
+                f"The optimizers' states of {str(filepath)!r} are not as they were saved, by a hook for "
                 f"example. All ranks take the changed values from the checkpoint, and the others from their sidecar "
                 f"files: {listed(changed, NAMED)}."
             )
@@ -284,48 +297,59 @@ class Checkpoints:
                 f"them are lost, and these workers start with empty ones. Move the folder along with the checkpoint."
             )
 
-    def _load_own_optimizers(
-        self, checkpoint: Mapping[str, Any], info: Mapping[str, Any], own: Any, changed: list[str]
+    def load_together(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        states: Mapping[str, Any],
+        load: Callable[[], None],
+        filepath: Any,
+        remedy: str,
     ) -> None:
-        """Load the optimizers' states of this rank, except for values that were changed in the checkpoint.
+        """Load the optimizers' states that Lightning has saved, on all ranks or on none.
 
         Args:
-            checkpoint: its content.
-            info: its entry about sidecar files.
-            own: the states in this rank's sidecar file.
-            changed: gets the names of the changed values.
+            optimizers: the optimizers by name.
+            states: their states in the checkpoint, by name.
+            load: loads the states.
+            filepath: the path of the checkpoint.
+            remedy: the way to change the optimizer, for the error message.
         """
-        if (saved := info.get("optimizers")) is not None:
-            present = {str(i): _plain(each) for i, each in enumerate(checkpoint["optimizer_states"])}
-            own = sidecars.merge(present, own, saved, changed)
-        for i, optimizer in enumerate(self.strategy.optimizers):
-            if str(i) in own:
-                needed = _options(optimizer)
-                optimizer.load_state_dict(own[str(i)])
-                if foreign := _missing_options_message(optimizer, needed, own[str(i)]):
-                    raise ValueError(foreign)
-
-    def _load_rank_0s_optimizers(
-        self, checkpoint: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        """Load the optimizers' states that Lightning has saved, on all ranks or on none."""
         error: Exception | None = None
-        optimizers = self.strategy.optimizers
-        needed = [*map(_options, optimizers)]
+        needed = {name: _options(each) for name, each in optimizers.items()}
         try:
-            load(checkpoint)
+            load()
         except Exception as caught:  # a KeyError, for example, for the state of another kind of optimizer
             error = caught
-        found = map(_missing_options_message, optimizers, needed, checkpoint["optimizer_states"])
+        names = [name for name in optimizers if name in states]
+        found = (_missing_options_message(optimizers[name], needed[name], states[name]) for name in names)
         foreign = next(filter(None, found), None)
         if errors := self._gather_errors(foreign or self._error_message(error)):
-            path = str(self.loaded_from)
             raise ValueError(
-                f"The optimizers' states of {path!r} cannot be loaded ({errors[0]}). Resume with the optimizers that "
-                f"wrote them; or, to change the optimizer, start from the weights alone: "
-                f"{type(self.strategy.lightning_module).__name__}.load_from_checkpoint({path!r}), and fit without "
-                f"ckpt_path."
+                f"The optimizers' states of {str(filepath)!r} cannot be loaded ({errors[0]}). Resume with the "
+                f"optimizers that wrote them; or, to change the optimizer, start from the weights alone: {remedy}."
             ) from error
+
+
+def _load_own_optimizers(
+    part: Part, present: Mapping[str, Any], info: Mapping[str, Any], own: Any, changed: list[str]
+) -> None:
+    """Load the optimizers' states of this rank, except for values that were changed in the checkpoint.
+
+    Args:
+        part: the exchange.
+        present: states of its optimizers in the checkpoint, by name.
+        info: the checkpoint's entry about sidecar files.
+        own: the states in this rank's sidecar file.
+        changed: gets the names of the changed values.
+    """
+    if (saved := info.get("optimizers")) is not None:
+        own = sidecars.merge(_plain(present), own, saved, changed)
+    for name, optimizer in part.optimizers.items():
+        if name in own:
+            needed = _options(optimizer)
+            optimizer.load_state_dict(own[name])
+            if foreign := _missing_options_message(optimizer, needed, own[name]):
+                raise ValueError(foreign)
 
 
 def _options(optimizer: Optimizer) -> list[str]:

@@ -54,6 +54,27 @@ def check_optimizers(optimizers: Sequence[Optimizer], method: Method) -> None:
         )
 
 
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+"""Classes whose models average or shard their parameters themselves."""
+
+
+def check_not_wrapped(model: torch.nn.Module) -> None:
+    """Raise TypeError for a model that another library for parallel training has wrapped or sharded."""
+    for name, module in model.named_modules():
+        if found := WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__):
+            raise TypeError(
+                f"fabric.setup got a {type(model).__name__} with a {found.pop()} ({name or 'the model itself'}), which "
+                f"averages or shards parameters itself. Give the model without it; or, for sharded models, train with "
+                f"strategy='fsdp'."
+            )
+    for name, param in model.named_parameters():
+        if hasattr(param, "device_mesh"):
+            raise TypeError(
+                f"fabric.setup got a {type(model).__name__} with {name!r} as a {type(param).__name__}, which is "
+                f"sharded. Sharded models are not supported: train with strategy='fsdp'."
+            )
+
+
 def closure_called_twice_message(optimizer: Optimizer, method: Method) -> str:
     """Return the error message for an optimizer that has called its closure twice in a step."""
     instead = "Use an optimizer"

@@ -1,11 +1,10 @@
-"""A fit that exchanges gradients, with the model in DistributedDataParallel: backward passes and loss scales."""
+"""Training that exchanges gradients, with the model in DistributedDataParallel: backward passes and loss scales."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,55 +16,69 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse.hooks import GradientExchanger, exchange_gradients
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.methods import Method
-from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies.fit_checks import (
+    check_optimizers,
     closure_called_twice_message,
     warn_of_sparse_gradients,
     warn_of_two_momenta,
 )
-from lightning_sparse.strategies.training import Training, enabled_scaler
+from lightning_sparse.strategies.training import Training
 
 if TYPE_CHECKING:
-    from lightning_sparse.strategies.sparse_ddp import SparseDDP
+    from lightning_sparse.strategies.base import SparseStrategy
 
 
 class GradientTraining(Training):
     """Exchanges gradients in each synchronised backward pass.
 
     Args:
-        strategy: the strategy, whose model is wrapped.
+        strategy: the strategy. The loss scale is taken from its precision plugin.
+        ddp: the wrapped model. This object keeps no reference to it.
+        optimizers: the optimizers of the model.
         method: the compression method.
-        options: options of the reducer. The loss scale is taken from the strategy's precision plugin.
-        timeout: see `attach`.
     """
 
     exchanger: GradientExchanger
 
-    def __init__(self, strategy: SparseDDP, method: Method, options: ReducerOptions, timeout: timedelta | None) -> None:
-        self._strategy, self._method, self._skips = strategy, method, options.on_nonfinite == "skip"
-        self._own_scaler: torch.amp.GradScaler | None = None  # the LightningModule's, after its first scaled loss
+    def __init__(
+        self,
+        strategy: SparseStrategy,
+        ddp: DistributedDataParallel,
+        optimizers: list[Optimizer],
+        method: Method,
+    ) -> None:
+        self._strategy, self._method = strategy, method
+        self.optimizers: list[Optimizer] = optimizers
+        self._own_scaler: torch.amp.GradScaler | None = None  # the model's, after its first scaled loss
         self._reductions = 0  # number of reduced steps before the present backward pass
-        assert isinstance(strategy.model, DistributedDataParallel)
-        scaler = self._lightnings_scaler
+        self._model_name = type(ddp.module).__name__
+        scaler = strategy.scaler
         self.exchanger = exchange_gradients(
-            strategy.model,
+            ddp,
             method,
-            replace(options, loss_scale=scaler and scaler.get_scale),
-            timeout=timeout,
-            from_rank_0=_from_rank_0(strategy.model, ddp_options(strategy)),
-            optimizers=strategy.optimizers,
+            replace(strategy._options.reducer, loss_scale=scaler and scaler.get_scale),
+            timeout=strategy._timeout,
+            from_rank_0=_from_rank_0(ddp, ddp_options(strategy)),
+            optimizers=optimizers,
         )
-
-    @property
-    def _lightnings_scaler(self) -> Any:
-        return enabled_scaler(self._strategy.precision_plugin)
 
     def begin(self) -> None:
         wrap("scale", self._scaled_loss)
+        self._warn_of_optimizers()
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Add an optimizer of the model; ValueError if it is not supported."""
+        if self._method.compresses:
+            check_optimizers([optimizer], self._method)
+        self.optimizers.append(optimizer)
+        self._warn_of_optimizers()
+
+    def _warn_of_optimizers(self) -> None:
+        """Warn on rank 0 of optimizers that do not go with the method."""
         if self._strategy.global_rank == 0:
             if (self._method.density or 1) < 1:
-                warn_of_sparse_gradients(self._strategy.optimizers)
-            warn_of_two_momenta(self._strategy.optimizers, self._method)
+                warn_of_sparse_gradients(self.optimizers)
+            warn_of_two_momenta(self.optimizers, self._method)
 
     def close(self) -> None:
         unwrap("scale", self._scaled_loss)
@@ -78,10 +91,10 @@ class GradientTraining(Training):
 
     def _on_scaled_loss(self, scaler: torch.amp.GradScaler) -> None:
         """Let the reducer use the loss scale of a GradScaler that is not Lightning's."""
-        if scaler in (self._lightnings_scaler, self._own_scaler):
+        if scaler in (self._strategy.scaler, self._own_scaler):
             return
-        module = type(self._strategy.lightning_module).__name__
-        if self._lightnings_scaler is not None or self._own_scaler is not None:
+        module = self._model_name
+        if self._strategy.scaler is not None or self._own_scaler is not None:
             where = "besides Lightning's" if self._own_scaler is None else "besides another one"
             raise self.failed(
                 f"{module} scales its loss by a GradScaler of its own {where}, but residuals are kept in units of one "
@@ -100,7 +113,7 @@ class GradientTraining(Training):
         self._reductions = self.exchanger.reductions
 
     def after_backward(self, post_backward: Callable[[], None]) -> None:
-        model: Any = self._strategy.model
+        model: Any = self._strategy.model  # type: ignore[attr-defined]  # of a Trainer's strategy
         if not model.require_backward_grad_sync:
             post_backward()
             return
@@ -110,6 +123,11 @@ class GradientTraining(Training):
         # DDP reports gradients that it has not exchanged in the next forward pass. The optimizer has used them by then.
         self.exchanger.check_reduced(self._reductions)
 
+    def check_complete(self) -> None:
+        """Raise RuntimeError, on all ranks, if a backward pass has exchanged only a part of the gradients."""
+        if not self.exchanger.drain():
+            self.exchanger.check_reduced(self.exchanger.reductions)
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         before = self.exchanger.reductions
 
@@ -118,7 +136,8 @@ class GradientTraining(Training):
                 raise self.failed(closure_called_twice_message(optimizer, self._method))
             return closure()
 
-        if self._skips and not self._lightnings_scaler and not self._own_scaler:
+        skips = self._strategy._options.reducer.on_nonfinite == "skip"
+        if skips and not self._strategy.scaler and not self._own_scaler:
             return step(functools.partial(_without_nonfinite, optimizer, once))
         return step(once)
 

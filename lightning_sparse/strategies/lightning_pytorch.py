@@ -1,7 +1,9 @@
-"""The strategy for `import lightning.pytorch`."""
+"""The strategies for `import lightning.pytorch` and `import lightning.fabric`."""
 
+from lightning.fabric import strategies as fabric
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
+from lightning_sparse.strategies.fabric import FabricSparseDDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
 
 
@@ -12,4 +14,12 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):  # type: ignore[misc]  # the sa
     _namespace = "lightning.pytorch"
 
 
+class FabricSparseDDPStrategy(FabricSparseDDP, fabric.DDPStrategy):  # type: ignore[misc]
+    """`FabricSparseDDP` for this namespace."""
+
+    __doc__ = FabricSparseDDP.__doc__
+    _namespace = "lightning.pytorch"
+
+
 SparseDDPStrategy.register_strategies(StrategyRegistry)
+FabricSparseDDPStrategy.register_strategies(fabric.STRATEGY_REGISTRY)

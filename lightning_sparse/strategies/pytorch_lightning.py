@@ -1,7 +1,9 @@
-"""The strategy for `import pytorch_lightning`."""
+"""The strategies for `import pytorch_lightning` and `import lightning_fabric`."""
 
+from lightning_fabric import strategies as fabric
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
+from lightning_sparse.strategies.fabric import FabricSparseDDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
 
 
@@ -12,4 +14,12 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):
     _namespace = "pytorch_lightning"
 
 
+class FabricSparseDDPStrategy(FabricSparseDDP, fabric.DDPStrategy):
+    """`FabricSparseDDP` for this namespace."""
+
+    __doc__ = FabricSparseDDP.__doc__
+    _namespace = "pytorch_lightning"
+
+
 SparseDDPStrategy.register_strategies(StrategyRegistry)
+FabricSparseDDPStrategy.register_strategies(fabric.STRATEGY_REGISTRY)

@@ -19,14 +19,14 @@ class Save:
     """One call of `CheckpointIO.save_checkpoint`.
 
     Attributes:
-        tag: the tag of its sidecar files; None for a checkpoint without sidecar files.
+        tags: the tags of its sidecar files; none for a checkpoint without sidecar files.
         returned: whether the call has returned without an error. Until then its outcome is unknown.
         written: whether the checkpoint is known to be written.
         executor_error: the error of this or an earlier save, or None. The executor of AsyncCheckpointIO sets it after
             this save.
     """
 
-    tag: str | None
+    tags: tuple[str, ...]
     returned: bool = False
     written: bool = False
     executor_error: Future[BaseException | None] | None = None
@@ -56,9 +56,9 @@ class Saves:
         self._unwanted: dict[str, Any] = {}  # checkpoints to remove when they are in place
         self._pruned: dict[str, set[str]] = {}  # kept tags by path, not yet reported to other ranks
 
-    def begin(self, path: str, tag: str | None) -> Save:
+    def begin(self, path: str, tags: tuple[str, ...]) -> Save:
         """Record a save before `CheckpointIO.save_checkpoint` is called, because even Ctrl-C may leave a checkpoint."""
-        save = Save(tag)
+        save = Save(tags)
         self._saves.setdefault(path, []).append(save)
         self._unwanted.pop(path, None)
         self._pruned.pop(path, None)
@@ -115,7 +115,7 @@ class Saves:
                     if path in self._unwanted:
                         self.remove(path, self._unwanted.pop(path), remove)
                         continue
-                self._prune(path, {save.tag for save in saves if save.tag is not None})
+                self._prune(path, {tag for save in saves for tag in save.tags})
             except Exception as error:  # a leftover file is no reason to end training
                 warn_of_files_left(path, error)
 

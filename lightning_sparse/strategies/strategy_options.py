@@ -94,6 +94,11 @@ class StrategyOptions:
             return "update", f"the optimizer, {others[0]}"
         return "gradient", "the optimizer" + "".join(f": {name} {reason}" for name, reason in reasons[:1])
 
+    @property
+    def depends_on_optimizers(self) -> bool:
+        """Whether the exchanged quantity depends on the optimizers."""
+        return self.choose(()) == ("gradient", "the optimizer")
+
     def with_nodes(self, ranks_per_node: int) -> Method:
         """Return the method of a fit with `ranks_per_node` ranks on each node."""
         return _two_level(self.method, ranks_per_node) if self.hierarchical else self.method

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from lightning_sparse.reducer import Reducer
 
 if TYPE_CHECKING:
-    import pytorch_lightning as pl
     from torch.utils.tensorboard import SummaryWriter
 
 
-def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
+def run_summary(reducer: Reducer, loggers: Sequence[Any], note: str = "") -> str:
     """Return one sentence about the run, the note, and the command that shows the run in TensorBoard."""
     assert reducer.layout is not None
     method, ranks, segments = reducer.method, reducer.comm.size, len(reducer.layout.segments)
@@ -32,14 +32,16 @@ def run_summary(reducer: Reducer, trainer: pl.Trainer, note: str = "") -> str:
         dense = reducer.routing.dense_nbytes
         text += f"; bytes per step and rank: {sent:,.0f}, dense fp32 {dense:,.0f} ({dense / sent:.3g} times as many)"
     text += f". {note}" if note else "."
-    for writer in summary_writers(trainer):
+    for writer in summary_writers(loggers):
         text += f" TensorBoard: tensorboard --logdir {shlex.quote(writer.log_dir)}"
     return text
 
 
-def summary_writers(trainer: pl.Trainer) -> list[SummaryWriter]:
+def summary_writers(loggers: Sequence[Any]) -> list[SummaryWriter]:
     """Return the writers of all TensorBoard loggers, of either of Lightning's namespaces; rank 0 only."""
+    if not loggers:
+        return []
     from torch.utils.tensorboard import SummaryWriter  # the import takes a third of a second
 
-    experiments = [getattr(logger, "experiment", None) for logger in trainer.loggers]
+    experiments = [getattr(logger, "experiment", None) for logger in loggers]
     return [experiment for experiment in experiments if isinstance(experiment, SummaryWriter)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,14 +12,18 @@ from lightning_sparse.hooks import Exchanger, report_or_diagnose
 
 
 class Training:
-    """The strategy's part in one fit. An instance of this class itself means that no fit is running: it adds nothing.
+    """The strategy's part in the training of one model: a Trainer's fit, or a model that Fabric has set up.
+
+    An instance of this class itself means that no fit is running: it adds nothing.
 
     Attributes:
         exchanger: exchanges gradients or updates; None outside of a fit.
+        optimizers: the optimizers of the model.
         note: a sentence of the summary, after the exchanger's note.
     """
 
     exchanger: Exchanger | None = None
+    optimizers: Sequence[Optimizer] = ()
     note = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
