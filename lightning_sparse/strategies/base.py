@@ -245,8 +245,8 @@ class SparseStrategy:
             raise RuntimeError(
                 f"{type(self).__name__} cannot start {how} here: this process is in a process group of "
                 f"{dist.get_world_size()} already, from an earlier fit for example, and its ranks would wait for each "
-                f"other for ever. Start both by fork, as strategy='topk_ddp_fork' does, whatever the number of devices; "
-                f"or run each in a process of its own."
+                f"other for ever. Start both fits by fork, as strategy='topk_ddp_fork' does, whatever the number of "
+                f"devices; or run each in a process of its own."
             )
         return launcher
 

@@ -90,7 +90,7 @@ def by_fabric(rank: int, exchange: str, options: dict[str, Any], size: int = 2, 
         "residual": reducer.state_dict()["elements"].get("residual"),
         "exchanged": reducer.exchanged,
         "steps": reducer.step,
-        "messages": messages.texts,
+        "messages": [*messages.texts],
     }
 
 
