@@ -101,8 +101,6 @@ class SparseStrategy:
 
     _namespace: ClassVar[str]
     """Lightning's name in this strategy, an entry of `INSTALLED`."""
-    _runner: ClassVar[str]
-    """The class of Lightning that uses this strategy: "Trainer" or "Fabric"."""
     _clipping: ClassVar[str]
     """Advice to clip gradients after backward."""
     _class_name: ClassVar[str]
@@ -186,7 +184,7 @@ class SparseStrategy:
 
     @classmethod
     def _lightning(cls, namespace: str) -> ModuleType:
-        """Return Lightning's module that has `_runner`, under one of Lightning's names."""
+        """Return the module that has the Trainer or Fabric, under one of Lightning's names."""
         return import_module(namespace)
 
     @property
@@ -213,9 +211,8 @@ class SparseStrategy:
         twin, arguments = getattr(import_module(module), self._class_name), self._arguments
         if twin.__bases__[0] not in type(self).__bases__:
             raise TypeError(
-                f"{type(self).__name__} derives from {self._class_name} for {self._namespace}, and this {self._runner} "
-                f"is of {namespace}. Derive it from {module}.{self._class_name}, or make the {self._runner} by "
-                f"{self._namespace}."
+                f"{type(self).__name__} derives from the strategy for {self._namespace}, and a Trainer or Fabric of "
+                f"{namespace} got it. Derive it from {module}.{self._class_name}, or take both from {self._namespace}."
             )
         self.__dict__.clear()
         self.__class__ = twin
@@ -245,12 +242,11 @@ class SparseStrategy:
         size = self.num_processes * self.num_nodes
         if self._launched or size != dist.get_world_size():
             how = "fork or spawn" if self._launched else f"{size} ranks"
-            run, es = ("fit", "s") if self._runner == "Trainer" else ("launch", "es")
             raise RuntimeError(
                 f"{type(self).__name__} cannot start {how} here: this process is in a process group of "
-                f"{dist.get_world_size()} already, from an earlier {run} for example, and its ranks would wait for "
-                f"each other for ever. Start both {run}{es} by fork, as strategy='topk_ddp_fork' does, whatever the "
-                f"number of devices; or run each in a process of its own."
+                f"{dist.get_world_size()} already, from an earlier fit for example, and its ranks would wait for each "
+                f"other for ever. Start both fits by fork, as strategy='topk_ddp_fork' does, whatever the number of "
+                f"devices; or run each in a process of its own."
             )
         return launcher
 
@@ -303,11 +299,13 @@ class SparseStrategy:
             )
         return self._options.with_nodes(self.num_processes), what, why
 
-    def _agree_on(self, what: str, method: Method, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def _agree_on(
+        self, exchanged: str, method: Method, model: torch.nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
         """Check that all ranks have made the same choice, before the first collective.
 
         Args:
-            what: the exchanged quantity.
+            exchanged: the quantity, "gradient" or "update".
             method: the compression method.
             model: the model.
             optimizers: its optimizers.
@@ -319,9 +317,11 @@ class SparseStrategy:
         # Compare dtypes, too: if they differ, gloo aborts a process when DDP broadcasts the weights.
         dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in model.parameters()})
         names = [type(optimizer).__name__ for optimizer in optimizers] or ["optimizers to come"]
-        exchange = f"{what} of {' and '.join(dtypes)} by {' and '.join(names)}"
-        agree({"what they exchange": exchange}, self.root_device, self._timeout)
-        if what == "gradient" and method.compresses:  # all ranks have the same optimizers here, so all raise the error
+        exchange = f"{exchanged} of {' and '.join(dtypes)} by {' and '.join(names)}"
+        agree({"exchange": exchange}, self.root_device, self._timeout)
+        if (
+            exchanged == "gradient" and method.compresses
+        ):  # all ranks have the same optimizers here, so all raise the error
             check_optimizers(optimizers, method)
 
     def _exchange_updates(
@@ -356,7 +356,7 @@ class SparseStrategy:
 
         Args:
             training: has the exchange.
-            why: the reason for what is exchanged.
+            why: the reason for the exchanged quantity.
             loggers: Lightning's loggers.
         """
         assert training.exchanger is not None

@@ -74,11 +74,11 @@ class Checkpoints:
 
     @property
     def _rank(self) -> int:
-        return self.strategy.global_rank
+        return int(self.strategy.global_rank)
 
     @property
     def _size(self) -> int:
-        return self.strategy.world_size
+        return int(self.strategy.world_size)
 
     def save(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import weakref
@@ -39,9 +40,11 @@ from lightning_sparse.strategies.training import enabled_scaler
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 if TYPE_CHECKING:
-    from lightning_fabric.strategies import DDPStrategy
+    from lightning_fabric.strategies.ddp import DDPStrategy
 else:
     DDPStrategy = object
+
+log = logging.getLogger(__name__)
 
 
 class BackwardSyncControl:
@@ -87,7 +90,7 @@ class FabricSparseDDP(SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its
 
     __doc__ = SparseStrategy.__doc__
 
-    _runner, _class_name, _clipping = "Fabric", "FabricSparseDDPStrategy", "call fabric.clip_gradients"
+    _class_name, _clipping = "FabricSparseDDPStrategy", "call fabric.clip_gradients"
 
     def _begin(self) -> None:
         self._options.reducer.check_method(self._options.method, counts_epochs=False)
@@ -132,7 +135,10 @@ class FabricSparseDDP(SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its
         in_order = error is None and all(training.exchanger.is_consistent for training in trainings)
         for training in trainings:
             if error is not None:
+                said = str(error)
                 training.fail(error)
+                if str(error) != said:  # the connection broke, and the cause is known now
+                    log.error(str(error))
             elif isinstance(training, UpdateTraining):
                 training.exchanger.warn_of_pending()
             training.close()
@@ -307,11 +313,12 @@ class FabricSparseDDP(SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its
         self._exchange_pending()
         load = super().load_checkpoint
         if not state or not isinstance(state, dict):
-            return self._checkpoints.together(partial(load, path, state, *args, **kwargs), path)
+            whole: dict[str, Any] = self._checkpoints.together(partial(load, path, state, *args, **kwargs), path)
+            return whole
         parts = self._parts(state)
         loaded = {name: _Loaded() for part in parts for name in part.optimizers}
         held = {**state, **loaded}
-        rest = self._checkpoints.together(partial(load, path, held, *args, **kwargs), path)
+        rest: dict[str, Any] = self._checkpoints.together(partial(load, path, held, *args, **kwargs), path)
         state.update((name, value) for name, value in held.items() if name not in loaded)
         infos = rest.pop(sidecars.KEY, None)
         for part in parts:

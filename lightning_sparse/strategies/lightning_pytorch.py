@@ -1,6 +1,7 @@
 """The strategies for `import lightning.pytorch` and `import lightning.fabric`."""
 
-from lightning.fabric import strategies as fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse.strategies.fabric import FabricSparseDDP
@@ -14,7 +15,7 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):  # type: ignore[misc]  # the sa
     _namespace = "lightning.pytorch"
 
 
-class FabricSparseDDPStrategy(FabricSparseDDP, fabric.DDPStrategy):  # type: ignore[misc]
+class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):  # type: ignore[misc]
     """`FabricSparseDDP` for this namespace."""
 
     __doc__ = FabricSparseDDP.__doc__
@@ -22,4 +23,4 @@ class FabricSparseDDPStrategy(FabricSparseDDP, fabric.DDPStrategy):  # type: ign
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)
-FabricSparseDDPStrategy.register_strategies(fabric.STRATEGY_REGISTRY)
+FabricSparseDDPStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -1,6 +1,7 @@
 """The strategies for `import pytorch_lightning` and `import lightning_fabric`."""
 
-from lightning_fabric import strategies as fabric
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse.strategies.fabric import FabricSparseDDP
@@ -14,7 +15,7 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):
     _namespace = "pytorch_lightning"
 
 
-class FabricSparseDDPStrategy(FabricSparseDDP, fabric.DDPStrategy):
+class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):
     """`FabricSparseDDP` for this namespace."""
 
     __doc__ = FabricSparseDDP.__doc__
@@ -22,4 +23,4 @@ class FabricSparseDDPStrategy(FabricSparseDDP, fabric.DDPStrategy):
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)
-FabricSparseDDPStrategy.register_strategies(fabric.STRATEGY_REGISTRY)
+FabricSparseDDPStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -40,7 +40,7 @@ class SparseDDP(SparseStrategy, DDPStrategy):
 
     __doc__ = SparseStrategy.__doc__
 
-    _runner, _class_name, _clipping = "Trainer", "SparseDDPStrategy", "set gradient_clip_val of the Trainer"
+    _class_name, _clipping = "SparseDDPStrategy", "set gradient_clip_val of the Trainer"
 
     def _begin(self) -> None:
         self._training = Training()

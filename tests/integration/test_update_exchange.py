@@ -1266,7 +1266,7 @@ def test_ranks_that_would_exchange_different_things_are_told_so(differ, said):
 
     for kind, text, seconds in lightning_ranks(2, run):
         assert kind == "RankFailure"
-        assert f"Ranks differ in what they exchange: {said}" in text
+        assert f"Ranks differ in exchange: {said}" in text
         assert seconds < SOON
 
 
