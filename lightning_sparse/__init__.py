@@ -9,7 +9,7 @@ from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hooks import attach, attach_updates, exchange_pending
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies import FabricSparseDDPStrategy, SparseDDPStrategy
+from lightning_sparse.strategies import FabricSparseDDPStrategy, SparseDDPStrategy, SparseHSDPStrategy
 from lightning_sparse.update_rule import UpdateRule
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ __all__ = [
     "RankFailure",
     "Reducer",
     "SparseDDPStrategy",
+    "SparseHSDPStrategy",
     "UpdateRule",
     "attach",
     "attach_updates",

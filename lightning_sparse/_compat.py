@@ -297,3 +297,10 @@ def sigterm_exception(trainer: Any) -> type[SystemExit]:
     module = next(sys.modules[base.__module__] for base in loop.__mro__ if base.__name__ == "_TrainingEpochLoop")
     exception: type[SystemExit] = module.SIGTERMException  # type: ignore[attr-defined]
     return exception
+
+
+def use_device_mesh(strategy: Any, mesh: Any) -> None:
+    """Replace the mesh of Lightning's ModelParallelStrategy and of its module. Private in Lightning 2.5 and 2.6."""
+    strategy._device_mesh = mesh
+    if strategy.lightning_module is not None:
+        strategy.lightning_module._device_mesh = mesh

@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING
 from lightning_sparse._lightning import CHOSEN, FABRIC, INSTALLED
 
 if TYPE_CHECKING:
-    from lightning_sparse.strategies.pytorch_lightning import FabricSparseDDPStrategy, SparseDDPStrategy
+    from lightning_sparse.strategies.pytorch_lightning import (
+        FabricSparseDDPStrategy,
+        SparseDDPStrategy,
+        SparseHSDPStrategy,
+    )
 
-__all__ = ["FabricSparseDDPStrategy", "SparseDDPStrategy"]
+__all__ = ["FabricSparseDDPStrategy", "SparseDDPStrategy", "SparseHSDPStrategy"]
 
 _modules = {name: import_module(f"{__name__}.{name.replace('.', '_')}") for name in INSTALLED}
 for _module, _name in product(_modules.values(), INSTALLED):  # for isinstance
     import_module(f"{_name}.strategies").DDPStrategy.register(_module.SparseDDPStrategy)
+    import_module(f"{_name}.strategies").ModelParallelStrategy.register(_module.SparseHSDPStrategy)
     import_module(f"{FABRIC[_name]}.strategies").DDPStrategy.register(_module.FabricSparseDDPStrategy)
 if not TYPE_CHECKING:
     SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy
+    SparseHSDPStrategy = _modules[CHOSEN].SparseHSDPStrategy
     FabricSparseDDPStrategy = _modules[CHOSEN].FabricSparseDDPStrategy

@@ -2,9 +2,10 @@
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from lightning_sparse.strategies.fabric import FabricSparseDDP
+from lightning_sparse.strategies.hsdp import SparseHSDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
 
 
@@ -12,6 +13,13 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):  # type: ignore[misc]  # the sa
     """`SparseDDP` for this namespace."""
 
     __doc__ = SparseDDP.__doc__
+    _namespace = "lightning.pytorch"
+
+
+class SparseHSDPStrategy(SparseHSDP, ModelParallelStrategy):  # type: ignore[misc]
+    """`SparseHSDP` for this namespace."""
+
+    __doc__ = SparseHSDP.__doc__
     _namespace = "lightning.pytorch"
 
 
@@ -23,4 +31,5 @@ class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):  # type: igno
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)
+SparseHSDPStrategy.register_strategies(StrategyRegistry)
 FabricSparseDDPStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -2,9 +2,10 @@
 
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from lightning_sparse.strategies.fabric import FabricSparseDDP
+from lightning_sparse.strategies.hsdp import SparseHSDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
 
 
@@ -12,6 +13,13 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):
     """`SparseDDP` for this namespace."""
 
     __doc__ = SparseDDP.__doc__
+    _namespace = "pytorch_lightning"
+
+
+class SparseHSDPStrategy(SparseHSDP, ModelParallelStrategy):
+    """`SparseHSDP` for this namespace."""
+
+    __doc__ = SparseHSDP.__doc__
     _namespace = "pytorch_lightning"
 
 
@@ -23,4 +31,5 @@ class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)
+SparseHSDPStrategy.register_strategies(StrategyRegistry)
 FabricSparseDDPStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse.hooks import UpdateExchanger
+from lightning_sparse.shards import is_sharded
 from lightning_sparse.strategies.training import Training
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class UpdateTraining(Training):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [_values(param) for param in params if param.grad is not None]
             norm = _total_norm(grads)
-            if skips and not math.isfinite(norm) and not all(grad.isfinite().all() for grad in grads):
+            if skips and not math.isfinite(norm) and not all(map(_is_finite, grads)):
                 # This rank sends a part of its residual, and the other ranks take the step.
                 rank = self._strategy.global_rank
                 log.warning(f"A gradient is not finite on rank {rank}: its optimizer leaves the step out.")
@@ -75,6 +76,11 @@ class UpdateTraining(Training):
         self.exchanger.updates.refresh_parameters()
 
 
+def _is_finite(grad: torch.Tensor) -> bool:
+    """Return whether a gradient is finite. Of a sharded one this is known not to be so, by its norm on all ranks."""
+    return not is_sharded(grad) and bool(grad.isfinite().all())
+
+
 def _values(param: torch.nn.Parameter) -> torch.Tensor:
     """Return a parameter's gradient. For a sparse gradient, such as an embedding's, return its coalesced values."""
     assert param.grad is not None
@@ -85,7 +91,13 @@ def _values(param: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _total_norm(grads: list[torch.Tensor]) -> float:
-    """Return the 2-norm of all gradients together, in fp32 at least, and in fp64 if fp32 overflows."""
+    """Return the 2-norm of all gradients together, in fp32 at least, and in fp64 if fp32 overflows.
+
+    For sharded gradients it is the norm of the whole replica's gradient, in their dtype, as `clip_grad_norm_` takes it.
+    """
+    if any(map(is_sharded, grads)):
+        total: Any = torch.nn.utils.get_total_norm(grads)
+        return float(total.full_tensor())
     halves, others = [[grad for grad in grads if (grad.dtype.itemsize == 2) is half] for half in (True, False)]
     norms = [*torch._foreach_norm(halves, 2, torch.float32)] if halves else []
     norms += torch._foreach_norm(others, 2) if others else []

@@ -1,0 +1,380 @@
+"""Trainer(strategy="topk_hsdp"): replicas of a model that FSDP2 shards. Four ranks: two replicas of two shards."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+
+from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, SparseHSDPStrategy, attach_updates
+from tests.integration.trainers import lightning_ranks, trainer
+from tests.support.shards import EXACT, attempt, loss_of, mesh_of, net, shard, steps, whole
+
+full = pytest.mark.full
+STEPS = 6
+
+
+class Batches(torch.utils.data.Dataset):
+    def __init__(self, count: int = 48) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Module(pl.LightningModule):
+    """Trains on a part of each step's batch, which depends on the rank and on the number of the micro-batch."""
+
+    def __init__(self, optimizer: Any = torch.optim.AdamW, micro: int = 1, lr: float = 0.01) -> None:
+        super().__init__()
+        self.optimizer, self.micro, self.lr = optimizer, micro, lr
+        self.net: Any = None
+        self.seen: list[int] = []
+        self.calls = 0
+        self.hooks: dict[int, Any] = {}
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = net()
+            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+                shard(self.net, self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.seen.append(int(batch))
+        step, piece = self.trainer.global_step, index % self.micro
+        parts = self.trainer.world_size * self.micro
+        loss = loss_of(self.net, step, self.trainer.global_rank * self.micro + piece, parts)
+        if step in self.hooks:
+            loss = self.hooks[step](loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("loss", loss_of(self.net, 100, 0, 1), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=self.lr)
+
+
+def hsdp(method: Any = EXACT, **options: Any) -> SparseHSDPStrategy:
+    return SparseHSDPStrategy(method, **{"replicas": 2, "process_group_backend": "gloo", **options})
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(Batches())
+
+
+def fitted(strategy: Any, module: Any = None, path: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Return a module that was trained by a strategy, and its trainer."""
+    run = trainer(strategy, 4, **{"max_steps": STEPS, "limit_val_batches": 0, **options})
+    module = module or Module()
+    run.fit(module, loader(), loader(), ckpt_path=path)
+    return module, run
+
+
+def plain(method: Any, *, clip: float | None = None, micro: int = 1, **options: Any) -> dict[str, Tensor]:
+    """Return the weights after a loop without Lightning."""
+    mesh = mesh_of()
+    model = shard(net(), mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    attach_updates(model, optimizer, method, group=mesh["replicate"].get_group(), **options)
+    for _ in steps(model, optimizer, dist.get_rank(), 4, STEPS, micro):
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+    return whole(model)
+
+
+def beside_plain_torch(rank: int, strategy: dict[str, Any], lightning: dict[str, Any], loop: dict[str, Any]) -> Any:
+    micro = loop.get("micro", 1)
+    module, run = fitted(hsdp("topk", **strategy), Module(micro=micro), **lightning)
+    expected, found = plain("topk", **loop), whole(module.net)
+    return [torch.equal(found[name], expected[name]) for name in expected], run.strategy.reducer.comm.size
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lightning", "loop"),
+    [
+        ({"density": 0.2}, {}, {"density": 0.2}),
+        ({}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, {"clip": 0.05, "micro": 2}),
+        pytest.param({"local_steps": 3}, {}, {"local_steps": 3}, marks=full),
+        pytest.param({"granularity": "layer", "seed": 3}, {}, {"granularity": "layer", "seed": 3}, marks=full),
+    ],
+)
+def test_weights_are_those_of_plain_torch(strategy, lightning, loop):
+    for equal, replicas in lightning_ranks(4, beside_plain_torch, strategy, lightning, loop):
+        assert all(equal)
+        assert replicas == 2
+
+
+def clipped(rank: int) -> Any:
+    ours, stock = (fitted(hsdp(**a), **b)[0] for a, b in (({"clip_norm": 0.05}, {}), ({}, {"gradient_clip_val": 0.05})))
+    found, expected, free = whole(ours.net), whole(stock.net), whole(fitted(hsdp())[0].net)
+    return [max((found[n] - other[n]).abs().max().item() for n in found) for other in (expected, free)]
+
+
+@full
+def test_clip_norm_is_of_the_whole_replica():
+    for error, difference in lightning_ranks(4, clipped):
+        # Torch divides by norm + 1e-6, and the norm is about 1. AdamW moves a weight by at most 0.01 in each step.
+        assert error < STEPS * 0.01 * 1e-4 < difference
+
+
+def beside_ddp(rank: int) -> Any:
+    """Four shards of one replica, and stock training, which have the same gradients."""
+    one, _ = fitted(hsdp(replicas=1))
+    stock, _ = fitted(ModelParallelStrategy(4, 1, process_group_backend="gloo"))
+    ours, expected = whole(one.net), whole(stock.net)
+    return max((ours[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def test_one_replica_trains_as_stock():
+    # Exact: the exchange on one rank leaves the weights as they are.
+    assert max(lightning_ranks(4, beside_ddp)) == 0
+
+
+class Save(pl.Callback):
+    """Saves a checkpoint after some steps, and keeps the sum of this rank's residuals."""
+
+    def __init__(self, path: str, after: int = STEPS // 2) -> None:
+        self.path, self.after, self.residual = path, after, 0.0
+
+    def on_train_batch_end(self, run: pl.Trainer, *_: Any) -> None:
+        if run.global_step == self.after:
+            run.save_checkpoint(self.path)
+            self.residual = float(torch.cat([x["residual"] for x in run.strategy.reducer.states]).abs().sum())
+
+
+def saved_and_resumed(rank: int, folder: str, options: dict[str, Any]) -> Any:
+    path = f"{folder}/half.ckpt"
+    save = Save(path)
+    whole_run, _ = fitted(hsdp("topk", density=0.2), callbacks=[save])
+    resumed, again = fitted(hsdp("topk", density=0.2, **options), path=path)
+    ours, expected = whole(resumed.net), whole(whole_run.net)
+    files = sorted(p.name for p in Path(folder).iterdir())
+    return all(torch.equal(ours[n], expected[n]) for n in ours), again.global_step, files, save.residual
+
+
+def test_a_resumed_run_is_the_whole_run_bit_for_bit(tmp_path):
+    for equal, step, files, _ in lightning_ranks(4, saved_and_resumed, str(tmp_path), {}):
+        assert equal
+        assert step == STEPS
+        assert files == ["half.ckpt", "half.ckpt.residuals"]
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(4, marks=full)])
+def test_another_number_of_replicas_goes_on(replicas, tmp_path):
+    for equal, step, _, residual in lightning_ranks(4, saved_and_resumed, str(tmp_path), {"replicas": replicas}):
+        assert not equal
+        assert step == STEPS
+        assert residual != 0
+
+
+def to_and_from_stock(rank: int, folder: str) -> Any:
+    ours, stock = f"{folder}/ours.ckpt", f"{folder}/stock.ckpt"
+    mine, run = fitted(hsdp(), max_steps=2)
+    run.save_checkpoint(ours)
+    other, run = fitted(ModelParallelStrategy(4, 1, process_group_backend="gloo"), max_steps=2, path=ours)
+    unchanged = whole(other.net), whole(mine.net)
+    run.save_checkpoint(stock)
+    _, run = fitted(hsdp(), max_steps=2, path=stock)
+    moments = [state["exp_avg"].full_tensor() for state in run.optimizers[0].state.values()]
+    return all(torch.equal(unchanged[0][n], unchanged[1][n]) for n in unchanged[0]), float(moments[0].abs().sum())
+
+
+def test_stock_loads_our_checkpoints_and_we_load_stocks(tmp_path):
+    for equal, moments in lightning_ranks(4, to_and_from_stock, str(tmp_path)):
+        assert equal
+        assert moments > 0
+
+
+def to_and_from_ddp(rank: int, folder: str) -> Any:
+    first, second = f"{folder}/ddp.ckpt", f"{folder}/hsdp.ckpt"
+    ddp = SparseDDPStrategy("topk", density=0.2, process_group_backend="gloo")
+    before, run = fitted(ddp, max_steps=2)
+    run.save_checkpoint(first)
+    after, run = fitted(hsdp("topk", density=0.2, save_distributed_checkpoint=False), max_steps=2, path=first)
+    same = [torch.equal(a, b) for a, b in zip(whole(before.net).values(), whole(after.net).values(), strict=True)]
+    run.save_checkpoint(second)
+    back, _ = fitted(SparseDDPStrategy("topk", density=0.2, process_group_backend="gloo"), max_steps=2, path=second)
+    return same + [torch.equal(a, b) for a, b in zip(whole(back.net).values(), whole(after.net).values(), strict=True)]
+
+
+@full
+def test_weights_of_ddp_go_on_sharded_and_back(tmp_path):
+    for same in lightning_ranks(4, to_and_from_ddp, str(tmp_path)):
+        assert all(same)
+
+
+def states_of_replicas(rank: int, folder: str) -> Any:
+    """Save and load; return the moments before and after, which differ between replicas."""
+    path = f"{folder}/a.ckpt"
+    _, run = fitted(hsdp("topk", density=0.2), max_steps=3)
+    before = [x.to_local().clone() for state in run.optimizers[0].state.values() for x in (state["exp_avg"],)]
+    run.save_checkpoint(path)
+    _, run = fitted(hsdp("topk", density=0.2), max_steps=3, path=path)
+    after = [x.to_local() for state in run.optimizers[0].state.values() for x in (state["exp_avg"],)]
+    return all(map(torch.equal, before, after)), torch.cat([x.flatten() for x in before])
+
+
+def test_the_optimizer_states_of_replicas_do_not_mix(tmp_path):
+    results = lightning_ranks(4, states_of_replicas, str(tmp_path))
+    assert all(equal for equal, _ in results)
+    assert not torch.equal(results[0][1], results[2][1])  # the same shard in both replicas
+
+
+def with_validation_and_test(rank: int) -> Any:
+    module = Module()
+    run = trainer("topk_hsdp", 4, max_epochs=1, limit_train_batches=4)
+    run.fit(module, loader(), loader())
+    after_fit = float(run.callback_metrics["loss"])
+    loss = run.validate(module, loader(), verbose=False)[0]["loss"]
+    tested = run.test(module, loader(), verbose=False)[0]["loss"]
+    return module.seen, after_fit, loss, tested, run.strategy.device_mesh.shape
+
+
+def test_by_the_string_fit_validate_and_test():
+    results = lightning_ranks(4, with_validation_and_test)
+    seen = [index for each, *_ in results for index in each]
+    assert len(seen) == len({*seen}) == 16, "each rank has another part of the data"
+    for _, fit, validated, tested, shape in results:
+        assert fit == pytest.approx(validated) == pytest.approx(tested)
+        assert tuple(shape) == (1, 4, 1)  # one node, one replica
+
+
+def fails(rank: int, broken: int) -> Any:
+    module = Module()
+    if rank == broken:
+        module.hooks = {2: lambda loss: loss * float("nan")}
+    return attempt(lambda: fitted(hsdp("topk", density=0.2), module))
+
+
+def test_a_nan_in_one_replica_ends_all_ranks():
+    for error in lightning_ranks(4, fails, 3):
+        assert error.startswith((NonFiniteGradient.__name__, RankFailure.__name__, "RuntimeError")), error
+        assert "not finite on rank" in error, error
+
+
+def skips(rank: int) -> Any:
+    module = Module()
+    if rank == 3:
+        module.hooks = {2: lambda loss: loss * float("nan")}
+    fitted(hsdp("topk", density=0.2, on_nonfinite="skip"), module)
+    return whole(module.net)
+
+
+@full
+def test_a_replica_with_a_nan_skips_its_step():
+    results = lightning_ranks(4, skips)
+    for weights in results:
+        assert all(x.isfinite().all() for x in weights.values())
+        assert all(torch.equal(x, results[0][name]) for name, x in weights.items())
+
+
+class Told(pl.Callback):
+    def on_train_batch_end(self, run: pl.Trainer, *_: Any) -> None:
+        if run.global_step == 2 and run.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def told(rank: int) -> Any:
+    run = trainer(hsdp("topk", density=0.2), 4, max_steps=40, limit_val_batches=0, callbacks=[Told()])
+    try:
+        run.fit(Module(), loader())
+    except SystemExit as error:
+        return run.global_step, str(error)
+    return run.global_step, ""
+
+
+def test_all_ranks_end_after_the_same_batch_if_one_is_told_to():
+    results = lightning_ranks(4, told)
+    assert len({step for step, _ in results}) == 1
+    assert results[0][0] < 12
+    assert "Rank 1 was told to end" in results[0][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"replicas": 0}, r"replicas=0\): give 'auto' or a positive integer"),
+        ({"tensor_parallel_size": "auto"}, r"tensor_parallel_size='auto'\): give a positive integer"),
+        ({"overlap": "backward"}, "exchanged after backward. Leave overlap out"),
+        ({"hierarchical": True}, "averages gradients within a replica already"),
+        ({"exchange": "gradient"}, "replicas exchange updates"),
+        ({"find_unused_parameters": True}, "an option of DistributedDataParallel"),
+        ({"method": "signsgd"}, "makes no mean"),
+        ({"levels": 7}, "has no option 'levels'"),
+    ],
+)
+def test_options_that_it_does_not_have(options, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        SparseHSDPStrategy(**options)
+
+
+def refused(rank: int, strategy: dict[str, Any], lightning: dict[str, Any]) -> Any:
+    return attempt(lambda: fitted(hsdp("topk", **strategy), **lightning))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lightning", "text"),
+    [
+        ({"replicas": 3}, {}, "replicas=3, tensor_parallel_size=1): their product does not divide the 4 ranks"),
+        ({}, {"precision": "16-true"}, "with precision='16-true': choose 32-true or bf16-mixed or bf16-true"),
+    ],
+)
+def test_runs_that_it_refuses(strategy, lightning, text):
+    for error in lightning_ranks(4, refused, strategy, lightning):
+        assert text in error
+
+
+def in_bf16(rank: int, precision: str) -> Any:
+    module, _ = fitted(hsdp("topk", density=0.2), precision=precision)
+    return [x.dtype for x in whole(module.net).values()], [float(x.float().sum()) for x in whole(module.net).values()]
+
+
+@full
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_precisions(precision):
+    results = lightning_ranks(4, in_bf16, precision)
+    for dtypes, sums in results:
+        assert {*dtypes} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+        assert sums == results[0][1]
+
+
+def of_the_other_namespace(rank: int) -> Any:
+    import lightning.pytorch as other
+
+    class Twin(other.LightningModule):
+        def configure_model(self) -> None:
+            self.net = shard(net(), self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return loss_of(self.net, self.trainer.global_step, self.trainer.global_rank, self.trainer.world_size)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    quiet["enable_checkpointing"] = False
+    run = other.Trainer(strategy=hsdp(), devices=4, max_steps=STEPS, **quiet)
+    run.fit(twin := Twin(), loader())
+    module, _ = fitted(hsdp())
+    ours, expected = whole(twin.net), whole(module.net)
+    return all(torch.equal(ours[name], expected[name]) for name in expected), type(run.strategy).__module__
+
+
+@full
+def test_the_other_namespace():
+    pytest.importorskip("lightning.pytorch")
+    for equal, module in lightning_ranks(4, of_the_other_namespace):
+        assert equal
+        assert module.endswith("lightning_pytorch")
