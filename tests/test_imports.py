@@ -56,6 +56,8 @@ ALLOWED = {
         "methods",
         "options",
         "reducer",
+        "replica_checkpoint",
+        "shards",
         "update_rule",
     },
     "callbacks": {

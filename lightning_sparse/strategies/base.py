@@ -36,7 +36,7 @@ def destroy_process_group(pid: int) -> None:
 
 
 class SparseStrategy:
-    """What all strategies share: Lightning's two names, the launch of ranks, and the begin of an exchange."""
+    """The common part of all strategies: Lightning's two names, the launch of ranks, and the start of an exchange."""
 
     _namespace: ClassVar[str]
     """Lightning's name in this strategy, an entry of `INSTALLED`."""

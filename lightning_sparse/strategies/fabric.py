@@ -32,11 +32,11 @@ from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies.base import destroy_process_group
+from lightning_sparse.strategies.base import SparseStrategy, destroy_process_group
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
+from lightning_sparse.strategies.ddp_options import DDPOptions
 from lightning_sparse.strategies.fit_checks import check_not_wrapped
 from lightning_sparse.strategies.gradient_training import GradientTraining
-from lightning_sparse.strategies.replicated import ReplicatedStrategy
 from lightning_sparse.strategies.training import enabled_scaler
 from lightning_sparse.strategies.update_training import UpdateTraining
 
@@ -86,10 +86,10 @@ class _Loaded:
         self.state = state
 
 
-class FabricSparseDDP(ReplicatedStrategy, DDPStrategy):  # type: ignore[misc]  # its strategies resemble the Trainer's
-    """Data-parallel training with Fabric, with the options of `ReplicatedStrategy`."""
+class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its strategies resemble the Trainer's
+    """Data-parallel training with Fabric, with the options of `DDPOptions`."""
 
-    __doc__ = ReplicatedStrategy.__doc__
+    __doc__ = DDPOptions.__doc__
 
     _class_name, _clipping = "FabricSparseDDPStrategy", "call fabric.clip_gradients"
 

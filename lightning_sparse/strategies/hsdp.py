@@ -24,8 +24,9 @@ from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.methods import METHODS, Method, method_options
 from lightning_sparse.options import Granularity, OnNonFinite, Overlap, ReducerOptions, check, check_optional
 from lightning_sparse.replica_checkpoint import entry_of, load_state, read_replica, replica_state, together
+from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.strategy_options import StrategyOptions
-from lightning_sparse.strategies.trainer import TrainerStrategy
+from lightning_sparse.strategies.trainer import TrainerCalls
 from lightning_sparse.strategies.trainer_updates import TrainerUpdates
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 """Values of the Trainer's `precision` that this strategy supports."""
 
 
-class SparseHSDP(TrainerStrategy, ModelParallelStrategy):
+class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
     """Trains replicas of a model that FSDP2 shards. Replicas exchange a small part of each optimizer update.
 
     It is Lightning's ModelParallelStrategy with one more dimension of the mesh. The LightningModule shards its model in
@@ -113,7 +114,6 @@ class SparseHSDP(TrainerStrategy, ModelParallelStrategy):
                 f"overlap out, or set overlap='next_step'."
             )
         self._sizes = _positive(replicas, "replicas", or_auto=True), _positive(tensor_parallel_size)
-        self._broadcasts_buffers = broadcast_buffers
         check_optional("timeout", timeout)
         reducer_options = ReducerOptions(
             granularity=granularity,
@@ -132,7 +132,6 @@ class SparseHSDP(TrainerStrategy, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             **({} if timeout is None else {"timeout": timeout}),  # type: ignore[arg-type]
         )
-        self._distributed_checkpoint = save_distributed_checkpoint
         self._exchanger: UpdateExchanger | None = None  # of the running fit, or of the last one, for a checkpoint
         self._begin()
 
@@ -190,7 +189,7 @@ class SparseHSDP(TrainerStrategy, ModelParallelStrategy):
             *options.for_updates(options.method, mesh.shape[0]),
             local_steps=options.local_steps,
             overlap=options.overlap,
-            forward_sync_buffers=self._broadcasts_buffers,
+            forward_sync_buffers=self._arguments["broadcast_buffers"],
             group=mesh["replicate"].get_group(),
             timeout=self._timeout,
         )
@@ -206,13 +205,18 @@ class SparseHSDP(TrainerStrategy, ModelParallelStrategy):
 
     # Checkpoints:
 
+    @property
+    def _is_distributed(self) -> bool:
+        """Whether each rank writes its shards into a checkpoint."""
+        return bool(self._arguments["save_distributed_checkpoint"])
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._training.state_dict(super().lightning_module_state_dict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         exchange = self._exchanger
-        if "optimizer_states" not in checkpoint or exchange is None or not self._distributed_checkpoint:
+        if "optimizer_states" not in checkpoint or exchange is None or not self._is_distributed:
             if "optimizer_states" in checkpoint and self.global_rank == 0:
                 self.inform(
                     f"{str(filepath)!r} holds the weights and the first replica's optimizer, and no residuals. To "
@@ -243,7 +247,7 @@ class SparseHSDP(TrainerStrategy, ModelParallelStrategy):
 
         Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
         """
-        if "optimizer_states" in checkpoint and self._distributed_checkpoint and self._replica:
+        if "optimizer_states" in checkpoint and self._is_distributed and self._replica:
             checkpoint["optimizer_states"] = []
 
     def remove_checkpoint(self, filepath: Any) -> None:

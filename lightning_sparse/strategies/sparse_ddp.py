@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import UpdateExchanger
+from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
+from lightning_sparse.strategies.ddp_options import DDPOptions
 from lightning_sparse.strategies.gradient_training import GradientTraining
-from lightning_sparse.strategies.replicated import ReplicatedStrategy
-from lightning_sparse.strategies.trainer import TrainerStrategy
+from lightning_sparse.strategies.trainer import TrainerCalls
 from lightning_sparse.strategies.trainer_updates import TrainerUpdates
 from lightning_sparse.strategies.training import Training
 
@@ -30,10 +31,10 @@ else:
 log = logging.getLogger(__name__)
 
 
-class SparseDDP(ReplicatedStrategy, TrainerStrategy, DDPStrategy):
-    """Data-parallel training with a Trainer, with the options of `ReplicatedStrategy`."""
+class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
+    """Data-parallel training with a Trainer, with the options of `DDPOptions`."""
 
-    __doc__ = ReplicatedStrategy.__doc__
+    __doc__ = DDPOptions.__doc__
 
     _class_name, _clipping = "SparseDDPStrategy", "set gradient_clip_val of the Trainer"
 

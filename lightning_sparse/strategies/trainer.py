@@ -1,4 +1,6 @@
 """A Trainer's calls of a strategy: steps, validation, errors and the end of a fit."""
+# Lightning's strategy is the next base:
+# mypy: disable-error-code="misc"
 
 from __future__ import annotations
 
@@ -15,21 +17,21 @@ from torch.optim import Optimizer
 
 from lightning_sparse.hooks import Exchanger
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies.base import SparseStrategy, destroy_process_group
+from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.rendezvous import Rendezvous
 from lightning_sparse.strategies.shutdown import CoordinatedShutdown
 from lightning_sparse.strategies.training import Training, enabled_scaler
 
-if TYPE_CHECKING:
-    from pytorch_lightning.strategies.parallel import ParallelStrategy
-else:
-    ParallelStrategy = object
-
 log = logging.getLogger(__name__)
 
 
-class TrainerStrategy(SparseStrategy, ParallelStrategy):
-    """A strategy of a Trainer, without the wrapping of the model and checkpoints."""
+class TrainerCalls:
+    """A Trainer's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Stands for the attributes of the strategy and of Lightning's strategies."""
 
     def _begin(self) -> None:
         self._training = Training()
@@ -40,7 +42,8 @@ class TrainerStrategy(SparseStrategy, ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the present fit, which belongs to this process: a copy starts a new one."""
-        return {**super().__getstate__(), "_training": Training(), "_reducer": None, "_shutdown": None}
+        state: Any = super().__getstate__()
+        return {**state, "_training": Training(), "_reducer": None, "_shutdown": None}
 
     @property
     def reducer(self) -> Reducer:
@@ -134,12 +137,12 @@ class TrainerStrategy(SparseStrategy, ParallelStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.all_ranks_present():
-            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+            super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not self.all_ranks_present():
             return obj
-        return super().broadcast(obj, src)  # type: ignore[safe-super]
+        return super().broadcast(obj, src)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

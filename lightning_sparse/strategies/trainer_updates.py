@@ -15,7 +15,7 @@ from lightning_sparse.strategies.overlap_rules import overlap_blocker
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 if TYPE_CHECKING:
-    from lightning_sparse.strategies.trainer import TrainerStrategy
+    from lightning_sparse.strategies.base import SparseStrategy
 
 
 class TrainerUpdates(UpdateTraining):
@@ -26,9 +26,9 @@ class TrainerUpdates(UpdateTraining):
         exchanger: the exchanger of the updates.
     """
 
-    _strategy: TrainerStrategy
+    _strategy: SparseStrategy
 
-    def __init__(self, strategy: TrainerStrategy, exchanger: UpdateExchanger) -> None:
+    def __init__(self, strategy: SparseStrategy, exchanger: UpdateExchanger) -> None:
         super().__init__(strategy, exchanger)
         self._overlap_blocker = self._why_not_overlapped()
         when = f"after backward: {self._overlap_blocker}" if self._overlap_blocker else "within backward"

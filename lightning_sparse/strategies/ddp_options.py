@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +22,6 @@ from lightning_sparse.options import (
     ReducerOptions,
     check_optional,
 )
-from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 
 HOOK = "DDP takes one communication hook, and compression is it. Leave {option} out, or use strategy='ddp'."
@@ -42,7 +41,7 @@ FIND_UNUSED = {
 """Lightning's suffixes of a strategy's name, and the options that they set."""
 
 
-class ReplicatedStrategy(SparseStrategy):
+class DDPOptions:
     """Data-parallel training that sends a small part of each gradient or update and keeps the rest for later steps.
 
     Args:
@@ -75,6 +74,11 @@ class ReplicatedStrategy(SparseStrategy):
         **kwargs: further options of a method that is given by name, such as `levels=7` of "qsgd", and the options of
             Lightning's DDPStrategy and torch's DistributedDataParallel.
     """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Stands for the attributes of the strategy and of Lightning's strategies."""
 
     def __init__(
         self,
