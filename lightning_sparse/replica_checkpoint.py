@@ -1,0 +1,371 @@
+"""Saves and loads the state in which replicas of a model differ: residuals, and the states of their optimizers.
+
+    save_replica("last.ckpt", model, optimizer)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id="last.ckpt")   # weights, equal in all replicas
+
+    dcp.load(state := {"model": get_model_state_dict(model)}, checkpoint_id="last.ckpt")
+    set_model_state_dict(model, state["model"])
+    load_replica("last.ckpt", model, optimizer)
+
+Each rank writes a sidecar file with its own shards, as in `lightning_sparse.checkpoint`, under a tag that is new for
+each save. `entry.json` names the tag of the last complete save. Torch's distributed checkpoints are not used. They
+store one copy of tensors with equal names, which mixes the optimizer states of replicas. Their metadata is a pickle.
+They have no checksums.
+
+A file also has the place of each shard in its parameter. So a replica's state can be loaded with another number of
+shards. For another number of replicas see `state.resized`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import fsspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse import checkpoint as sidecars
+from lightning_sparse._compat import shard_offset
+from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
+from lightning_sparse.options import listed
+from lightning_sparse.shards import is_sharded, like, local, reshard
+from lightning_sparse.state import resized
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+State = dict[str, Any]
+NAMED = 8
+"""Number of missing files that a message names."""
+
+
+def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> None:
+    """Save this rank's part of its replica's residuals and optimizer states. All ranks call it, between steps.
+
+    It first exchanges pending updates. Save the weights after that: they are equal in all replicas.
+
+    Args:
+        path: path of the checkpoint of the weights, the same on all ranks. The folder "<path>.residuals" gets one file
+            per rank, with its shards of the residual and of the optimizers' states.
+        model: the model of `attach_updates`.
+        optimizers: its optimizer, or all its optimizers in the order of `attach_updates`.
+
+    Raises:
+        ValueError: the updates of an optimizer are not exchanged, or its state cannot be sharded anew; on all ranks.
+        OSError: a rank could not write its file. The earlier save is unchanged.
+    """
+    exchange = _exchange_of(optimizers)
+    exchange.exchange_pending()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    path = sidecars.absolute(path)
+    state = _together(lambda: replica_state(model, exchange), ValueError)
+    tag = _gather(secrets.token_hex(8))[0]
+    try:
+        _together(lambda: sidecars.write(path, tag, state), OSError)
+    except OSError:
+        sidecars.remove_own(path, tag, rank, size)
+        raise
+    entry = entry_of(tag, exchange)
+    _together(lambda: _write_entry(path, entry) if rank == 0 else None, OSError)
+    sidecars.prune(path, [tag])
+
+
+def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> None:
+    """Continue from `save_replica`, perhaps with other numbers of replicas and shards. All ranks call it.
+
+    Load the weights before, and call `attach_updates` before. Without changes, training continues bit for bit. With
+    another number of replicas, the mean of the residuals stays. Learning rates are those of the saved optimizers.
+
+    Args:
+        path: path of the checkpoint, as for `save_replica`.
+        model: the model of `attach_updates`.
+        optimizers: as for `save_replica`.
+
+    Raises:
+        ValueError: files are missing, damaged, or of another save, model or kind of optimizer. All ranks raise it, and
+            nothing has changed.
+    """
+    exchange = _exchange_of(optimizers)
+    exchange.exchange_pending()
+    path = sidecars.absolute(path)
+    state = _together(lambda: read_replica(path, _read_entry(path), model, exchange), ValueError)
+    load_state(state, model, exchange)
+
+
+def entry_of(tag: str, exchange: UpdateExchanger) -> State:
+    """Return the entry of a checkpoint about its files, equal on all ranks. All ranks call it.
+
+    Args:
+        tag: tag of the save.
+        exchange: the exchange of the model's updates.
+    """
+    reducer = exchange.reducer
+    return {
+        "version": sidecars.VERSION,
+        "tag": tag,
+        "size": dist.get_world_size(),
+        "step": reducer.step,
+        "skipped": reducer.skipped,
+        "replicas": _gather(exchange.comm.rank),
+    }
+
+
+def replica_state(model: nn.Module, exchange: UpdateExchanger) -> State:
+    """Return the content of this rank's file: tensors and primitives, see `Reducer.state_dict`.
+
+    The rank and the size are those of the default process group. Further keys:
+
+    - "replica", "replicas": number of this rank's replica, and of all replicas;
+    - "places": for each parameter, the offset of this rank's shard in it, and its shape;
+    - "weights": checksum of this rank's shards of the weights;
+    - "optimizers": for each optimizer by number, its state by name of the parameter, and its parameter groups.
+
+    Raises:
+        ValueError: the state of a sharded parameter cannot be sharded anew.
+    """
+    reshard(model)
+    reducer = exchange.reducer
+    return {
+        **reducer.state_dict(),
+        "rank": dist.get_rank(),
+        "size": dist.get_world_size(),
+        "replica": reducer.comm.rank,
+        "replicas": reducer.comm.size,
+        "places": _places(model),
+        "weights": _checksum_of_weights(model),
+        "optimizers": {str(i): _own_state(model, each) for i, each in enumerate(exchange.optimizers)},
+    }
+
+
+def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange: UpdateExchanger) -> State:
+    """Return this rank's state, from the files of a checkpoint; see `load_state`. It calls no collective.
+
+    Raises:
+        ValueError: files are missing, damaged, or of another save, model or kind of optimizer.
+    """
+    reshard(model)
+    sidecars.check(entry)
+    tag, old, replica_of = entry["tag"], entry["size"], entry.get("replicas")
+    if not isinstance(replica_of, list) or len(replica_of) != old or not all(isinstance(x, int) for x in replica_of):
+        raise ValueError(f"The entry of {path!r} about its files is invalid: {dict(entry)!r:.200}")
+    files = sidecars.find(path, tag, old)
+    if missing := [sidecars.name(tag, rank, old) for rank in range(old) if rank not in files]:
+        raise ValueError(
+            f"{len(missing)} of {old} files of this save are missing in {sidecars.folder(path)!r}: "
+            f"{listed([*map(repr, missing[:NAMED])])}. Copy the whole folder, of all nodes; or continue without "
+            f"load_replica, with empty residuals and new optimizer states."
+        )
+    comm, places = exchange.comm, _places(model)
+    if old == dist.get_world_size() and replica_of[dist.get_rank()] == comm.rank:
+        own = sidecars.load(*files[dist.get_rank()], tag, dist.get_rank(), old)
+        if own["places"] == places and own["replicas"] == comm.size:
+            _check_names(own, exchange, model)
+            if own["weights"] != _checksum_of_weights(model):
+                log.warning(
+                    f"Rank {dist.get_rank()} has other weights than at the save of {path!r}. Load the weights of the "
+                    f"same save, before load_replica."
+                )
+            return {**own, "rank": comm.rank, "size": comm.size}
+
+    def states() -> Iterator[State]:
+        for replica in sorted({0, *range(comm.rank, max(replica_of) + 1, comm.size)}):
+            ranks = [rank for rank in range(old) if replica_of[rank] == replica]
+            parts = (sidecars.load(*files[rank], tag, rank, old) for rank in ranks)
+            state = joined(parts, places)
+            _check_names(state, exchange, model)
+            yield state
+
+    return resized(states(), comm.rank, comm.size)
+
+
+def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExchanger) -> None:
+    """Continue from a state that `read_replica` has returned."""
+    params = _parameters(model)
+    for i, optimizer in enumerate(exchange.optimizers):
+        saved, names = state["optimizers"][str(i)], _names(model, optimizer)
+        whole = {
+            index: {key: _like(params[name], x) for key, x in saved["state"][name].items()}
+            for index, name in enumerate(names)
+            if name in saved["state"]
+        }
+        groups = [
+            {**group, "params": own["params"]}
+            for group, own in zip(saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
+        ]
+        optimizer.load_state_dict({"state": whole, "param_groups": groups})
+    exchange.reducer.load_state_dict(state)
+
+
+def _exchange_of(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger:
+    given = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+    exchange = exchange_of(given[0]) if given else None
+    if exchange is None or [*map(id, given)] != [*map(id, exchange.optimizers)]:
+        raise ValueError(
+            "Give the optimizers of attach_updates, all of them and in the same order, after attach_updates was called."
+        )
+    return exchange
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}  # of torch.compile
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of an optimizer's parameters, in the order of its `state_dict`."""
+    name_of = {id(param): name for name, param in _parameters(model).items()}
+    return [name_of[id(param)] for group in optimizer.param_groups for param in group["params"]]
+
+
+def _places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
+    """Return the offset of this rank's shard in each parameter, and its shape."""
+    return {name: ([*shard_offset(x)], [*local(x).shape]) for name, x in _parameters(model).items()}
+
+
+def _checksum_of_weights(model: nn.Module) -> int:
+    return sidecars.checksum({name: local(param) for name, param in _parameters(model).items()})
+
+
+def _own_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """Return an optimizer's state by name of the parameter, with this rank's shards on the host."""
+    state, names, params = optimizer.state_dict(), _names(model, optimizer), _parameters(model)
+    own: State = {}
+    for index, kept in state["state"].items():
+        name = names[index]
+        for key, x in kept.items():
+            if is_sharded(params[name]) and isinstance(x, Tensor) and x.numel() > 1 and x.shape != params[name].shape:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {list(x.shape)} for {name!r} of shape "
+                    f"{list(params[name].shape)}, whose shards cannot be saved. Use an optimizer whose state has the "
+                    f"parameter's shape, such as AdamW."
+                )
+        own[name] = {key: local(x).to("cpu", copy=True) if isinstance(x, Tensor) else x for key, x in kept.items()}
+    return {"state": own, "param_groups": state["param_groups"], "names": names}
+
+
+def _like(param: Tensor, x: Any) -> Any:
+    """Return a value of an optimizer's state as the parameter's optimizer keeps it."""
+    return like(param, x.to(local(param).device)) if isinstance(x, Tensor) and x.shape == local(param).shape else x
+
+
+def _check_names(state: Mapping[str, Any], exchange: UpdateExchanger, model: nn.Module) -> None:
+    """Raise ValueError unless a state has the parameters of the exchange, and groups of them."""
+    elements = next(iter(state["elements"].values()), None)
+    exchanged = exchange.updates.parameters
+    saved = [kept["names"] for _, kept in sorted(state["optimizers"].items(), key=lambda each: int(each[0]))]
+    here = [_names(model, optimizer) for optimizer in exchange.optimizers]
+    odd = {name for names in saved for name in names} ^ {name for names in here for name in names}
+    if elements is not None:
+        odd |= elements.keys() ^ exchanged.keys()
+    if odd:
+        raise ValueError(
+            f"The checkpoint is of another model, or of optimizers of other parameters: they differ in "
+            f"{listed(sorted(map(repr, odd)))}."
+        )
+    before = [[len(group["params"]) for group in kept["param_groups"]] for kept in state["optimizers"].values()]
+    now = [[len(group["params"]) for group in each.param_groups] for each in exchange.optimizers]
+    if before != now or saved != here:
+        raise ValueError(
+            f"The checkpoint is of optimizers with parameter groups of {before} parameters, here they have {now}. "
+            f"Create them as in the run that saved it, with the parameters in the same order."
+        )
+
+
+def joined(parts: Iterable[State], places: Mapping[str, tuple[list[int], list[int]]]) -> State:
+    """Return the state of one replica for this rank's shards, from the files of all its ranks."""
+    result: State = {}
+    for part in parts:
+        if part["places"].keys() != places.keys():
+            odd = sorted(part["places"].keys() ^ places.keys())
+            raise ValueError(f"The checkpoint is of another model: they differ in {listed([*map(repr, odd)])}.")
+        if not result:
+            kept = {key: x for key, x in part.items() if key not in ("elements", "segments", "optimizers")}
+            result = {**kept, "rank": part["replica"], "size": part["replicas"], "segments": {}}
+            result["elements"] = {name: {} for name in part["elements"]}
+            result["optimizers"] = {i: {**each, "state": {}} for i, each in part["optimizers"].items()}
+        for state, per_param in part["elements"].items():
+            for name, x in per_param.items():
+                copy_common_(result["elements"][state], name, x, part["places"][name], places[name])
+        for i, each in part["optimizers"].items():
+            for name, kept in each["state"].items():
+                of_param = result["optimizers"][i]["state"].setdefault(name, {})
+                for key, x in kept.items():
+                    if isinstance(x, Tensor) and [*x.shape] == part["places"][name][1] and x.dim():
+                        copy_common_(of_param, key, x, part["places"][name], places[name])
+                    else:
+                        of_param.setdefault(key, x)
+    return result
+
+
+def copy_common_(
+    into: dict[str, Tensor], key: str, x: Tensor, old: tuple[list[int], list[int]], new: tuple[list[int], list[int]]
+) -> None:
+    """Copy the elements that a shard of the old sharding has in common with this rank's shard, which may be new."""
+    (begin, shape), (begins, shapes) = old, new
+    target = into.setdefault(key, torch.zeros(shapes, dtype=x.dtype, device="cpu"))
+    first = [max(a, b) for a, b in zip(begin, begins, strict=True)]
+    last = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, begins, shapes, strict=True)]
+    if all(a < b for a, b in zip(first, last, strict=True)):
+        here = tuple(slice(a - b, c - b) for a, b, c in zip(first, begins, last, strict=True))
+        there = tuple(slice(a - b, c - b) for a, b, c in zip(first, begin, last, strict=True))
+        target[here] = x[there]
+
+
+def _entry_path(path: str) -> tuple[Any, str]:
+    fs, root = fsspec.core.url_to_fs(sidecars.folder(path))
+    return fs, f"{root}/entry.json"
+
+
+def _write_entry(path: str, entry: Mapping[str, Any]) -> None:
+    fs, place = _entry_path(path)
+    with fs.open(f"{place}.part", "w") as file:
+        json.dump(entry, file)
+    fs.mv(f"{place}.part", place)
+
+
+def _read_entry(path: str) -> State:
+    fs, place = _entry_path(path)
+    try:
+        with fs.open(place, "r") as file:
+            entry = json.load(file)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path!r} has no complete save of save_replica: there is no {place!r}. Move the folder together with the "
+            f"checkpoint; or continue without load_replica, with empty residuals and new optimizer states."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{place!r} is damaged: {error}") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"{place!r} is damaged: it holds no dictionary.")
+    return entry
+
+
+def _gather(value: T) -> list[T]:
+    """Return the values of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _together(call: Callable[[], T], kind: type[Exception]) -> T:
+    """Return the result of a call. If it fails on a rank, all ranks raise an error that names the first of them."""
+    error: Exception | None = None
+    try:
+        result = call()
+    except Exception as caught:
+        error = caught
+    own = (
+        ""
+        if error is None
+        else str(error) or repr(error)
+        if isinstance(error, kind)
+        else f"{type(error).__name__}: {error}"
+    )
+    for rank, text in enumerate(_gather(own)):
+        if text:
+            raise kind(f"Rank {rank}: {text}") from error
+    return result
