@@ -259,7 +259,7 @@ class Checkpoints:
                 reducer.load_state_dict(state)
                 if reducer.exchanged == "update":
                     self._load_own_optimizers(checkpoint, info, state.get("optimizers", {}), changed)
-            reducer.step, reducer.skipped = info["step"], info["skipped"]
+            reducer.step, reducer.gradient_check.skipped = info["step"], info["skipped"]
         except Exception as caught:
             error = f"rank {self._rank}: {caught}"
         folder = sidecars.folder(self.loaded_from)
