@@ -9,6 +9,7 @@ from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hooks import attach, attach_updates, exchange_pending
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.replica_checkpoint import load_replica, save_replica
 from lightning_sparse.strategies import FabricSparseDDPStrategy, SparseDDPStrategy, SparseHSDPStrategy
 from lightning_sparse.update_rule import UpdateRule
 
@@ -28,6 +29,8 @@ __all__ = [
     "attach",
     "attach_updates",
     "exchange_pending",
+    "load_replica",
     "method",
+    "save_replica",
     "simulate",
 ]

@@ -1,7 +1,7 @@
 """Saves and loads the state in which replicas of a model differ: residuals, and the states of their optimizers.
 
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id="last.ckpt")   # weights, equal in all replicas
     save_replica("last.ckpt", model, optimizer)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id="last.ckpt")   # weights, equal in all replicas
 
     dcp.load(state := {"model": get_model_state_dict(model)}, checkpoint_id="last.ckpt")
     set_model_state_dict(model, state["model"])
@@ -50,8 +50,8 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     It first exchanges pending updates. Save the weights after that: they are equal in all replicas.
 
     Args:
-        path: path of the checkpoint of the weights, the same on all ranks. The files are in the folder
-            "<path>.residuals", one per rank, as large as its shards of the residual and of the optimizer's state.
+        path: path of the checkpoint of the weights, the same on all ranks. The folder "<path>.residuals" gets one file
+            per rank, with its shards of the residual and of the optimizers' states.
         model: the model of `attach_updates`.
         optimizers: its optimizer, or all its optimizers in the order of `attach_updates`.
 
@@ -176,7 +176,7 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
         for replica in sorted({0, *range(comm.rank, max(replica_of) + 1, comm.size)}):
             ranks = [rank for rank in range(old) if replica_of[rank] == replica]
             parts = (sidecars.load(*files[rank], tag, rank, old) for rank in ranks)
-            state = _joined(parts, model, places)
+            state = joined(parts, places)
             _check_names(state, exchange, model)
             yield state
 
@@ -258,19 +258,24 @@ def _check_names(state: Mapping[str, Any], exchange: UpdateExchanger, model: nn.
     exchanged = exchange.updates.parameters
     saved = [kept["names"] for _, kept in sorted(state["optimizers"].items(), key=lambda each: int(each[0]))]
     here = [_names(model, optimizer) for optimizer in exchange.optimizers]
-    if (elements is not None and elements.keys() != exchanged.keys()) or saved != here:
-        odd = {name for names in saved for name in names} ^ {name for names in here for name in names}
+    odd = {name for names in saved for name in names} ^ {name for names in here for name in names}
+    if elements is not None:
+        odd |= elements.keys() ^ exchanged.keys()
+    if odd:
         raise ValueError(
-            f"The checkpoint is of another model or other optimizers: they differ in {listed(sorted(map(repr, odd)))}."
-            if odd
-            else "The checkpoint is of optimizers with other parameter groups."
+            f"The checkpoint is of another model, or of optimizers of other parameters: they differ in "
+            f"{listed(sorted(map(repr, odd)))}."
         )
-    groups = [[len(group["params"]) for group in kept["param_groups"]] for kept in state["optimizers"].values()]
-    if groups != [[len(group["params"]) for group in each.param_groups] for each in exchange.optimizers]:
-        raise ValueError("The checkpoint is of optimizers with other parameter groups.")
+    before = [[len(group["params"]) for group in kept["param_groups"]] for kept in state["optimizers"].values()]
+    now = [[len(group["params"]) for group in each.param_groups] for each in exchange.optimizers]
+    if before != now or saved != here:
+        raise ValueError(
+            f"The checkpoint is of optimizers with parameter groups of {before} parameters, here they have {now}. "
+            f"Create them as in the run that saved it, with the parameters in the same order."
+        )
 
 
-def _joined(parts: Iterable[State], model: nn.Module, places: Mapping[str, tuple[list[int], list[int]]]) -> State:
+def joined(parts: Iterable[State], places: Mapping[str, tuple[list[int], list[int]]]) -> State:
     """Return the state of one replica for this rank's shards, from the files of all its ranks."""
     result: State = {}
     for part in parts:
@@ -284,19 +289,19 @@ def _joined(parts: Iterable[State], model: nn.Module, places: Mapping[str, tuple
             result["optimizers"] = {i: {**each, "state": {}} for i, each in part["optimizers"].items()}
         for state, per_param in part["elements"].items():
             for name, x in per_param.items():
-                _place(result["elements"][state], name, x, part["places"][name], places[name])
+                copy_common_(result["elements"][state], name, x, part["places"][name], places[name])
         for i, each in part["optimizers"].items():
             for name, kept in each["state"].items():
                 of_param = result["optimizers"][i]["state"].setdefault(name, {})
                 for key, x in kept.items():
                     if isinstance(x, Tensor) and [*x.shape] == part["places"][name][1] and x.dim():
-                        _place(of_param, key, x, part["places"][name], places[name])
+                        copy_common_(of_param, key, x, part["places"][name], places[name])
                     else:
                         of_param.setdefault(key, x)
     return result
 
 
-def _place(
+def copy_common_(
     into: dict[str, Tensor], key: str, x: Tensor, old: tuple[list[int], list[int]], new: tuple[list[int], list[int]]
 ) -> None:
     """Copy the elements that a shard of the old sharding has in common with this rank's shard, which may be new."""
@@ -353,7 +358,14 @@ def together(call: Callable[[], T], kind: type[Exception]) -> T:
         result = call()
     except Exception as caught:
         error = caught
-    for rank, text in enumerate(_gather("" if error is None else f"{type(error).__name__}: {error}")):
+    own = (
+        ""
+        if error is None
+        else str(error) or repr(error)
+        if isinstance(error, kind)
+        else f"{type(error).__name__}: {error}"
+    )
+    for rank, text in enumerate(_gather(own)):
         if text:
             raise kind(f"Rank {rank}: {text}") from error
     return result

@@ -48,7 +48,7 @@ class Comm(abc.ABC):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank logs what concerns all ranks."""
+        """Whether this rank logs messages about all ranks."""
         return self.rank == 0
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:

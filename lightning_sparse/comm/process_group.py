@@ -67,7 +67,7 @@ class ProcessGroupComm(Comm):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first one of all that train together, perhaps in several groups."""
+        """Whether this rank is the first rank of the training, which may have several groups."""
         return self.peers.rank == 0
 
     def mark_failed(self, reason: str) -> None:

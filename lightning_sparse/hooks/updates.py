@@ -59,8 +59,8 @@ def attach_updates(
     The model is not wrapped: each rank steps on its local gradient. The call broadcasts weights and buffers from rank
     0. A second call for the same model, with other optimizers, replaces the first one.
 
-    A model may be sharded by FSDP2 or tensor parallelism. Then replicas exchange updates: each rank sends updates of
-    its shards. FSDP2 averages gradients within a replica only:
+    A model may be sharded by FSDP2 or tensor parallelism. Then each rank exchanges the updates of its shards with the
+    other replicas. FSDP2 averages gradients within a replica only:
 
         mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])

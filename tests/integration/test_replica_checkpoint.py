@@ -1,0 +1,292 @@
+"""`save_replica` and `load_replica`: bit for bit, with other numbers of replicas and shards, and with damaged files."""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+
+from lightning_sparse import Reducer, attach_updates, load_replica, save_replica
+from lightning_sparse.checkpoint import folder
+from lightning_sparse.shards import like
+from tests.processes import run_ranks
+from tests.support.shards import attempt, mesh_of, net, own, shard, steps
+from tests.support.tiers import full
+
+OPTIONS: dict[str, Any] = {"density": 0.25, "value_format": "int8", "granularity": "bucket", "bucket_cap_mb": 5e-5}
+
+
+@dataclass
+class Training:
+    """A model of R replicas and S shards, and its optimizers."""
+
+    model: Any
+    optimizers: list[torch.optim.Optimizer]
+    reducer: Reducer
+    group: Any
+
+    @staticmethod
+    def of(replicas: int, shards: int, seed: int = 0, **options: Any) -> "Training":
+        mesh = mesh_of(replicas, shards)
+        model = shard(net(), mesh["shard"])
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + seed)
+        parts = [list(layer.parameters()) for layer in (model[:2], model[2:])]
+        optimizers: list[Any] = [torch.optim.AdamW(parts[0], 0.01), torch.optim.SGD(parts[1], 0.1, momentum=0.9)]
+        group = mesh["replicate"].get_group()
+        return Training(model, optimizers, attach_updates(model, optimizers, group=group, **OPTIONS, **options), group)
+
+    def run(self, count: int, first: int) -> Tensor:
+        """Take steps, with other gradients on each rank; return this rank's weights."""
+
+        class All:
+            zero_grad = staticmethod(lambda: [each.zero_grad() for each in self.optimizers])
+            step = staticmethod(lambda: [each.step() for each in self.optimizers])
+
+        for _ in steps(self.model, All, dist.get_rank(), dist.get_world_size(), count, first=first):
+            pass
+        return own(self.model.parameters())
+
+    def save(self, path: Path) -> None:
+        save_replica(str(path), self.model, self.optimizers)
+        dcp.save({"model": get_model_state_dict(self.model)}, checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        state = {"model": get_model_state_dict(self.model)}
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(self.model, state["model"])
+        load_replica(str(path), self.model, self.optimizers)
+
+    def whole(self) -> dict[str, dict[str, Tensor]]:
+        """Return this replica's residual and moments of whole parameters, by kind and name."""
+        found: dict[str, dict[str, Tensor]] = {"residual": {}, "exp_avg": {}, "exp_avg_sq": {}, "momentum_buffer": {}}
+        for name, param in self.model.named_parameters():
+            rest = self.reducer.state_dict()["elements"]["residual"][name]
+            found["residual"][name] = like(param, rest).full_tensor()  # type: ignore[attr-defined]
+            for optimizer in self.optimizers:
+                for key, x in optimizer.state.get(param, {}).items():
+                    if key in found:
+                        found[key][name] = x.full_tensor().clone()  # with one shard it is the state itself
+        return found
+
+
+def resumed(rank: int, path: Path, options: dict[str, Any]) -> list[Any]:
+    first = Training.of(2, 2, **options)
+    first.run(4, 0)
+    first.save(path)
+    before = first.whole()
+    second = Training.of(2, 2, seed=1, **options)
+    second.load(path)
+    after = second.whole()
+    same = [torch.equal(x, after[kind][name]) for kind, per_param in before.items() for name, x in per_param.items()]
+    return [all(same), len(same), torch.equal(first.run(4, 4), second.run(4, 4)), first.reducer.step]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"local_steps": 3}, marks=full), pytest.param({"overlap": "next_step"}, marks=full)]
+)
+def test_training_continues_bit_for_bit(options, tmp_path):
+    results = run_ranks(4, resumed, tmp_path / "last.ckpt", options)
+    for same, count, equal, _ in results:
+        # Six parameters have a residual. Two have two moments each, and four have a momentum.
+        assert (same, count, equal) == (True, 6 + 2 * 2 + 4, True)
+    assert len({step for *_, step in results}) == 1
+
+
+def saved(rank: int, path: Path) -> Any:
+    training = Training.of(2, 2)
+    training.run(4, 0)
+    training.save(path)
+    return rank // 2, training.whole(), training.reducer.step
+
+
+def loaded(rank: int, path: Path, replicas: int, shards: int) -> Any:
+    training = Training.of(replicas, shards, seed=1)
+    training.load(path)
+    state = training.whole()
+    step = training.reducer.step
+    weights = training.run(2, 4)
+    return rank // shards, state, step, bool(weights.isfinite().all())
+
+
+@full
+def test_another_number_of_replicas_and_shards(tmp_path):
+    """The mean of the residuals stays. A new replica has the mean of the moments of its old ones, or replica 0's."""
+    path = tmp_path / "last.ckpt"
+    old = {replica: state for replica, state, _ in run_ranks(4, saved, path)}
+    assert any(not torch.equal(x, old[1]["exp_avg"][name]) for name, x in old[0]["exp_avg"].items())
+    for replicas, shards in [(2, 2), (4, 1), (1, 4), (2, 1), (1, 1)]:
+        copy = tmp_path / f"{replicas}x{shards}"
+        for suffix in ("", ".residuals"):
+            shutil.copytree(f"{path}{suffix}", f"{copy}{suffix}")
+        results = run_ranks(replicas * shards, loaded, copy, replicas, shards)
+        new = {replica: state for replica, state, *_ in results}
+        assert all(step == 4 * 2 and finite for _, _, step, finite in results)
+        for replica, state in new.items():
+            sources = [each for each in old if each % replicas == replica]
+            for kind, per_param in state.items():
+                for name, x in per_param.items():
+                    if kind == "residual":
+                        # A sum of two terms has one rounding, as has its half.
+                        expected = sum((old[each][kind][name] for each in sources), torch.zeros_like(x))
+                        torch.testing.assert_close(x, expected * replicas / 2, rtol=2e-7, atol=0)
+                    else:
+                        expected = torch.stack([old[each][kind][name] for each in sources or [0]]).mean(0)
+                        torch.testing.assert_close(x, expected, rtol=2e-7, atol=0)
+        for name, x in old[0]["residual"].items():
+            mean = torch.stack([state["residual"][name] for state in new.values()]).double().mean(0)
+            before = torch.stack([x, old[1]["residual"][name]]).double().mean(0)
+            torch.testing.assert_close(mean, before, rtol=4e-7, atol=0)
+
+
+def mixed(rank: int, path: Path) -> tuple[int, int]:
+    """Fill the moments with the number of the replica, and count those that come back as another one's."""
+    mesh = mesh_of()
+    model = shard(net(), mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    attach_updates(model, optimizer, "topk", group=mesh["replicate"].get_group())
+    for _ in steps(model, optimizer, rank, 4, count=1):
+        pass
+    counts = []
+    for stock in (True, False):
+        for state in optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].to_local().fill_(rank // 2)
+        if stock:
+            dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+            loaded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.load(loaded, checkpoint_id=path)
+            moments = [x[key] for x in loaded["optimizer"]["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+        else:
+            save_replica(str(path), model, optimizer)
+            for state in optimizer.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key].to_local().fill_(7)
+            load_replica(str(path), model, optimizer)
+            moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        counts.append(sum(bool((x.full_tensor() != rank // 2).any()) for x in moments))
+    return counts[0], counts[1]
+
+
+def test_replicas_keep_their_own_moments_which_stock_checkpoints_mix(tmp_path):
+    results = run_ranks(4, mixed, tmp_path / "last.ckpt")
+    assert [ours for _, ours in results] == [0] * 4
+    # Stock checkpoints store one copy of each shard. So each is another replica's on some ranks.
+    assert sum(stock for stock, _ in results) > 0
+
+
+def damage(path: Path, kind: str) -> None:
+    """Damage the files of a save."""
+    files = sorted(Path(folder(path)).glob("*.pt"))
+    if kind == "missing folder":
+        shutil.rmtree(folder(path))
+    elif kind == "torn":  # killed before the entry was written
+        (Path(folder(path)) / "entry.json").unlink()
+    elif kind == "missing file":
+        files[3].unlink()
+    elif kind == "flipped bit":
+        content = bytearray(files[1].read_bytes())
+        content[len(content) // 2] ^= 1
+        files[1].write_bytes(content)
+    elif kind == "another rank's file":
+        shutil.copy(files[0], files[2])
+    elif kind == "foreign tag":
+        entry = json.loads((Path(folder(path)) / "entry.json").read_text())
+        (Path(folder(path)) / "entry.json").write_text(json.dumps({**entry, "tag": "0" * 16}))
+    elif kind == "damaged entry":
+        (Path(folder(path)) / "entry.json").write_text("{")
+
+
+DAMAGES = {
+    "missing folder": "has no complete save of save_replica",
+    "torn": "has no complete save of save_replica",
+    "missing file": r"1 of 4 files of this save are missing in .*rank3-of-4",
+    "flipped bit": r"rank1-of-4.pt' is damaged",
+    "another rank's file": r"rank2-of-4.pt' belongs to another checkpoint",
+    "foreign tag": "4 of 4 files of this save are missing",
+    "damaged entry": "entry.json' is damaged",
+}
+
+
+def from_damaged(rank: int, path: Path, shards: int) -> list[str]:
+    found = []
+    training = Training.of(4 // shards, shards)
+    for number, kind in enumerate(DAMAGES):
+        copy = path.with_name(str(number))
+        before = own(training.model.parameters()), training.reducer.step, len(training.optimizers[0].state)
+        found.append(attempt(lambda copy=copy: load_replica(str(copy), training.model, training.optimizers)))
+        after = own(training.model.parameters()), training.reducer.step, len(training.optimizers[0].state)
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:], kind
+    return found
+
+
+@pytest.mark.parametrize("shards", [2, pytest.param(1, marks=full)])
+def test_damaged_files_are_one_error_on_all_ranks(shards, tmp_path):
+    path = tmp_path / "last.ckpt"
+    run_ranks(4, saved, path)
+    for number, kind in enumerate(DAMAGES):
+        shutil.copytree(folder(path), folder(tmp_path / str(number)))
+        damage(tmp_path / str(number), kind)
+    results = run_ranks(4, from_damaged, path, shards)
+    for texts in results:
+        assert not isinstance(texts, BaseException)
+        for (kind, pattern), text in zip(DAMAGES.items(), texts, strict=True):
+            assert text.startswith("ValueError: Rank "), (kind, text)
+            assert re.search(pattern, text), (kind, text)
+    assert all(texts == results[0] for texts in results)
+
+
+def bad_calls(rank: int, path: Path) -> list[Any]:
+    training = Training.of(2, 2)
+    training.run(2, 0)
+    training.save(path)
+    model, mesh = shard(net(), mesh_of()["shard"]), mesh_of()
+    group = mesh["replicate"].get_group()
+    adamw = torch.optim.AdamW(model.parameters())
+    found = [attempt(lambda: save_replica(str(path), model, adamw))]
+    attach_updates(model, adamw, "topk", group=group)
+    found.append(attempt(lambda: load_replica(str(path), model, adamw)))
+    found.append(attempt(lambda: load_replica(str(path), training.model, training.optimizers[::-1])))
+    other = shard(nn.Sequential(nn.Linear(8, 6)), mesh["shard"])
+    odd = torch.optim.SGD(other.parameters(), 0.1)
+    attach_updates(other, odd, "topk", group=group)
+    odd.state[other[0].weight]["blocks"] = torch.zeros(2)  # as optimizers have that quantize their state
+    found.append(attempt(lambda: save_replica(str(path), other, odd)))
+    found.append(attempt(lambda: load_replica(str(path), other, odd)))
+    # A rank that cannot write: the save before it stays.
+    training.run(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 3:
+            patch.setattr(torch, "save", lambda *_: Path(path.parent / "no folder" / "file").write_text(""))
+        found.append(attempt(lambda: save_replica(str(path), training.model, training.optimizers)))
+    found.append(attempt(lambda: training.load(path)))
+    found.append(training.reducer.step)
+    return found
+
+
+@full
+def test_bad_calls_and_a_rank_that_cannot_write(tmp_path):
+    for found in run_ranks(4, bad_calls, tmp_path / "last.ckpt"):
+        unattached, others, order, blocks, other_model, unwritten, again, step = found
+        assert unattached.startswith("ValueError: Give the optimizers of attach_updates")
+        assert order.startswith("ValueError: Give the optimizers of attach_updates")
+        assert "parameter groups of [[2], [4]] parameters, here they have [[6]]" in others
+        assert "SGD keeps 'blocks' of shape [2] for '0.weight' of shape [6, 8]" in blocks
+        assert "The checkpoint is of another model" in other_model
+        assert unwritten.startswith("OSError: Rank 3: ")
+        assert again == ""
+        assert step == 4
