@@ -15,7 +15,7 @@ import examples.data
 import examples.models
 from lightning_sparse import METHODS, Method, SparseDDPStrategy, callbacks, cli, compressors
 from lightning_sparse.cli import Parser, main
-from lightning_sparse.strategies.base import UNSUPPORTED
+from lightning_sparse.strategies.ddp_options import UNSUPPORTED
 from tests.support.tiers import full, tiers
 
 ROOT = Path(__file__).parents[1]

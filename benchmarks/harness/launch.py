@@ -122,9 +122,11 @@ def launch(module: str, job: Record, where: Hosts, workers: int, patience: float
                 raise RanksFailed(f"Ranks hang: no news for {patience:g} s.")
 
 
-def run_ranks(module: str, job: Record, workers: int, rate: str = "loopback") -> tuple[list[Record], list[Record]]:
+def run_ranks(
+    module: str, job: Record, workers: int, rate: str = "loopback", ranks_per_host: int = 1
+) -> tuple[list[Record], list[Record]]:
     """Run `work(job)` of a module on every rank; return the records and the calibration of the links."""
-    with hosts(workers, rate) as where:
+    with hosts(workers, rate, ranks_per_host=ranks_per_host) as where:
         records = list(launch("benchmarks.harness.launch", {**job, "module": module}, where, workers))
     return records, where.calibration
 
@@ -169,7 +171,8 @@ def check_weights(model: nn.Module) -> None:
     """Raise WrongResult unless all ranks have identical weights, bit by bit."""
     checksum = 0
     for param in model.parameters():
-        checksum = zlib.crc32(param.detach().numpy().data, checksum)
+        whole = param.full_tensor() if hasattr(param, "full_tensor") else param  # of a sharded model
+        checksum = zlib.crc32(whole.detach().numpy().data, checksum)
     checksums = gather(checksum)
     if len(set(checksums)) > 1:
         raise WrongResult(f"the ranks' weights differ: checksums {checksums}")

@@ -212,7 +212,7 @@ def take_turns(contestants: Sequence[tuple[Row, int, Trainee]], out: str) -> Non
 
 def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> None:
     """Time the steps of the methods that a module's `work` passes to `take_turns`, and write one row for each."""
-    records, calibration = run_ranks(module, job, workers, case["rate"])
+    records, calibration = run_ranks(module, job, workers, case["rate"], job.get("ranks_per_host", 1))
     off = round(max(abs(probe["ratio_to_expected"] - 1) for probe in calibration), 3)
     rows: list[Row] = []
     for _, turns in pd.DataFrame(records).groupby("number"):

@@ -26,8 +26,8 @@ from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies.sparse_ddp import SparseDDP
 from lightning_sparse.strategies.summary import summary_writers
+from lightning_sparse.strategies.trainer import TrainerCalls
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -80,7 +80,7 @@ class StepCallback(Callback, abc.ABC):
         return {}
 
     def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and not isinstance(trainer.strategy, SparseDDP):
+        if stage == "fit" and not isinstance(trainer.strategy, TrainerCalls):
             raise TypeError(
                 f"{type(self).__name__} observes the reductions of lightning_sparse, but the Trainer's strategy is "
                 f"{type(trainer.strategy).__name__}. Use a strategy of lightning_sparse, such as 'topk_ddp', or "

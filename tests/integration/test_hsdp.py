@@ -13,6 +13,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, SparseHSDPStrategy, attach_updates
+from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from tests.integration.trainers import lightning_ranks, trainer
 from tests.support.shards import EXACT, attempt, loss_of, mesh_of, net, shard, steps, whole
 
@@ -249,6 +250,32 @@ def test_by_the_string_fit_validate_and_test():
     for _, fit, validated, tested, shape in results:
         assert fit == pytest.approx(validated) == pytest.approx(tested)
         assert tuple(shape) == (1, 4, 1)  # one node, one replica
+
+
+class Counted(pl.Callback):
+    """Has the result of this package's callbacks."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def on_train_batch_end(self, run: pl.Trainer, *_: Any) -> None:
+        self.scalars |= {name: float(x) for name, x in run.callback_metrics.items()}
+
+
+def observed(rank: int, folder: str) -> Any:
+    callbacks = [CommunicationMonitor(), ContractionRatio(), GradientDistribution(), counted := Counted()]
+    logger = pl.loggers.TensorBoardLogger(folder)
+    options = {"logger": logger, "log_every_n_steps": 1, "callbacks": callbacks}
+    _, run = fitted(hsdp("topk", density=0.2, density_warmup=()), **options)
+    return sorted(counted.scalars), run.strategy.reducer.layout.numel, run.strategy.reducer.comm.sent_bytes
+
+
+@full
+def test_callbacks_show_the_first_ranks_shards(tmp_path):
+    names, numel, sent = lightning_ranks(4, observed, str(tmp_path))[0]
+    assert numel == 3 * 8 + 3 + 3 * 6 + 3 + 5 + 1  # its rows of the three layers
+    assert any("contraction" in name for name in names)
+    assert sent > 0
 
 
 def fails(rank: int, broken: int) -> Any:
