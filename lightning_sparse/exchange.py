@@ -34,7 +34,8 @@ from lightning_sparse.compressors.base import Compressor, Entries, Payload, Upda
 from lightning_sparse.context import Context
 from lightning_sparse.framing import INTACT, intact, partial_sums, seal, unframe, weighted_sum, words_on_host
 from lightning_sparse.kernels.checks import note_broken, worst_status
-from lightning_sparse.kernels.launch import to_device, uses_triton
+from lightning_sparse.kernels.dispatch import backend_of
+from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.kernels.messages import HEADER_BYTES
 
 NOT_FINITE = (
@@ -108,8 +109,9 @@ class Exchange:
         return self.comm.statuses[self.device][:-1]
 
     @property
-    def _by_triton(self) -> bool:
-        return uses_triton(self.worst)
+    def _checks_on_device(self) -> bool:
+        """Whether kernels check messages, and the host does not wait for them."""
+        return backend_of(self.worst) == "triton"
 
     @property
     def _root(self) -> Exchange:
@@ -142,7 +144,7 @@ class Exchange:
         payload, update = compressor.compress(u, ctx)
         floats = [part for part in payload if part.is_floating_point() and part is not u]
         exposed = compressor.exposes_nonfinite
-        if not self._by_triton:
+        if not self._checks_on_device:
             self._check(u, floats if exposed else [u, *floats], ctx)
         elif exposed and isinstance(update, Entries):
             self._note_broken(u, update.indices, (), ctx)  # in u, because the update's values are rounded
@@ -157,7 +159,7 @@ class Exchange:
             u: 1-D, fp32.
             made: tensors computed from `u`. One of them is not finite if `u` is not finite, or too large for them.
         """
-        if not self._by_triton:
+        if not self._checks_on_device:
             self._check(u, made or [u], self.ctx)
             return
         self._note_broken(u, None, made, self.ctx)
@@ -177,7 +179,7 @@ class Exchange:
         On CUDA it raises only if `strict` and not `in_sync`: for aggregators whose next collectives depend on the step.
         """
         rows = self.all_gather(payload)
-        if not self._by_triton or (strict and not self.in_sync):
+        if not self._checks_on_device or (strict and not self.in_sync):
             worst: Any = self.comm.to_host_async(self._root.worst)()
             self._raise(worst - OK)
         return rows
@@ -219,7 +221,7 @@ class Exchange:
         """Raise the error that any rank has reported; on CUDA prepare `step_ok` and `deferred`."""
         status = self._root.worst
         worst: Callable[[], Any] = self.comm.to_host_async(status)
-        if not self._by_triton:
+        if not self._checks_on_device:
             self._raise(worst() - OK)
             return
         # Free memory that `deferred` does not need.
@@ -273,7 +275,7 @@ class Exchange:
     def _receive(self, messages: Tensor, like: Payload, senders: Tensor) -> Payload:
         """Return the payloads of messages, one per row, and note errors in them or their senders."""
         payload = unframe(messages, like, HEADER_BYTES)
-        if self._by_triton:
+        if self._checks_on_device:
             known = self._sent, senders, self._root.worst
             codes = INTACT, CORRUPT, OUT_OF_STEP, OK
             self._root._found = worst_status(messages.view(torch.int64), partial_sums(messages), *known, *codes)

@@ -27,12 +27,14 @@ class GradientCheck:
         get_scale: the function `options.loss_scale`; it may be replaced between two steps.
         loss_scale: current loss scale, 1 without one.
         scale: factor on the gradients before they are added: the clipping factor divided by the loss scale.
+        skipped: number of skipped steps.
     """
 
     def __init__(self, options: ReducerOptions) -> None:
         self.get_scale = options.loss_scale
         self._on_nonfinite, self._clip_norm = options.on_nonfinite, options.clip_norm
         self.scale = self.loss_scale = 1.0
+        self.skipped = 0
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -46,7 +48,6 @@ class GradientCheck:
         layout: Layout,
         comm: Comm,
         step: int,
-        skipped: int,
     ) -> bool:
         """Agree with all ranks whether to take a step, before any gradient is added to a residual.
 
@@ -57,7 +58,6 @@ class GradientCheck:
             layout: layout of the parameters.
             comm: connection to the other ranks.
             step: number of reductions so far; ranks compare it.
-            skipped: number of skipped steps so far, for the log.
 
         Returns:
             Whether to take the step; equal on all ranks.
@@ -99,6 +99,7 @@ class GradientCheck:
             if self._on_nonfinite == "raise":
                 raise NonFiniteGradient(f"{what} {NOT_FINITE}")
             if comm.rank == 0:
-                log.warning(f"{what} All ranks skip this step; {skipped + 1} skipped so far.")
+                log.warning(f"{what} All ranks skip this step; {self.skipped + 1} skipped so far.")
+        self.skipped += 1
         torch._foreach_mul_(list(grads.values()), math.nan)
         return False

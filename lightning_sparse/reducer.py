@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -94,10 +93,8 @@ class Reducer:
     Attributes:
         options: the options above but for `method`, `comm` and `exchanged`.
         step: number of reductions so far.
-        skipped: number of steps that were skipped because a gradient was not finite.
-        layout: the partition of the parameters; None before `setup`.
         routing: the segments that fall back to dense, and the bytes of a step; exists after `setup`.
-        gradient_check: loss scale, skipped steps and clipping.
+        gradient_check: loss scale, clipping and skipped steps.
         epoch: the present epoch, set from outside. Only a warm-up by epochs uses it.
         in_flight: whether an exchange of updates is pending, so that the state cannot be saved.
         seconds: seconds per phase so far. "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
@@ -135,16 +132,28 @@ class Reducer:
         self.gradient_check = GradientCheck(self.options)
         self.method.aggregator.check_size(comm.size)
         self.comm = comm
-        self.step = self.skipped = self.epoch = 0
+        self.step = self.epoch = 0
         self.in_flight = False
         self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "keep", "exposed"), 0.0)
         self.observers: list[Observer] = []
-        self.layout: Layout | None = None
         self.routing: Routing
-        self.exchanged = exchanged
         self._states = SegmentStates(self.method, exchanged)
-        self._last: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange
         self._deferred: list[tuple[int, Callable[[], None]]] = []  # step, and a check that raises its error
+
+    @property
+    def exchanged(self) -> Exchanged:
+        """The quantity that `reduce_` gets."""
+        return self._states.exchanged
+
+    @property
+    def layout(self) -> Layout | None:
+        """The partition of the parameters; None before `setup`."""
+        return self._states.layout
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps that were skipped because a gradient was not finite."""
+        return self.gradient_check.skipped
 
     @property
     def density(self) -> float | None:
@@ -172,17 +181,16 @@ class Reducer:
         for name, param in params.items():
             check_tensor(name, param)
         check_one_device(params)
-        self.layout = Layout.of(
+        layout = Layout.of(
             {name: tuple(param.shape) for name, param in params.items()},
             self.options.granularity,
             self.options.bucket_cap_mb,
             dtypes={name: param.dtype for name, param in params.items()},
             group_of=group_of or {},
         )
-        self._settings = repr((self.method, self.layout.digest, [param.dtype for param in params.values()]))
-        self.routing = Routing(self.method, self.comm, self.layout)
-        self._forget_exchanges()
-        self._states.allocate(self.layout, next(iter(params.values())).device)
+        self.routing = Routing(self.method, self.comm, layout, [param.dtype for param in params.values()])
+        self._deferred.clear()
+        self._states.allocate(layout, next(iter(params.values())).device)
 
     @torch.no_grad()
     def reduce_(self, grads: dict[str, Tensor]) -> None:
@@ -217,9 +225,7 @@ class Reducer:
         If `gradient_check.needs_all_gradients`, call it before the first segment is reduced.
         """
         assert self.layout is not None
-        taken = self.gradient_check.agree_to_step(grads, unused, self.layout, self.comm, self.step, self.skipped)
-        self.skipped += not taken
-        return taken
+        return self.gradient_check.agree_to_step(grads, unused, self.layout, self.comm, self.step)
 
     def reduce_segment_(
         self,
@@ -277,11 +283,8 @@ class Reducer:
             u = self.method.memory.compensate(grads, ctx)
         for observer in observers:
             observer.compensated(u, ctx)
-        # Ranks are in sync if the segment's last exchange was by the same aggregator.
-        in_sync = self._last.get(segment.index) is aggregator
-        equal = (self._settings, self.options.seed, self.step, density, segment.index, in_sync)
-        fingerprint = zlib.crc32(repr(equal).encode())
-        kind = self.exchanged
+        in_sync, kind = self.routing.in_sync(segment, aggregator), self.exchanged
+        fingerprint = self.routing.fingerprint(ctx, in_sync)
         exchange = Exchange(self.comm, ctx, fingerprint, device=u.device, in_sync=in_sync, exchanged=kind)
         return PendingExchange(u, grads, compressor, aggregator, exchange, masked, observers)
 
@@ -298,7 +301,7 @@ class Reducer:
         with timed(self.seconds, "aggregate"):
             update, applied = aggregator(u, compressor, exchange, ctx)
             exchange.finish()
-        self._last[ctx.segment.index] = aggregator
+        self.routing.note_exchange(ctx.segment, aggregator)
         if exchange.deferred is not None:
             self._deferred.append((ctx.step, exchange.deferred))
         for observer in observers:
@@ -327,11 +330,12 @@ class Reducer:
     def _forget_exchanges(self) -> None:
         """Drop all deferred checks. Ranks are no longer known to be in sync."""
         self._deferred.clear()
-        self._last.clear()
+        if self.layout is not None:
+            self.routing.forget_exchanges()
 
     def reset(self) -> None:
         """Return to the state after `setup`."""
-        self.step = self.skipped = 0
+        self.step = self.gradient_check.skipped = 0
         self._forget_exchanges()
         self._states.clear()
 
@@ -376,7 +380,7 @@ class Reducer:
         check_header(state, self.comm.rank, self.comm.size)
         self._states.load(state)
         self._forget_exchanges()
-        self.step, self.skipped = int(state["step"]), int(state["skipped"])
+        self.step, self.gradient_check.skipped = int(state["step"]), int(state["skipped"])
 
 
 def error_message(error: BaseException, comm: Comm, step: int) -> str:

@@ -1,13 +1,18 @@
-"""Dense fallback: a segment is reduced densely if the method would not send fewer bytes than a dense all-reduce."""
+"""The parts that exchange each segment: the method's, or dense parts if these send no more bytes."""
 
 from __future__ import annotations
 
 import logging
+import zlib
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from lightning_sparse.aggregators import Aggregator, AllReduceMean
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Compressor, Identity
+from lightning_sparse.context import Context
 from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.methods import Method
 
@@ -20,15 +25,40 @@ class Routing:
     """Chooses the method's parts or the dense parts for each segment, and counts bytes. It is equal on all ranks.
 
     It counts the bytes that a rank sends, without counts and headers.
+
+    Args:
+        method: the compression method.
+        comm: this rank's connection to the other ranks.
+        layout: the partition of the parameters.
+        dtypes: their dtypes, which ranks compare.
     """
 
-    def __init__(self, method: Method, comm: Comm, layout: Layout) -> None:
+    def __init__(self, method: Method, comm: Comm, layout: Layout, dtypes: Sequence[torch.dtype] = ()) -> None:
         self._method, self._comm, self._segments = method, comm, layout.segments
+        self._settings = repr((method, layout.digest, dtypes))
         self._logged: set[float | None] = set()
+        self._last: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange
 
     def parts(self, segment: Segment, density: float | None) -> Parts:
         """Return the compressor and the aggregator of a segment at the given density."""
         return (self._method.compressor, self._method.aggregator) if self._pays(segment, density) else DENSE
+
+    def in_sync(self, segment: Segment, aggregator: Aggregator[Any]) -> bool:
+        """Return whether ranks are in sync: the same aggregator has exchanged this segment the last time."""
+        return self._last.get(segment.index) is aggregator
+
+    def fingerprint(self, ctx: Context, in_sync: bool) -> int:
+        """Return a checksum of settings and counters, which must be equal on all ranks in each exchange."""
+        equal = (self._settings, ctx.seed, ctx.step, ctx.density, ctx.segment.index, in_sync)
+        return zlib.crc32(repr(equal).encode())
+
+    def note_exchange(self, segment: Segment, aggregator: Aggregator[Any]) -> None:
+        """Record that the aggregator has exchanged the segment."""
+        self._last[segment.index] = aggregator
+
+    def forget_exchanges(self) -> None:
+        """Forget all exchanges, so that ranks are not known to be in sync."""
+        self._last.clear()
 
     def dense_segments(self, density: float | None) -> list[Segment]:
         """Return the segments that fall back to dense at the given density."""

@@ -24,6 +24,8 @@ class SegmentStates:
     """A method's state on one rank, for all segments.
 
     Attributes:
+        exchanged: the quantity that ranks exchange.
+        layout: the partition of the parameters; None before `allocate`.
         specs: declaration by name, for all parts of the method.
         by_segment: state of each segment in the layout's order.
         strides: strides by parameter name, for parameters whose elements are in memory order instead of row-major
@@ -32,7 +34,7 @@ class SegmentStates:
     """
 
     def __init__(self, method: Method, exchanged: Exchanged) -> None:
-        self._method, self._exchanged = method, exchanged
+        self._method, self.exchanged = method, exchanged
         parts: list[Any] = [method.memory, method.aggregator, method.compressor]
         if method.update_rule is not None:
             parts.append(method.update_rule)
@@ -44,12 +46,12 @@ class SegmentStates:
             raise ValueError(f"{method!r}: two of its parts keep a state under the same name.")
         self.by_segment: list[State] = []
         self.strides: Mapping[str, tuple[int, ...]] = {}
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None
         self._loaded: Mapping[str, Any] | None = None  # state that was loaded before the parameters are known
 
     def allocate(self, layout: Layout, device: torch.device) -> None:
         """Allocate the buffers and fill them with zeros, or with the state that was loaded before."""
-        self._layout, self._device = layout, device
+        self.layout, self._device = layout, device
         self.by_segment = [{} for _ in layout.segments]
         for spec in self.specs.values():
             if spec.per != "segment":
@@ -98,7 +100,7 @@ class SegmentStates:
             return dict(self._loaded)
         elements: dict[str, Any] = {name: {} for name, spec in self.specs.items() if spec.per == "element"}
         segments = {}
-        for segment, state in zip(self._layout.segments if self._layout else (), self.by_segment, strict=True):
+        for segment, state in zip(self.layout.segments if self.layout else (), self.by_segment, strict=True):
             for name, per_param in elements.items():
                 for param, shape, view in zip(segment.names, segment.shapes, segment.views(state[name]), strict=True):
                     of_param = self._shaped(param, shape, view)
@@ -121,7 +123,7 @@ class SegmentStates:
         Raises:
             ValueError: the saved parameters differ from the model's. In this case nothing has changed.
         """
-        if (layout := self._layout) is None:
+        if (layout := self.layout) is None:
             self._loaded = saved
             return
         # Older files name owners with their options, such as `Residual()`.
@@ -154,10 +156,10 @@ class SegmentStates:
     def _why_dropped(self, dropped: Mapping[str, str]) -> str:
         """Return the warning about dropped state, given as owner by name."""
         before = "update" if any(owner.endswith(" of updates") for owner in dropped.values()) else "gradient"
-        if before != self._exchanged:
+        if before != self.exchanged:
             return (
                 f"The saved state ({', '.join(dropped)}) is from a run that exchanged {before}s; this one exchanges "
-                f"{self._exchanged}s, which are in other units: it is dropped, and residuals start at 0."
+                f"{self.exchanged}s, which are in other units: it is dropped, and residuals start at 0."
             )
         kept = ", ".join(f"{name} of {owner.removesuffix(' of updates')}" for name, owner in dropped.items())
         return (

@@ -30,7 +30,7 @@ ALLOWED = {
     "observer": {"context", "compressors"},
     "state": {"context", "exchange", "layout", "methods"},
     "overflow": {"comm", "exchange", "layout", "options"},
-    "routing": {"aggregators", "comm", "compressors", "layout", "methods"},
+    "routing": {"aggregators", "comm", "compressors", "context", "layout", "methods"},
     "gradients": {"compressors", "kernels", "layout"},
     "reducer": {
         *("aggregators", "observer", "options", "layout", "context", "comm", "compressors", "exchange"),

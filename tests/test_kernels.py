@@ -777,7 +777,7 @@ def damaged_on_its_way(rank, size):
                 raised = ""
             except (ValueError, RankFailure) as error:
                 raised = str(error)
-            reducer._exchanges._deferred.clear()
+            reducer._deferred.clear()
             outcomes[repr(aggregator), at] = (hit, not out["w"].any(), torch.equal(out["w"], right), raised)
     return outcomes
 

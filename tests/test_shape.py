@@ -15,12 +15,6 @@ from benchmarks.harness.tracer import Tracer, counts, typical
 
 PACKAGE = Path(__file__).parents[1] / "lightning_sparse"
 ATTRIBUTES, LEVELS = 12, 3
-# Exceptions with their numbers of today. Lower or remove them, add none.
-MORE_ATTRIBUTES = {
-    "comm.termination.Termination": 17,
-    "reducer.Reducer": 17,
-}
-MORE_LEVELS: dict[str, int] = {}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +22,8 @@ def shapes():
     return shape.Classes(PACKAGE).shapes()
 
 
-def check(found, limit, exceptions):
-    above = {name: number for name, number in found.items() if number > exceptions.get(name, limit)}
-    assert above == {}, f"more than {limit}, or more than the exception allows"
-    needless = {name for name in exceptions if found.get(name, 0) <= limit}
-    assert needless == set(), f"at most {limit} now: remove these exceptions"
+def check(found, limit):
+    assert {name: number for name, number in found.items() if number > limit} == {}, f"more than {limit}"
 
 
 def test_no_class_has_more_than_12_instance_attributes(shapes):
@@ -41,11 +32,11 @@ def test_no_class_has_more_than_12_instance_attributes(shapes):
     Frozen dataclasses do not count either: their fields are documented options or results, and never change.
     """
     found = {x.name: len(x.attributes) for x in shape.largest(shapes) if not x.frozen}
-    check(found, ATTRIBUTES, MORE_ATTRIBUTES)
+    check(found, ATTRIBUTES)
 
 
 def test_no_class_is_more_than_three_levels_below_a_third_partys(shapes):
-    check({x.name: x.levels for x in shapes}, LEVELS, MORE_LEVELS)
+    check({x.name: x.levels for x in shapes}, LEVELS)
 
 
 TOY = {

@@ -21,6 +21,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -32,6 +33,67 @@ AGREE_SECONDS = 10.0
 """Seconds to wait for the other ranks' current batches. Their threads respond sooner unless their processes ended."""
 FINISH_SECONDS = 5.0
 """Seconds to wait after the last batch for slower ranks, and at the end for ranks that still need the store."""
+
+
+class _Place(NamedTuple):
+    """This rank's place among the ranks, and the keys in the store.
+
+    Attributes:
+        rank: this rank's global number.
+        request: the key of a request to end.
+        ranks: the key of each rank of the group.
+        own: this rank's key.
+    """
+
+    rank: int
+    request: str
+    ranks: list[str]
+    own: str
+
+
+class _Finish:
+    """Tells all ranks that a rank has finished a training, and lets rank 0's process, which hosts the store, end last.
+
+    Args:
+        store: the store.
+        place: this rank, and the keys in the store.
+
+    Attributes:
+        all_ranks: whether all ranks have finished the present training.
+    """
+
+    def __init__(self, store: BoundedStore, place: _Place) -> None:
+        self._store, self._place = store, place
+        self._trainings = 0  # a learning rate finder runs one before the main training
+        self.all_ranks = False
+
+    def reasons(self, own: str) -> list[str] | None:
+        """Exchange the reasons to end with all ranks; return None if a rank does not finish in time.
+
+        Args:
+            own: this rank's reason; "" without one.
+        """
+        self._trainings += 1
+        end = f"/finished/{self._trainings}"
+        keys = [key + end for key in self._place.ranks]
+        with contextlib.suppress(StoreTimeout, dist.DistError):
+            self._store.set(self._place.own + end, own)
+            if self._store.has_within(FINISH_SECONDS, keys):
+                reasons = [self._store.get(key).decode() for key in keys]
+                self.all_ranks = True
+                return reasons
+        return None
+
+    def wait(self) -> None:
+        """Wait on rank 0 until all other ranks have called this, if all have finished training."""
+        if not self.all_ranks:
+            return
+        with contextlib.suppress(StoreTimeout, dist.DistError):
+            if self._place.rank == 0:
+                others = [key for key in self._place.ranks if key != self._place.own]
+                self._store.has_within(FINISH_SECONDS, [key + "/left" for key in others])
+            else:
+                self._store.set(self._place.own + "/left", "")
 
 
 class Termination:
@@ -50,21 +112,21 @@ class Termination:
 
     def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
         self._store = BoundedStore(store, ANSWER_SECONDS)
-        self._key = terminating_key(group)
-        self._keys = [f"{self._key}/{member}" for member in range(len(ranks))]
-        self._own_key, self._own_rank = self._keys[rank], ranks[rank]
+        key = terminating_key(group)
+        keys = [f"{key}/{member}" for member in range(len(ranks))]
+        self._place = _Place(ranks[rank], key, keys, keys[rank])
+        self._finish = _Finish(self._store, self._place)
         self._begun = (0, 0)  # batches of training, and batches of validation since then
         self._frozen_at: tuple[int, int] | None = None  # `_begun` when this rank learned of the request
         self._last_begun: tuple[int, int] | None = None  # the maximum of `_frozen_at` over all ranks
         self._lock = threading.RLock()  # a signal may interrupt the thread that holds it
-        self._published = self._ended = self._store_is_gone = self._all_finished = False
-        self._finished = 0  # finished trainings: a learning rate finder runs one before the main training
+        self._silent = self._store_is_gone = False  # silent: this rank writes nothing more to the store
         self.requested, self.reason = False, ""
         self._watcher = Responder(self._watch)
 
     def request(self) -> None:
         """Ask this rank to end, and the others through the store. Call it from a signal handler."""
-        self.requested, self.reason = True, f"Rank {self._own_rank} was told to end (SIGTERM)."
+        self.requested, self.reason = True, f"Rank {self._place.rank} was told to end (SIGTERM)."
         self._look()
 
     def begin(self, *, validation: bool = False) -> bool:
@@ -76,7 +138,7 @@ class Termination:
         with self._lock:
             training, validations = self._begun
             self._begun = (training, validations + 1) if validation else (training + 1, 0)
-            self._all_finished = False
+            self._finish.all_ranks = False
             if self._frozen_at is None:
                 return False
         if self._last_begun is None:
@@ -85,20 +147,15 @@ class Termination:
 
     def finish(self) -> bool:
         """Return, after the last batch, whether a rank was asked to end; equal on all ranks that call it in time."""
-        self._finished += 1
-        end = f"/finished/{self._finished}"
-        keys = [key + end for key in self._keys]
-        with contextlib.suppress(StoreTimeout, dist.DistError):
-            self._store.set(self._own_key + end, self.reason if self.requested else "")
-            if self._store.has_within(FINISH_SECONDS, keys):
-                reasons = [self._store.get(key).decode() for key in keys]
-                self.reason, self._all_finished = next(filter(None, reasons), ""), True
-                return bool(self.reason)
-        return self.requested
+        reasons = self._finish.reasons(self.reason if self.requested else "")
+        if reasons is None:
+            return self.requested
+        self.reason = next(filter(None, reasons), "")
+        return bool(self.reason)
 
     def end(self) -> None:
         """End the thread and write nothing more to the store. It may be called twice."""
-        self._ended = True
+        self._silent = True
         self._watcher.end()
 
     def wait_for_peers(self) -> None:
@@ -106,13 +163,7 @@ class Termination:
 
         If the store were gone while a rank still calls it, torch would print a stack trace there.
         """
-        if not self._all_finished:
-            return
-        with contextlib.suppress(StoreTimeout, dist.DistError):
-            if self._own_rank == 0:
-                self._store.has_within(FINISH_SECONDS, [key + "/left" for key in self._keys if key != self._own_key])
-            else:
-                self._store.set(self._own_key + "/left", "")
+        self._finish.wait()
 
     def _watch(self) -> None:
         with contextlib.suppress(Exception):  # keep the thread alive, because other ranks wait for its entry
@@ -121,13 +172,13 @@ class Termination:
     def _look(self) -> None:
         """After a request, publish this rank's current batch. If the store does not respond, the next call retries."""
         try:
-            if self._published or self._ended or self._store_is_gone:
+            if self._silent or self._store_is_gone:
                 pass
             elif self.requested:
-                self._store.compare_set(self._key, "", self.reason)
+                self._store.compare_set(self._place.request, "", self.reason)
                 self._publish()
-            elif self._store.check([self._key]):
-                self.reason = self._store.get(self._key).decode()
+            elif self._store.check([self._place.request]):
+                self.reason = self._store.get(self._place.request).decode()
                 self._publish()
         except StoreTimeout:
             pass
@@ -137,8 +188,8 @@ class Termination:
             self._freeze()  # and end alone; the other ranks end too, because they lost the store's host
 
     def _publish(self) -> None:
-        self._store.set(self._own_key, "{} {}".format(*self._freeze()))
-        self._published = True
+        self._store.set(self._place.own, "{} {}".format(*self._freeze()))
+        self._silent = True
 
     def _freeze(self) -> tuple[int, int]:
         """Stop this rank from beginning a batch before it knows the others' batches; return its current batch."""
@@ -151,8 +202,8 @@ class Termination:
         deadline = time.monotonic() + AGREE_SECONDS
         while time.monotonic() < deadline:
             try:
-                if self._store.check(self._keys):
-                    begun = (self._store.get(key).split() for key in self._keys)
+                if self._store.check(self._place.ranks):
+                    begun = (self._store.get(key).split() for key in self._place.ranks)
                     return max((int(training), int(validations)) for training, validations in begun)
             except StoreTimeout:
                 pass

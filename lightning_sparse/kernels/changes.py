@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
-from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, uses_triton
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype
 from lightning_sparse.kernels.native import run, table, takes
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
+@operation
 def changes_(
     out: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -33,28 +35,6 @@ def changes_(
         bounds: offsets of the parameters in the segment, and its length as the last one.
         rescaled: f and r of each parameter, each 1-D fp32, on their device.
     """
-    tensors = (*out, *weights, *stepped)
-    if uses_triton(out[0]) and same_dtype(weights) and same_dtype(stepped) and all(x.is_contiguous() for x in tensors):
-        if programs := -(-bounds[-1] // TILE):
-            tables = [gradient_table(tensors, bounds) for tensors in (out, weights, stepped)]
-            constants = {"RESCALE": rescaled is not None, "STEPS": bisections(len(out)), "TILE": TILE, "PART": 256}
-            launch(
-                _changes,
-                programs,
-                *tables,
-                weights[0],
-                stepped[0],
-                *(rescaled or tables[:2]),
-                bounds[-1],
-                len(out),
-                num_warps=8,
-                **constants,
-            )
-        return
-    if takes(tensors):
-        tables = [table(each, bounds) for each in (out, weights, stepped)]
-        run("changes", *tables, *(rescaled or (None, None)), len(out), bounds[-1])
-        return
     on_host = out[0].device.type == "cpu"
     each = at_a_time(out[0])
     ones = [1.0] * len(out)
@@ -67,6 +47,26 @@ def changes_(
                 part.mul_(factor).addcmul_(before, rest)
             elif factor != 1:
                 part.mul_(factor).add_(before, alpha=rest)
+
+
+@changes_.by("native", when=lambda out, weights, stepped, *_, **__: takes((*out, *weights, *stepped)))
+def _changes_in_c(out, weights, stepped, bounds, rescaled=None):
+    tables = [table(each, bounds) for each in (out, weights, stepped)]
+    run("changes", *tables, *(rescaled or (None, None)), len(out), bounds[-1])
+
+
+def _fit_kernel(out, weights, stepped, *_, **__):
+    contiguous = all(x.is_contiguous() for x in (*out, *weights, *stepped))
+    return contiguous and same_dtype(weights) and same_dtype(stepped)
+
+
+@changes_.by("triton", when=_fit_kernel)
+def _changes_by_triton(out, weights, stepped, bounds, rescaled=None):
+    if programs := -(-bounds[-1] // TILE):
+        tables = [gradient_table(tensors, bounds) for tensors in (out, weights, stepped)]
+        constants = {"RESCALE": rescaled is not None, "STEPS": bisections(len(out)), "TILE": TILE, "PART": 256}
+        args = (*tables, weights[0], stepped[0], *(rescaled or tables[:2]), bounds[-1], len(out))
+        launch(_changes, programs, *args, num_warps=8, **constants)
 
 
 @kernel("numel", "many")

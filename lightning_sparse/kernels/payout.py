@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import BlockStats, _store_stats, for_kernel, overlaps
+from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
-from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, uses_triton
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype
 from lightning_sparse.kernels.native import run, table, takes
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ FindPayout = Callable[[], Payout | None]
 """Returns a segment's payout; None if there is no momentum yet."""
 
 
+@operation
 def add_with_payout_(
     residual: Tensor,
     bounds: Sequence[int],
@@ -69,11 +71,8 @@ def add_with_payout_(
     """
     u = torch.empty_like(residual)
     references = payout.references or ()
-    if uses_triton(u) and same_dtype(deltas) and same_dtype(references or deltas):
-        _by_triton(u, residual, bounds, deltas, scale, payout, stats)
-        return u
 
-    def by_torch(start: int, stop: int) -> None:
+    def form(start: int, stop: int) -> None:
         for index, left, right in overlaps(bounds, start, stop):
             part, term, out = slice(left - bounds[index], right - bounds[index]), residual[left:right], u[left:right]
             delta, (a, b) = deltas[index][part].float(), payout.coefficients[:, index]
@@ -85,37 +84,41 @@ def add_with_payout_(
                 unspent.div_(payout.factors[index])
             torch.add(term, unspent, out=out)
 
-    in_c = takes((u, residual, *deltas, *references))
-    form = _by_loop(u, residual, bounds, deltas, scale, payout) if in_c else by_torch
+    _fill(u, form, stats)
+    return u
+
+
+def _fill(u: Tensor, form: Callable[[int, int], None], stats: BlockStats | None) -> None:
+    """Form `u` part by part, and fill its statistics; `form` writes a part, given its bounds."""
     each = min(at_a_time(u), AT_A_TIME)
-    if stats is not None and not uses_triton(u):
+    if stats is not None and u.is_cpu:  # while the part is in cache
         stats.over(u, form, each)
-        return u
+        return
     for start in range(0, u.numel(), each):
         form(start, min(start + each, u.numel()))
     if stats is not None:
         stats.read(u)
+
+
+@add_with_payout_.by(
+    "native",
+    when=lambda residual, bounds, deltas, scale, payout, stats: takes((residual, *deltas, *(payout.references or ()))),
+)
+def _add_with_payout_in_c(residual, bounds, deltas, scale, payout, stats):
+    u = torch.empty_like(residual)
+    tables = [None if each is None else table(each, bounds) for each in (deltas, payout.references)]
+    args = u, residual, *tables, payout.coefficients, payout.factors, float(scale), len(deltas), len(u)
+    _fill(u, functools.partial(run, "add_delta_with_payout", *args), stats)
     return u
 
 
-def _by_loop(
-    u: Tensor, residual: Tensor, bounds: Sequence[int], deltas: Sequence[Tensor], scale: float | Tensor, payout: Payout
-) -> Callable[[int, int], None]:
-    """Return a function that forms a part of u in C, given its bounds."""
-    tables = [None if each is None else table(each, bounds) for each in (deltas, payout.references)]
-    args = u, residual, *tables, payout.coefficients, payout.factors, float(scale), len(deltas), len(u)
-    return functools.partial(run, "add_delta_with_payout", *args)
+def _fit_kernel(residual, bounds, deltas, scale, payout, stats):
+    return same_dtype(deltas) and same_dtype(payout.references or deltas)
 
 
-def _by_triton(
-    u: Tensor,
-    residual: Tensor,
-    bounds: Sequence[int],
-    deltas: Sequence[Tensor],
-    scale: float | Tensor,
-    payout: Payout,
-    stats: BlockStats | None,
-) -> None:
+@add_with_payout_.by("triton", when=_fit_kernel)
+def _add_with_payout_by_triton(residual, bounds, deltas, scale, payout, stats):
+    u = torch.empty_like(residual)
     tiles = -(-u.numel() // TILE)
     outputs, constants = for_kernel(stats, u, tiles)
     deltas = [x.contiguous() for x in deltas]  # the kernel reads raw memory
@@ -141,6 +144,7 @@ def _by_triton(
         LOAD=isinstance(scale, Tensor),
         **constants,
     )
+    return u
 
 
 @kernel("scale", "many", "numel")

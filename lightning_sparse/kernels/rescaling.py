@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import gradient_table
-from lightning_sparse.kernels.launch import kept, kernel, launch, same_dtype, to_device, uses_triton
+from lightning_sparse.kernels.launch import kept, kernel, launch, same_dtype, to_device
 from lightning_sparse.kernels.native import run, table, takes
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ AT_A_TIME = 256
 """Number of pieces whose sums one program adds up at a time."""
 
 
+@operation
 def rescaling(
     first: Sequence[Tensor | None],
     second: Sequence[Tensor | None],
@@ -43,16 +45,21 @@ def rescaling(
             last is the decay, the share of the weights that decoupled weight decay subtracted.
         size: P, the number of ranks.
     """
-    there = [x for x in (*first, *second) if x is not None]
-    if uses_triton(numbers) and same_dtype(there):
-        return _by_triton(first, second, bounds, numbers, size)
+    each = [_squared(x) for x in first], second
+    sums = torch.stack([torch.stack([_sum(x, numbers) for x in moments]) for moments in each])
+    return _from_sums(sums, numbers, size)
+
+
+@rescaling.by("native", when=lambda first, second, *_: takes((*first, *second)))
+def _rescaling_in_c(first, second, bounds, numbers, size):
+    sums = numbers.new_empty(2, len(first))
+    run("moment_sums", table(first, bounds), table(second, bounds), sums, len(first), bounds[-1])
+    return _from_sums(sums, numbers, size)
+
+
+def _from_sums(sums: Tensor, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return f and r from the sums of m² and of v, (2, parameters)."""
     of_first, of_second, noise, decay = numbers
-    if takes(there):
-        sums = numbers.new_empty(2, len(first))
-        run("moment_sums", table(first, bounds), table(second, bounds), sums, len(first), bounds[-1])
-    else:
-        each = [_squared(x) for x in first], second
-        sums = torch.stack([torch.stack([_sum(x, numbers) for x in moments]) for moments in each])
     ratio = sums[0] / of_first.square() / (sums[1] / of_second).clamp(min=1e-37)
     signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
     factors = torch.where(noise < 0, 1.0, torch.rsqrt(signal + (1 - signal) / size))
@@ -67,9 +74,8 @@ def _sum(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_zeros(()) if x is None else x.sum(dtype=torch.float32)
 
 
-def _by_triton(
-    first: Sequence[Tensor | None], second: Sequence[Tensor | None], bounds: Sequence[int], numbers: Tensor, size: int
-) -> tuple[Tensor, Tensor]:
+@rescaling.by("triton", when=lambda first, second, *_: same_dtype([x for x in (*first, *second) if x is not None]))
+def _rescaling_by_triton(first, second, bounds, numbers, size):
     some, many = next(x for x in first if x is not None), len(first)
     starts = [0, *accumulate(-(-(stop - start) // PIECE) for start, stop in pairwise(bounds))]
     pieces = starts[-1]

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import TILE as TABLE_TILE
 from lightning_sparse.kernels.gradient_table import _address, bisections, gradient_table
-from lightning_sparse.kernels.launch import kernel, launch, uses_triton
+from lightning_sparse.kernels.launch import kernel, launch, same_dtype
 from lightning_sparse.kernels.native import run, table, takes
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ TILE = 1024
 """Number of entries that one program of the kernels adds."""
 
 
+@operation
 def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
     """Add `scale` times the values to `x` (1-D, fp32), in place.
 
@@ -35,11 +37,14 @@ def add_entries_(x: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0)
         values: fp32, one per index.
         scale: factor on the values.
     """
-    if not uses_triton(x):
-        if indices.numel() and int(indices[-1]) >= x.numel():
-            valid = indices < x.numel()
-            indices, values = indices[valid], values[valid]
-        return x.index_add_(0, indices, values, alpha=scale)
+    if indices.numel() and int(indices[-1]) >= x.numel():
+        valid = indices < x.numel()
+        indices, values = indices[valid], values[valid]
+    return x.index_add_(0, indices, values, alpha=scale)
+
+
+@add_entries_.by("triton")
+def _add_entries_by_triton(x, indices, values, scale=1.0):
     if count := indices.numel():
         launch(_add_entries, -(-count // TILE), x, indices, values, float(scale), count, x.numel(), TILE=TILE)
     return x
@@ -54,6 +59,7 @@ def _add_entries(x, indices, values, scale, count, numel, TILE: tl.constexpr):
     tl.store(x + index, tl.fma(value, scale, tl.load(x + index, mask=valid, other=0.0)), mask=valid)
 
 
+@operation
 def write_entries_(
     grads: Sequence[Tensor],
     bounds: Sequence[int],
@@ -74,23 +80,9 @@ def write_entries_(
     """
     rounded = any(grad.dtype != torch.float32 for grad in grads)
     torch._foreach_zero_(list(grads))
-    if _in_one_launch(grads):
-        if rounded and len(terms) > 1:
-            # Sum each element in fp32, so that it is rounded only once.
-            terms = [coalesce(terms, bounds[-1])]
-        cast = [(indices, cast_saturating(values, grads[0].dtype)) for indices, values in terms]
-        _add_to_all(grads, bounds, cast, step_ok)
-        if not rounded:
-            return None
-        rest = terms[0][1] - cast[0][1].float()
-        return terms[0][0], rest if step_ok is None else torch.where(step_ok, rest, 0)
-    if step_ok is not None:
-        terms = [(indices, torch.where(step_ok, values, 0)) for indices, values in terms]
+    terms = _unless_failed(terms, step_ok)
     if rounded:
-        terms = [coalesce(terms, bounds[-1])]
-    if takes(grads):
-        _by_loop(grads, bounds, terms)
-        return None
+        terms = [coalesce(terms, bounds[-1])]  # round each element only once
     edges = torch.tensor(bounds, device=grads[0].device)
     errors = []
     for indices, values in terms:
@@ -106,6 +98,37 @@ def write_entries_(
     return (indices[: cuts[-1]], torch.cat([*errors, edges.new_empty(0, dtype=torch.float32)])) if rounded else None
 
 
+@write_entries_.by("native", when=lambda grads, *_, **__: takes(grads))
+def _write_entries_in_c(grads, bounds, terms, step_ok=None):
+    torch._foreach_zero_(list(grads))
+    _run_loop(grads, bounds, _unless_failed(terms, step_ok))
+
+
+def _fit_kernel(grads, *_, **__):
+    return same_dtype(grads) and all(grad.is_contiguous() for grad in grads)
+
+
+@write_entries_.by("triton", when=_fit_kernel)
+def _write_entries_by_triton(grads, bounds, terms, step_ok=None):
+    rounded = grads[0].dtype != torch.float32
+    torch._foreach_zero_(list(grads))
+    if rounded and len(terms) > 1:
+        terms = [coalesce(terms, bounds[-1])]
+    cast = [(indices, cast_saturating(values, grads[0].dtype)) for indices, values in terms]
+    _add_to_all(grads, bounds, cast, step_ok)
+    if not rounded:
+        return None
+    rest = terms[0][1] - cast[0][1].float()
+    return terms[0][0], rest if step_ok is None else torch.where(step_ok, rest, 0)
+
+
+def _unless_failed(terms: Sequence[tuple[Tensor, Tensor]], step_ok: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
+    if step_ok is None:
+        return terms
+    return [(indices, torch.where(step_ok, values, 0)) for indices, values in terms]
+
+
+@operation
 def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indices: Tensor) -> None:
     """Set tensors to zero at some indices, in place.
 
@@ -114,23 +137,27 @@ def clear_entries_(tensors: Sequence[Tensor | None], bounds: Sequence[int], indi
         bounds: offsets of the parameters in the segment, and its length as the last one.
         indices: int64, into the segment, ascending; may be padded, see `kernels/pack.py`.
     """
-    if uses_triton(indices):
-        for dtype in {x.dtype for x in tensors if x is not None} if indices.numel() else ():
-            same = [x if x is not None and x.dtype == dtype else None for x in tensors]
-            some = next(x for x in same if x is not None)
-            args = (gradient_table(same, bounds), some, indices, indices.numel(), bounds[-1], len(same))
-            launch(_clear, -(-indices.numel() // TILE), *args, TILE=TILE, STEPS=bisections(len(same)))
-        return
-    if takes(tensors):
-        _by_loop(tensors, bounds, [(indices, None)])
-        return
     cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
     for x, start, (first, last) in zip(tensors, bounds, pairwise(cuts), strict=False):
         if x is not None and first < last:
             x.index_fill_(0, indices[first:last] - start, 0)
 
 
-def _by_loop(
+@clear_entries_.by("native", when=lambda tensors, *_: takes(tensors))
+def _clear_entries_in_c(tensors, bounds, indices):
+    _run_loop(tensors, bounds, [(indices, None)])
+
+
+@clear_entries_.by("triton")
+def _clear_entries_by_triton(tensors, bounds, indices):
+    for dtype in {x.dtype for x in tensors if x is not None} if indices.numel() else ():
+        same = [x if x is not None and x.dtype == dtype else None for x in tensors]
+        some = next(x for x in same if x is not None)
+        args = (gradient_table(same, bounds), some, indices, indices.numel(), bounds[-1], len(same))
+        launch(_clear, -(-indices.numel() // TILE), *args, TILE=TILE, STEPS=bisections(len(same)))
+
+
+def _run_loop(
     tensors: Sequence[Tensor | None], bounds: Sequence[int], terms: Sequence[tuple[Tensor, Tensor | None]]
 ) -> None:
     """Add terms in C; if a term has no values, set the tensors to zero at its indices."""
@@ -149,11 +176,6 @@ def _clear(table, typed, indices, count, numel, many, TILE: tl.constexpr, STEPS:
     addresses, starts = _address(table, index, many, STEPS)
     places = addresses.to(tl.pointer_type(typed.dtype.element_ty)) + (index - starts)
     tl.store(places, tl.zeros((TILE,), typed.dtype.element_ty), mask=(index < numel) & (addresses != 0))
-
-
-def _in_one_launch(grads: Sequence[Tensor]) -> bool:
-    """Return whether one kernel launch can process all gradients."""
-    return uses_triton(grads[0]) and all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads)
 
 
 def _add_to_all(
@@ -195,8 +217,17 @@ def _add_to_many(
     tl.store(address, tl.load(address, mask=valid, other=0.0) + value, mask=valid)
 
 
+@operation
 def _write_to_all(grads: Sequence[Tensor], bounds: Sequence[int], out: Tensor, step_ok: Tensor | None) -> None:
-    """Write a dense result to all gradients, which have its dtype, in one launch; by Triton."""
+    """Write a dense result to all gradients."""
+    for grad, (start, stop) in zip(grads, pairwise(bounds), strict=True):
+        fitting = cast_saturating(out[start:stop], grad.dtype)
+        grad.copy_(fitting if step_ok is None else torch.where(step_ok, fitting, 0))
+
+
+@_write_to_all.by("triton", when=_fit_kernel)
+def _write_to_all_by_triton(grads, bounds, out, step_ok):
+    out = cast_saturating(out, grads[0].dtype)
     if programs := -(-bounds[-1] // TABLE_TILE):
         table = gradient_table(grads, bounds)
         args = (table, out, table if step_ok is None else step_ok, bounds[-1], len(grads))
@@ -244,15 +275,18 @@ def cast_saturating(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp(-largest, largest).to(dtype)
 
 
+@operation
 def coalesce(terms: Sequence[tuple[Tensor, Tensor]], numel: int) -> tuple[Tensor, Tensor]:
     """Sum sparse terms of `numel` elements in the order given; return each index once, ascending, with its fp32 sum.
 
     If the terms are padded, so is the result. Triton always pads the result to the total length of all terms.
     """
-    indices = torch.cat([term[0] for term in terms])
-    if not uses_triton(indices):
-        return _summed(torch.unique(indices), terms)
-    indices = indices.sort().values
+    return _summed(torch.unique(torch.cat([term[0] for term in terms])), terms)
+
+
+@coalesce.by("triton")
+def _coalesce_by_triton(terms, numel):
+    indices = torch.cat([term[0] for term in terms]).sort().values
     again = torch.zeros_like(indices, dtype=torch.bool)
     torch.eq(indices[1:], indices[:-1], out=again[1:])
     # Padding has the value zero, and follows all indices.
@@ -275,6 +309,7 @@ def lookup(positions: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
     return torch.where(indices[position] == positions, values[position], 0)
 
 
+@operation
 def drop_empty(entries: tuple[Tensor, Tensor], numel: int) -> tuple[Tensor, Tensor]:
     """Drop padding, at any position, and entries of value 0; Triton turns them into padding at the end.
 
@@ -282,8 +317,13 @@ def drop_empty(entries: tuple[Tensor, Tensor], numel: int) -> tuple[Tensor, Tens
     """
     indices, values = entries
     valid = (indices != numel) & (values != 0)
-    if not uses_triton(indices):
-        return indices[valid], values[valid]
+    return indices[valid], values[valid]
+
+
+@drop_empty.by("triton")
+def _drop_empty_by_triton(entries, numel):
+    indices, values = entries
+    valid = (indices != numel) & (values != 0)
     indices, order = torch.where(valid, indices, numel).sort()
     return indices, torch.where(valid, values, 0)[order]
 
@@ -297,13 +337,7 @@ def write_dense_(
         The rounding error of 16-bit gradients, of the segment's length; None if all gradients are fp32, or there is no
         error feedback.
     """
-    parts = [out[start:stop] for start, stop in pairwise(bounds)]
-    if _in_one_launch(grads):
-        _write_to_all(grads, bounds, cast_saturating(out, grads[0].dtype), step_ok)
-    else:
-        for grad, part in zip(grads, parts, strict=True):
-            fitting = cast_saturating(part, grad.dtype)
-            grad.copy_(fitting if step_ok is None else torch.where(step_ok, fitting, 0))
+    _write_to_all(grads, bounds, out, step_ok)
     if not error_feedback or all(grad.dtype == torch.float32 for grad in grads):
         return None
-    return torch.cat([part - grad for grad, part in zip(grads, parts, strict=True)])
+    return torch.cat([out[start:stop] - grad for grad, (start, stop) in zip(grads, pairwise(bounds), strict=True)])

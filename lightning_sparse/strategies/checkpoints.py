@@ -272,7 +272,7 @@ class Checkpoints:
                 reducer.load_state_dict(state)
                 if reducer.exchanged == "update":
                     _load_own_optimizers(part, optimizer_states, info, state.get("optimizers", {}), changed)
-            reducer.step, reducer.skipped = info["step"], info["skipped"]
+            reducer.step, reducer.gradient_check.skipped = info["step"], info["skipped"]
         except Exception as caught:
             error = f"rank {self._rank}: {caught}"
         folder = sidecars.folder(filepath)
