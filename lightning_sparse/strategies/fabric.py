@@ -307,13 +307,16 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
         """Load a checkpoint into the objects of `state`, on all ranks or on none.
 
         It completes pending exchanges first. Without a `state` nothing is restored, residuals included.
+        `Fabric.load_raw` calls it with one object, and perhaps on one rank alone. Then it only loads this object.
 
         Returns:
             The items that were not restored.
         """
-        self._exchange_pending()
         load = super().load_checkpoint
-        if not state or not isinstance(state, dict):
+        if isinstance(state, torch.nn.Module | Optimizer):
+            return load(path, state, *args, **kwargs)
+        self._exchange_pending()
+        if not state:
             whole: dict[str, Any] = self._checkpoints.together(partial(load, path, state, *args, **kwargs), path)
             return whole
         parts = self._parts(state)

@@ -357,6 +357,53 @@ def test_several_models_and_a_checkpoint_of_all(exchange, tmp_path):
     assert len([*(tmp_path / "gan.ckpt.residuals").iterdir()]) == 4
 
 
+def test_a_model_is_set_up_again():
+    """The new call replaces the earlier one, as with attach_updates."""
+
+    def run(rank: int) -> Any:
+        fabric, module = launched(sparse()), Two()
+        model, first = fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
+        fabric.backward(loss_of(model, rank, 0))
+        first.step()
+        model, second = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+        fabric.backward(loss_of(model, rank, 1))
+        second.step()
+        model, third = fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
+        fabric.backward(loss_of(model, rank, 2))
+        third.step()
+        return module.weights, caught(first.step), fabric.strategy.reducers[-1].exchanged
+
+    (weights, error, exchanged), (other, *_) = lightning_ranks(2, run)
+    assert torch.equal(weights, other)
+    assert exchanged == "update"
+    assert error[0] == "RuntimeError"
+    assert "the model was attached anew" in error[1]
+
+
+@full
+@of_both
+def test_a_compiled_model(exchange):
+    def run(rank: int) -> list[Tensor]:
+        weights = []
+        for compiled in (False, True):
+            fabric, module = launched(sparse()), Two()
+            kind, options = OF[exchange]
+            given = torch.compile(module, backend="eager") if compiled else module
+            model, optimizer = fabric.setup(given, kind(module.parameters(), **options))
+            for step in range(3):
+                fabric.backward(loss_of(model, rank, step))
+                optimizer.step()
+                optimizer.zero_grad()
+            (reducer, *_) = fabric.strategy.reducers[-1:]
+            assert (reducer.exchanged, reducer.step) == (exchange, 3)
+            weights.append(module.weights)
+        return weights
+
+    (first, compiled), (other, _) = lightning_ranks(2, run)
+    assert torch.equal(first, compiled)
+    assert torch.equal(first, other)
+
+
 # Checkpoints:
 
 
@@ -490,6 +537,20 @@ def test_messages_about_checkpoints(tmp_path):
             assert text in message
             assert seconds < SOON
     assert not (tmp_path / "weights.ckpt.residuals").exists()
+
+
+def test_one_rank_alone_loads_a_raw_state(tmp_path):
+    """As with stock ddp. Load it on all ranks, or before setup, which broadcasts rank 0's weights."""
+
+    def run(rank: int) -> bool:
+        fabric, module = launched(sparse()), Two()
+        model, _ = fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
+        if rank == 1:
+            torch.save({name: x + 1 for name, x in module.state_dict().items()}, tmp_path / "raw.pt")
+            fabric.load_raw(tmp_path / "raw.pt", model)
+        return torch.equal(module.weights, Two().weights + rank)
+
+    assert lightning_ranks(2, run) == [True, True]
 
 
 @of_both
@@ -834,6 +895,8 @@ def train(fabric):
     model, optimizer = fabric.setup(model, optimizer)
     data = torch.utils.data.TensorDataset(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))
     for step, (x,) in enumerate(fabric.setup_dataloaders(torch.utils.data.DataLoader(data, batch_size=8))):
+        if "pending" in kind:
+            globals()["kept"] = model  # until the interpreter exits
         if "fails" in kind and fabric.global_rank == 1 and step == 2:
             raise KeyError("a bad batch")
         fabric.backward(model(x).pow(2).mean())
@@ -846,8 +909,10 @@ def train(fabric):
         json.dump(seen, file)
 
 if __name__ == "__main__":
+    if "pending" in kind:
+        strategy = lightning_sparse.FabricSparseDDPStrategy("topk", overlap="next_step")
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    if any(end in strategy for end in ("spawn", "fork", "notebook")):
+    if any(end in sys.argv[2] for end in ("spawn", "fork", "notebook")):
         fabric.launch(train)
     else:
         fabric.launch()
@@ -901,3 +966,10 @@ def test_an_error_that_ends_one_rank_is_named_by_the_others(optimizer, tmp_path)
     assert done.returncode != 0
     assert "KeyError: 'a bad batch'" in done.stderr
     assert "Rank 1 failed" in done.stderr
+
+
+@full
+def test_a_program_that_ends_with_a_pending_exchange_says_so(tmp_path):
+    done = run_script(tmp_path, "lightning_fabric", "topk_ddp", "AdamW pending", *TORCHRUN)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("The last updates of AdamW were not exchanged") == 1
