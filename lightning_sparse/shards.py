@@ -93,6 +93,30 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let replicas of a sharded model average their gradients in backward, and start from the first one's weights.
+
+    Args:
+        model: the model, which FSDP2 has sharded over the mesh of one replica.
+        group: the ranks that hold the same part of the model.
+
+    Raises:
+        TypeError, ValueError: see `check_group`.
+    """
+    check_group(model, group)
+    size = dist.get_world_size(group)
+
+    def average(gradient: Tensor) -> None:
+        dist.all_reduce(gradient, group=group)
+        gradient.div_(size)
+
+    for module in _of_fsdp("FSDPModule", model):
+        module.set_all_reduce_hook(average)
+    tensors = [*model.parameters(), *model.buffers()]
+    for x in tensors:
+        dist.broadcast(local(x).detach(), group=group, group_src=0)
+
+
 def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise an error unless the ranks of a group may hold the same part of a model in different replicas.
 

@@ -23,11 +23,14 @@ from lightning_sparse._compat import use_device_mesh
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.methods import METHODS, Method, method_options
 from lightning_sparse.options import Granularity, OnNonFinite, Overlap, ReducerOptions, check, check_optional
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.replica_checkpoint import entry_of, load_state, read_replica, replica_state, together
+from lightning_sparse.shards import average_gradients
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.trainer import TrainerCalls
 from lightning_sparse.strategies.trainer_updates import TrainerUpdates
+from lightning_sparse.update_rule import UpdateRule
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import ModelParallelStrategy
@@ -49,7 +52,8 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
         fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     Args:
-        method: a name in `lightning_sparse.METHODS`, or a custom `Method`, which makes a mean.
+        method: a name in `lightning_sparse.METHODS`, or a custom `Method`, which makes a mean. With "dense" replicas
+            average gradients, as FSDP2 does with a mesh of two dimensions.
         replicas: number of replicas; "auto" is the number of nodes. The other ranks shard each replica.
         tensor_parallel_size: number of ranks in the mesh dimension "tensor_parallel" of each replica.
         density: fraction of entries to send, in (0, 1]. None is 0.003 with two-bit values, after a density warm-up,
@@ -182,6 +186,9 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
         self._reducer = self._exchanger = None  # free the residuals of an earlier fit before allocating new ones
         model, options, mesh = self.model, self._options, self.device_mesh
         assert model is not None
+        if self._is_dense:
+            average_gradients(model, mesh["replicate"].get_group())
+            return
         self._agree_on("update", options.method, model, self.optimizers)
         self._exchanger = exchanger = UpdateExchanger(
             model,
@@ -197,6 +204,21 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
         training.note = f" Each of {mesh.shape[0]} replicas has {self.world_size // mesh.shape[0]} ranks; numbers are "
         training.note += "of the first rank's shards."
         self._begin_fit(trainer, training, "the strategy")
+
+    @property
+    def _is_dense(self) -> bool:
+        """Whether replicas average their gradients, as FSDP2 does with a mesh of two dimensions."""
+        method, rule = self._options.method, UpdateRule().changed(self._options.local_steps, self._options.overlap)
+        return not method.compresses and (method.update_rule or rule) == UpdateRule()
+
+    @property
+    def reducer(self) -> Reducer:
+        if self._is_dense:
+            raise RuntimeError(
+                f"{type(self).__name__}('dense') compresses nothing and has no reducer. Remove the callbacks of "
+                f"lightning_sparse, or take another method."
+            )
+        return super().reducer
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(self.exchanger, UpdateExchanger):  # FSDP2's collectives say that a rank has ended, but not why
@@ -217,7 +239,7 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         exchange = self._exchanger
         if "optimizer_states" not in checkpoint or exchange is None or not self._is_distributed:
-            if "optimizer_states" in checkpoint and self.global_rank == 0:
+            if "optimizer_states" in checkpoint and self.global_rank == 0 and not self._is_dense:
                 self.inform(
                     f"{str(filepath)!r} holds the weights and the first replica's optimizer, and no residuals. To "
                     f"resume bit for bit, save within fit, with save_distributed_checkpoint=True."
@@ -275,8 +297,9 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Add `<method>_hsdp` of each method that makes a mean."""
         for name, spec in METHODS.items():
-            if spec.aggregator.averages and name != "dense" and (registered := f"{name}_hsdp") not in strategy_registry:
-                description = f"FSDP2 within replicas, which exchange compressed updates: {name}."
+            if spec.aggregator.averages and (registered := f"{name}_hsdp") not in strategy_registry:
+                what = "average gradients" if name == "dense" else f"exchange compressed updates: {name}"
+                description = f"FSDP2 within replicas, which {what}."
                 strategy_registry.register(registered, cls, description=description, method=name)
 
 

@@ -87,8 +87,8 @@ class TrainerCalls:
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
-        self.reducer.epoch = self.lightning_module.trainer.current_epoch
+        if self._reducer is not None:
+            self._reducer.epoch = self.lightning_module.trainer.current_epoch
         if self._shutdown is not None:
             self._shutdown.begin()
 

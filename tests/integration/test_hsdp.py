@@ -155,6 +155,21 @@ class Save(pl.Callback):
             self.residual = float(torch.cat([x["residual"] for x in run.strategy.reducer.states]).abs().sum())
 
 
+def dense(rank: int) -> Any:
+    module, _ = fitted(hsdp("dense"), Module(micro=2), accumulate_grad_batches=2)
+    mesh = mesh_of()
+    model = shard(net(), mesh)  # FSDP2's own replicas
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in steps(model, optimizer, dist.get_rank(), 4, STEPS, 2):
+        pass
+    ours, expected = whole(module.net), whole(model)
+    return max((ours[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def test_dense_replicas_train_as_fsdp2s_own():
+    assert max(lightning_ranks(4, dense)) == 0  # both average the same sums of two ranks
+
+
 def saved_and_resumed(rank: int, folder: str, options: dict[str, Any]) -> Any:
     path = f"{folder}/half.ckpt"
     save = Save(path)
