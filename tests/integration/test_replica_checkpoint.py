@@ -153,7 +153,7 @@ def test_another_number_of_replicas_and_shards(tmp_path):
 
 
 def mixed(rank: int, path: Path) -> tuple[int, int]:
-    """Fill the moments with the number of the replica, and count those that come back as another one's."""
+    """Fill the moments with the number of the replica, and count the moments that another replica's replace."""
     mesh = mesh_of()
     model = shard(net(), mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters())

@@ -278,7 +278,7 @@ def in_tensor_parallel(rank: int, with_fsdp: bool) -> list[Any]:
     group, across = mesh["replicate"].get_group(), mesh["tp"].get_group()
     results = []
     for chosen in (EXACT, Method(TopK(density=0.25))):
-        got = []
+        got, equal = [], True
         for sharded in (True, False):
             model = Parallel()
             if sharded:
@@ -287,7 +287,6 @@ def in_tensor_parallel(rank: int, with_fsdp: bool) -> list[Any]:
                     fully_shard(model, mesh=mesh["shard"])
             optimizer = torch.optim.AdamW(model.parameters(), 0.01)
             attach_updates(model, optimizer, chosen, group=group, granularity="model")
-            equal = True
             for _ in steps(model, optimizer, rank // 2, 2):
                 norm, shards = own(model.norm.parameters()), own(model.parameters())
                 equal &= all(torch.equal(other, norm) for other in among(across, norm))
@@ -460,6 +459,48 @@ def test_bad_input_is_one_clear_error_on_all_ranks(names):
         assert not isinstance(found, BaseException), found
         for name, text in found.items():
             assert re.match(ERRORS[name], text, re.DOTALL), f"{name}: {text}"
+
+
+def on_another_device(rank: int) -> list[str]:
+    dist.init_process_group("cuda:gloo")  # as "nccl" does, it has no backend for the CPU
+    found = []
+    for device in ("cpu", "meta"):
+        model = nn.Linear(2, 2, device=device)
+        found.append(
+            attempt(lambda model=model: attach_updates(model, torch.optim.SGD(model.parameters(), 0.1), "topk"))
+        )
+    return found
+
+
+def test_a_device_that_the_group_does_not_know():
+    for of_cpu, of_meta in run_ranks(2, on_another_device, backend=None):
+        assert re.match(
+            "ValueError: .* no backend for .* on 'cpu'.*init_process_group\\('cpu:gloo,cuda:nccl'\\)", of_cpu
+        )
+        assert re.match("ValueError: .* no backend for .* on 'meta'.* Give values to parameters", of_meta)
+
+
+def with_muon(rank: int) -> tuple[float, float]:
+    mesh, got = mesh_of(), []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.Tanh(), nn.Linear(6, 8, bias=False))
+        start = whole(model)
+        if sharded:
+            shard(model, mesh["shard"])
+        optimizer = torch.optim.Muon(model.parameters(), 0.02)
+        attach_updates(model, optimizer, EXACT, group=mesh["replicate"].get_group())
+        for _ in steps(model, optimizer, *((rank, 4) if sharded else (rank // 2, 2))):
+            pass
+        got.append(whole(model))
+    return difference(*got), difference(got[0], start)
+
+
+@full
+def test_muon_orthogonalizes_whole_matrices():
+    """It computes in bf16, whose rounding errors of 1/256 grow in five iterations. A shard alone has another result."""
+    for error, change in run_ranks(4, with_muon):
+        assert error < 0.1 * change
 
 
 def failing(rank: int, event: str, folder: Path) -> None:
