@@ -508,6 +508,8 @@ def failing(rank: int, event: str, folder: Path) -> None:
     mesh = mesh_of()
     model = shard(net(), mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    if event == "nan, then a pause" and rank in (0, 2):
+        optimizer.register_step_post_hook(lambda *_: time.sleep(1.5))
     limit = timedelta(seconds=4) if event == "hangs" else None
     attach_updates(model, optimizer, "topk", density=0.25, group=mesh["replicate"].get_group(), timeout=limit)
     started = time.monotonic()
@@ -515,7 +517,7 @@ def failing(rank: int, event: str, folder: Path) -> None:
         for step in steps(model, optimizer, rank, 4, count=1000):
             if step < 2:
                 started = time.monotonic()
-            elif rank == 3 and event == "nan":
+            elif rank == 3 and event.startswith("nan"):
                 local(model[0].weight.grad)[0, 0] = torch.nan
             elif rank == 3 and event == "error":
                 raise ValueError("an error of the loop")
@@ -528,12 +530,15 @@ def failing(rank: int, event: str, folder: Path) -> None:
         (folder / str(rank)).write_text(json.dumps([text, time.monotonic() - started]))
     if rank == 0:
         time.sleep(3)  # it hosts the store
+    if event == "nan, then a pause":
+        time.sleep(6)  # no connection breaks
     atexit._run_exitfuncs()
     os._exit(1)
 
 
 CAUSES = {
     "nan": "The update of '0.weight' is not finite on rank 3 at step 2",
+    "nan, then a pause": "The update of '0.weight' is not finite on rank 3 at step 2",
     "error": "(No answer from rank 3|[Rr]ank 3 has ended)",
     "killed": "No answer from rank 3",
     "hangs": "Still running, but not taking part: rank 3",
