@@ -947,7 +947,7 @@ def gpu_line() -> str:
     return (
         f"**Status.** Run on one {found.device['topk']}: Lightning over NCCL in a group of one rank, the kernels, and"
         f" GPT-2 small. There\n`topk` adds {percent:.1f} % to a step, before any communication. See"
-        " [GPU status](docs/gpu.md). Several GPUs have not been run.\nFSDP and HSDP are not supported yet.\n"
+        " [GPU status](docs/gpu.md). Several GPUs have not been run.\nFSDP2 has only been run on CPUs.\n"
     )
 
 

@@ -23,6 +23,10 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -443,6 +447,39 @@ def test_private_names_of_others_stand_in_compat_alone():
         and node.attr not in ours | FOREACH | INHERITED
     ]
     assert not theirs, "torch and Lightning may change these: put each behind a function in _compat.py, with a test"
+
+
+def test_initializes_state():
+    """Torch creates the state of an optimizer by a step, when it saves or loads the state."""
+    model, seen = nn.Linear(2, 2), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: seen.append(_compat.initializes_state()))
+    state = get_optimizer_state_dict(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    fresh = torch.optim.AdamW(model.parameters())
+    fresh.register_step_pre_hook(lambda *_: seen.append(_compat.initializes_state()))
+    optimizer.zero_grad()
+    set_optimizer_state_dict(model, fresh, state)
+    assert seen == [True, False, True]
+
+
+def offsets(rank: int) -> list[bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 4), nn.Linear(4, 1))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    right = [_compat.shard_offset(torch.ones(2, 3)) == (0, 0)]
+    for param in model.parameters():
+        whole, part = param.full_tensor(), param.to_local()
+        place = zip(_compat.shard_offset(param), part.shape, strict=True)
+        right.append(torch.equal(whole[tuple(slice(start, start + size) for start, size in place)], part))
+    return right
+
+
+def test_shard_offset():
+    """Rows that are cut twice, columns, and a shard without rows."""
+    assert run_ranks(4, offsets) == [[True] * 7] * 4
 
 
 def test_each_entry_of_compat_is_tested_here():

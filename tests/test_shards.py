@@ -125,6 +125,19 @@ def test_parts_may_differ_and_ranks_of_a_part_may_not():
         assert agree([{}] * 4, other, PARTS) == [expected] * 4
 
 
+def test_only_the_rank_that_does_not_come_is_named():
+    store = dist.HashStore()
+
+    def rank(number: int) -> str:
+        shaking = Handshake(store, "0", number, range(4), timedelta(seconds=1), part=PARTS[number])
+        with pytest.raises(RankFailure) as caught:
+            shaking.agree({"method": "topk"})
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all("waits for rank 1 to attach topk" in text for text in pool.map(rank, (0, 2, 3)))
+
+
 def test_the_first_rank_of_a_part_may_come_last_or_be_of_another_part():
     assert len({*agree([{}] * 4, [{}] * 4, PARTS, late={1: 1.5})}) == 1
     errors = agree([{}] * 4, [{}] * 4, [[0, 2], [1, 2], [0, 2], [1, 3]])

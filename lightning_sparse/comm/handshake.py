@@ -164,6 +164,8 @@ class Handshake:
                 waited = time.monotonic() - start
                 self._raise_if_refused()
                 self._raise_if_ended(missing, waited)
+                if self._part:  # a rank may have arrived, and wait for the first rank of its part
+                    missing = [rank for rank in missing if not self._get(f"{session}/part/{rank}")] or missing
                 if missing and waited > min(WARN_AFTER_SECONDS, self._timeout) and not warned:
                     warned = True
                     self._set(f"{session}/missing", json.dumps(missing))

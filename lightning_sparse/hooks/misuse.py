@@ -135,13 +135,20 @@ class RefuseDDP:
 
 
 class ExplainFailures:
-    """Names the cause if a forward pass fails because another rank has ended. It can be pickled.
+    """Raises the error of another rank in a sharded model's forward pass. It can be pickled.
 
-    The collectives of a sharded model may break off before this rank's next exchange. Torch's error does not say why.
+    The collectives of a sharded model would wait for a failed rank before this rank's next exchange. If they break off,
+    torch's error does not name the cause.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self.raise_known, prepend=True)  # before FSDP2's collectives
         model.register_forward_hook(self, always_call=True)
+
+    def raise_known(self, model: nn.Module, *_: Any) -> None:
+        """Raise the error that has ended training, if this rank knows of one."""
+        if not torch.compiler.is_compiling() and (exchange := attached(model)) is not None:
+            exchange.raise_known_failure()
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
         """Look at the error of the forward pass, if there is one."""
@@ -163,6 +170,9 @@ class Attached(Protocol):
 
     def end_if_soon(self) -> None:
         """Complete a pending exchange if it can complete without waiting for peers."""
+
+    def raise_known_failure(self) -> None:
+        """Raise the error that has ended training, if there is one."""
 
     def fail_in_model(self, error: BaseException) -> None:
         """Report that a connection broke in a collective of the model."""

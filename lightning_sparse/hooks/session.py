@@ -167,6 +167,7 @@ class Session:
         everyone = ProcessGroupComm(group)
         self.comm = everyone if part is None else ProcessGroupComm(part)
         with report_errors_to_peers(group):
+            check_device(self.comm.group, device)
             timeout = check_optional("timeout", timeout) or group_timeout(self.comm.group, device)
             params = parameters()
             self.reducer = Reducer(method, self.comm, exchanged=exchanged, **vars(options))
@@ -401,6 +402,17 @@ class Session:
             self._freed = True
             with contextlib.suppress(Exception):
                 self.comm.group.abort()
+
+
+def check_device(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise ValueError unless a group can send tensors of a device."""
+    try:
+        backend_name(group, device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The process group has no backend for the parameters on {device.type!r}. For shards that are offloaded to "
+            f"the CPU, call init_process_group('cpu:gloo,cuda:nccl'). Give values to parameters on 'meta' first."
+        ) from error
 
 
 def wait_for_device(done: Callable[[], bool]) -> bool:

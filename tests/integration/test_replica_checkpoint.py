@@ -106,6 +106,32 @@ def test_training_continues_bit_for_bit(options, tmp_path):
     assert len({step for *_, step in results}) == 1
 
 
+def of_whole_models(rank: int, path: Path, save: bool) -> list[Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    reducer = attach_updates(model, optimizer, **OPTIONS)
+    if save:
+        for _ in steps(model, optimizer, rank, dist.get_world_size(), count=3):
+            pass
+        save_replica(str(path), model, optimizer)
+    else:
+        load_replica(str(path), model, optimizer)
+    moments = own(state["exp_avg"] for state in optimizer.state.values())
+    return [own(reducer.state_dict()["elements"]["residual"].values()), moments]
+
+
+def test_models_that_are_not_sharded(tmp_path):
+    path = tmp_path / "last.ckpt"
+    old = run_ranks(2, of_whole_models, path, True)
+    same = run_ranks(2, of_whole_models, path, False)
+    assert all(
+        torch.equal(a, b) for before, after in zip(old, same, strict=True) for a, b in zip(before, after, strict=True)
+    )
+    (merged,) = run_ranks(1, of_whole_models, path, False)
+    for (first, second), mean in zip(zip(*old, strict=True), merged, strict=True):
+        torch.testing.assert_close(mean, (first + second) / 2, rtol=2e-7, atol=0)  # fp32 sums of two terms
+
+
 def saved(rank: int, path: Path) -> Any:
     training = Training.of(2, 2)
     training.run(4, 0)
@@ -153,7 +179,7 @@ def test_another_number_of_replicas_and_shards(tmp_path):
 
 
 def mixed(rank: int, path: Path) -> tuple[int, int]:
-    """Fill the moments with the number of the replica, and count those that come back as another one's."""
+    """Fill the moments with the number of the replica, and count the moments that another replica's replace."""
     mesh = mesh_of()
     model = shard(net(), mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters())
