@@ -39,7 +39,7 @@ from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
 from lightning_sparse.hooks.rates import Rates
-from lightning_sparse.hooks.session import Session
+from lightning_sparse.hooks.session import Session, _is_broken
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
@@ -221,6 +221,14 @@ class GradientExchanger:
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that training has failed on this one, outside of the worker thread."""
         self._session.fail(error)
+
+    def fail_in_model(self, error: BaseException) -> None:
+        """Report that a connection broke in a collective of the model; ignore other errors.
+
+        The known cause is put in front of the error's text.
+        """
+        if _is_broken(error):
+            self.fail(error)
 
     @property
     def is_consistent(self) -> bool:

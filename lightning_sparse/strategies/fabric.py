@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import sys
 import weakref
@@ -28,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._lightning import FABRIC
-from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
+from lightning_sparse.hooks import GradientExchanger, exchange_updates, report_errors_to_peers
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.reducer import Reducer
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from lightning_fabric.strategies.ddp import DDPStrategy
 else:
     DDPStrategy = object
-
-log = logging.getLogger(__name__)
 
 
 class BackwardSyncControl:
@@ -70,6 +67,22 @@ class _Waiting:
         self.optimizers: list[Optimizer] = []
         self.check = UnattachedOptimizerCheck((), model)
         weakref.finalize(model, self.check.close)
+
+
+class _ExplainFailures:
+    """Names the cause if a forward pass fails because another rank has ended.
+
+    DistributedDataParallel broadcasts buffers in the forward pass. Torch's error does not say why it broke off.
+    """
+
+    def __init__(self, exchanger: GradientExchanger) -> None:
+        self._exchanger: GradientExchanger | None = exchanger  # copies of the model have none
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *_: Any) -> None:
+        """Look at the error of the forward pass, if there is one."""
+        if self._exchanger is not None and (error := sys.exc_info()[1]) is not None:
+            self._exchanger.fail_in_model(error)
 
 
 class _Loaded:
@@ -136,10 +149,7 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
         in_order = error is None and all(training.exchanger.is_consistent for training in trainings)
         for training in trainings:
             if error is not None:
-                said = str(error)
                 training.fail(error)
-                if str(error) != said:  # the connection broke, and the cause is known now
-                    log.error(str(error))
             elif isinstance(training, UpdateTraining):
                 training.exchanger.warn_of_pending()
             training.close()
@@ -250,6 +260,7 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
             training = GradientTraining(self, ddp, optimizers, method)
             training.begin()
             weakref.finalize(ddp, training.close)
+            ddp.register_forward_hook(_ExplainFailures(training.exchanger), always_call=True)
         else:
             training = UpdateTraining(self, self._exchange_updates(exchange_updates, module, optimizers, method))
             if not training.exchanger.reducer.method.delayed:
