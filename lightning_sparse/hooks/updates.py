@@ -156,8 +156,8 @@ def attach_updates(
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")
         if group is not None and exchange.comm.size == 1 and exchange.reducer.method.compresses:
             log.warning(
-                "attach_updates(group=...) with one replica sends nothing, but entries still wait in the "
-                " residual. With one replica, train without attach_updates."
+                "attach_updates(group=...) with one replica sends nothing, but entries still wait in the residual. "
+                "With one replica, train without attach_updates."
             )
     RefuseDDP(model)
     if exchange.comm.peers.has_parts:
