@@ -1,14 +1,14 @@
 """Trains replicas that FSDP2 shards: dense HSDP, TopUp between replicas, and TopUp between ranks with whole models.
 
 The GPT, the data and the schedule are those of `benchmarks.language`, with AdamW. Each step uses 32 sequences, in the
-same order for all contestants. A run is reported only if all ranks end with the same weights.
+same order in all trainings. A run is reported only if all ranks end with the same weights.
 
-    python -m benchmarks.sharded            # do the trainings of `runs` that `sharded.csv` lacks
-    sudo python -m benchmarks.sharded --seconds  # time steps of two nodes of two ranks, one shaped link for each node
-    python -m benchmarks.sharded --memory   # peak memory of each rank, with a larger model
+    python -m benchmarks.sharded                 # do the trainings that `sharded.csv` lacks
+    sudo python -m benchmarks.sharded --seconds  # time steps on two nodes with a shaped link each
+    python -m benchmarks.sharded --memory        # peak memory with a larger model
 
-Losses are deterministic, so other programs may run. Ranks are processes, and each uses one thread. Bytes are those that
-a rank sends to other replicas. For dense HSDP they are the volume of a ring all-reduce of its shards.
+Losses are deterministic, so other programs may run. Ranks are processes, and each uses one thread. Bytes are counted
+for one rank, to other replicas. With dense HSDP a ring all-reduce of its shards is counted.
 """
 
 import functools

@@ -59,7 +59,7 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
         ValueError: the updates of an optimizer are not exchanged, or its state cannot be sharded anew; on all ranks.
         OSError: a rank could not write its file. The earlier save is unchanged.
     """
-    exchange = _exchange_of(optimizers)
+    exchange = together(lambda: _exchange_of(optimizers), ValueError)
     exchange.exchange_pending()
     rank, size = dist.get_rank(), dist.get_world_size()
     path = sidecars.absolute(path)
@@ -90,7 +90,7 @@ def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
         ValueError: files are missing, damaged, or of another save, model or kind of optimizer. All ranks raise it, and
             nothing has changed.
     """
-    exchange = _exchange_of(optimizers)
+    exchange = together(lambda: _exchange_of(optimizers), ValueError)
     exchange.exchange_pending()
     path = sidecars.absolute(path)
     state = together(lambda: read_replica(path, _read_entry(path), model, exchange), ValueError)

@@ -145,6 +145,11 @@ def attach_updates(
     )
     if exchange.comm.is_first:
         log.info(f"{exchange.reducer.method} on {exchange.comm.size} ranks. {exchange.note}")
+        if group is not None and exchange.comm.size == 1 and exchange.reducer.method.compresses:
+            log.warning(
+                "attach_updates(group=...) with one replica sends nothing, but entries still wait in the residual. "
+                "With one replica, train without attach_updates."
+            )
     return exchange.reducer
 
 

@@ -308,8 +308,8 @@ def bad_calls(rank: int, path: Path) -> list[Any]:
 def test_bad_calls_and_a_rank_that_cannot_write(tmp_path):
     for found in run_ranks(4, bad_calls, tmp_path / "last.ckpt"):
         unattached, others, order, blocks, other_model, unwritten, again, step = found
-        assert unattached.startswith("ValueError: Give the optimizers of attach_updates")
-        assert order.startswith("ValueError: Give the optimizers of attach_updates")
+        assert unattached.startswith("ValueError: Rank 0: Give the optimizers of attach_updates")
+        assert order.startswith("ValueError: Rank 0: Give the optimizers of attach_updates")
         assert "parameter groups of [[2], [4]] parameters, here they have [[6]]" in others
         assert "SGD keeps 'blocks' of shape [2] for '0.weight' of shape [6, 8]" in blocks
         assert "The checkpoint is of another model" in other_model

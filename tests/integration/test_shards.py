@@ -1,10 +1,13 @@
 """Replicas of a sharded model exchange updates: against stock FSDP2, and against replicas that are not sharded."""
 
 import atexit
+import gc
 import json
+import logging
 import os
 import re
 import signal
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -497,10 +500,60 @@ def with_muon(rank: int) -> tuple[float, float]:
 
 
 @full
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="since torch 2.9")
 def test_muon_orthogonalizes_whole_matrices():
     """It computes in bf16, whose rounding errors of 1/256 grow in five iterations. A shard alone has another result."""
     for error, change in run_ranks(4, with_muon):
         assert error < 0.1 * change
+
+
+def with_one_replica(rank: int) -> list[str]:
+    mesh, messages = mesh_of(1, 2), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_sparse").addHandler(handler)
+    for chosen in ("topk", "dense"):
+        model = shard(net(), mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        attach_updates(model, optimizer, chosen, group=mesh["replicate"].get_group())
+    return [text for text in messages if "one replica" in text]
+
+
+def test_one_replica_is_warned_of_on_the_first_rank():
+    first, second = run_ranks(2, with_one_replica)
+    assert second == []
+    assert len(first) == 1
+    assert first[0].endswith("With one replica, train without attach_updates.")
+
+
+def open_things() -> tuple[int, list[str]]:
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return len(dist.distributed_c10d._world.pg_map), [name for name in others if name == "lightning_sparse"]
+
+
+def one_after_the_other(rank: int) -> list[Any]:
+    """Attach a model twice, with other optimizers, and then drop it."""
+    mesh = mesh_of()
+    group = mesh["replicate"].get_group()
+    found: list[Any] = [open_things()]
+    model = shard(net(), mesh["shard"])
+    for make in (torch.optim.AdamW, torch.optim.SGD):
+        optimizer = make(model.parameters(), 0.01)
+        attach_updates(model, optimizer, "topk", density=0.25, group=group)
+        for _ in steps(model, optimizer, rank, 4, count=2):
+            pass
+        present = own(model.parameters())
+        found.append((open_things(), all(torch.equal(other, present) for other in among(group, present))))
+    del model, optimizer
+    gc.collect()
+    return [*found, open_things()]
+
+
+def test_a_model_is_attached_anew_and_leaves_nothing_open():
+    for before, first, second, after in run_ranks(4, one_after_the_other):
+        groups, _ = before
+        assert before == after == (groups, [])
+        assert first == second == ((groups + 1, ["lightning_sparse"]), True)
 
 
 def failing(rank: int, event: str, folder: Path) -> None:
