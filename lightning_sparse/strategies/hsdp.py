@@ -220,6 +220,11 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
             )
         return super().reducer
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if isinstance(self.exchanger, UpdateExchanger):  # before FSDP2's collectives wait for a rank that has failed
+            self.exchanger.raise_known_failure()
+
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(self.exchanger, UpdateExchanger):  # FSDP2's collectives say that a rank has ended, but not why
             self.exchanger.fail_in_model(exception)
