@@ -104,7 +104,7 @@ TRIED = [
     ("four", "adamw", [DEFAULT], [0.004]),
     ("eight", "adamw", [DEFAULT], [0.004]),
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
-    ("large", "adamw", ["ddp", "topk updates"], [0.002]),
+    ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
     ("large", "adamw", ["topk"], [0.001]),
     ("tune", "sgd", ["ddp"], [0.05, 0.1, 0.2, 0.5]),
     ("tune", "sgd", ["topk", "gaussiank"], [0.02, 0.05, 0.1, 0.2, 0.5]),
@@ -123,7 +123,7 @@ REPEATED = {
     ("thin", "adamw", "topk updates"): 0.002,
     ("alone", "adamw", "ddp"): 0.002,
 }
-LARGE_TWICE = ["ddp", "topk updates"]  # also with seed 1; more would take hours
+LARGE_TWICE = ["ddp", "topk updates", DEFAULT]  # also with seed 1; more would take hours
 MORE_SEEDS = [1, 2]  # further seeds of `REPEATED`; the parts in `EARLY` use all seeds
 TARGET = 2.6  # nats per byte: the lowest multiple of 0.1 that every method reaches at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # rates of the links for step times
