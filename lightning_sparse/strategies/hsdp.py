@@ -238,6 +238,8 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
         return bool(self._arguments["save_distributed_checkpoint"])
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.may_be_alone and not self._is_distributed:
+            raise RuntimeError("The weights are not saved: training failed, and whole weights need all ranks.")
         return self._training.state_dict(super().lightning_module_state_dict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -253,20 +255,19 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
             write()
             return
         if self.may_be_alone or (self.exchanger is not None and not exchange.drain()):
-            # Other ranks may not come. Lightning's own collectives would wait for them, too.
-            raise RuntimeError(f"{str(filepath)!r} is not saved: training failed in the middle of a step.")
+            log.warning(f"{str(filepath)!r} is not saved: training failed, and a save needs all ranks.")
+            return
         path, tag = self.broadcast((sidecars.absolute(filepath), secrets.token_hex(8)))
         assert self.model is not None
         state = together(partial(replica_state, self.model, exchange), ValueError)
         try:
             together(partial(sidecars.write, path, tag, state), OSError)
+            checkpoint[sidecars.KEY] = entry_of(tag, exchange)
+            self._keep_first_replicas_optimizers(checkpoint)
+            together(write, OSError)
         except OSError:
             sidecars.remove_own(path, tag, self.global_rank, self.world_size)
             raise
-        checkpoint[sidecars.KEY] = entry_of(tag, exchange)
-        self._keep_first_replicas_optimizers(checkpoint)
-        write()
-        self.barrier()
         sidecars.prune(path, [tag])
 
     def _keep_first_replicas_optimizers(self, checkpoint: dict[str, Any]) -> None:

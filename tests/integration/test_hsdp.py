@@ -195,6 +195,33 @@ def test_another_number_of_replicas_goes_on(replicas, tmp_path):
         assert residual != 0
 
 
+def on_a_full_disk(rank: int, folder: str) -> Any:
+    """Rank 0 cannot write the file that Lightning writes last."""
+    path, errors = f"{folder}/a.ckpt", []
+
+    class Full(pl.Callback):
+        def on_train_batch_end(self, run: pl.Trainer, *_: Any) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 0 and run.global_step == 2:
+                    patch.setattr(torch, "save", full_disk)
+                errors.append(attempt(lambda: run.save_checkpoint(path)))
+
+    fitted(hsdp("topk", density=0.2), max_steps=3, callbacks=[Full()])
+    return errors, sorted(p.name.split(".")[1] for p in Path(f"{path}.residuals").iterdir())
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@full
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_works(tmp_path):
+    for errors, files in lightning_ranks(4, on_a_full_disk, str(tmp_path)):
+        assert [bool(error) for error in errors] == [False, True, False]
+        assert "Rank 0: [Errno 28] No space left on device" in errors[1]
+        assert len(files) == 4, "of the last save only"
+
+
 def to_and_from_stock(rank: int, folder: str) -> Any:
     ours, stock = f"{folder}/ours.ckpt", f"{folder}/stock.ckpt"
     mine, run = fitted(hsdp(), max_steps=2)
