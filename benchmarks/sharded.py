@@ -3,9 +3,9 @@
 The GPT, the data and the schedule are those of `benchmarks.language`, with AdamW. Each step uses 32 sequences, in the
 same order in all trainings. A run is reported only if all ranks end with the same weights.
 
-    python -m benchmarks.sharded                 # do the trainings that `sharded.csv` lacks
-    sudo python -m benchmarks.sharded --seconds  # time steps on two nodes with a shaped link each
-    python -m benchmarks.sharded --memory        # peak memory with a larger model
+    python -m benchmarks.sharded                 # trains
+    sudo python -m benchmarks.sharded --seconds  # times steps between two nodes
+    python -m benchmarks.sharded --memory
 
 Losses are deterministic, so other programs may run. Ranks are processes, and each uses one thread. Bytes are counted
 for one rank, to other replicas. With dense HSDP a ring all-reduce of its shards is counted.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -480,6 +480,14 @@ def offsets(rank: int) -> list[bool]:
 def test_shard_offset():
     """Rows that are cut twice, columns, and a shard without rows."""
     assert run_ranks(4, offsets) == [[True] * 7] * 4
+
+
+def test_use_device_mesh():
+    """Lightning's own properties return the mesh."""
+    mesh, module, strategy = object(), pl.LightningModule(), ModelParallelStrategy()
+    strategy._lightning_module = module
+    _compat.use_device_mesh(strategy, mesh)
+    assert strategy.device_mesh is module.device_mesh is mesh
 
 
 def test_each_entry_of_compat_is_tested_here():

@@ -74,7 +74,8 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
             needs it. At the start they always are.
         save_distributed_checkpoint: see Lightning's ModelParallelStrategy. False writes one file with all weights,
             without residuals.
-        process_group_backend, timeout: see Lightning's ModelParallelStrategy.
+        process_group_backend: see Lightning's ModelParallelStrategy.
+        timeout: time to wait for other ranks; see Lightning's ModelParallelStrategy.
         **options: further options of a method that is given by name, such as `value_format="int8"` of "topk".
 
     Attributes:
