@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,13 @@ def reserve_port() -> socket.socket:
 def free_port() -> int:
     with reserve_port() as holder:
         return int(holder.getsockname()[1])
+
+
+def run_program(command: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a program that starts ranks itself. They connect at a port that no other process gets by chance."""
+    with reserve_port() as holder:
+        env = {**env, "MASTER_PORT": str(holder.getsockname()[1])}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def start_all(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:

@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from lightning_sparse.strategies.lightning_pytorch import FabricSparseDDPStrateg
 from lightning_sparse.strategies.pytorch_lightning import FabricSparseDDPStrategy as ForPytorchLightning
 from tests.integration.failing import SOON, caught
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
+from tests.processes import run_program
 from tests.support.tiers import full, tiers
 
 ROOT = Path(__file__).parents[2]
@@ -926,14 +926,8 @@ if __name__ == "__main__":
 def run_script(folder: Path, package: str, strategy: str, kind: str, *launcher: str) -> Any:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, *launcher, str(script), package, strategy, str(folder), kind],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    command = [sys.executable, *launcher, str(script), package, strategy, str(folder), kind]
+    return run_program(command, {**os.environ, "PYTHONPATH": str(ROOT)}, 180)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")

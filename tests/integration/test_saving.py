@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -32,6 +31,7 @@ from tests.integration.checkpoints import (
     with_warnings,
 )
 from tests.integration.trainers import Loader, Net, lightning_ranks, same, trainer
+from tests.processes import run_program
 from tests.support.tiers import full, tiers
 
 BEST = {"monitor": "score", "mode": "max"}
@@ -388,7 +388,7 @@ def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
     script.write_text(textwrap.dedent(AFTER_FORK))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", str(script), str(path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command, environment, 200)
     assert ended.returncode == 0, ended.stderr
     assert "gets no residuals: they belong to the processes that trained" in ended.stderr
     assert path.exists()
@@ -401,7 +401,7 @@ def test_a_process_that_has_forked_the_ranks_restores_without_residuals(strategy
     script.write_text(f"if __name__ == '__main__':\n{guarded}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "saved"), strategy]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command, environment, 200)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-2:] == ["steps {4.0} True", "finished"]
     assert ("they belong to processes that train, and this one does not" in ended.stderr) == ("topk" in strategy)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from lightning_sparse import _compat
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, strategy, trainer
+from tests.processes import run_program
 from tests.support.tiers import full
 
 BATCHES = 60
@@ -305,6 +305,6 @@ def test_a_process_that_has_launched_the_ranks_ends_too(start, tmp_path):
     script.write_text(textwrap.dedent(LAUNCHED))
     command = [sys.executable, "-W", "ignore", str(script), f"topk_ddp_{start}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command, environment, 200)
     assert ended.returncode == 1
     assert re.search(r"Rank \d was told to end \(SIGTERM\)\. So all ranks end after the same batch\.", ended.stderr)

@@ -23,7 +23,7 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse.compressors import TopK
 from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
-from tests.processes import run_ranks
+from tests.processes import run_program, run_ranks
 from tests.support.tiers import full
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +50,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 def test_launchers(namespace, strategy, second_fit, optimizer, tmp_path):
     script = [str(Path(__file__).with_name("fit.py")), namespace, strategy.split()[-1], str(tmp_path), optimizer]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"] if " " in strategy else []
-    done = subprocess.run(
-        [sys.executable, *launcher, *script], env=ENVIRONMENT, capture_output=True, text=True, timeout=180, check=False
-    )
+    done = run_program([sys.executable, *launcher, *script], ENVIRONMENT, 180)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     sent = second.pop("sent")
@@ -370,7 +368,8 @@ def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
             import pytorch_lightning as pl
 
             import lightning_sparse
-            from tests.integration.trainers import Loader, Net
+            from tests.processes import run_program
+from tests.integration.trainers import Loader, Net
 
 
             class Failing(Net):
