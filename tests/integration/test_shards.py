@@ -31,7 +31,7 @@ from tests.integration.failing import SOON
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT, small
 from tests.support.shards import EXACT, among, attempt, difference, loss_of, mesh_of, net, own, shard, steps, whole
-from tests.support.tiers import full, tiers
+from tests.support.tiers import exhaustive, full, tiers
 
 Optimizers = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -425,7 +425,11 @@ def bad_input(rank: int, names: list[str]) -> dict[str, str]:
         "other groups": lambda: attach(net(), diagonal if rank in (1, 2) else group),
         "an error on one rank": lambda: attach(sharded(), density=7 if rank == 3 else None),
     }
-    return {name: attempt(attempts[name]) for name in names}
+    found = {}
+    for name in names:
+        found[name] = attempt(attempts[name])
+        dist.barrier()  # a rank that is late in a failed attempt would answer the call of the next one
+    return found
 
 
 ERRORS = {
@@ -450,15 +454,18 @@ ERRORS = {
     "other groups": r"RankFailure: Ranks differ in group: rank . has ranks \d, \d, rank . has ranks \d, \d",
     "an error on one rank": r"(RankFailure: Rank 3 cannot attach: )?ValueError: .*density",
 }
-QUICK = ("no group", "a 2-D mesh", "another seed", "good")
 
 
-OTHERS = tuple(name for name in ERRORS if name not in QUICK)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[full] * (name != "no group")) for name in ERRORS])
+def test_bad_input_is_one_clear_error_on_all_ranks(name):
+    for found in run_ranks(4, bad_input, [name]):
+        assert not isinstance(found, BaseException), found
+        assert re.match(ERRORS[name], found[name], re.DOTALL), found
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=full)], ids=["quick", "others"])
-def test_bad_input_is_one_clear_error_on_all_ranks(names):
-    for found in run_ranks(4, bad_input, [*names]):
+@exhaustive
+def test_all_ranks_attach_after_any_number_of_errors():
+    for found in run_ranks(4, bad_input, [*ERRORS]):
         assert not isinstance(found, BaseException), found
         for name, text in found.items():
             assert re.match(ERRORS[name], text, re.DOTALL), f"{name}: {text}"
