@@ -368,8 +368,7 @@ def test_gloo_is_left_before_the_interpreter_ends(fails, tmp_path):
             import pytorch_lightning as pl
 
             import lightning_sparse
-            from tests.processes import run_program
-from tests.integration.trainers import Loader, Net
+            from tests.integration.trainers import Loader, Net
 
 
             class Failing(Net):
