@@ -1,6 +1,6 @@
 """Trains replicas that FSDP2 shards: dense HSDP, TopUp between replicas, and TopUp between ranks with whole models.
 
-The GPT, the data and the schedule are those of `benchmarks.language`, with AdamW. Each step uses 32 sequences, in the
+The GPT, the data and the schedule come from `benchmarks.language`, with AdamW. Each step uses 32 sequences, in the
 same order in all trainings. A run is reported only if all ranks end with the same weights.
 
     python -m benchmarks.sharded                 # trains

@@ -58,7 +58,7 @@ class ProcessGroupComm(Comm):
 
         Args:
             group: the group.
-            peers: the ranks that learn of failures; None are those of the group.
+            peers: the ranks that learn of failures; None takes the ranks of the group.
         """
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)

@@ -64,7 +64,7 @@ class _Ahead(NamedTuple):
 class UpdateSegment:
     """The parameters of one segment, the weights that all ranks agree on, and the arithmetic of an exchange.
 
-    Of sharded parameters, weights and deltas are those of this rank's shards.
+    If parameters are sharded, weights and deltas are of this rank's shards.
 
     Args:
         segment: the segment.
