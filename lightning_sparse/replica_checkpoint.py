@@ -61,17 +61,31 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     """
     exchange = together(lambda: _exchange_of(optimizers), ValueError)
     exchange.exchange_pending()
-    rank, size = dist.get_rank(), dist.get_world_size()
     path = sidecars.absolute(path)
+    write_replica(path, model, exchange, lambda entry: _write_entry(path, entry) if dist.get_rank() == 0 else None)
+
+
+def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, finish: Callable[[State], None]) -> None:
+    """Write this rank's file of a checkpoint, and complete the checkpoint. All ranks call it.
+
+    Args:
+        path: absolute path of the checkpoint, the same on all ranks.
+        model: the model.
+        exchange: the exchange of its updates; none is pending.
+        finish: gets the entry of the checkpoint about its files, and completes the checkpoint.
+
+    Raises:
+        ValueError, OSError: as in `save_replica`.
+    """
     state = together(lambda: replica_state(model, exchange), ValueError)
     tag = _gather(secrets.token_hex(8))[0]
+    entry = entry_of(tag, exchange)
     try:
         together(lambda: sidecars.write(path, tag, state), OSError)
+        together(lambda: finish(entry), OSError)
     except OSError:
-        sidecars.remove_own(path, tag, rank, size)
+        sidecars.remove_own(path, tag, dist.get_rank(), dist.get_world_size())
         raise
-    entry = entry_of(tag, exchange)
-    together(lambda: _write_entry(path, entry) if rank == 0 else None, OSError)
     sidecars.prune(path, [tag])
 
 
@@ -79,7 +93,7 @@ def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     """Continue from `save_replica`, perhaps with other numbers of replicas and shards. All ranks call it.
 
     Load the weights before, and call `attach_updates` before. Without changes, training continues bit for bit. With
-    another number of replicas, the mean of the residuals stays. Learning rates are those of the saved optimizers.
+    another number of replicas, the mean of the residuals stays. Learning rates come from the saved optimizers.
 
     Args:
         path: path of the checkpoint, as for `save_replica`.
@@ -118,7 +132,7 @@ def entry_of(tag: str, exchange: UpdateExchanger) -> State:
 def replica_state(model: nn.Module, exchange: UpdateExchanger) -> State:
     """Return the content of this rank's file: tensors and primitives, see `Reducer.state_dict`.
 
-    The rank and the size are those of the default process group. Further keys:
+    "rank" and "size" count in the default process group. Further keys:
 
     - "replica", "replicas": number of this rank's replica, and of all replicas;
     - "places": for each parameter, the offset of this rank's shard in it, and its shape;
@@ -353,18 +367,12 @@ def _gather(value: T) -> list[T]:
 
 def together(call: Callable[[], T], kind: type[Exception]) -> T:
     """Return the result of a call. If it fails on a rank, all ranks raise an error that names the first of them."""
-    error: Exception | None = None
+    error, own = None, ""
     try:
         result = call()
     except Exception as caught:
         error = caught
-    own = (
-        ""
-        if error is None
-        else str(error) or repr(error)
-        if isinstance(error, kind)
-        else f"{type(error).__name__}: {error}"
-    )
+        own = str(error) or repr(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
     for rank, text in enumerate(_gather(own)):
         if text:
             raise kind(f"Rank {rank}: {text}") from error

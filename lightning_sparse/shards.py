@@ -94,7 +94,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let replicas of a sharded model average their gradients in backward, and start from the first one's weights.
+    """Let replicas of a sharded model average their gradients in backward.
 
     Args:
         model: the model, which FSDP2 has sharded over the mesh of one replica.
@@ -112,9 +112,6 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     for module in _of_fsdp("FSDPModule", model):
         module.set_all_reduce_hook(average)
-    tensors = [*model.parameters(), *model.buffers()]
-    for x in tensors:
-        dist.broadcast(local(x).detach(), group=group, group_src=0)
 
 
 def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -153,11 +153,21 @@ def attach_updates(
     return exchange.reducer
 
 
+def parameters_of(optimizers: Sequence[Optimizer]) -> set[int]:
+    """Return the ids of the parameters of optimizers."""
+    return {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+
+
+def unstepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return the names of a model's trained parameters that belong to none of the optimizers."""
+    stepped = parameters_of(optimizers)
+    named = model.named_parameters()
+    return [name for name, param in named if param.requires_grad and id(param) not in stepped]
+
+
 def check_all_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError if a parameter of the model requires gradients and belongs to none of its optimizers."""
-    stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    if alone := [repr(name) for name, param in trained.items() if id(param) not in stepped]:
+    if alone := [*map(repr, unstepped(model, optimizers))]:
         raise ValueError(
             f"{listed(alone)} require gradients but are in no optimizer whose updates are exchanged, so ranks would "
             f"drift apart in them. Pass all optimizers, attach_updates(model, [first, second], ...) or "

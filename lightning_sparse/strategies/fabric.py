@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -29,7 +29,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._lightning import FABRIC
 from lightning_sparse.hooks import GradientExchanger, exchange_updates, report_errors_to_peers
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
-from lightning_sparse.hooks.updates import check_all_stepped
+from lightning_sparse.hooks.updates import check_all_stepped, parameters_of, unstepped
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.base import SparseStrategy, destroy_process_group
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
@@ -209,7 +209,7 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
                 training.add(optimizer)
         if waiting is not None:
             waiting.optimizers.append(optimizer)
-            if not any(_left(model, waiting.optimizers)):
+            if not unstepped(model, waiting.optimizers):
                 del self._waiting[model]
                 waiting.check.close()
                 self._begin_exchange(model, waiting.optimizers)
@@ -217,7 +217,7 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
 
     def _model_of(self, optimizer: Optimizer) -> torch.nn.Module:
         """Return the model that an optimizer steps; ValueError unless there is exactly one."""
-        stepped = _parameters_of([optimizer])
+        stepped = parameters_of([optimizer])
         models = [
             model for model in (*self._waiting, *self._trainings) if not stepped.isdisjoint(map(id, model.parameters()))
         ]
@@ -240,7 +240,7 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
         """Raise ValueError if an optimizer steps no parameter of the model."""
         own = {*map(id, model.parameters())}
         for optimizer in optimizers:
-            if own.isdisjoint(_parameters_of([optimizer])):
+            if own.isdisjoint(parameters_of([optimizer])):
                 raise ValueError(
                     f"fabric.setup got a {type(optimizer).__name__} that steps no parameter of the "
                     f"{type(model).__name__}. Make the optimizer of the parameters of this model."
@@ -367,17 +367,6 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
             if optimizers:
                 parts.append(Part(training.exchanger.reducer, optimizers, training.exchanger.drain()))
         return parts
-
-
-def _parameters_of(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Return the ids of the parameters of optimizers."""
-    return {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
-
-
-def _left(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[bool]:
-    """Yield for each trained parameter of a model whether it belongs to none of the optimizers."""
-    stepped = _parameters_of(optimizers)
-    return (id(param) not in stepped for param in model.parameters() if param.requires_grad)
 
 
 def _load_states(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:

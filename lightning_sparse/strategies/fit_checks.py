@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse.hooks.update_exchange import evaluates_other_weights, scales_gradient
+from lightning_sparse.hooks.updates import parameters_of
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
 
@@ -40,7 +41,7 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
 
 def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
     """Return whether a parameter belongs to several optimizers; then their updates cannot be exchanged."""
-    owned = [{id(param) for group in x.param_groups for param in group["params"]} for x in optimizers]
+    owned = [parameters_of([optimizer]) for optimizer in optimizers]
     return sum(map(len, owned)) > len(set().union(*owned))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,17 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import use_device_mesh
+from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.methods import METHODS, Method, method_options
 from lightning_sparse.options import Granularity, OnNonFinite, Overlap, ReducerOptions, check, check_optional
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.replica_checkpoint import entry_of, load_state, read_replica, replica_state, together
-from lightning_sparse.shards import average_gradients
+from lightning_sparse.replica_checkpoint import load_state, read_replica, together, write_replica
+from lightning_sparse.shards import average_gradients, local
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.trainer import TrainerCalls
 from lightning_sparse.strategies.trainer_updates import TrainerUpdates
-from lightning_sparse.update_rule import UpdateRule
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import ModelParallelStrategy
@@ -187,10 +187,13 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
         self._reducer = self._exchanger = None  # free the residuals of an earlier fit before allocating new ones
         model, options, mesh = self.model, self._options, self.device_mesh
         assert model is not None
+        group = mesh["replicate"].get_group()
+        self._agree_on("gradient" if self._is_dense else "update", options.method, model, self.optimizers)
         if self._is_dense:
-            average_gradients(model, mesh["replicate"].get_group())
+            average_gradients(model, group)
+            tensors = [local(x).detach() for x in (*model.parameters(), *model.buffers())]
+            broadcast_differing(ProcessGroupComm(group), tensors, tensors[0].device)
             return
-        self._agree_on("update", options.method, model, self.optimizers)
         self._exchanger = exchanger = UpdateExchanger(
             model,
             self.optimizers,
@@ -198,19 +201,20 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
             local_steps=options.local_steps,
             overlap=options.overlap,
             forward_sync_buffers=self._arguments["broadcast_buffers"],
-            group=mesh["replicate"].get_group(),
+            group=group,
             timeout=self._timeout,
         )
         training = TrainerUpdates(self, exchanger)
-        training.note = f" Each of {mesh.shape[0]} replicas has {self.world_size // mesh.shape[0]} ranks; numbers are "
-        training.note += "of the first rank's shards."
+        ranks = self.world_size // mesh.shape[0]
+        training.note = f" {mesh.shape[0]} replicas of {ranks} ranks each; numbers are of the first rank's shards."
         self._begin_fit(trainer, training, "the strategy")
 
     @property
     def _is_dense(self) -> bool:
         """Whether replicas average their gradients, as FSDP2 does with a mesh of two dimensions."""
-        method, rule = self._options.method, UpdateRule().changed(self._options.local_steps, self._options.overlap)
-        return not method.compresses and (method.update_rule or rule) == UpdateRule()
+        options, method = self._options, self._options.method
+        exchanges_updates = method.update_rule is not None or (options.local_steps or 1) > 1
+        return not method.compresses and not exchanges_updates and options.overlap == "none"
 
     @property
     def reducer(self) -> Reducer:
@@ -258,18 +262,14 @@ class SparseHSDP(TrainerCalls, SparseStrategy, ModelParallelStrategy):
         if self.may_be_alone or (self.exchanger is not None and not exchange.drain()):
             log.warning(f"{str(filepath)!r} is not saved: training failed, and a save needs all ranks.")
             return
-        path, tag = self.broadcast((sidecars.absolute(filepath), secrets.token_hex(8)))
-        assert self.model is not None
-        state = together(partial(replica_state, self.model, exchange), ValueError)
-        try:
-            together(partial(sidecars.write, path, tag, state), OSError)
-            checkpoint[sidecars.KEY] = entry_of(tag, exchange)
+
+        def finish(entry: dict[str, Any]) -> None:
+            checkpoint[sidecars.KEY] = entry
             self._keep_first_replicas_optimizers(checkpoint)
-            together(write, OSError)
-        except OSError:
-            sidecars.remove_own(path, tag, self.global_rank, self.world_size)
-            raise
-        sidecars.prune(path, [tag])
+            write()
+
+        assert self.model is not None
+        write_replica(self.broadcast(sidecars.absolute(filepath)), self.model, exchange, finish)
 
     def _keep_first_replicas_optimizers(self, checkpoint: dict[str, Any]) -> None:
         """Remove the optimizers' states on other replicas' ranks.
