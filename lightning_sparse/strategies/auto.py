@@ -126,6 +126,11 @@ class AutoDDP:
         super()._begin()
         self._auto = _Choice(self._options)
 
+    @property
+    def choice(self) -> str:
+        """The name of the exchange that trains: "ddp" for stock all-reduce, or that of a method."""
+        return self._auto.tuner.current
+
     # Start and switches:
 
     def _start_exchange(self, trainer: Any) -> None:

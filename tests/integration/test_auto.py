@@ -54,7 +54,7 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.weights.append(module.weights)
         if isinstance(trainer.strategy, AutoDDPStrategy):
-            self.names.append(trainer.strategy._auto.tuner.current)
+            self.names.append(trainer.strategy.choice)
             self.sent.append(trainer.strategy.reducer.comm.sent_bytes)
 
 
