@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 
 # Set before torch is imported. Use one thread, because a process that has used OpenMP cannot be forked safely.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,19 +28,39 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
 
 
-# Of a test's cases in the full tier, `make test-all` runs the first and then one in this number.
+# Of the full tier, `make test-all` runs the first case of a test without quick cases, and one of others in this number.
 ONE_IN = 27
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the cases of the full tier that `make test-all` skips as `exhaustive`; some tests are marked by hand."""
+    """Mark cases as `full` by `one_in`, and as `exhaustive` if `make test-all` skips them."""
+    interpreted = not torch.cuda.is_available()  # with a GPU, all these cases take seconds
+    places = defaultdict(dict)
+    for item in items:
+        mark = item.get_closest_marker("one_in") if interpreted else None
+        if mark and not item.get_closest_marker("full") and sum(_place(item, places)) % mark.args[0]:
+            item.add_marker("full")
+    quick = {_test(item) for item in items if not item.get_closest_marker("full")}
     seen = Counter()
     for item in items:
         if item.get_closest_marker("full"):
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % ONE_IN:
+            counted = item.path if _test(item) in quick else _test(item)
+            if seen[counted] % ONE_IN:
                 item.add_marker("exhaustive")
-            seen[test] += 1
+            seen[counted] += 1
+
+
+def _test(item):
+    return item.nodeid.partition("[")[0]
+
+
+def _place(item, places):
+    """Yield the number of the case in each `parametrize` mark of its test. Cases that are marked full do not count."""
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        case = tuple(id(item.callspec.params[name.strip()]) for name in names)
+        numbers = places[_test(item), tuple(names)]
+        yield numbers.setdefault(case, len(numbers))
 
 
 @pytest.fixture(autouse=True)

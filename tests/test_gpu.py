@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import gpu
-from tests.support.tiers import exhaustive, full
+from tests.support.tiers import exhaustive, full, in_full, one_in, tiers
 
 ORIGIN = {"device": "NVIDIA H100", "date": "2026-01-01"}
 
@@ -46,10 +46,11 @@ def written(text):
         (part(written("within\\nTrue\\n"), gpu.within, "rows.csv"), gpu.HOLDS, "ended"),
         (part(written("within\\nTrue\\nFalse\\n"), gpu.within, "rows.csv"), gpu.BROKEN, "ended"),
         (part(written("within\\nTrue\\n") + "; 1 / 0", gpu.within, "rows.csv"), gpu.BROKEN, "ended with status 1"),
-        (
+        pytest.param(
             part(written("within\\nTrue\\n") + "; import time; time.sleep(60)", gpu.within, "rows.csv", seconds=2),
             gpu.HOLDS,  # the row was there before the limit
             "cut off after 2 s",
+            marks=full,
         ),
     ],
 )
@@ -87,7 +88,7 @@ CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("then", ["time.sleep(99)", "raise SystemExit(1)", "pass"])
+@pytest.mark.parametrize("then", [*in_full("time.sleep(99)", "raise SystemExit(1)"), "pass"])
 def test_a_part_leaves_no_process_behind(then, tmp_path):
     """Workers of a test that was cut off, or has failed, would hold the GPU and disturb all later times."""
     run({"it": part(f"{CHILD} print('child', p.pid, flush=True); {then}", seconds=3)}, tmp_path)
@@ -98,6 +99,7 @@ def test_a_part_leaves_no_process_behind(then, tmp_path):
     assert not alive(pid)
 
 
+@full
 def test_a_part_that_hangs_fails_or_is_killed_does_not_disturb_the_others(tmp_path):
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
     parts = {
@@ -137,6 +139,7 @@ def test_parts_of_a_group_run_side_by_side_and_groups_one_after_the_other(tmp_pa
     assert run(parts, tmp_path) == 0, (tmp_path / "log.txt").read_text()
 
 
+@full
 def test_without_time_left_a_part_is_not_begun(tmp_path, capsys):
     parts = {"first": part("import time; time.sleep(2)", seconds=20), "second": part("pass", group=1)}
     run(parts, tmp_path, budget=16)
@@ -152,6 +155,7 @@ def test_other_parts_rows_stay_and_a_parts_own_are_replaced(tmp_path):
     assert verdicts(tmp_path) == {"one": gpu.HOLDS, "two": gpu.HOLDS}
 
 
+@full
 def test_what_is_printed_fits_however_much_the_parts_say(tmp_path, capsys):
     loud = part("print('x' * 3_000_000); 1 / 0")
     run(dict.fromkeys((*gpu.FIRST, *gpu.SECOND), loud), tmp_path)
@@ -174,6 +178,7 @@ sys.exit(gpu.run(parts, Path({out!r}), 100, False, {{}}))
 """
 
 
+@one_in(2)
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_what_was_measured(which, tmp_path):
     process = subprocess.Popen(
@@ -329,7 +334,7 @@ def test_another_machine_than_expected_is_described(name, capability, triton, sa
 # The commands of the parts.
 
 
-@pytest.mark.parametrize("name", ["lightning", pytest.param("nowait", marks=full), pytest.param("kernels", marks=full)])
+@pytest.mark.parametrize("name", tiers(["lightning", "nowait", "kernels"], []))
 def test_the_tests_of_a_part_exist(name):
     """A selection by `-k` that fits nothing would say that all is well, or that all is wrong."""
     command = (gpu.FIRST | gpu.SECOND)[name].command.replace("-p xdist.plugin --dist loadgroup", "")
@@ -344,7 +349,7 @@ def test_the_tests_of_a_part_exist(name):
     )
     assert ran.returncode == 0, ran.stdout[-2000:]
     collected = int(ran.stdout.split("/")[-2].split()[-1])
-    assert collected >= {"lightning": 8, "nowait": 20, "kernels": 250}[name]
+    assert collected >= {"lightning": 8, "nowait": 20, "kernels": 100}[name]  # without a GPU
 
 
 @exhaustive  # minutes

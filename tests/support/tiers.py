@@ -18,6 +18,11 @@ def tiers(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     ]
 
 
+def in_full(*cases: Any) -> list[Any]:
+    """Return cases of the full tier, after the quick tier's: `[quick, *in_full(case, case)]`."""
+    return tiers(cases, [])
+
+
 def in_diagonals(rows: Iterable[Any], columns: Iterable[Any], every: int) -> list[Any]:
     """Return all pairs as parameters. The quick tier has one pair in `every`, along diagonals.
 
@@ -27,3 +32,8 @@ def in_diagonals(rows: Iterable[Any], columns: Iterable[Any], every: int) -> lis
     pairs = [(row, column) for row in rows for column in columns]
     places = [(i + j) % every for i in range(len(rows)) for j in range(len(columns))]
     return [pair if not place else pytest.param(*pair, marks=full) for pair, place in zip(pairs, places, strict=True)]
+
+
+def one_in(every: int) -> pytest.MarkDecorator:
+    """Return a mark: of all cases of a test, the quick tier has one in `every`, along diagonals."""
+    return pytest.mark.one_in(every)
