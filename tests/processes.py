@@ -2,15 +2,20 @@
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +42,40 @@ def run_program(command: Sequence[str], env: Mapping[str, str], timeout: float) 
     with reserve_port() as holder:
         env = {**env, "MASTER_PORT": str(holder.getsockname()[1])}
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def run_script(script: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a Python file that starts ranks, in a forked process. A fork has imported torch, which takes seconds."""
+    with reserve_port() as holder, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        port = str(holder.getsockname()[1])
+        process = multiprocessing.get_context("fork").Process(
+            target=_script, args=(script, arguments, port, out.fileno(), err.fileno())
+        )
+        start_all([process])
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        for file in (out, err):
+            file.seek(0)
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess([str(script), *arguments], process.exitcode, out.read(), err.read())
+
+
+def _script(script: Path, arguments: Sequence[str], port: str, out: int, err: int) -> None:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    logging.getLogger().handlers.clear()  # pytest's
+    for name in logging.root.manager.loggerDict:
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_PORT=port)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def start_all(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
@@ -78,13 +117,13 @@ def run_ranks(
     context = multiprocessing.get_context(start)
     holder = reserve_port()
     port = int(holder.getsockname()[1])
-    done = context.Event()
+    listening, done = context.Event(), context.Event()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     inherited = pipes if start == "fork" else []
     processes = [
         context.Process(
             target=_rank,
-            args=(rank, size, port, backend, timeout, inherited, pipes[rank][1], done, patience, fn, args),
+            args=(rank, size, port, backend, timeout, inherited, pipes[rank][1], listening, done, patience, fn, args),
         )
         for rank in range(size)
     ]
@@ -116,6 +155,7 @@ def _rank(
     timeout: float,
     inherited: Any,
     answer: Any,
+    listening: Any,
     done: Any,
     patience: float,
     fn: Callable[..., Any],
@@ -128,7 +168,12 @@ def _rank(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     try:
         if backend is not None:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            if rank:  # if a client finds no server, it waits before it tries again: up to 5 s
+                listening.wait(timeout)
+            limit = timedelta(seconds=timeout)
+            store = dist.TCPStore("127.0.0.1", port, size, rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+            listening.set()
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         result = fn(rank, *args)
     except BaseException as error:
         traceback.print_exc()

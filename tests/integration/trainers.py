@@ -9,6 +9,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed.algorithms.ddp_comm_hooks  # which every rank would import
 from torch import Tensor, nn
 
 import lightning_sparse  # makes the strategy names known  # noqa: F401
